@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 BENCHMARKS = {
     "cpu": "everything on a CPU against llama.cpp, vLLM and transformers",
-    "step_overhead": "host time of a step next to the model's pass, and the gain of planning ahead",
     "transport": "shm and tcp channels: bytes per second and CPU time",
     "handoff": "what a handoff adds to the time to first token",
     "footprint": "start-up time to the first token, and memory of the router and a node",
@@ -24,8 +23,6 @@ def load(name: str) -> Callable[[], None]:
     match name:
         case "cpu":
             from benchmarks.cpu import main
-        case "step_overhead":
-            from benchmarks.step_overhead import main
         case "transport":
             from benchmarks.transport import main
         case "handoff":

@@ -3,8 +3,8 @@
     python -m benchmarks router
 
 The router runs alone on the first CPU. On the last CPU, a single process runs all clients and 16 fake nodes. The nodes
-take turns to send a token for each of their requests, with the messages of real nodes. Because nodes and clients are in
-one process, it knows when each token was sent and received. The CPU time of the router comes from the kernel.
+alternate in sending a token for each of their requests, with the messages of real nodes. Because nodes and clients are
+in one process, it knows when each token was sent and received. The CPU time of the router comes from the kernel.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class PacedRequest:
 
 
 class PacedNode:
-    """A fake decode node that sends one token for each of its requests when `turn` is called."""
+    """A fake decode node that sends one token for each of its requests when `step` is called."""
 
     def __init__(self, name: str, token_ids: list[int], rows: dict[str, PacedRequest]) -> None:
         """`rows` receives the requests of the node, by the id that their clients receive."""
@@ -98,7 +98,7 @@ class PacedNode:
             self._stream.stats = NodeStats(steps=self._steps, running=len(self._rows))
             self._stream.wake.set()
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """Send the next token of every request whose client keeps up."""
         now, deltas = time.monotonic(), self._stream.deltas
         for row in self._rows:
@@ -158,11 +158,11 @@ class PacedFleet:
         self.nodes = [PacedNode(f"paced-{number}", plain[-997:], self.rows) for number in range(NUM_NODES)]
 
     async def run(self, rate: float, seconds: float) -> None:
-        """Call the nodes in turn, at `rate` tokens per second in total. A late call delays the next ones."""
+        """Let one node after the other step, at `rate` tokens per second in total. A late call delays the next ones."""
         period_s = len(self.rows) / rate / NUM_NODES
         due, end = time.monotonic(), time.monotonic() + seconds
         for node in itertools.cycle(self.nodes):
-            node.turn()
+            node.step()
             due = max(due + period_s, time.monotonic())
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             if due > end:
@@ -281,7 +281,8 @@ def main() -> None:
     columns = ["offered/s", "tokens/s", "CPU µs/token", "≤ 40 µs", "router busy", "delay p50, ms", "p99", "p50 ≤ 1 ms"]
     note = (
         "Router busy: share of one core. The CPU time goal applies from 25,000 tokens per second on one core; below "
-        "that, waking up is a larger part. The delay goal applies below half of the router's load. " + NOTE
+        "that, waking up is a larger part. The goal for the delay applies if the router is busy for less than half of "
+        "the time. " + NOTE
     )
     Result(
         "router",

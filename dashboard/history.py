@@ -88,8 +88,7 @@ class RequestHistory(RouterObserver):
         self._nodes: dict[str, NodeHistory] = {}
         self._traces: dict[str, RequestTrace] = {}  # oldest first
         self._num_rows = 0  # of all traces
-        self._changed: dict[str, None] = {}
-        self._watched = False
+        self.version = 0  # counts the changes of all requests
 
     def subscribe(self, observer: RecordObserver) -> None:
         """Pass all further records to `observer` as well."""
@@ -156,7 +155,7 @@ class RequestHistory(RouterObserver):
         duration_ns = event.duration_us * 1000
         traced = TraceEvent(name, event.kind, event.at_ns, duration_ns, event.count, event.bytes, *texts)
         self._num_rows += span.add(traced)
-        self._change(trace.id)
+        self._change(trace)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -166,11 +165,9 @@ class RequestHistory(RouterObserver):
         ):
             identity = next(iter(self._traces))
             self._num_rows -= sum(span.num_rows for span in self._traces.pop(identity).attempts.values())
-            self._changed.pop(identity, None)
 
-    def _change(self, identity: str) -> None:
-        if self._watched:
-            self._changed[identity] = None
+    def _change(self, trace: RequestTrace) -> None:
+        self.version = trace.version = self.version + 1
 
     # ---- from HTTP requests and the dispatcher ------------------------------------------------------------------
 
@@ -184,19 +181,19 @@ class RequestHistory(RouterObserver):
         trace.num_prompt += num_prompt
         trace.num_samples += num_samples
         trace.ended_ns = None  # all samples of an earlier prompt of the request may have ended
-        self._change(id)
+        self._change(trace)
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
         trace = self._traces.get(id)
         if trace is not None and num_tokens:
             trace.output(sample, num_tokens, self._now())
-            self._change(id)
+            self._change(trace)
 
     def ended(self, id: str, sample: int, how: str) -> None:
         trace = self._traces.get(id)
         if trace is not None:
             trace.ended(how, self._now())
-            self._change(id)
+            self._change(trace)
             if trace.num_ended == trace.num_samples:
                 for observer in self._observers:
                     observer.finished(id)
@@ -207,7 +204,7 @@ class RequestHistory(RouterObserver):
         trace = self._trace(attempt)
         if trace is not None:
             trace.attempts[attempt] = AttemptSpan(attempt, prefill, decode, reason, self._now(), local_s, remote_s)
-            self._change(trace.id)
+            self._change(trace)
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -260,17 +257,11 @@ class RequestHistory(RouterObserver):
         running = [trace for trace in self._traces.values() if trace.ended_ns is None]
         return Counter(queue for trace in running for span in trace.current_attempts for queue in span.queues())
 
-    def changed(self, limit: int) -> list[dict[str, object]]:
-        """Return summaries of up to `limit` requests that changed since the last call."""
-        ids = [id for _, id in zip(range(limit), self._changed, strict=False)]
-        for each in ids:
-            del self._changed[each]
-        return [found for each in ids if (found := self.summary(each)) is not None]
-
-    def watch(self, watched: bool) -> None:
-        """Start or stop recording which requests change."""
-        self._watched = watched
-        self._changed.clear()
+    def changed(self, since: int, limit: int) -> tuple[int, list[dict[str, Any]]]:
+        """Return summaries of up to `limit` requests that changed after version `since`, and the version so far."""
+        found = [trace for trace in self._traces.values() if trace.version > since]
+        found = sorted(found, key=lambda trace: trace.version)[:limit]
+        return max([since, *(trace.version for trace in found)]), [trace.summary(self.ring) for trace in found]
 
     def client_id(self, node: str, serial: int) -> str | None:
         """Return the id that the client knows for a request in a step record, or None if it is unknown."""

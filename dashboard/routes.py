@@ -1,9 +1,10 @@
 """The routes of the history: requests and their timelines, steps, events, the Chrome trace, and the page."""
 
 import asyncio
+import itertools
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ from dashboard.step_ring import CAPACITY, FIELDS, StepRing
 from router.http.asgi import ResponseWriter, while_connected
 from router.http.responses import dump
 from shared.clock import now_ns
-from shared.errors import BatonError, RequestError, UnavailableError
-from shared.lifecycle import TaskGroup
+from shared.errors import RequestError, UnavailableError
 
 ROWS_AT_ONCE = 200  # maximum rows that are formatted at a time
 JSON = "application/json; charset=utf-8"
@@ -32,10 +32,10 @@ SECONDS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0}
 
 # Limits and intervals of /events.
 MAX_SUBSCRIBERS = 64
-MAX_WAITING_BYTES = 1 << 20  # unsent events of one subscriber
 TICK_S = 0.1
 REQUEST_TICKS, STATUS_TICKS = 2, 10
 MAX_CHANGED = 200  # requests per event; the others are in the next one
+MAX_STEPS = 2000  # per event; the oldest are left out
 SILENT_S = 5.0  # a subscriber that does not read for this time is disconnected
 
 FOLDER = Path(__file__).parent / "page"
@@ -63,38 +63,15 @@ QUERIES: dict[str, dict[str, Any]] = {  # the query parameters of each route wit
 }
 
 
-class Subscriber:
-    """The unsent events for one client."""
-
-    def __init__(self) -> None:
-        self.wake = asyncio.Event()
-        self._waiting: deque[bytes] = deque()
-        self._num_bytes = 0
-
-    def put(self, message: bytes) -> None:
-        self._waiting.append(message)
-        self._num_bytes += len(message)
-        while self._num_bytes > MAX_WAITING_BYTES and len(self._waiting) > 1:
-            self._num_bytes -= len(self._waiting.popleft())
-        self.wake.set()
-
-    def take(self) -> bytes:
-        data = b"".join(self._waiting)
-        self._waiting.clear()
-        self._num_bytes = 0
-        self.wake.clear()
-        return data
-
-
 class EventStream:
-    """`/events`, an ASGI app: the cluster's activity as server-sent events, formatted once for all subscribers.
+    """`/events`, an ASGI app: the cluster's activity as server-sent events.
 
     The types are "status" (the document of `/v1/status`, once a second), "steps" (of one node, up to ten times a
-    second), and "requests" (summaries of changed requests, up to five times a second). A client that reads slowly loses
-    its oldest unsent events, and a client that does not read is disconnected.
+    second), and "requests" (summaries of changed requests, up to five times a second). A client that reads slowly
+    misses the oldest steps, and a client that does not read is disconnected.
 
-    It reads the history on a timer while it has subscribers, and costs nothing otherwise. A draining server closes this
-    app, because the streams do not end by themselves.
+    Each client has a task that reads the history on a timer; without clients the app costs nothing. A draining server
+    closes this app, because the streams do not end by themselves.
     """
 
     def __init__(
@@ -111,84 +88,60 @@ class EventStream:
         self._silent_s = silent_s
         self._history = history
         self._status = status
-        self._subscribers: dict[Subscriber, None] = {}
-        self._tasks = TaskGroup()
-        self._ticks: asyncio.Task[None] | None = None
-        self._closed = False
-        self._seen: dict[str, tuple[StepRing, int]] = {}  # by node: its ring, and how many of its steps were sent
+        self._num_subscribers = 0
+        self._closed = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = ResponseWriter(scope, send)
-        try:
-            subscriber = self._subscribe()
-        except BatonError as error:
-            await reply.fail(error)
+        if self._closed.is_set():
+            await reply.fail(UnavailableError("Server is shutting down."))
             return
+        if self._num_subscribers >= self._max_subscribers:
+            text = f"Too many subscribers: the limit is {self._max_subscribers}."
+            await reply.fail(UnavailableError(text, retry_after_s=5.0))
+            return
+        self._num_subscribers += 1
         try:
-            await while_connected(receive, self._serve(subscriber, reply))
+            await while_connected(receive, self._serve(reply))
         except TimeoutError:
             return  # do not send an error to a client that does not read
         finally:
-            del self._subscribers[subscriber]
-            if not self._subscribers and self._ticks is not None:
-                self._ticks.cancel()
-                self._ticks = None
-                self._seen.clear()
-                self._history.watch(False)
+            self._num_subscribers -= 1
 
     def close(self) -> None:
         """End all streams, and reject new ones, so that the server can drain."""
-        self._closed = True
-        for subscriber in self._subscribers:
-            subscriber.wake.set()
+        self._closed.set()
 
-    def _subscribe(self) -> Subscriber:
-        if self._closed:
-            raise UnavailableError("Server is shutting down.")
-        if len(self._subscribers) >= self._max_subscribers:
-            raise UnavailableError(f"Too many subscribers: the limit is {self._max_subscribers}.", retry_after_s=5.0)
-        subscriber = Subscriber()
-        if self._ticks is None:  # everything that happened before the first subscriber counts as sent
-            self._history.watch(True)
-            self._seen = {node: (ring, ring.num_ever) for node, ring in self._history.rings().items()}
-            self._ticks = self._tasks.start(self._tick())
-        self._subscribers[subscriber] = None
-        subscriber.put(b"retry: 1000\n\n")
-        subscriber.put(_message("status", self._status()))
-        return subscriber
-
-    async def _serve(self, subscriber: Subscriber, reply: ResponseWriter) -> None:
-        while not self._closed:
-            data = subscriber.take()
+    async def _serve(self, reply: ResponseWriter) -> None:
+        data = b"retry: 1000\n\n" + _message("status", self._status())
+        messages = self._messages()
+        while not self._closed.is_set():
             if data:
                 async with asyncio.timeout(self._silent_s):
                     await reply.events(data)
-            await subscriber.wake.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._tick_s):
+                    await self._closed.wait()
+            data = next(messages)
         await reply.end()
 
-    # ---- messages --------------------------------------------------------------------------------------------------
-
-    async def _tick(self) -> None:
-        tick = 0
-        while True:
-            await asyncio.sleep(self._tick_s)
-            tick += 1
-            for message in self._messages(tick):
-                for subscriber in self._subscribers:
-                    subscriber.put(message)
-
-    def _messages(self, tick: int) -> Iterator[bytes]:
-        """Yield the messages since the last tick."""
-        before = self._seen
-        self._seen = {node: (ring, ring.num_ever) for node, ring in self._history.rings().items()}
-        for node, (ring, _) in self._seen.items():
-            known, num_seen = before.get(node, (ring, 0))
-            if rows := [ring.shown(row) for row in ring.rows(num_seen if known is ring else 0)]:
-                yield _message("steps", {"node": node, "fields": FIELDS, "steps": rows})
-        if tick % REQUEST_TICKS == 0 and (changed := self._history.changed(MAX_CHANGED)):
-            yield _message("requests", {"requests": changed})
-        if tick % STATUS_TICKS == 0:
-            yield _message("status", self._status())
+    def _messages(self) -> Iterator[bytes]:
+        """Yield the messages since the last tick, once for each tick."""
+        sent = {ring: ring.num_ever for ring in self._history.rings().values()}  # how many steps of each were sent
+        version = self._history.version
+        for tick in itertools.count(1):
+            messages, rings = [], self._history.rings()
+            for node, ring in rings.items():
+                first = max(sent.get(ring, 0), ring.num_ever - MAX_STEPS)
+                if rows := [ring.shown(row) for row in ring.rows(first)]:
+                    messages.append(_message("steps", {"node": node, "fields": FIELDS, "steps": rows}))
+            sent = {ring: ring.num_ever for ring in rings.values()}
+            if tick % REQUEST_TICKS == 0:
+                version, changed = self._history.changed(version, MAX_CHANGED)
+                messages += [_message("requests", {"requests": changed})] if changed else []
+            if tick % STATUS_TICKS == 0:
+                messages.append(_message("status", self._status()))
+            yield b"".join(messages)
 
 
 def _message(kind: str, value: object) -> bytes:

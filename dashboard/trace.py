@@ -228,6 +228,7 @@ class RequestTrace:
     ended_ns: int | None = None  # when the last sample ended
     finish: str = ""  # of the last sample that ended; a failed sample takes precedence
     num_ended: int = 0
+    version: int = 0  # of the history, when the request last changed
     attempts: dict[str, AttemptSpan] = field(default_factory=dict)
 
     def output(self, sample: int, num_tokens: int, now_ns: int) -> None:

@@ -15,7 +15,7 @@ from benchmarks.peers.worker import serve
 from engine.components import build
 from engine.engine import Engine, EngineListener, StepTiming
 from engine.options import BuildOptions
-from engine.runner import SliceOutput, TorchRunner
+from engine.runner import SliceOutput
 from scheduler.request import Request, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.rpc.messages import Logprobs, SamplingParams
@@ -28,13 +28,12 @@ GREEDY = SamplingParams(temperature=0)
 
 
 class Stopwatch(EngineListener):
-    """Records the end, tokens and timing of each step. `write` fills the blocks of requests that receive KV."""
+    """Records the end and the tokens of each step. `write` fills the blocks of requests that receive KV."""
 
     def __init__(self, write: Callable[[list[int]], None]) -> None:
         self._write = write
         self.first: dict[str, float] = {}  # when each request got its first token
         self.steps: list[tuple[float, int]] = []  # (end, tokens)
-        self.timings: list[StepTiming] = []
         self.finished: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # one entry per step
         self.engine: Engine | None = None
         self.logprobs: Logprobs | None = None  # of the last token that has any
@@ -60,8 +59,7 @@ class Stopwatch(EngineListener):
         self.logprobs = next((output.logprobs for output in outputs if output.logprobs is not None), self.logprobs)
         self.finished.put(None)
 
-    def on_timing(self, timing: StepTiming) -> None:
-        self.timings.append(timing)
+    def on_timing(self, timing: StepTiming) -> None: ...
 
     def on_failure(self, error: BaseException) -> None:
         self.finished.put(error)
@@ -109,17 +107,6 @@ class BatonEngine:
         """Return the seconds of `steps` steps of `batch` decodes. The prompts' KV is random."""
         full = [ended_s for ended_s, tokens in self._decoded(batch, context, steps).steps if tokens == batch]
         return full[steps] - full[0]
-
-    def step_times(self, batch: int, context: int, steps: int, ahead: bool) -> dict[str, float]:
-        """Return medians over full steps, in microseconds: the whole step, the model's pass, and the host's time."""
-        runner = self._parts.runner
-        assert isinstance(runner, TorchRunner)
-        runner.ahead = ahead
-        watch = self._decoded(batch, context, steps)
-        full = [timing for timing in watch.timings if len(timing.step.slices) == batch][2:]
-        ends = [ended_s for ended_s, tokens in watch.steps if tokens == batch]
-        pass_us, host_us = (float(np.median(row)) / 1e3 for row in zip(*(timing[2:] for timing in full), strict=True))
-        return {"turn_us": float(np.median(np.diff(ends))) * 1e6, "pass_us": pass_us, "host_us": host_us}
 
     def _decoded(self, batch: int, context: int, steps: int) -> Stopwatch:
         watch, engine = self._start()

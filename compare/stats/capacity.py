@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 from scipy.optimize import isotonic_regression
@@ -58,9 +59,7 @@ def fit_attainment(points: Sequence[CapacityPoint]) -> tuple[list[float], list[f
 
 
 def crossing(rates: Sequence[float], shares: Sequence[float], alpha: float) -> CapacityEstimate:
-    """Return where the curve falls below alpha, interpolated linearly. Raises ValueError if the curve is empty."""
-    if not rates:
-        raise ValueError("no rate was measured")
+    """Return where the curve falls below alpha, interpolated linearly."""
     below = next((index for index, share in enumerate(shares) if share < alpha), None)
     if below is None:
         return CapacityEstimate(rates[-1], None, None, "above")
@@ -97,8 +96,7 @@ def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float
     if len(found) <= len(seeds) or any(each.bounded != "yes" for each in found):
         return dict.fromkeys(seeds)
     whole, *parts = (each.rate for each in found)
-    mean = math.fsum(parts) / len(parts)
-    return {seed: whole + (len(seeds) - 1) * (mean - part) for seed, part in zip(seeds, parts, strict=True)}
+    return {seed: whole + (len(seeds) - 1) * (fmean(parts) - part) for seed, part in zip(seeds, parts, strict=True)}
 
 
 def balanced(points: Sequence[CapacityPoint]) -> list[CapacityPoint]:
@@ -137,9 +135,7 @@ class CapacitySearch:
         return len(self.points) >= self._max_runs
 
     async def run(self, first_rate: float) -> CapacityEstimate:
-        """Return the capacity found with at most `max_runs` runs. Raises ValueError if `first_rate` is not over 0."""
-        if not 0 < first_rate < math.inf:
-            raise ValueError(f"the first rate is {first_rate}; it must be over 0")
+        """Return the capacity found with at most `max_runs` runs."""
         bracket = await self._bracket(first_rate)
         if bracket is None:
             return capacity_of(self.points, self._alpha)

@@ -1,9 +1,9 @@
 """Significance of differences. The runs of two arms with the same seed have the same traffic and form a pair."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from statistics import fmean
 
 import numpy as np
 from scipy import stats
@@ -49,8 +49,8 @@ class Comparison:
 
 
 def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """Return Student's t interval of the mean. Raises ValueError if there are no values."""
-    mean, count = _mean(values), len(values)
+    """Return Student's t interval of the mean."""
+    mean, count = fmean(values), len(values)
     if count < 2:
         return Interval(mean, None, None)
     reach = float(stats.t.ppf((1 + confidence) / 2, count - 1) * stats.sem(values))
@@ -73,7 +73,7 @@ def compare(
         note = f"{len(ours) - len(pairs)} of {len(ours)} pairs of runs have no such figure"
         return Comparison(name, other, metric, None, None, None, None, 1.0, TOO_CLOSE, note=note)
     differences = [one - two for one, two in pairs]
-    found, base = student(differences), abs(_mean([two for _, two in pairs]))
+    found, base = student(differences), abs(fmean([two for _, two in pairs]))
     percent, low, high = (
         None if value is None or base == 0 else 100 * value / base for value in (found.mean, found.low, found.high)
     )
@@ -128,16 +128,10 @@ def _says(found: Comparison) -> str:
     return "better" if (found.difference > 0) == (found.metric in HIGHER_IS_BETTER) else "worse"
 
 
-def _mean(values: Sequence[float]) -> float:
-    if not values:
-        raise ValueError("there is no mean of no values")
-    return math.fsum(values) / len(values)
-
-
 def _p_value(differences: Sequence[float]) -> float:
     """Return the p-value of Student's t-test. Equal differences, which are frequent for shares of few requests, have no
     spread. Use the sign test for them."""
-    mean = _mean(differences)
+    mean = fmean(differences)
     if float(np.ptp(differences)) <= ROUNDING * abs(mean):
         return 1.0 if mean == 0 else 2.0 ** (1 - len(differences))
     return float(stats.ttest_1samp(differences, 0.0).pvalue)

@@ -135,7 +135,7 @@ class AdmissionQueue:
             tenant=request.tenant,
             priority=request.priority,
             prompt_tokens=len(request.prompt),
-            sample_tokens=max(1, request.max_tokens // 2),  # the same estimate as in `LoadCharge`
+            sample_tokens=max(1, request.max_tokens // 2),  # the same estimate as in `Attempt.begin`
             num_left=request.n,
             expires=min(now + self._max_wait_s, deadline),
             deadline=deadline,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from router.dispatch.admission import AdmissionQueue, QueueEntry
 from router.dispatch.requests import GenerationRequest
 from router.nodes.connection import NodeConnection
-from router.nodes.load import LoadCharge
+from scheduler.cost import pairs_of
 from shared import failpoints
 from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
@@ -169,7 +169,7 @@ class Attempt:
         self.decode: NodeConnection | None = None
         self._admitted = admitted
         self._start = len(sample.tokens)
-        self._charge: LoadCharge | None = None
+        self._prompt_tokens = self._prompt_pairs = self._kv_tokens = 0  # the load on the nodes
         self._is_prompt_computed = False
         self._handed_off = False
         self._producers: set[NodeConnection] = set()
@@ -197,9 +197,11 @@ class Attempt:
         node that computes the prompt."""
         self.prefill, self.decode = prefill, decode
         num_tokens = len(self.request.prompt) + len(self.sample.tokens)
-        left = self.request.max_tokens - len(self.sample.tokens)
-        self._charge = LoadCharge((prefill or decode).load, decode.load, num_tokens, cached_tokens, left)
-        self._charge.apply()
+        self._prompt_tokens = max(0, num_tokens - cached_tokens)
+        self._prompt_pairs = pairs_of(num_tokens - self._prompt_tokens, self._prompt_tokens)
+        self._kv_tokens = num_tokens + (self.request.max_tokens - len(self.sample.tokens)) // 2
+        self._charge_prompt(1)
+        decode.load.kv_tokens += self._kv_tokens
         self.sample.attempt = self
 
     def end(self, error: Exception | None) -> bool:
@@ -207,9 +209,9 @@ class Attempt:
         if self._is_over:
             return False
         self._is_over, self._error = True, error
-        if self._charge is not None:
+        if self.decode is not None:
             self._prompt_computed()
-            self._charge.release()
+            self.decode.load.kv_tokens -= self._kv_tokens
         for node in self.nodes:
             if error is None and self.sample.outcome == "finished":
                 node.forget(self.id)
@@ -293,9 +295,18 @@ class Attempt:
                 return
 
     def _prompt_computed(self) -> None:
-        self._is_prompt_computed = True
-        if self._charge is not None and self._charge.release_prompt():
+        if not self._is_prompt_computed:
+            self._is_prompt_computed = True
+            self._charge_prompt(-1)
             self._admitted.prompt_computed()
+
+    def _charge_prompt(self, sign: int) -> None:
+        """Add the prompt's computation to the load of the nodes, or release it."""
+        assert self.decode is not None
+        computes = self.prefill or self.decode
+        computes.load.outstanding_tokens += sign * self._prompt_tokens
+        computes.load.outstanding_pairs += sign * self._prompt_pairs
+        self.decode.load.prefilling += sign
 
     def _publish(self, connection: NodeConnection, delta: TokenDelta) -> None:
         failpoints.reach("router.received", self.id)

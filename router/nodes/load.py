@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from router.metrics.request_metrics import SloTargets
-from scheduler.cost import MOST, CostModel, pairs_of
+from scheduler.cost import MOST, CostModel
 from scheduler.disaggregate import NodeView
 from shared.rpc.messages import NodeInfo, NodeStats
 
@@ -25,8 +25,8 @@ BLOCKS = ("free", "cached", "owned", "reserved", "quarantined", "total")
 class NodeLoad:
     """The work that this router has sent to a node, and the speed that the node reports.
 
-    Each `NodeConnection` owns one. Attempts change the counters through a `LoadCharge`; placement reads them through
-    `view`. The counters run ahead of the node's own reports, which arrive twice a second.
+    Each `NodeConnection` owns one. Attempts change the counters; placement reads them through `view`. The counters run
+    ahead of the node's own reports, which arrive twice a second.
     """
 
     def __init__(self, info: NodeInfo) -> None:
@@ -98,44 +98,6 @@ class NodeLoad:
             shared_pool_owner=info.shared_pool_owner,
             stale=self.is_stale,
         )
-
-
-class LoadCharge:
-    """The load that one attempt adds to its nodes until `release`. `computes` is the load of the node that computes the
-    prompt, and `generates` that of the node that generates. They may be the same."""
-
-    def __init__(
-        self, computes: NodeLoad, generates: NodeLoad, num_tokens: int, cached_tokens: int, max_new_tokens: int
-    ) -> None:
-        self._computes = computes
-        self._generates = generates
-        self._prompt_tokens = max(0, num_tokens - cached_tokens)
-        self._prompt_pairs = pairs_of(num_tokens - self._prompt_tokens, self._prompt_tokens)
-        self._kv_tokens = num_tokens + max_new_tokens // 2
-        self._has_prompt = self._has_kv = False
-
-    def apply(self) -> None:
-        self._has_prompt = self._has_kv = True
-        self._add_prompt(1)
-        self._generates.kv_tokens += self._kv_tokens
-
-    def release_prompt(self) -> bool:
-        """Release the load of the prompt's computation. Return False if it was already released."""
-        had_prompt, self._has_prompt = self._has_prompt, False
-        if had_prompt:
-            self._add_prompt(-1)
-        return had_prompt
-
-    def release(self) -> None:
-        """Release all load. Later calls do nothing."""
-        self.release_prompt()
-        self._generates.kv_tokens -= self._kv_tokens if self._has_kv else 0
-        self._has_kv = False
-
-    def _add_prompt(self, sign: int) -> None:
-        self._computes.outstanding_tokens += sign * self._prompt_tokens
-        self._computes.outstanding_pairs += sign * self._prompt_pairs
-        self._generates.prefilling += sign
 
 
 def kv_capacity_tokens(info: NodeInfo) -> int:

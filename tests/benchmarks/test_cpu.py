@@ -49,9 +49,6 @@ def test_a_checkpoint_is_made_once(models: Path) -> None:
 def test_our_worker_times_each_kind_of_work_and_is_stopped_in_between(ours: PeerProcess) -> None:
     assert ours.call("prefill", tokens=64) > 0
     assert ours.call("decode", batch=3, context=32, steps=4) > 0
-    for ahead in (False, True):
-        times = ours.call("step_times", batch=3, context=32, steps=8, ahead=ahead)
-        assert all(0 <= us < 60e6 for us in times.values())
     assert ours.peak_bytes > 50e6
     deadline = time.monotonic() + 10  # the signal takes effect after a short time
     while (state := Path(f"/proc/{ours.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]) != "T":

@@ -1,5 +1,7 @@
 from typing import Any
 
+import pytest
+
 from compare.arms import parse_arm, parse_arms
 from compare.endpoint import Endpoint, is_idle
 from compare.load.outcome import LoadRecording, Outcome
@@ -34,21 +36,16 @@ def test_an_undeclared_difference_forbids_the_comparison():
     assert check_parity(ARMS, facts_by_arm({"torch": "2.13"}, {"torch": "2.14"}), ["torch"]).equal
 
 
-def test_settings_that_differ_between_arms_are_declared():
+def test_only_settings_that_differ_between_arms_are_declared():
     arms = [parse_arm("colocated:2"), parse_arm("colocated:2@prefill_first,max_num_batched_tokens=64")]
     one = {"policy": "stall_free", "max_num_batched_tokens": "512", "max_step_tokens": "512", "threads": "1"}
     other = {"policy": "prefill_first", "max_num_batched_tokens": "64", "max_step_tokens": "64", "threads": "1"}
     found = check_parity(arms, {arms[0].name: one, arms[1].name: other})
     assert found.equal
-    assert [fact["fact"] for fact in found.facts if not fact["equal"]] == [
-        "policy", "max_num_batched_tokens", "max_step_tokens",
-    ]  # fmt: skip
-
-
-def test_settings_equal_in_all_arms_are_not_a_treatment():
+    differing = [fact["fact"] for fact in found.facts if not fact["equal"]]
+    assert differing == ["policy", "max_num_batched_tokens", "max_step_tokens"]
     arms = parse_arms(["colocated:2", "disaggregated:1p1d"], ["max_num_seqs=8"])
-    facts = {arms[0].name: {"max_num_seqs": "8"}, arms[1].name: {"max_num_seqs": "9"}}
-    assert not check_parity(arms, facts).equal
+    assert not check_parity(arms, facts_by_arm({"max_num_seqs": "8"}, {"max_num_seqs": "9"})).equal
 
 
 def test_a_stack_that_is_not_batons_cannot_be_verified():
@@ -79,9 +76,6 @@ def test_every_request_that_two_arms_finished_is_compared():
     count, different = different_tokens({"a": recording([1], [2, 3]), "b": recording([1], [2, 4]), "c": recording([1])})
     assert count == 2
     assert different == [{"index": 1, "arms": ["a", "b"]}]
-
-
-def test_failed_requests_are_not_compared():
     assert different_tokens({"a": recording([1]), "b": recording([2], error="timeout")}) == (0, [])
 
 
@@ -95,33 +89,27 @@ def with_lengths(*counts: tuple[int, int]) -> LoadRecording:
     )
 
 
-def test_prompts_that_are_more_tokens_in_one_arm_are_not_the_same_work():
-    problem, note = work_differences([{"a": with_lengths((10, 20), (11, 20)), "b": with_lengths((10, 20), (12, 20))}])
-    assert problem == "not the same work: 1 of 2 prompts have different lengths in the arms"
-    assert note == ""
-    assert work_differences([{"a": with_lengths((10, 20)), "b": with_lengths((10, 20))}]) == ("", "")
-    assert work_differences([{"a": with_lengths((0, 20)), "b": with_lengths((10, 20))}]) == (
-        "",
-        "",
-    )  # an arm that reports no prompt tokens
+PROMPTS = "not the same work: 1 of 2 prompts have different lengths in the arms"
+ANSWERS = "answers have different lengths in the arms, by"
 
 
-def test_answers_that_are_longer_in_one_arm_are_not_the_same_work():
-    problem, _ = work_differences([{"a": with_lengths((10, 20), (10, 20)), "b": with_lengths((10, 20), (10, 15))}])
-    assert problem == "not the same work: 1 of 2 answers have different lengths in the arms, by 12.5% of the tokens"
-    apart = work_differences([{"a": with_lengths((10, 20), (10, 15)), "b": with_lengths((10, 15), (10, 20))}])[0]
-    assert apart.startswith("not the same work: 2 of 2")  # equal totals, but different lengths
-
-
-def test_a_difference_of_one_token_in_a_thousand_is_only_noted():
-    problem, note = work_differences(
-        [{"a": with_lengths((10, 500), (10, 500)), "b": with_lengths((10, 500), (10, 501))}]
-    )
-    assert problem == ""
-    assert note == "1 of 2 answers have different lengths in the arms, by 0.1% of the tokens"
-
-
-def test_requests_that_one_arm_did_not_finish_are_not_compared():
-    broken = with_lengths((10, 20))
-    broken.outcomes[0].error = "timeout"
-    assert work_differences([{"a": with_lengths((12, 30)), "b": broken}, {}]) == ("", "")
+@pytest.mark.parametrize(
+    ("one", "other", "problem", "note"),
+    [
+        ([(10, 20)], [(10, 20)], "", ""),
+        ([(0, 20)], [(10, 20)], "", ""),  # an arm that reports no prompt tokens
+        ([(10, 20), (11, 20)], [(10, 20), (12, 20)], PROMPTS, ""),
+        ([(10, 20)] * 2, [(10, 20), (10, 15)], f"not the same work: 1 of 2 {ANSWERS} 12.5% of the tokens", ""),
+        ([(10, 20), (10, 15)], [(10, 15), (10, 20)], f"not the same work: 2 of 2 {ANSWERS} 25.0% of the tokens", ""),
+        ([(10, 500)] * 2, [(10, 500), (10, 501)], "", f"1 of 2 {ANSWERS} 0.1% of the tokens"),
+    ],
+)
+def test_arms_must_do_the_same_work(
+    one: list[tuple[int, int]], other: list[tuple[int, int]], problem: str, note: str
+) -> None:
+    """Each request has a number of prompt tokens and of answer tokens."""
+    ours, theirs = with_lengths(*one), with_lengths(*other)
+    assert work_differences([{"a": ours, "b": theirs}, {}]) == (problem, note)
+    for outcome in theirs.outcomes:
+        outcome.error = "timeout"
+    assert work_differences([{"a": ours, "b": theirs}]) == ("", ""), "failed requests are not compared"

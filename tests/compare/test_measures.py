@@ -1,11 +1,13 @@
 """Tests of every metric, on requests that are simple enough to calculate the figures by hand."""
 
 import math
+from typing import Any
 
 import pytest
 
 from compare.load.outcome import LatencySlo, Outcome
 from compare.stats.measures import (
+    PHASES,
     busy_shares,
     ecdf,
     fluidity,
@@ -28,56 +30,33 @@ from scheduler.cost import CostModel
 STRICT = LatencySlo(ttft_ms=500, tbt_ms=50)
 
 
-def request(scheduled_s: float, token_s: list[float], **fields: object) -> Outcome:
+def request(scheduled_s: float, token_s: list[float], **fields: Any) -> Outcome:
     """Return a finished request that was sent 1 ms late. `fields` override its fields."""
-    whole = Outcome(
-        0,
-        f"cmpl-{scheduled_s}",
-        scheduled_s,
-        sent_s=scheduled_s + 0.001,
-        token_s=token_s,
-        finish="length",
-        max_tokens=len(token_s),
-    )
-    for name, value in fields.items():
-        setattr(whole, name, value)
-    return whole
+    usual = {"sent_s": scheduled_s + 0.001, "finish": "length", "max_tokens": len(token_s), "id": f"cmpl-{scheduled_s}"}
+    return Outcome(**{"index": 0, "scheduled_s": scheduled_s, "token_s": token_s} | usual | fields)
 
 
 def failed(scheduled_s: float, token_s: list[float], max_tokens: int = 4, error: str = "timeout") -> Outcome:
     return request(scheduled_s, token_s, finish="", error=error, max_tokens=max_tokens)
 
 
-def summary(**phases: float) -> dict[str, object]:
-    named = dict.fromkeys(
-        ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"), 0.0
-    )
+def summary(**phases: float) -> dict[str, Any]:
+    named = dict.fromkeys(PHASES[1:-1], 0.0)
     return {"phases_ms": named | phases, "transfer": None, "accepted_ms": 1000.0, "first_token_ms": 1100.0}
 
 
 # ---- one request ---------------------------------------------------------------------------------------------------
 
 
-def test_ttft_is_from_when_the_request_was_due_not_from_when_it_was_sent() -> None:
+def test_latencies_of_one_request() -> None:
+    """TTFT begins when the request is due. Tokens of one piece are 0 apart. One token has neither TPOT nor TTST."""
     assert ttft_s(request(10.0, [10.5, 10.6], sent_s=10.4)) == pytest.approx(0.5)
     assert ttft_s(failed(10.0, [])) == math.inf
-
-
-def test_tbt_is_the_time_between_tokens_and_two_tokens_of_one_piece_are_0_apart() -> None:
-    assert gaps_s(request(0.0, [1.0, 1.5, 1.5, 3.0])) == [0.5, 0.0, 1.5]
-
-
-def test_tpot_is_the_mean_gap_and_undefined_for_one_token() -> None:
-    assert tpot_s(request(0.0, [1.0, 1.5, 1.5, 3.1])) == pytest.approx(0.7)
-    assert tpot_s(request(0.0, [1.0])) is None
+    whole, one, lost = request(0.0, [1.0, 1.5, 1.5, 3.1]), request(0.0, [1.0]), failed(0.0, [1.0], max_tokens=2)
+    assert gaps_s(whole) == pytest.approx([0.5, 0.0, 1.6])
+    assert [tpot_s(each) for each in (whole, one, lost)] == [pytest.approx(0.7), None, math.inf]
+    assert [ttst_s(each) for each in (whole, one, lost)] == [0.5, None, math.inf]
     assert tpot_s(failed(0.0, [], max_tokens=1)) is None
-    assert tpot_s(failed(0.0, [], max_tokens=2)) == math.inf
-
-
-def test_ttst_is_the_first_gap_however_long_the_answer() -> None:
-    assert ttst_s(request(0.0, [1.0, 1.25] + [1.25 + 0.01 * index for index in range(1, 100)])) == 0.25
-    assert ttst_s(request(0.0, [1.0])) is None
-    assert ttst_s(failed(0.0, [1.0])) == math.inf
 
 
 def test_fluidity_counts_deadlines_kept_and_tokens_that_never_came_as_late() -> None:
@@ -116,6 +95,10 @@ def test_the_figure_of_the_gaps_that_the_slo_limits(tbt_of: str, missed: list[st
 WINDOW = (10.0, 20.0)
 
 
+def metrics_of(*outcomes: Outcome, summaries: dict[str, Any] | None = None, overloaded: bool = False) -> Any:
+    return measure(outcomes, STRICT, summaries or {}, WINDOW, overloaded=overloaded).metrics
+
+
 def test_attainment_and_goodput_are_over_all_that_arrived_in_the_window() -> None:
     outcomes = [
         request(5.0, [5.1]),  # warm-up
@@ -131,6 +114,7 @@ def test_attainment_and_goodput_are_over_all_that_arrived_in_the_window() -> Non
     assert found.metrics["goodput_rps"] == pytest.approx(0.2)
     assert found.metrics["fluidity"] == pytest.approx(4 / 10)
     assert inside(outcomes, WINDOW) == outcomes[1:5]
+    assert metrics_of(outcomes[0])["attainment"] is None, "nothing arrived in the window"
 
 
 def test_throughput_counts_tokens_inside_the_window_and_neither_drain_nor_warm_up() -> None:
@@ -138,38 +122,31 @@ def test_throughput_counts_tokens_inside_the_window_and_neither_drain_nor_warm_u
     early = request(8.0, [9.0 + 0.1 * index for index in range(10)])
     steady = request(11.0, [11.0 + 0.4 * index for index in range(20)])
     drain = request(19.0, [20.5 + 0.1 * index for index in range(30)])
-    found = measure([early, steady, drain], STRICT, {}, WINDOW, overloaded=False)
-    assert found.metrics["throughput_tps"] == pytest.approx(2.0)
+    assert metrics_of(early, steady, drain)["throughput_tps"] == pytest.approx(2.0)
 
 
-def test_one_token_answers_have_no_tpot_rather_than_a_good_one() -> None:
+def test_answers_of_one_token_do_not_improve_tpot_and_ttst() -> None:
     outcomes = [request(10.0 + index, [10.5 + index]) for index in range(9)] + [request(19.0, [19.1, 19.3, 19.5])]
-    metrics = measure(outcomes, STRICT, {}, WINDOW, overloaded=False).metrics
-    assert metrics["tpot_p50_ms"] == pytest.approx(200)
-    assert metrics["ttst_p50_ms"] == pytest.approx(200)
+    metrics = metrics_of(*outcomes)
+    assert (metrics["tpot_p50_ms"], metrics["ttst_p50_ms"]) == (pytest.approx(200), pytest.approx(200))
 
 
-def test_failures_push_percentiles_up_and_are_not_left_out() -> None:
-    """Without the 3 failed requests of 100, p99 would be 100 ms. With them it is infinite, and reported as None."""
-    outcomes = [request(10.0, [10.1]) for _ in range(97)] + [failed(10.0, []) for _ in range(3)]
-    metrics = measure(outcomes, STRICT, {}, WINDOW, overloaded=False).metrics
+def test_failures_count_in_percentiles_and_every_figure_is_a_number_or_none() -> None:
+    """Without the 3 failed requests of 100, p99 would be 100 ms. With them it is infinite, and reported as None, because
+    JSON cannot represent infinity."""
+    metrics = metrics_of(*[request(10.0, [10.1]) for _ in range(97)], *[failed(10.0, []) for _ in range(3)])
     assert metrics["ttft_p50_ms"] == pytest.approx(100)
     assert metrics["ttft_p99_ms"] is None
     assert metrics["attainment"] == pytest.approx(0.97)
+    metrics = metrics_of(request(10.0, [10.1, 10.2]), failed(10.0, [10.1, 10.3]), failed(11.0, [], max_tokens=1))
+    assert metrics["tbt_max_ms"] is None
+    assert all(value is None or math.isfinite(value) for value in metrics.values())
 
 
 def test_the_latest_gap_of_a_request_that_failed_never_ended() -> None:
     values = values_ms([request(10.0, [10.1, 10.2]), failed(10.0, [10.1, 10.3])])
     assert values["tbt"] == pytest.approx([100, 200, math.inf])
     assert ecdf(values["tbt"]) == {"x": pytest.approx([100, 200]), "y": pytest.approx([1 / 3, 2 / 3])}
-
-
-def test_every_figure_of_a_run_with_failures_is_a_number_or_none() -> None:
-    """JSON cannot represent infinity, so a single broken stream would prevent the whole report."""
-    outcomes = [request(10.0, [10.1, 10.2]), failed(10.0, [10.1, 10.3]), failed(11.0, [], max_tokens=1)]
-    metrics = measure(outcomes, STRICT, {}, WINDOW, overloaded=False).metrics
-    assert metrics["tbt_max_ms"] is None
-    assert all(value is None or math.isfinite(value) for value in metrics.values())
 
 
 def test_a_curve_counts_ties_whole_and_keeps_the_longest_apart() -> None:
@@ -181,27 +158,17 @@ def test_a_curve_counts_ties_whole_and_keeps_the_longest_apart() -> None:
 
 
 def test_an_overloaded_run_has_no_latencies() -> None:
-    metrics = measure([request(10.0, [10.1, 10.2])], STRICT, {}, WINDOW, overloaded=True).metrics
+    metrics = metrics_of(request(10.0, [10.1, 10.2]), overloaded=True)
     assert "attainment" in metrics
     assert not [name for name in metrics if name.startswith(("ttft", "tbt", "tpot", "ttst", "e2e"))]
 
 
 def test_latency_percentiles_of_known_values() -> None:
-    outcomes = [request(10.0, [10.1, 10.2, 10.5]), request(11.0, [11.3, 11.4, 11.6], sent_s=11.004)]
-    metrics = measure(outcomes, STRICT, {}, WINDOW, overloaded=False).metrics
-    assert metrics["ttft_p50_ms"] == pytest.approx(200)
-    assert metrics["tbt_p50_ms"] == pytest.approx(150)
-    assert metrics["tbt_max_ms"] == pytest.approx(300)
-    assert metrics["tpot_p50_ms"] == pytest.approx(175)
-    assert metrics["e2e_p50_ms"] == pytest.approx(550)
+    metrics = metrics_of(request(10.0, [10.1, 10.2, 10.5]), request(11.0, [11.3, 11.4, 11.6], sent_s=11.004))
+    expected = {"ttft_p50_ms": 200, "tbt_p50_ms": 150, "tbt_max_ms": 300, "tpot_p50_ms": 175, "e2e_p50_ms": 550}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert metrics["client_lag_p99_ms"] == pytest.approx(1 + 0.99 * 3)
     assert percentile([], 50) is None
-
-
-def test_a_window_without_arrivals_has_no_attainment() -> None:
-    found = measure([request(5.0, [5.1])], STRICT, {}, WINDOW, overloaded=False)
-    assert found.arrived == 0
-    assert found.metrics["attainment"] is None
 
 
 # ---- with the router's records -------------------------------------------------------------------------------------
@@ -209,16 +176,12 @@ def test_a_window_without_arrivals_has_no_attainment() -> None:
 
 def test_transfers_are_hidden_and_exposed() -> None:
     outcomes = [request(10.0, [10.2, 10.3], id="a"), request(11.0, [11.2, 11.3], id="b"), request(12.0, [12.1], id="c")]
-    transfers = [
-        {"hidden_ms": 1.5, "exposed_ms": 0.5, "channel": "shm"},
-        {"hidden_ms": 2.5, "exposed_ms": 3.5, "channel": "shm"},
-    ]
     summaries = {
-        "a": summary(interference=30.0) | {"transfer": transfers[0]},
-        "b": summary(interference=12.0) | {"transfer": transfers[1]},
+        "a": summary(interference=30.0) | {"transfer": {"hidden_ms": 1.5, "exposed_ms": 0.5}},
+        "b": summary(interference=12.0) | {"transfer": {"hidden_ms": 2.5, "exposed_ms": 3.5}},
         "c": summary(),
     }
-    metrics = measure(outcomes, STRICT, summaries, WINDOW, overloaded=False).metrics
+    metrics = metrics_of(*outcomes, summaries=summaries)
     assert metrics["hidden_transfer_p50_ms"] == pytest.approx(2.0)
     assert metrics["exposed_transfer_p50_ms"] == pytest.approx(2.0)
     assert metrics["interference_s"] == pytest.approx(0.042)
@@ -231,12 +194,8 @@ def step(start_ms: float, duration_ms: float, prefill: int, decodes: int, **more
 
 def test_shares_of_a_device_sum_to_1_and_overlaps_count_once() -> None:
     passes = [step(0, 20, 10, 0), step(10, 20, 0, 4, waiting=3), step(40, 20, 5, 15), step(90, 20, 0, 1)]
-    shares = busy_shares(passes, (0.0, 100.0), None)
-    assert shares["busy"] == pytest.approx(0.6)
-    assert shares["prefill"] == pytest.approx(0.2 + 0.05)
-    assert shares["decode"] == pytest.approx(0.1 + 0.15 + 0.1)
-    assert shares["idle_blocked"] == pytest.approx(0.1)
-    assert shares["idle_empty"] == pytest.approx(0.3)
+    expected = {"busy": 0.6, "prefill": 0.2 + 0.05, "decode": 0.1 + 0.15 + 0.1, "idle_blocked": 0.1, "idle_empty": 0.3}
+    assert busy_shares(passes, (0.0, 100.0), None) == pytest.approx(expected)
     model = CostModel(overhead=0.01, per_token=0.001, per_context=0.0001)
     mixed = step(0, 40, 10, 10, decode_context=200)  # 10 ms for prompts, 10 + 20 ms for decodes, 10 ms of overhead
     assert busy_shares([mixed], (0.0, 40.0), model)["prefill"] == pytest.approx(0.25)

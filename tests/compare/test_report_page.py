@@ -1,6 +1,5 @@
 """Tests of the report in a browser that opens it from disk: complete, safe, usable on narrow screens and by keyboard."""
 
-import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -123,36 +122,30 @@ def test_every_section_without_data_says_so(opened: Callable[..., Any]) -> None:
         assert page.locator(f"#{section} .none").count() > 0, section
 
 
-def test_a_report_that_is_not_comparable_names_the_facts_without_a_cause(opened: Callable[..., Any]) -> None:
+def test_a_report_without_a_verdict_names_facts_answers_and_runs(opened: Callable[..., Any]) -> None:
     report = page_report()
+    differing = {"colocated:2": "float32", "disaggregated:1p1d": "bfloat16"}
     report["parity"]["equal"] = False
-    report["parity"]["facts"][0].update(
-        equal=False, values={"colocated:2": "float32", "disaggregated:1p1d": "bfloat16"}
-    )
+    report["parity"]["facts"][0].update(equal=False, values=differing)
+    report["tokens"] = {"compared": 90, "different": [{"seed": 1, "index": n} for n in range(60)], "equal": False}
+    report["runs"][1].update(valid=False, problems=["decode-1 died"], window_s=None, metrics={}, kv=None)
+    report["runs"][2].update(overloaded=True, metrics={"attainment": 0.2, "ttft_p99_ms": None})
+    report["worst"][0].update(spans=[], accepted_ms=None, first_token_ms=None, finish=None)
     page = opened(report)
     assert "Not comparable The arms differ in undeclared facts: dtype." in page.locator(".banner").inner_text()
     assert page.locator(".sentence").count() == 0
     assert "Why" not in page.locator("#verdict").inner_text()
-
-
-def test_answers_that_differ_are_counted_and_listed(opened: Callable[..., Any]) -> None:
-    report = page_report()
-    report["tokens"] = {"compared": 90, "different": [{"seed": 1, "index": n} for n in range(60)], "equal": False}
-    page = opened(report)
     assert "across arms; 60 requests differ." in page.locator("#proof").inner_text()
     assert page.locator("#proof li").count() == 50
     assert page.locator("#proof .none").inner_text() == "10 more are in report.json"
-
-
-def test_invalid_and_overloaded_runs_say_so_and_why(opened: Callable[..., Any]) -> None:
-    report = page_report()
-    report["runs"][1].update(valid=False, problems=["decode-1 died"], window_s=None, metrics={}, kv=None)
-    report["runs"][2].update(overloaded=True, metrics={"attainment": 0.2, "ttft_p99_ms": None})
-    rows = opened(report).locator("#runs tbody tr")
-    assert "invalid" in rows.nth(1).inner_text()
-    assert "decode-1 died" in rows.nth(1).inner_text()
-    assert "overloaded" in rows.nth(2).inner_text()
-    assert "20 %" in rows.nth(2).inner_text()
+    _, invalid, overloaded = page.locator("#runs tbody tr").all_inner_texts()[:3]
+    assert "invalid" in invalid
+    assert "decode-1 died" in invalid
+    assert "overloaded" in overloaded
+    assert "20 %" in overloaded
+    lost = page.locator("#worst li").first.inner_text()
+    assert "TTFT –" in lost
+    assert "No spans were recorded." in lost
 
 
 def test_the_strip_moves_and_zooms_and_is_walked_by_keyboard(opened: Callable[..., Any]) -> None:
@@ -225,37 +218,22 @@ def test_figures_are_those_of_the_report(opened: Callable[..., Any]) -> None:
     assert f"prefill {report['phases']['colocated:2']['mean']['prefill']:.0f} ms" in phases
 
 
-def test_the_theme_button_repaints_the_page(opened: Callable[..., Any]) -> None:
+def test_buttons_and_printing_work(opened: Callable[..., Any]) -> None:
+    """The theme button repaints the page, the command is copied, and paper is light with all figures unfolded."""
     page = opened(page_report())
-    ground = "() => getComputedStyle(document.body).backgroundColor"
-    picture = "() => document.querySelector('.lane').toDataURL()"
+    ground, picture = (
+        "() => getComputedStyle(document.body).backgroundColor",
+        "() => document.querySelector('.lane').toDataURL()",
+    )
     before = page.evaluate(ground), page.evaluate(picture)
     page.get_by_role("button", name="Dark").click()
     assert page.evaluate(ground) != before[0]
     assert page.evaluate(picture) != before[1]
-
-
-def test_the_command_is_copied(opened: Callable[..., Any]) -> None:
-    page = opened(page_report())
     page.get_by_role("button", name="Copy").click()
     page.wait_for_function("document.querySelector('.command [role=status]').textContent !== ''")
     assert page.evaluate("getSelection().toString()") == page_report()["repro"]
-
-
-def test_paper_is_light_with_all_figures_unfolded(opened: Callable[..., Any]) -> None:
-    page = opened(page_report(), scheme="dark")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
     assert page.locator("details:not([open])").count() == 0
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-
-
-def test_requests_without_spans_or_times_are_still_listed(opened: Callable[..., Any]) -> None:
-    report = page_report()
-    lost = copy.deepcopy(report["worst"][0])
-    lost.update(spans=[], accepted_ms=None, first_token_ms=None, finish=None)
-    report["worst"] = [lost]
-    line = opened(report).locator("#worst li")
-    assert "TTFT –" in line.inner_text()
-    assert "No spans were recorded." in line.inner_text()

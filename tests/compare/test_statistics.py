@@ -25,18 +25,18 @@ def test_students_interval_of_known_values() -> None:
     found = student([1.0, 2.0, 3.0, 4.0])
     assert (found.mean, found.low, found.high) == pytest.approx((2.5, 2.5 - 2.05426, 2.5 + 2.05426), abs=1e-4)
     assert student([1.0]).low is None
-    with pytest.raises(ValueError, match="no values"):
-        student([])
 
 
-def test_one_arm_against_a_copy_of_itself_is_hardly_ever_called_different() -> None:
-    """Seeds differ much more than arms. Pairing removes this noise, but must not cause false differences."""
+@pytest.mark.parametrize("num_arms", [2, 6])
+def test_equal_arms_are_rarely_called_different(num_arms: int) -> None:
+    """Seeds differ much more than arms. Pairing removes this noise, but must not cause false differences. With 5 arms, a
+    false difference in any of them must be as rare as with a single arm."""
     random = np.random.default_rng(11)
     called = 0
     for _ in range(DRAWS):
         seeds = random.normal(100.0, 20.0, 6)
-        runs = {arm: list(seeds + random.normal(0.0, 8.0, 6)) for arm in ("a", "b")}
-        called += compare_arms("ttft_p99_ms", runs, "a")[0].says != TOO_CLOSE
+        runs = {str(arm): list(seeds + random.normal(0.0, 8.0, 6)) for arm in range(num_arms)}
+        called += any(found.says != TOO_CLOSE for found in compare_arms("ttft_p99_ms", runs, "0"))
     assert called / DRAWS <= 0.07
 
 
@@ -77,40 +77,23 @@ def test_equal_differences_of_a_few_seeds_are_not_certain() -> None:
     assert compare("attainment", ("ours", [1.0] * 6), ("theirs", [1.0] * 6)).p == 1.0
 
 
-def test_one_run_of_each_arm_decides_nothing() -> None:
+def test_a_pair_or_a_seed_without_a_figure_decides_nothing() -> None:
     found = compare("ttft_p50_ms", ("ours", [10.0]), ("theirs", [100.0]))
     assert (found.difference, found.low, found.says, found.note) == (-90.0, None, TOO_CLOSE, "one pair of runs")
 
-
-def test_seeds_that_one_arm_did_not_survive_leave_nothing_to_compare() -> None:
     found = compare("ttft_p50_ms", ("ours", [10.0, None, 10.0]), ("theirs", [100.0, 101.0, 99.0]))
-    assert found.difference is None
-    assert found.says == TOO_CLOSE
-    assert found.note == "1 of 3 pairs of runs have no such figure"
+    note = "1 of 3 pairs of runs have no such figure"
+    assert (found.difference, found.says, found.note) == (None, TOO_CLOSE, note)
     with pytest.raises(ValueError, match="2 runs of a and 1 of b are not pairs"):
         compare("ttft_p50_ms", ("a", [1.0, 2.0]), ("b", [1.0]))
-
-
-def test_a_base_of_zero_has_no_percent() -> None:
     found = compare("tbt_max_ms", ("a", [5.0, 6.0, 5.5]), ("b", [0.0, 0.0, 0.0]))
-    assert found.percent is None
-    assert found.says == "worse"
+    assert (found.percent, found.says) == (None, "worse")
 
 
 def test_holm_multiplies_the_smallest_by_all_and_never_turns_the_order() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
-
-
-def test_more_arms_make_it_harder_to_be_called_best() -> None:
-    """With 5 equal arms, a false difference in any of them must be as rare as with a single arm."""
-    random = np.random.default_rng(2)
-    called = 0
-    for _ in range(DRAWS):
-        runs = {str(arm): list(random.normal(100.0, 10.0, 6)) for arm in range(6)}
-        called += any(found.says != TOO_CLOSE for found in compare_arms("ttft_p50_ms", runs, "0"))
-    assert called / DRAWS <= 0.07
 
 
 # ---- which part of a run counts ------------------------------------------------------------------------------------
@@ -156,8 +139,7 @@ def test_the_window_ends_with_the_last_arrival_and_not_with_the_drain() -> None:
     assert last_s == outcomes[-1].scheduled_s < max(outcome.ended_s for outcome in outcomes)
     assert 0 <= first_s <= last_s / 2 + 1
     assert measured_window([Outcome(0, "", 2.0)]) == ((2.0, 2.0), False)
-    with pytest.raises(ValueError, match="without requests"):
-        measured_window([])
+    assert measured_window([Outcome(index, "", index / 10) for index in range(200)])[1], "no request ends"
 
 
 def test_the_cut_leaves_half_of_the_requests_however_they_came() -> None:
@@ -180,10 +162,6 @@ def test_requests_that_are_given_up_are_an_overload() -> None:
     for outcome in steady[::100]:  # three requests hang, but the server is not overloaded
         outcome.ended_s, outcome.error = outcome.scheduled_s + 2, "timeout"
     assert not measured_window(steady)[1]
-
-
-def test_requests_that_never_end_are_an_overload() -> None:
-    assert measured_window([Outcome(index, "", index / 10) for index in range(200)])[1]
 
 
 def test_noise_and_constants_do_not_grow() -> None:

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from dashboard.chrome_trace import trace_events
 from dashboard.history import RequestHistory
-from dashboard.routes import MAX_WAITING_BYTES, ROWS_AT_ONCE, EventStream, HistoryHandlers, Subscriber
+from dashboard.routes import ROWS_AT_ONCE, EventStream, HistoryHandlers
 from dashboard.step_ring import FIELDS
 from router.http.asgi import described
 from shared.clock import now_ns
@@ -239,13 +239,3 @@ async def test_a_watcher_that_does_not_read_is_disconnected_and_others_are_not()
     await well.receives("steps")
     feed.close()
     await well.task
-
-
-def test_a_slow_watcher_loses_its_oldest_unsent_events() -> None:
-    subscriber = Subscriber()
-    for number in range(10):
-        subscriber.put(str(number).encode() * (MAX_WAITING_BYTES // 4))
-    data = subscriber.take()
-    assert len(data) <= MAX_WAITING_BYTES
-    assert {chr(byte) for byte in data} == {"6", "7", "8", "9"}
-    assert subscriber.take() == b""

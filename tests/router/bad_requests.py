@@ -111,22 +111,21 @@ def get(path: str, *headers: str, method: str = "GET", key: str = ADMIN) -> byte
 GOOD = b'{"prompt":[5,6,7],"max_tokens":2}'
 
 
-JSON_ROWS = [
+JSON_ROWS = [  # tests/router/test_bodies.py has the table of all malformed bodies
     *[
         Row(f"{raw[:24]!r}", post(raw), {400}, says=says)
-        for says, raws in {
-            "JSON object": [b"[]", b"null"],
-            "not JSON": [b"", GOOD + b"x", b'{"prompt":NaN}', b'{"a":1e999}', b'{"prompt":"x","seed":' + b"9" * 5000 + b"}"],
-            "twice": [b'{"prompt":"x","logit_bias":{"1":1,"1":2}}'],
-            "Unicode": [b'{"prompt":"\xff"}', b'{"prompt":"\\ud800"}'],
-            "too deeply": [b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}"],
-        }.items()
-        for raw in raws
+        for raw, says in (
+            (b"[]", "JSON object"),
+            (GOOD + b"x", "not JSON"),
+            (b'{"prompt":"x","logit_bias":{"1":1,"1":2}}', "twice"),
+            (b'{"prompt":"\xff"}', "Unicode"),
+            (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "too deeply"),
+        )
     ],
     Row("NUL", post(b'{"prompt":"a\\u0000b","max_tokens":1}'), {200}),
     Row("a million unknown keys", post(b"{" + b",".join(b'"%d":0' % i for i in range(10**6)) + b"}"), {413}, True),
     fields("unknown field", says="`temprature`", temprature=1),
-]  # fmt: skip
+]
 
 
 HTTP_ROWS = [
@@ -147,12 +146,6 @@ HTTP_ROWS = [
     ],
     Row("framing encoding twice", chunked(b"0\r\n\r\n", more="transfer-encoding: chunked"), {400}, True),
     Row("framing encoding", head("/v1/completions", JSON, "transfer-encoding: gzip") + b"ab", {400}, True),
-    Row(
-        "framing encodings",
-        head("/v1/completions", JSON, "transfer-encoding: gzip, chunked") + b"0\r\n\r\n",
-        {415},
-        True,
-    ),
     Row("header line", get("/health", "a: " + "b" * 2**20), {431}, True),
     Row("header line without an end", b"GET /health HTTP/1.1\r\na: " + b"b" * 2**20, {431}, True),
     Row("header line of 9 KiB", get("/health", "a: " + "b" * 9000), {431}, True),
@@ -181,26 +174,14 @@ HTTP_ROWS = [
         Row(f"request line {path}", get(path), {404})
         for path in ("//", "//health", "/../etc/passwd", "/page/..%2fapi.py", "/%00", "/v1/models%00", "/page/%2e%2e")
     ],
-    *[
-        Row(f"request line {m}", get("/v1/completions", method=m), {405})
-        for m in ("GET", "PUT", "DELETE", "PATCH", "PROPFIND")
-    ],
+    *[Row(f"request line {method}", get("/tokenize", method=method), {405}) for method in ("GET", "PUT", "PROPFIND")],
     Row("upgrade expectation", post(GOOD, "expect: 200-ok"), {200}),
-    Row(
-        "upgrade h2c", post(GOOD, "connection: upgrade, http2-settings", "upgrade: h2c", "http2-settings: AAMA"), {200}
-    ),
-    Row(
-        "upgrade websocket", get("/health", "connection: upgrade", "upgrade: websocket", "sec-websocket-key: x"), {200}
-    ),
+    Row("upgrade h2c", post(GOOD, "connection: upgrade, http2-settings", "upgrade: h2c"), {200}),
+    Row("upgrade websocket", get("/health", "connection: upgrade", "upgrade: websocket"), {200}),
     Row("encoding gzip", post(b"\x1f\x8b" + bytes(99), "content-encoding: gzip"), {415}, True),
     Row("encoding br", post(GOOD, "content-encoding: br"), {415}, True),
     *[
-        Row(
-            f"content type {kind}",
-            head("/v1/completions", f"content-type: {kind}", "content-length: 8") + b"prompt=x",
-            {415},
-            True,
-        )
+        Row(f"type {kind}", head("/tokenize", f"content-type: {kind}", "content-length: 8") + b"prompt=x", {415}, True)
         for kind in (
             "text/plain",
             "application/x-www-form-urlencoded",
@@ -212,51 +193,34 @@ HTTP_ROWS = [
 ]
 
 
-KEY_ROWS = [
-    Row(f"key {key[:8]!r}", get("/v1/models", key=key), {401})
-    for key in ("", " ", "wrong", ACME + "x", ADMIN[:-1], "clé", "k" * 7000)
-] + [
-    Row("key in the query", get(f"/v1/models?api_key={ADMIN}&key={ADMIN}", key=""), {401}),
+KEY_ROWS = [  # tests/router/test_auth.py has the table of all keys and routes
+    *[Row(f"key {key[:8]!r}", get("/v1/models", key=key), {401}) for key in ("", "wrong", "clé", "k" * 7000)],
     Row("key 1 MiB", get("/v1/models", key="k" * 2**20), {431}, True),
     Row("key not yet read", head("/v1/completions", JSON, "content-length: 9", key="") + GOOD[:9], {401}),
     Row("key in a trailer", b"POST /v1/completions HTTP/1.1\r\n" + JSON.encode() + b"\r\ntransfer-encoding: chunked\r\n\r\n"
         + b"21\r\n" + GOOD + b"\r\n0\r\nauthorization: Bearer " + ACME.encode() + b"\r\n\r\n", {401}),
-    *[
-        Row(f"route {method} {path}", get(path, method=method, key=""), {401}, method=method)
-        for path, method in (("/metrics", "GET"), ("/v1/../metrics", "HEAD"), ("//", "OPTIONS"))
-    ],
-    Row("route a tenant's", get("/metrics", key=ACME), {403}),
-    Row("route a role", post(b'{"role":"decode"}', path="/v1/nodes/prefill-0/role"), {403}),
+    Row("key of a tenant", post(b'{"role":"decode"}', path="/v1/nodes/prefill-0/role"), {403}),
     *[
         Row(f"request id {value[:20]!r}", get("/nothing", f"x-request-id: {value}"), {404})
-        for value in ("10.0.0.1:9000", "a b", "../../x", "é", "x" * 65, "cmpl-1\t", "{}")
+        for value in ("10.0.0.1:9000", "../../x", "é", "x" * 65, "cmpl-1\t")
     ],
     Row("request id 1 MiB", get("/health", "x-request-id: " + "x" * 2**20), {431}, True),
-    Row("long metrics", get("/metrics?" + "a=b&" * 1000), {200}),
-    Row("long URL", get("/metrics?" + "a" * 2**20), {414}, True),
-    Row("long health", get("/health?" + "a" * 2**20), {414}, True),
-    *[Row(f"timeout {value}", post(GOOD, f"x-request-timeout: {value}"), {400}) for value in ("0", "-1", "abc", "nan")],
-    Row("timeout of /tokenize", post(b'{"prompt": "a"}', "x-request-timeout: 0", path="/tokenize"), {400}),
+    Row("long query", get("/metrics?" + "a=b&" * 1000), {200}),
+    *[Row(f"long {path}", get(f"/{path}?" + "a" * 2**20), {414}, True) for path in ("metrics", "health")],
+    Row("timeout", post(b'{"prompt": "a"}', "x-request-timeout: 0", path="/tokenize"), {400}),
     Row("timeout clamped", post(GOOD, "x-request-timeout: 1e9"), {200}),
 ]  # fmt: skip
 
 
-def each(param: str, values: tuple[Any, ...], status: int = 400) -> list[Row]:
-    return [fields(f"{param} {str(value)[:24]}", status, **{param: value}) for value in values]
-
-
 LONG = ("a" * 300_000, " " * 300_000, "\u0301" * 100_000, bytes(range(32, 256)).decode("latin-1") * 800)
 FIELD_ROWS = [  # tests/router/test_bodies.py has the table of all fields
-    *each("model", ("../../etc/passwd", "x" * 10_240), 404),
-    *each("max_tokens", (0, 2**63, True)),
-    *each("prompt", ([], [[5], [[6]]], [5] * CONTEXT, [-1], [DEMO_VOCABULARY], [2**63], ["a"] * 10_000)),
-    *each("prompt", ([5], [5] * (CONTEXT - 1)), 200),
-    *each("logit_bias", ({str(DEMO_VOCABULARY): 1}, {str(i): 1 for i in range(301)})),
-    *each("temperature", (1e-300, -0.0), 200),
-    *each("stop", ("\0", ["ab", "bc"]), 200),
-    *each("cache_salt", ("\0", "../../etc/passwd", "🧂", "a/b"), 200),
+    fields("model", 404, model="../../etc/passwd"),
+    *[fields(f"prompt {str(value)[:24]}", prompt=value) for value in ([5] * CONTEXT, [DEMO_VOCABULARY], [2**63])],
+    fields("whole context", 200, prompt=[5] * (CONTEXT - 1)),
+    fields("temperature", 200, temperature=1e-300),
+    fields("stop", 200, stop="\0"),
+    *[fields(f"salt {value[:4]!r}", 200, cache_salt=value) for value in ("\0", "../../etc/passwd", "🧂")],
     *[fields(f"{text[:3]!r}", says="context is 8192 tokens", prompt=text) for text in LONG],
-    fields("null", 200, max_tokens=None, prompt=[5]),
     fields("over", says="8193: 8000 in the prompt and 193", prompt=[5] * 8000, max_tokens=193),
     fields("huge", ignore_eos=True, max_tokens=2**31 - 1),
     fields("user", 200, user="u" * 100_000 + "\0/.."),

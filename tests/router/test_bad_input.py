@@ -216,7 +216,7 @@ def test_a_tenant_finds_only_its_own_prompts_in_the_cache(live: Cluster, salt: s
         prompt = [(7 * number + i * (3 if salt else 5)) % 2000 + 5 for i in range(160)]
         more = {"cache_salt": salt} if salt else {}
         assert cached(live, ACME, prompt, **more) == 0
-        assert cached(live, OTHER, prompt, **more) == 0, "another's, by content and salt the same"
+        assert cached(live, OTHER, prompt, **more) == 0, "the cache of another tenant"
         assert cached(live, ACME, prompt, **more) >= 128
         assert cached(live, OTHER, prompt, **more) >= 128
         assert cached(live, ACME, prompt, cache_salt="another") == 0
@@ -274,21 +274,21 @@ async def impatient(byte_level: Any, **limits: float) -> AsyncIterator[Served]:
         listener.close()
 
 
-ASKED = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{JSON}\r\ncontent-length: 14\r\n\r\n".encode() + b'{"prompt":"x"}'
+ASKED = post(b'{"prompt":"x"}')
 RESET = b"<reset>"
 
 
 async def ended(port: int, *pieces: bytes, gap_s: float = 0.02) -> bytes:
     """Send the pieces with pauses. Return all bytes that the router sends until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    said = bytearray()
+    received = bytearray()
 
     async def read() -> None:
         try:
             while data := await reader.read(1 << 16):
-                said.extend(data)
+                received.extend(data)
         except ConnectionError:
-            said.extend(RESET)
+            received.extend(RESET)
 
     reading = asyncio.create_task(read())
     for piece in pieces:
@@ -298,17 +298,17 @@ async def ended(port: int, *pieces: bytes, gap_s: float = 0.02) -> bytes:
         await asyncio.sleep(gap_s)
     await asyncio.wait_for(reading, 60)
     writer.close()
-    return bytes(said)
+    return bytes(received)
 
 
 SLOW_HEAD = [bytes([byte]) for byte in b"GET /health HTTP/1.1\r\na: " + b"b" * 5000]
-OPEN_HEAD = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{JSON}\r\ncontent-length: 5000\r\n\r\n".encode()
+OPEN_HEAD = head("/v1/completions", JSON, "content-length: 5000")
 ENDLESS = OPEN_HEAD.replace(b"content-length: 5000", b"transfer-encoding: chunked")
 
 
 async def test_a_client_that_sends_slowly_or_nothing_is_disconnected(byte_level: Any) -> None:
     async with impatient(byte_level) as served:
-        said = await asyncio.gather(
+        received = await asyncio.gather(
             ended(served.port),
             ended(served.port, b"\r\n" * 3),
             ended(served.port, *SLOW_HEAD),
@@ -319,30 +319,29 @@ async def test_a_client_that_sends_slowly_or_nothing_is_disconnected(byte_level:
             ended(served.port, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /he"),
         )
         assert served.dispatcher.answers == []
-    nothing, blank, slow_head, slow_body, chunks, idle, rest, second = said
+    nothing, blank, slow_head, slow_body, chunks, idle, rest, second = received
     assert nothing == blank == b""
     for answer in (slow_head, slow_body, chunks):
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"connection: close" in answer
     assert idle.startswith(b"HTTP/1.1 200 ")
-    assert rest.startswith(b"HTTP/1.1 405 "), "answered, and its body waited for no longer than that"
+    assert rest.startswith(b"HTTP/1.1 405 "), "answered before its body has arrived"
     assert [line[9:12] for line in second.split(b"\r\n") if line.startswith(b"HTTP/")] == [b"200", b"408"]
 
 
 async def test_a_connection_with_a_request_is_not_closed_for_another(byte_level: Any) -> None:
     async with impatient(byte_level, connections=2, idle_s=60.0) as served:
         served.dispatcher.hangs_after = 0
-        asked = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{JSON}\r\ncontent-length: {len(GOOD)}\r\n\r\n".encode()
         (_, at_work), (idle, at_rest) = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(2)]
-        at_work.write(asked + GOOD)
+        at_work.write(ASKED)
         await served.dispatcher.hanging.acquire()
         at_rest.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         await idle.readuntil(b"\r\n\r\n")
         _, late = await asyncio.open_connection("127.0.0.1", served.port)
-        late.write(asked + GOOD)
+        late.write(ASKED)
         await served.dispatcher.hanging.acquire()
         await idle.read()  # until the router closes it
-        assert (await ended(served.port)).startswith(b"HTTP/1.1 503 "), "all others are at work"
+        assert (await ended(served.port)).startswith(b"HTTP/1.1 503 "), "all other connections have requests"
         assert len(served.server.server_state.connections) == 2
         for writer in (at_work, at_rest, late):
             writer.close()
@@ -352,10 +351,7 @@ async def test_every_request_on_a_lost_connection_is_cancelled(byte_level: Any) 
     """The request in progress is cancelled even if a pipelined request waits behind it."""
     async with impatient(byte_level) as served:
         served.dispatcher.hangs_after = 1
-        raw = b'{"prompt":"x","stream":true}'
-        asked = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{JSON}\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw
-        )
+        asked = post(b'{"prompt":"x","stream":true}')
         writer = (await asyncio.open_connection("127.0.0.1", served.port))[1]
         writer.write(asked + asked)
         await served.dispatcher.hanging.acquire()
@@ -394,7 +390,7 @@ async def test_pipelined_requests_are_bounded(byte_level: Any, hangs: bool) -> N
         for _ in range(0 if hangs else 50):
             await asyncio.wait_for(reader.readuntil(b'"cached_tokens":0}}}'), 20)
         await asyncio.sleep(0.2)
-        assert writer.transport.get_write_buffer_size() > 2**20, "the router reads on"
+        assert writer.transport.get_write_buffer_size() > 2**20, "the router keeps on reading"
         writer.transport.abort()
         for connection in list(served.server.server_state.connections):  # the server does not read the reset
             connection.transport.abort()
@@ -407,7 +403,7 @@ async def test_a_draining_server_answers_connected_clients(byte_level: Any) -> N
         idle[1].write(ASKED)
         await asyncio.wait_for(idle[0].readuntil(b'"cached_tokens":0}}}'), 20)
         served.drain()
-        assert await asyncio.wait_for(idle[0].read(), 20) == b"", "it was answered, and asks nothing"
+        assert await asyncio.wait_for(idle[0].read(), 20) == b"", "it is idle"
         for (reader, writer), rest in ((new, ASKED), (begun, ASKED[30:])):
             writer.write(rest)
             assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 200 OK")

@@ -15,7 +15,7 @@ from cluster.doctor import (
     handed_off,
     same_tokens,
 )
-from tests.cluster.harness import cluster, redis_server
+from tests.cluster.harness import RedisServer, cluster
 
 NODE: dict[str, Any] = {
     "id": "decode-0",
@@ -105,10 +105,10 @@ async def test_any_exception_of_a_check_is_a_line(error: Exception, level: str, 
 
 
 def test_a_running_cluster_with_redis_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with redis_server(tmp_path) as (redis, start):
-        start()
-        with cluster(registry=redis, routers=2) as running:
-            assert main(["doctor", "--url", running.url, "--host", "0.0.0.0", "--registry", redis]) == 0
+    with RedisServer(tmp_path) as redis:
+        redis.start()
+        with cluster(registry=redis.url, routers=2) as running:
+            assert main(["doctor", "--url", running.url, "--host", "0.0.0.0", "--registry", redis.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines} == {"ok"}
     assert [line.split()[1] for line in lines if "tokens" in line] == ["replays"]

@@ -128,8 +128,8 @@ def test_a_mounted_secret_may_be_readable_if_root_owns_it_and_the_mount_is_read_
     path = file_of(tmp_path, PEM)
     found = SimpleNamespace(st_uid=owner, st_mode=0o100000 | mode)
     mount = SimpleNamespace(f_flag=os.ST_RDONLY if read_only else 0)
-    played = SimpleNamespace(fstat=lambda _: found, fstatvfs=lambda _: mount, ST_RDONLY=os.ST_RDONLY)
-    monkeypatch.setattr(tls, "os", played)
+    fake = SimpleNamespace(fstat=lambda _: found, fstatvfs=lambda _: mount, ST_RDONLY=os.ST_RDONLY)
+    monkeypatch.setattr(tls, "os", fake)
     if is_accepted:
         read_identity(path)
     else:
@@ -230,7 +230,7 @@ def test_problems_with_a_peer_are_logged_once_until_reset(caplog: pytest.LogCapt
     complaints.warn("10.0.0.1", "again")
     assert len(caplog.records) == 3
     for number in range(MAX_PEERS):
-        complaints.warn(f"stranger {number}", "knocks")
+        complaints.warn(f"stranger {number}", "connects")
     caplog.clear()
     complaints.warn("10.0.0.1", "again")
     assert len(caplog.records) == 1, "it was forgotten for others, so memory is bounded"

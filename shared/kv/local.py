@@ -22,7 +22,7 @@ SWEEP_AGE_S = 60.0  # a younger socket may be bound but not listening yet
 
 class LocalChannel(SocketChannel[Memory]):
     """See KVChannel. A subclass defines the message that gives a writer access (`_offer`) and the link of a writer
-    (`_link`). It may override the location of our memory (`_place`) and the locations that we can write to (`_reaches`).
+    (`_link`). It may override the location of our memory (`_place`) and those that we can write to (`_reaches`).
     """
 
     def __init__(

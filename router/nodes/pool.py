@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
-from router.nodes.connection import NodeConnection
+from router.nodes.connection import SLOW_START_S, NodeConnection
 from router.nodes.health import OutlierDetector
 from router.nodes.load import node_status
 from router.observer import RouterObserver
@@ -48,9 +48,9 @@ class PlacementCandidate(NamedTuple):
 class NodePool:
     """The nodes that the router knows. It owns one `NodeConnection` for each.
 
-    It follows the registry, ejects nodes that fail (`OutlierDetector`), and chooses the nodes of each attempt. The
-    dispatcher calls it on the router's event loop. To be fast with many nodes, it computes the list of routable nodes
-    only when a node changes, and looks at a few nodes for each decision.
+    It follows the registry, ejects nodes that fail (`OutlierDetector`), ramps up those that join, and chooses the nodes
+    of each attempt. The dispatcher calls it on the router's event loop. To be fast with many nodes, it computes the
+    list of routable nodes only when a node changes, and looks at a few nodes for each decision.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class NodePool:
         self._routable_by_name: dict[str, NodeConnection] = {}
         self._has_shared_pools = False
         self._capacity: PoolCapacity | None = None  # None: to be computed
+        self._ramps_until = 0.0  # the latest `ramp_until` of all connections
         self._handoffs_before = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # by nodes that have left
 
     # ---- the nodes ----------------------------------------------------------------------------------------------
@@ -159,7 +160,9 @@ class NodePool:
 
     def connection_changed(self, connection: NodeConnection) -> None:
         """Process a change of a connection, which became alive, ready or not ready, or was lost."""
-        if not connection.is_alive and not connection.is_leaving:
+        if connection.is_alive:
+            self._start_slowly(connection)
+        elif not connection.is_leaving:
             self.outliers[connection.info.id].died(time.monotonic())
             self._schedule_return(connection)
         self.notify()
@@ -167,6 +170,14 @@ class NodePool:
             self.prefixes.forget(connection.info.id)
             if not connection.is_listed and self.connections.get(connection.info.id) is connection:
                 self._drop(connection.info.id)
+
+    def _start_slowly(self, connection: NodeConnection) -> None:
+        """Ramp up a node that joins busy ones. It is empty, so placement would otherwise send it every new request."""
+        before = time.monotonic() - SLOW_START_S
+        peers = [each for each in self.connections.values() if each.info.role == connection.info.role]
+        if connection.alive_since >= before and any(each.is_alive and each.alive_since < before for each in peers):
+            connection.ramp_until = connection.alive_since + SLOW_START_S
+            self._ramps_until = max(self._ramps_until, connection.ramp_until)
 
     # ---- outliers -----------------------------------------------------------------------------------------------
 
@@ -250,6 +261,8 @@ class NodePool:
             preferred = [each for each in prefill if each.info.id not in avoid]
             prefill = preferred if decode else preferred or prefill  # a decode node generates without a prefill node
             decode = [each for each in decode if each.info.id not in avoid] or decode
+        if (now := time.monotonic()) < self._ramps_until:
+            prefill, decode = ([each for each in pool if each.has_room(now)] or pool for pool in (prefill, decode))
         if prefix_node:
             prefill = [each for each in prefill if each.info.id == prefix_node] or prefill
         if not (prefill or decode):

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
-from router.nodes.load import NodeLoad, kv_capacity_tokens
+from router.nodes.load import NodeLoad
 from router.observer import RouterObserver
 from scheduler.disaggregate import NodeView
 from shared.rpc.connection import ANSWER_S, PING_S, RpcChannel
@@ -51,7 +51,7 @@ class NodeConnection:
         """`on_change` is called when the node becomes alive, ready or not ready, or is lost."""
         self.info = info
         self.stats = NodeStats()
-        self.load = NodeLoad(info)
+        self.load = NodeLoad()
         self.is_alive = False
         self.alive_since = 0.0
         self.ramp_until = 0.0  # until then the node gets less than its share of requests
@@ -67,11 +67,6 @@ class NodeConnection:
         self._wake = asyncio.Event()
         self._silent_intervals = 0
 
-    def update_info(self, info: NodeInfo) -> None:
-        """Replace the registry's information about this incarnation of the node."""
-        self.info = info
-        self.load.read_attributes(info)
-
     @property
     def is_leaving(self) -> bool:
         """Whether the node is draining, to shut down or to change its role, or this router is shutting down."""
@@ -81,17 +76,6 @@ class NodeConnection:
     def is_ready(self) -> bool:
         """Whether the node takes new requests."""
         return self.is_alive and self.info.state == "ready" and self.stats.state == "ready"
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        return kv_capacity_tokens(self.info)
-
-    def has_room(self, now: float) -> bool:
-        """Return whether the node may get one more request during its slow start."""
-        share = 1 - max(0.0, self.ramp_until - now) / SLOW_START_S
-        if self.info.role == "prefill":
-            return self.load.outstanding_tokens <= share * self.load.backlog_tokens
-        return len(self.listeners) <= share * self.info.max_num_seqs
 
     def view(self) -> NodeView:
         return self.load.view(self.info, self.stats, len(self.listeners))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from router.nodes.connection import SLOW_START_S, NodeConnection
 from router.nodes.health import OutlierDetector
-from router.nodes.load import node_status
+from router.nodes.load import kv_capacity_tokens, node_status, step_tokens
 from router.observer import RouterObserver
 from scheduler.disaggregate import NodeView
 from scheduler.placement import Placement, PrefixIndex, candidates, place
@@ -24,6 +24,7 @@ from shared.rpc.messages import NodeInfo, NodeStats
 log = logging.getLogger("baton.fleet")
 PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
 SPARE_REQUESTS = 8  # a node gets one extra request for each SPARE_REQUESTS that it can run, so that it is never idle
+BACKLOG_STEPS = 16  # a node should have a queue of prompts for this many steps, which take a second or two
 MAX_DETECTORS = 1024
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
@@ -122,7 +123,7 @@ class NodePool:
         for name, info in listed.items():
             connection = self.connections.get(name)
             if connection is not None and connection.info.incarnation_id == info.incarnation_id:
-                connection.update_info(info)
+                connection.info = info
                 connection.is_listed = True
                 continue
             if connection is not None:
@@ -236,8 +237,8 @@ class NodePool:
             generating = decode or prefill
             self._capacity = PoolCapacity(
                 requests=sum(_max_requests(each.info) for each in generating),
-                kv_tokens=sum(each.kv_capacity_tokens for each in generating),
-                prompt_tokens=sum(each.load.backlog_tokens for each in prefill + decode),
+                kv_tokens=sum(kv_capacity_tokens(each.info) for each in generating),
+                prompt_tokens=sum(BACKLOG_STEPS * step_tokens(each.info) for each in prefill + decode),
                 prompts=PROMPTS_PER_NODE * len(prefill + decode),
             )
         return self._capacity
@@ -262,7 +263,7 @@ class NodePool:
             prefill = preferred if decode else preferred or prefill  # a decode node generates without a prefill node
             decode = [each for each in decode if each.info.id not in avoid] or decode
         if (now := time.monotonic()) < self._ramps_until:
-            prefill, decode = ([each for each in pool if each.has_room(now)] or pool for pool in (prefill, decode))
+            prefill, decode = ([each for each in pool if _has_room(each, now)] or pool for pool in (prefill, decode))
         if prefix_node:
             prefill = [each for each in prefill if each.info.id == prefix_node] or prefill
         if not (prefill or decode):
@@ -290,3 +291,11 @@ class NodePool:
 
 def _max_requests(info: NodeInfo) -> int:
     return info.max_num_seqs * (SPARE_REQUESTS + 1) // SPARE_REQUESTS + 2
+
+
+def _has_room(connection: NodeConnection, now: float) -> bool:
+    """Return whether the node may get one more request during its slow start."""
+    share = 1 - max(0.0, connection.ramp_until - now) / SLOW_START_S
+    if connection.info.role == "prefill":
+        return connection.load.outstanding_tokens <= share * BACKLOG_STEPS * step_tokens(connection.info)
+    return len(connection.listeners) <= share * connection.info.max_num_seqs

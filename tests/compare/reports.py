@@ -62,11 +62,11 @@ def period(trial: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] =
 
 def findings(made: Experiment) -> Findings:
     """Return findings in which disaggregated requests meet the SLO, and at least a quarter of the co-located miss it."""
-    names = [arm.name for arm in made.everyone]
+    names = [arm.name for arm in made.all_arms]
     order = [trial for number, seed in enumerate(made.seeds) for trial in trials_of(names, seed, number)]
-    is_split = {arm.name: bool(arm.prefill) for arm in made.everyone}
+    is_split = {arm.name: bool(arm.prefill) for arm in made.all_arms}
     periods = [period(trial, 0.09, slow=0 if is_split[trial.arm] else 10 + trial.seed % 2) for trial in order]
-    return Findings(list(made.everyone), ParityCheck(True, []), periods, {}, NUM * 4, [])
+    return Findings(list(made.all_arms), ParityCheck(True, []), periods, {}, NUM * 4, [])
 
 
 def session(num_seeds: int = 4) -> tuple[Experiment, Findings]:
@@ -118,7 +118,7 @@ def hostile() -> dict[str, Any]:
 def bare() -> dict[str, Any]:
     """Return the report of a session that was interrupted before its first period."""
     made = experiment()
-    report = document.report_of(made, Findings(list(made.everyone), problems=["interrupted"]), "live", "baton compare")
+    report = document.report_of(made, Findings(list(made.all_arms), problems=["interrupted"]), "live", "baton compare")
     return report | {"environment": {}, "control": None}
 
 

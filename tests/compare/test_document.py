@@ -63,7 +63,7 @@ def test_a_seed_with_an_invalid_period_is_left_out_of_all_arms_and_a_spare_seed_
     assert report["valid"]
     assert "3 paired runs" in report["verdict"]["sentence"]
     assert report["runs"][0]["problems"] == ["the load generator was late"]
-    names = [arm.name for arm in made.everyone]
+    names = [arm.name for arm in made.all_arms]
     found.periods += [period(trial, 0.09, slow=11) for trial in trials_of(names, 5, 4)]
     assert [next(iter(pair.values())).trial.seed for pair in Figures(made, found).pairs] == [2, 3, 4, 5]
 
@@ -127,7 +127,7 @@ def test_a_comparison_of_an_arm_with_itself_alone():
         (ARMS[0],), CONTROL, made.traffic, made.seeds, made.slo, 0.9, None, ((1,),), (), "ids", 5.0, Path()
     )
     found = findings(made)
-    found.arms = list(alone.everyone)
+    found.arms = list(alone.all_arms)
     found.periods = [one for one in found.periods if one.trial.arm != ARMS[1].name]
     report = reported(alone, found)
     assert report["valid"]
@@ -152,7 +152,7 @@ RATES = (9.0, 10.0, 11.5, 14.5)
 
 def searched(made: Experiment, shares: dict[str, list[list[float]]]) -> Findings:
     """Return findings of a search. `shares` has, by arm and seed, the attainment at the first of RATES."""
-    found = Findings(list(made.everyone), ParityCheck(True, []))
+    found = Findings(list(made.all_arms), ParityCheck(True, []))
     for arm, rows in {CONTROL.name: [[0.99, 0.9, 0.5]] * 4, **shares}.items():
         by_seed = [(seed, zip(RATES, row, strict=False)) for seed, row in enumerate(rows)]
         points = [CapacityPoint(rate, seed, share) for seed, row in by_seed for rate, share in row]

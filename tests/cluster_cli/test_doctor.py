@@ -17,7 +17,7 @@ from cluster.doctor import (
     same_tokens,
 )
 from cluster.plan import DoctorSettings
-from tests.cluster.harness import cluster, redis_server
+from tests.cluster.harness import RedisServer, cluster
 
 NODE: dict[str, Any] = {
     "id": "decode-0",
@@ -116,10 +116,10 @@ def test_too_little_memory_for_the_nodes_is_a_warning() -> None:
 @pytest.mark.parametrize("routers", [1, 2])
 def test_a_running_cluster_passes(routers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A single router is the registry itself. Two routers use Redis, which `doctor` gets by --registry."""
-    with redis_server(tmp_path) as (redis, start):
-        start()
-        flags = ["--registry", redis] if routers > 1 else []
-        with cluster(registry=redis if routers > 1 else "", routers=routers) as running:
+    with RedisServer(tmp_path) as redis:
+        redis.start()
+        flags = ["--registry", redis.url] if routers > 1 else []
+        with cluster(registry=redis.url if routers > 1 else "", routers=routers) as running:
             assert main(["doctor", "--url", running.url, "--host", "0.0.0.0", *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines} == {"ok"}

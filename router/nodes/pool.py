@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from router.nodes.connection import NodeConnection
 from router.nodes.health import OutlierDetector
-from router.nodes.load import node_status
+from router.nodes.load import kv_capacity_tokens, node_status, step_tokens
 from router.observer import RouterObserver
 from scheduler.disaggregate import NodeView
 from scheduler.placement import Placement, PrefixIndex, candidates, place
@@ -24,6 +24,7 @@ from shared.rpc.messages import NodeInfo, NodeStats
 log = logging.getLogger("baton.fleet")
 PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
 SPARE_REQUESTS = 8  # a node gets one extra request for each SPARE_REQUESTS that it can run, so that it is never idle
+BACKLOG_STEPS = 16  # a node should have a queue of prompts for this many steps, which take a second or two
 MAX_DETECTORS = 1024
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
@@ -121,7 +122,7 @@ class NodePool:
         for name, info in listed.items():
             connection = self.connections.get(name)
             if connection is not None and connection.info.incarnation_id == info.incarnation_id:
-                connection.update_info(info)
+                connection.info = info
                 connection.is_listed = True
                 continue
             if connection is not None:
@@ -225,8 +226,8 @@ class NodePool:
             generating = decode or prefill
             self._capacity = PoolCapacity(
                 requests=sum(_max_requests(each.info) for each in generating),
-                kv_tokens=sum(each.kv_capacity_tokens for each in generating),
-                prompt_tokens=sum(each.load.backlog_tokens for each in prefill + decode),
+                kv_tokens=sum(kv_capacity_tokens(each.info) for each in generating),
+                prompt_tokens=sum(BACKLOG_STEPS * step_tokens(each.info) for each in prefill + decode),
                 prompts=PROMPTS_PER_NODE * len(prefill + decode),
             )
         return self._capacity

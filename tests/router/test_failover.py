@@ -40,10 +40,10 @@ async def test_the_loss_of_a_node_may_be_noticed_after_the_failed_handoff(
     assert len(here.sent()) == 1, "the router waits for a change of a node"
     (d if victim == "decode" else p).die()
     await turns()
-    again, elsewhere, _ = here.attempt(1)
+    again, other, _ = here.attempt(1)
     if victim == "decode":
         assert again is p
-        assert elsewhere is not d
+        assert other is not d
     else:
         assert again is not p
     assert here.counts()["retried"] == 0, "the loss of a node is not counted as a retry"

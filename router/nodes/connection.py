@@ -18,7 +18,6 @@ log = logging.getLogger("baton.fleet")
 MAX_COMMAND_BYTES = 4 << 20
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `_liveness_timeout`
-SLOW_START_S = 10.0  # how long a node that joins busy nodes gets less than its share of requests
 
 
 class DeltaListener(Protocol):

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
-from router.nodes.connection import SLOW_START_S, NodeConnection
+from router.nodes.connection import NodeConnection
 from router.nodes.health import OutlierDetector
 from router.nodes.load import kv_capacity_tokens, node_status, step_tokens
 from router.observer import RouterObserver
@@ -25,6 +25,7 @@ log = logging.getLogger("baton.fleet")
 PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
 SPARE_REQUESTS = 8  # a node gets one extra request for each SPARE_REQUESTS that it can run, so that it is never idle
 BACKLOG_STEPS = 16  # a node should have a queue of prompts for this many steps, which take a second or two
+SLOW_START_S = 10.0  # how long a node that joins busy nodes gets less than its share of requests
 MAX_DETECTORS = 1024
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 

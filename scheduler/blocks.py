@@ -53,8 +53,8 @@ class BlockPool:
         return len(self._empty) + len(self._cached)
 
     def ledger(self) -> Ledger:
-        sizes = map(len, (self._reserved, self._quarantined))
-        return Ledger(len(self._empty), len(self._cached), self._owned, *sizes, self.total)
+        reserved, quarantined = len(self._reserved), len(self._quarantined)
+        return Ledger(len(self._empty), len(self._cached), self._owned, reserved, quarantined, self.total)
 
     # ---- consistency checks --------------------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
 # The errors that the client raises if Redis has failed, or if the server is not Redis. On malformed replies, its parser
 # raises any of them. All are caught, so that the tasks continue and notice when Redis is back.
-REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
+# uvloop raises RuntimeError for a write to a connection that Redis or the network has reset.
+REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 LEASE_HEARTBEATS = 3
 FAILURES_TO_LOG = 15  # fewer failures are normal while a router starts, or stops together with its nodes
 MAX_NODES = 4096

@@ -8,20 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = [
-    "router",
-    "node",
-    "prefill_node",
-    "decode_node",
-    "scheduler",
-    "engine",
-    "shared",
-    "dashboard",
-    "compare",
-    "cluster",
-    "benchmarks",
-    "demo",
-    "deploy",
-]
+    "router", "node", "prefill_node", "decode_node", "scheduler", "engine", "shared",
+    "dashboard", "compare", "cluster", "benchmarks", "demo", "deploy",
+]  # fmt: skip
 CORE = ("router", "node", "prefill_node", "decode_node", "scheduler", "engine", "shared")
 OPTIONAL_ENGINE = ("cpu", "cuda")
 # Lower these caps when the tree shrinks, and never raise them. The goals are 14,500, 27,000 and 28,000 lines.
@@ -101,17 +90,7 @@ MAY_IMPORT = {
     "router": {"scheduler", "shared"},
     "dashboard": {"router", "scheduler", "shared"},
     "compare": {"dashboard", "router", "engine", "scheduler", "shared"},
-    "cluster": {
-        "dashboard",
-        "compare",
-        "router",
-        "node",
-        "prefill_node",
-        "decode_node",
-        "engine",
-        "scheduler",
-        "shared",
-    },
+    "cluster": set(ROOMS) - {"cluster", "demo", "deploy", "benchmarks"},
     "demo": {"engine", "scheduler", "shared"},
     "deploy": set(),
     "benchmarks": set(ROOMS),
@@ -131,9 +110,7 @@ def imported(path: Path) -> Iterator[str]:
         for name in names:
             parts = name.split(".")
             if parts[0] in ROOMS:
-                while parts and not (
-                    ROOT.joinpath(*parts).with_suffix(".py").exists() or ROOT.joinpath(*parts).is_dir()
-                ):
+                while not ((place := ROOT.joinpath(*parts)).is_dir() or place.with_suffix(".py").exists()):
                     parts.pop()
                 yield ".".join(parts)
 

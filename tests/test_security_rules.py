@@ -24,10 +24,7 @@ CALLS |= {"subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn", "os
 SWITCHES = {"shell", "allow_pickle", "trust_remote_code"}  # only the constant False is allowed
 # The allowed exceptions, by path prefix and rule, with their reasons.
 EXCEPTIONS = {
-    (
-        "engine/cpu/jit.py",
-        "imports pickle",
-    ): "the error that numba raises for a damaged file; nothing is unpickled by us",
+    ("engine/cpu/jit.py", "imports pickle"): "the error that numba raises for a damaged file; we unpickle nothing",
     ("tests/cluster/harness.py", "imports multiprocessing"): "forks the processes of tests",
 }
 
@@ -117,15 +114,8 @@ def test_no_path_of_the_product_knows_of_remote_code() -> None:
 
 # ---- what clients receive --------------------------------------------------------------------------------------------
 
-ANSWERS = {
-    "RequestError",
-    "UnavailableError",
-    "BatonError",
-    "JSONResponse",
-    "PlainTextResponse",
-    "Response",
-    "error_response",
-}
+ANSWERS = {"RequestError", "UnavailableError", "BatonError", "JSONResponse", "PlainTextResponse", "Response"}
+ANSWERS |= {"error_response"}
 
 
 def exposed_exceptions(tree: ast.AST) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Run the fault matrix on loopback. The commands cancels, soak, wire, routers and figures have their own --help.
+"""Run the fault matrix on loopback. The commands cancels, soak and figures have their own --help.
 
 Each row starts its own cluster: a router, two prefill and two decode nodes with the hash model, and 8 clients. The
 command prints the table and writes benchmarks/results/chaos.json, from which `python -m benchmarks document` generates
@@ -10,20 +10,13 @@ import signal
 import sys
 
 from benchmarks.result import Cell, Result, Table
-from tests.chaos import cancels, figures, soak, two_routers, wire
+from tests.chaos import cancels, figures, other_clusters, soak
 from tests.chaos.drive import Report, drive
 from tests.chaos.matrix import ROWS
 
 COLUMNS = ["fault", "requests", "lost", "unequal", "moved", "faults", "restarts", "detected ms",
            "longest gap ms", "less detection and prefill", "composition (ms)", "blocks returned"]  # fmt: skip
-COLUMNS_APART = ["fault", "requests", "lost or unequal", "longest gap ms", "blocks returned"]
-COMMANDS = {
-    "cancels": cancels.main,
-    "soak": soak.main,
-    "wire": wire.main,
-    "routers": two_routers.main,
-    "figures": figures.main,
-}
+COMMANDS = {"cancels": cancels.main, "soak": soak.main, "figures": figures.main}
 
 
 def main(arguments: list[str]) -> int:
@@ -32,19 +25,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--rows", default="", help="comma-separated names of rows; default: all")
     parser.add_argument("--requests", type=int, default=800, help="minimum requests per row")
-    parser.add_argument(
-        "--channel", default="", help="KV channel for all rows, shm or tcp; default: the one of each row"
-    )
+    parser.add_argument("--channel", default="", help="KV channel of all rows, shm or tcp; default: as each row says")
     parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
-    names = [name.strip() for name in chosen.rows.split(",") if name.strip()]
-    if unknown := set(names) - {row.name for row in ROWS}:
-        parser.error(f"unknown row {', '.join(sorted(unknown))}; choose from: {', '.join(row.name for row in ROWS)}")
+    known = [*(row.name for row in ROWS), *other_clusters.NAMES]
+    names = [name.strip() for name in chosen.rows.split(",") if name.strip()] or known
+    if unknown := set(names) - set(known):
+        parser.error(f"unknown row {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
     reports: list[Report] = []
     broken: list[str] = []
-    for row in ROWS:
-        if names and row.name not in names:
-            continue
+    for row in (row for row in ROWS if row.name in names):
         print(f"{row.name}: {row.what}", flush=True)
         try:
             report = drive(row, chosen.requests, chosen.channel)
@@ -53,18 +43,19 @@ def main(arguments: list[str]) -> int:
             print(f"  BROKEN: {error}", flush=True)
             continue
         reports.append(report)
-        print(
-            "  " + " | ".join(map(str, cells(report)[1:])),
-            *report.restarts,
-            *report.complaints()[:20],
-            sep="\n  ",
-            flush=True,
-        )
+        cells_shown = " | ".join(map(str, cells(report)[1:]))
+        print(f"  {cells_shown}", *report.restarts, *report.complaints()[:20], sep="\n  ", flush=True)
     bad = [report.row.name for report in reports if not report.is_good]
-    apart = [] if names else other_clusters(chosen.requests // 4)
+    apart: list[list[Cell]] = []
+    for name in (name for name in other_clusters.NAMES if name in names):
+        try:
+            apart += filter(None, [other_clusters.row(name, chosen.requests // 4)])
+        except AssertionError as error:
+            broken.append(f"{name}: {error}")
+            print(f"  BROKEN: {error}", flush=True)
     bad += [str(row[0]) for row in apart if row[2] or row[4] != "yes"]
     result = document(reports, apart, chosen.requests)
-    if names or chosen.no_write or broken:
+    if chosen.rows or chosen.no_write or broken:
         print(*(table.markdown() for table in result.tables), sep="\n")
     else:
         result.finish()
@@ -92,30 +83,10 @@ def cells(report: Report) -> list[Cell]:
     ]
 
 
-def other_clusters(requests: int) -> list[list[Cell]]:
-    """Run the faults that need other clusters: two routers that share a Redis and, if permitted, a faulty network."""
-    halves = two_routers.kill_one(requests)
-    what = f"one of two routers killed: its {halves.broken_of_killed} streams cut; this row counts requests through the other router"
-    rows: list[list[Cell]] = [
-        [
-            what,
-            halves.asked,
-            len(halves.lost),
-            round(1000 * halves.longest_gap_s),
-            "; ".join(halves.held) or "yes",
-        ]
-    ]
-    for name, outcomes, held in wire.scenes(requests) if wire.is_permitted() else ():
-        bad = sum(bool(outcome.lost) or outcome.is_unequal for outcome in outcomes)
-        longest_ms = round(1000 * max(outcome.gap_s for outcome in outcomes))
-        rows.append([f"network to the decode nodes: {name}", len(outcomes), bad, longest_ms, "; ".join(held) or "yes"])
-    return rows
-
-
 def document(reports: list[Report], apart: list[list[Cell]], requests: int) -> Result:
     tables = [Table("Faults, one kind at a time", COLUMNS, [cells(report) for report in reports])]
     if apart:
-        tables.append(Table("Routers and networks", COLUMNS_APART, apart))
+        tables.append(Table("Routers and networks", other_clusters.COLUMNS, apart))
     return Result(
         "chaos",
         "Two prefill and two decode nodes, one router, all real processes on one host; 8 clients stream prompts of 20 "

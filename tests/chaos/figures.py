@@ -15,19 +15,33 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import psutil
 
 from benchmarks.result import Cell, Result, Table, median
+from engine.hash_model import expected_tokens
 from shared.kv.memory import checksums
 from tests.chaos.drive import all_back
-from tests.chaos.streams import StreamTimings, percentile, timings_during
-from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, completion, free_port, redis_server, wait_for
+from tests.chaos.traffic import Ask, Load
+from tests.cluster.harness import (
+    DEMO,
+    DEMO_VOCABULARY,
+    ROOT,
+    Cluster,
+    RedisServer,
+    cluster,
+    completion,
+    free_port,
+    prompt_of,
+    wait_for,
+)
 from tests.router import bad_requests as bad
 
 Row = list[Cell]
@@ -65,30 +79,51 @@ def rolling_restart(seconds: float) -> list[Row]:
             wait_for(lambda: all_back(running), f"{name} back")
 
     with emulated(2, 2) as running:
-        calm, restarting = timings_during(running, lambda: time.sleep(seconds)), timings_during(running, restart_each)
+        calm, restarting = during(running, lambda: time.sleep(seconds)), during(running, restart_each)
     return _compared("every node restarted under load", calm, restarting, 1.5)
 
 
 def redis_outage(seconds: float) -> list[Row]:
     """Kill the Redis that holds the registry and restart it empty."""
-    with tempfile.TemporaryDirectory() as directory, redis_server(Path(directory)) as (url, start):
-        server = start()
-        with emulated(2, 2, url) as running:
-            calm = timings_during(running, lambda: time.sleep(seconds / 2))
+    with tempfile.TemporaryDirectory() as directory, RedisServer(Path(directory)) as server:
+        server.start()
+        with emulated(2, 2, server.url) as running:
+            calm = during(running, lambda: time.sleep(seconds / 2))
             server.kill()
-            server.wait()
-            without = timings_during(running, lambda: time.sleep(seconds))
-            start()
+            without = during(running, lambda: time.sleep(seconds))
+            server.start()
             wait_for(lambda: running.status()["registry"]["state"] == "ok", "Redis is found again")
     return _compared(f"Redis dead for {seconds:g} s", calm, without, 1.1)
 
 
-def _compared(what: str, calm: StreamTimings, disturbed: StreamTimings, goal: float) -> list[Row]:
-    p99s = [percentile(each.gaps_s, 0.99) for each in (calm, disturbed)]
-    text = f"{1000 * p99s[1]:.1f} ms of {1000 * p99s[0]:.1f}, {p99s[1] / p99s[0]:.2f} times"
+def during(running: Cluster, work: Callable[[], object]) -> Load:
+    """Stream answers one after another while `work` runs. Return the load after its last stream."""
+
+    def asks(index: int) -> Ask:
+        return Ask(index, tuple(prompt_of(index, 200)), 64)
+
+    def answer(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+        return expected_tokens(list(prompt), max_tokens, DEMO_VOCABULARY, emulated=True)
+
+    with Load([running.url], running.model, 8, asks=asks, answer=answer) as load:
+        work()
+    return load
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+def _compared(what: str, calm: Load, disturbed: Load, goal: float) -> list[Row]:
+    gaps_ms = [
+        [(to - at) / 1e6 for o in load.outcomes for at, to in pairwise(o.arrivals_ns)] for load in (calm, disturbed)
+    ]
+    usual_ms, p99_ms = (percentile(gaps, 0.99) for gaps in gaps_ms)
+    text = f"{p99_ms:.1f} ms of {usual_ms:.1f}, {p99_ms / usual_ms:.2f} times"
+    failed = disturbed.failures()
     return [
-        [f"{what}: requests failed", f"{len(disturbed.failed)} of {disturbed.num_answers}", "0", not disturbed.failed],
-        [f"{what}: p99 between tokens", text, f"≤ {goal:g} times", p99s[1] <= goal * p99s[0]],
+        [f"{what}: requests failed", f"{len(failed)} of {len(disturbed.outcomes)}", "0", not failed],
+        [f"{what}: p99 between tokens", text, f"≤ {goal:g} times", p99_ms <= goal * usual_ms],
     ]
 
 
@@ -96,27 +131,20 @@ def slow_clients(seconds: float) -> list[Row]:
     """Measure the effect of slow clients on other clients, while no node runs the slow clients' requests."""
     with emulated(1, 1) as running:
         router = psutil.Process(running.processes["router"].pid)
-        calm = timings_during(running, lambda: time.sleep(seconds))
+        calm = during(running, lambda: time.sleep(seconds))
         before = router.memory_info().rss
         with contextlib.ExitStack() as cleanup:
-            sockets = [cleanup.enter_context(_slow(running)) for _ in range(SLOW_CLIENTS)]
+            body = completion(running.model, [5] * 20, SLOW_TOKENS, stream=True)
+            sockets = [cleanup.enter_context(running.send(body, 4096)) for _ in range(SLOW_CLIENTS)]
             wait_for(lambda: _is_waited_for(running), "slow readers are off the nodes")
             grown = router.memory_info().rss - before
-            disturbed = timings_during(running, lambda: _read_slowly(sockets, seconds))
+            disturbed = during(running, lambda: _read_slowly(sockets, seconds))
     each_kib = grown / SLOW_CLIENTS / 1024
-    rows = _compared(f"{SLOW_CLIENTS} clients who read a byte a second", calm, disturbed, 1.1)
-    return [*rows, ["memory of the router for each of them", f"{each_kib:.0f} KiB", "≤ 256 KiB", each_kib <= 256]]
-
-
-def _slow(running: Cluster) -> socket.socket:
-    """Send a request on a new socket with a small receive buffer and return the socket."""
-    body = json.dumps(completion(running.model, [5] * 20, SLOW_TOKENS, stream=True))
-    asked = socket.socket()
-    asked.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    asked.connect(("127.0.0.1", running.port))
-    head = "POST /v1/completions HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\ncontent-length: "
-    asked.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
-    return asked
+    rows = _compared(f"{SLOW_CLIENTS} clients that read a byte per second", calm, disturbed, 1.1)
+    return [
+        *rows,
+        ["memory of the router for each of these clients", f"{each_kib:.0f} KiB", "≤ 256 KiB", each_kib <= 256],
+    ]
 
 
 def _is_waited_for(running: Cluster) -> bool:
@@ -140,7 +168,7 @@ def cancels(count: int) -> list[Row]:
     rng, took_s = random.Random(1), []
     with emulated(1, 1, heartbeat_s=0.05) as running:
         for _ in range(count):
-            with _slow(running):
+            with running.send(completion(running.model, [5] * 20, SLOW_TOKENS, stream=True), 4096):
                 time.sleep(rng.uniform(0.0, 0.3))
             began = time.monotonic()
             while any(node["blocks"]["owned"] + node["blocks"]["reserved"] for node in running.status()["nodes"]):
@@ -155,7 +183,7 @@ def bad_inputs() -> list[Row]:
     """Send each row of the table of bad requests on its own connection."""
     rows = bad.JSON_ROWS + bad.HTTP_ROWS + bad.KEY_ROWS + bad.FIELD_ROWS
     took_s, statuses = [], []
-    with _with_keys(dict.fromkeys((bad.ACME, bad.OTHER), "who"), max_connections=bad.MAX_CONNECTIONS) as running:
+    with _with_keys(dict.fromkeys((bad.ACME, bad.OTHER), "tenant"), max_connections=bad.MAX_CONNECTIONS) as running:
         for row in rows:
             with bad.Client(running.port) as client:
                 began = time.monotonic()
@@ -255,32 +283,17 @@ def checks(count: int) -> list[Row]:
         found += checksums(rows, [row]) != sums[row]
         rows[row, byte] ^= 1 << bit
     many = np.resize(rows, (4096, rows.shape[1]))  # 256 MiB: larger than the caches
-    sum_s = _seconds_of(lambda: checksums(many, range(len(many))), 3)
+    sum_s = timeit.timeit(lambda: checksums(many, range(len(many))), number=3) / 3
     return [
         ["bits flipped in rows of 64 KiB: found", f"{found:,} of {count:,}", "all", found == count],
-        [
-            "checksums of KV, one core (beside a transfer: performance)",
-            f"{many.nbytes / sum_s / 1e9:.1f} GB/s",
-            "",
-            None,
-        ],
+        ["checksums of KV, one core", f"{many.nbytes / sum_s / 1e9:.1f} GB/s", "", None],
     ]
-
-
-def _seconds_of(call: Callable[[], object], count: int) -> float:
-    began = time.perf_counter()
-    for _ in range(count):
-        call()
-    return (time.perf_counter() - began) / count
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos figures", description=__doc__)
     parser.add_argument(
-        "--seconds",
-        type=float,
-        default=60.0,
-        help="duration of the Redis outage; the other parts take a fraction of it",
+        "--seconds", type=float, default=60.0, help="duration of the Redis outage; other parts are shorter"
     )
     parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
@@ -300,7 +313,7 @@ def main(arguments: list[str]) -> int:
         print(*found, sep="\n", flush=True)
     result = Result(
         "figures",
-        "Emulated nodes with steps of 8 ms and more where tokens are timed, 8 clients; else the hash or the demo model.",
+        "Emulated nodes with steps of at least 8 ms and 8 clients where tokens are timed; otherwise the hash or the demo model.",
         [Table("Promises outside the matrix", ["what", "measured", "goal", "met"], rows)],
         command="python -m tests.chaos figures",
     )

@@ -27,6 +27,10 @@ def _link(kind: str, harm: Harm, for_s: float, name: str = D) -> list[Link]:
     return [Link(name, kind, BEGIN_S, harm, for_s)]
 
 
+def _signalled(names: tuple[str, ...], every_s: float, *signals: tuple[float, int]) -> list[Signals]:
+    return [Signals(name, BEGIN_S + every_s * number, signals) for number, name in enumerate(names)]
+
+
 def _frozen(name: str, for_s: float) -> list[Signals]:
     return [Signals(name, BEGIN_S, ((0.0, STOP),)), Signals(name, BEGIN_S + for_s, ((0.0, CONT),))]
 
@@ -35,85 +39,37 @@ ROWS: Final[list[Row]] = [
     Row("none", "no fault"),
     # ---- crashes, phase by phase ----
     Row("queued", "prefill node killed as it accepts a request", {P: _kills("node.accepted:40")}),
-    Row(
-        "chunk",
-        "prefill node killed in the first chunk, a middle chunk and the last chunk",
-        {P: _kills("prefill.after_chunk:1@*", "prefill.after_chunk:6@*", "prefill.after_chunk:11@*")},
-    ),
-    Row(
-        "push",
-        "prefill node killed before, between and after its pushes",
-        {P: _kills("prefill.before_push:1@*", "prefill.before_push:4@*", "prefill.after_push:5@*")},
-    ),
-    Row(
-        "commit",
-        "prefill node killed before and after a commit",
-        {P: _kills("prefill.before_commit:20", "prefill.after_commit:20")},
-    ),
-    Row(
-        "reserved",
-        "decode node killed at a reservation, at a commit and after the KV arrived",
-        {D: _kills("decode.reserved:20", "decode.before_check:20", "decode.received:20")},
-    ),
-    Row(
-        "token",
-        "decode node killed at the first tokens of an answer, the 100th and the last",
-        {D: _kills("decode.token:3@*", "decode.token:100@*", "decode.ended:20")},
-    ),
+    Row("chunk", "prefill node killed in the first chunk, a middle chunk and the last chunk",
+        {P: _kills("prefill.after_chunk:1@*", "prefill.after_chunk:6@*", "prefill.after_chunk:11@*")}),
+    Row("push", "prefill node killed before, between and after its pushes",
+        {P: _kills("prefill.before_push:1@*", "prefill.before_push:4@*", "prefill.after_push:5@*")}),
+    Row("commit", "prefill node killed before and after a commit",
+        {P: _kills("prefill.before_commit:20", "prefill.after_commit:20")}),
+    Row("reserved", "decode node killed at a reservation, at a commit and after the KV arrived",
+        {D: _kills("decode.reserved:20", "decode.before_check:20", "decode.received:20")}),
+    Row("token", "decode node killed at the first tokens of an answer, the 100th and the last",
+        {D: _kills("decode.token:3@*", "decode.token:100@*", "decode.ended:20")}),
     Row("last decode", "the only decode node killed", {D: _kills("decode.token:100@*")}, decode=1),
     # ---- frozen, hung, broken ----
     Row("freeze 1 s", "prefill node frozen for 1 s in a push", {P: ["prefill.before_push:40=stop"]}),
-    Row(
-        "freeze",
-        "prefill node frozen for 12 s in a chunk, and again in a push",
-        {P: ["prefill.after_chunk:100=stop,prefill.before_push:500=stop"]},
-        thaw_s=12.0,
-    ),
+    Row("freeze", "prefill node frozen for 12 s in a chunk, and again in a push",
+        {P: ["prefill.after_chunk:100=stop,prefill.before_push:500=stop"]}, thaw_s=12.0),
     Row("decode freeze 1 s", "decode node frozen for 1 s at a token", {D: ["decode.token:500=stop"]}),
     Row("decode freeze", "decode node frozen for 10 s at a token", {D: ["decode.token:500=stop"]}, thaw_s=10.0),
-    Row(
-        "all frozen prefill first",
-        "both nodes frozen, the prefill node for 6 s and the decode node for 45 s",
-        script=[*_frozen(D, 45.0), *_frozen(P, 6.0)],
-        thaw_s=100.0,
-        prefill=1,
-        decode=1,
-    ),
-    Row(
-        "all frozen decode first",
-        "both nodes frozen, the decode node for 6 s and the prefill node for 45 s",
-        script=[*_frozen(P, 45.0), *_frozen(D, 6.0)],
-        thaw_s=100.0,
-        prefill=1,
-        decode=1,
-    ),
+    Row("all frozen prefill first", "both nodes frozen, the prefill node for 6 s and the decode node for 45 s",
+        script=[*_frozen(D, 45.0), *_frozen(P, 6.0)], thaw_s=100.0, prefill=1, decode=1),
+    Row("all frozen decode first", "both nodes frozen, the decode node for 6 s and the prefill node for 45 s",
+        script=[*_frozen(P, 45.0), *_frozen(D, 6.0)], thaw_s=100.0, prefill=1, decode=1),
     Row("hang", "prefill node's step loop hangs", {P: ["engine.step:100=hang"]}),
     Row("decode hang", "decode node's step loop hangs", {D: ["engine.step:500=hang"]}),
     Row("engine", "exception on the prefill engine's thread", {P: ["engine.step:100=raise"]}),
     Row("decode engine", "exception on the decode engine's thread", {D: ["engine.step:500=raise"]}),
     # ---- shutdown ----
-    Row(
-        "drain",
-        "SIGTERM to every node, one after the other",
-        script=[
-            Signals(name, BEGIN_S + 6 * number, ((0.0, TERM),))
-            for number, name in enumerate((P, D, "prefill-1", "decode-1"))
-        ],
-    ),
-    Row(
-        "drain cut short",
-        "SIGTERM, then SIGKILL 50 ms later",
-        script=[
-            Signals(name, BEGIN_S + 8 * number, ((0.0, TERM), (0.05, KILL))) for number, name in enumerate((D, P))
-        ],
-    ),
-    Row(
-        "second signal",
-        "SIGTERM twice within 20 ms",
-        script=[
-            Signals(name, BEGIN_S + 8 * number, ((0.0, TERM), (0.02, TERM))) for number, name in enumerate((D, P))
-        ],
-    ),
+    Row("drain", "SIGTERM to every node, one after the other",
+        script=_signalled((P, D, "prefill-1", "decode-1"), 6, (0.0, TERM))),
+    Row("drain cut short", "SIGTERM, then SIGKILL 50 ms later",
+        script=_signalled((D, P), 8, (0.0, TERM), (0.05, KILL))),
+    Row("second signal", "SIGTERM twice within 20 ms", script=_signalled((D, P), 8, (0.0, TERM), (0.02, TERM))),
     # ---- the KV link ----
     Row("kv refused", "KV connections refused for 4 s", script=_link("kv", REFUSED, 4), channel="tcp"),
     Row("kv silent", "KV link silent for 8 s, no reset", script=_link("kv", PARTITION, 8), channel="tcp"),
@@ -142,6 +98,5 @@ ROWS: Final[list[Row]] = [
         {P: _kills("prefill.after_chunk:11@*"), "prefill-1": _kills("prefill.after_chunk:11@*")}, may_lose=8),
     Row("one request", "an exception in one request's part of a step", {D: ["engine.slice:500=raise"]}),
     # ---- the router ----
-    Row("router", "router killed and restarted", script=[Signals("router", 4.0, ((0.0, KILL),))],
-        may_lose=16),
+    Row("router", "router killed and restarted", script=[Signals("router", 4.0, ((0.0, KILL),))], may_lose=16),
 ]  # fmt: skip

@@ -30,6 +30,7 @@ class Harm:
     cut_at: int = 0  # reset a connection after this number of bytes to the node, plus one for each earlier reset
     corrupt: float = 0.0  # share of the chunks to the node in which one bit is flipped
     double: float = 0.0  # share of the chunks to the node that are sent twice
+    reply: bytes | None = None  # answer each chunk with this instead of relaying it; b"": close the connection
 
     @property
     def damage(self) -> set[str]:
@@ -111,6 +112,9 @@ class Proxy:
             while direction in self._harm.silent:  # noqa: ASYNC110 - another thread sets it without waking a task
                 await asyncio.sleep(LOOK_S)
             await asyncio.sleep(self._harm.delay_s)
+            if direction == "up" and (reply := self._harm.reply) is not None:
+                await loop.sock_sendall(source, reply) if reply else source.shutdown(socket.SHUT_WR)
+                continue
             if direction == "up":
                 data = await self._harmed(data, passed, target)
             passed += len(data)

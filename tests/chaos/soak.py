@@ -9,39 +9,37 @@ start of a process has its own intercept. A process that never restarted grows i
 """
 
 import argparse
-import signal
+import itertools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
 from benchmarks.result import Cell, Result, Table
 from tests.chaos.census import Count, count_all, left_about
-from tests.chaos.drive import CLIENTS, Supervisor, all_back
+from tests.chaos.drive import CLIENTS, FaultThread, Supervisor, all_back
 from tests.chaos.evidence import at_rest
-from tests.chaos.traffic import Load
+from tests.chaos.traffic import Load, Outcome, failures
 from tests.cluster.harness import Cluster, cluster, wait_for
 
 SAMPLE_S = 10.0
 WARM_FAULT_S = 15.0
 LIFE_WARM_S = 60.0  # the warm-up of a restarted process: its memory grows until every code path has run once
 SHARE = 0.5  # share of the time in which a client has a request in progress
+RESOURCES = {
+    "memory": attrgetter("rss_mib"), "descriptors": attrgetter("num_descriptors"), "threads": attrgetter("threads")
+}  # fmt: skip
 SHARE_AN_HOUR = {"memory": 0.01, "descriptors": 0.1, "threads": 0.1}  # growth per hour that is accepted
-KILL, TERM = ((0.0, signal.SIGKILL),), ((0.0, signal.SIGTERM),)
 # The first node of each role is only frozen, so one process runs from the start to the end.
 FAULTS = (
-    ("decode-1", "SIGKILL", KILL),
-    ("prefill-0", "frozen 1 s", ((0.0, signal.SIGSTOP), (1.0, signal.SIGCONT))),
-    ("prefill-1", "SIGTERM", TERM),
-    ("decode-0", "frozen 4 s", ((0.0, signal.SIGSTOP), (4.0, signal.SIGCONT))),
-    ("prefill-1", "SIGKILL", KILL),
-    ("decode-0", "frozen 1 s", ((0.0, signal.SIGSTOP), (1.0, signal.SIGCONT))),
-    ("decode-1", "SIGTERM", TERM),
-    ("prefill-0", "frozen 4 s", ((0.0, signal.SIGSTOP), (4.0, signal.SIGCONT))),
-)
+    ("decode-1", "SIGKILL"), ("prefill-0", "frozen 1 s"), ("prefill-1", "SIGTERM"), ("decode-0", "frozen 4 s"),
+    ("prefill-1", "SIGKILL"), ("decode-0", "frozen 1 s"), ("decode-1", "SIGTERM"), ("prefill-0", "frozen 4 s"),
+)  # fmt: skip
+FROZEN = {"prefill-0", "decode-0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +61,9 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     prefixes = {"router": [sys.executable, "-m", "tests.chaos.small_memory"]}
     with cluster(2, 2, prefixes=prefixes, heartbeat_s=0.5, log_format="json") as running:
-        soaked = Soak(running, chosen.warm_up * 60, chosen.minutes * 60, chosen.fault_every_s)
-        bad = soaked.run()
-        rows = slopes(soaked.samples, chosen.warm_up * 60)
+        soaked = soak(running, chosen.warm_up * 60, chosen.minutes * 60, chosen.fault_every_s)
+    rows = slopes(soaked.samples, chosen.warm_up * 60)
+    bad = soaked.problems
     bad += [f"{row[0]} grows: {row[-1]}" for row in rows if row[-1]]
     table = Table(
         "Slopes after the warm-up", ["process", "lives", "samples", "MiB at the end", "MiB per hour", "±", "descriptors per hour",
@@ -82,73 +80,54 @@ def main(arguments: list[str]) -> int:
     ]
     result = Result(
         "soak",
-        f"{chosen.minutes:g} minutes: {CLIENTS} clients ask half of the time, one fault each {chosen.fault_every_s:g} "
-        f"s (kill, end or freeze a node); before them {chosen.warm_up:g} minutes with one each {WARM_FAULT_S:g} s, which "
-        "the counts have too. The router's history is short, so that it is full when the slopes begin.",
+        f"{chosen.minutes:g} minutes: {CLIENTS} clients send requests half of the time, with one fault every {chosen.fault_every_s:g} "
+        f"s (kill, end or freeze a node); before that, {chosen.warm_up:g} minutes with one every {WARM_FAULT_S:g} s, which "
+        "the counts include. The router's history is short, so that it is full when the slopes begin.",
         [Table("Soak", ["what", "number"], counts), table],
         [[s.name, round(s.at_s), s.count.pid, s.count.rss_mib, s.count.num_descriptors, s.count.threads]
          for s in soaked.samples],
         command=f"make soak MINUTES={chosen.minutes:g}",
     )  # fmt: skip
     print(*(table.markdown() for table in result.tables), sep="\n") if chosen.no_write else result.finish()
-    return 1 if bad or any(outcome.lost or outcome.is_unequal for outcome in outcomes) else 0
+    return 1 if bad or failures(outcomes) else 0
 
 
-class Soak:
-    def __init__(self, running: Cluster, warm_s: float, seconds: float, fault_every_s: float) -> None:
-        self.samples: list[Sample] = []
-        self.num_faults = self.num_restarts = 0
-        self._running = running
-        self._warm_s = warm_s
-        self._seconds = warm_s + seconds
-        self._every_s = fault_every_s
-        self._load = Load(running.url, running.model, CLIENTS, SHARE)
-        self.outcomes = self._load.outcomes
-        self._began = time.monotonic()
-        self._born: dict[int, float] = {}  # process id -> when it was first seen
+@dataclass(slots=True)
+class Soaked:
+    """The result of a soak."""
 
-    def run(self) -> list[str]:
-        """Run the soak and return the problems found at its end."""
-        about_before = left_about(self._running)
-        with Supervisor(self._running, {}, thaw_s=60.0) as supervisor:
-            self._load.start()
-            try:
-                self._harm()
-                wait_for(lambda: all_back(self._running), "all nodes back")
-            finally:
-                self._load.finish(0)
-        self.num_restarts = len(supervisor.restarts)
-        frozen = {name for name, what, _ in FAULTS if what.startswith("frozen")}
-        alone = [f"{name} ended with status {status}" for name, status in supervisor.restarts if name in frozen]
-        if alone:
-            print(*(self._running.log(name) for name in frozen), sep="\n")
-        _, held = at_rest(self._running)
-        more = left_about(self._running)["files in /dev/shm"] - about_before["files in /dev/shm"]
-        return held + alone + ([f"{more} files in /dev/shm"] if more > 0 else [])
+    samples: list[Sample]
+    outcomes: list[Outcome]
+    num_faults: int
+    num_restarts: int
+    problems: list[str]
 
-    def _harm(self) -> None:
-        next_sample, next_fault = 0.0, WARM_FAULT_S
-        while (now := time.monotonic() - self._began) < self._seconds:
-            if now >= next_sample:
-                self._sample(now)
-                next_sample += SAMPLE_S
-            if now >= next_fault and all_back(self._running):
-                self._fault()
-                next_fault = now + (WARM_FAULT_S if now < self._warm_s else self._every_s)
-            time.sleep(0.1)
 
-    def _fault(self) -> None:
-        name, _, signals = FAULTS[self.num_faults % len(FAULTS)]
-        self.num_faults += 1
-        process = self._running.processes[name]
-        for pause_s, number in signals:
-            time.sleep(pause_s)
-            process.send_signal(number)
+def soak(running: Cluster, warm_s: float, seconds: float, fault_every_s: float) -> Soaked:
+    """Send requests and inject faults, first for `warm_s` seconds and then for `seconds`."""
+    began, about_before = time.monotonic(), left_about(running)
+    samples: list[Sample] = []
+    born: dict[int, float] = {}  # process id -> when it was first seen
 
-    def _sample(self, now: float) -> None:
-        for name, count in count_all(self._running).items():
-            born = self._born.setdefault(count.pid, now)
-            self.samples.append(Sample(name, now, now - born, count))
+    def plan() -> Iterator[tuple[float, str, str]]:
+        for name, kind in itertools.cycle(FAULTS):
+            yield WARM_FAULT_S if time.monotonic() - began < warm_s else fault_every_s, name, kind
+
+    with Supervisor(running, {}, thaw_s=60.0) as supervisor:
+        with Load([running.url], running.model, CLIENTS, share=SHARE) as load:
+            with FaultThread(running, plan()) as faults:
+                while (now := time.monotonic() - began) < warm_s + seconds:
+                    for name, count in count_all(running).items():
+                        samples.append(Sample(name, now, now - born.setdefault(count.pid, now), count))
+                    time.sleep(max(0.0, began + now + SAMPLE_S - time.monotonic()))
+            wait_for(lambda: all_back(running), "all nodes back")
+        _, problems = at_rest(running)
+    alone = [f"{name} ended with status {status}" for name, status in supervisor.restarts if name in FROZEN]
+    if alone:
+        print(*map(running.log, FROZEN), sep="\n")
+    more = left_about(running)["files in /dev/shm"] - about_before["files in /dev/shm"]
+    problems += alone + ([f"{more} files in /dev/shm"] if more > 0 else [])
+    return Soaked(samples, load.outcomes, faults.counts.total(), len(supervisor.restarts), problems)
 
 
 def slopes(samples: Sequence[Sample], warm_up_s: float) -> list[list[Cell]]:
@@ -156,23 +135,15 @@ def slopes(samples: Sequence[Sample], warm_up_s: float) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
     for name in sorted({sample.name for sample in samples}):
         kept = [s for s in samples if s.name == name and s.at_s >= warm_up_s and s.age_s >= LIFE_WARM_S]
-        fits = [
-            _fit([(s.count.pid, s.at_s / 3600, value) for s, value in zip(kept, values, strict=True)])
-            for values in (
-                [s.count.rss_mib for s in kept],
-                [s.count.num_descriptors for s in kept],
-                [s.count.threads for s in kept],
-            )
-        ]
         last = [s.count for s in samples if s.name == name][-1]
         lives = len({s.count.pid for s in kept})
-        whole = {"memory": last.rss_mib, "descriptors": last.num_descriptors, "threads": last.threads}
-        grows = [
-            what
-            for (what, size), (slope, error) in zip(whole.items(), fits, strict=True)
-            if lives == 1 and slope is not None and error is not None and slope - 2 * error > SHARE_AN_HOUR[what] * size
-        ]
-        numbers = [number for fit in fits for number in fit]
+        numbers: list[Cell] = []
+        grows = []
+        for what, read in RESOURCES.items():
+            slope, error = _fit([(s.count.pid, s.at_s / 3600, read(s.count)) for s in kept])
+            numbers += [slope, error]
+            if lives == 1 and None not in {slope, error} and slope - 2 * error > SHARE_AN_HOUR[what] * read(last):
+                grows.append(what)
         rows.append([name, lives, len(kept), last.rss_mib, *numbers, ", ".join(grows)])
     return rows
 

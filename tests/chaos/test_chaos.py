@@ -6,9 +6,10 @@ from tests.chaos.cancels import cancels
 from tests.chaos.census import Count
 from tests.chaos.drive import CLIENTS, Link, Report, Row, drive
 from tests.chaos.matrix import D, P
+from tests.chaos.other_clusters import kill_a_router
 from tests.chaos.proxy import PARTITION, Harm
 from tests.chaos.soak import LIFE_WARM_S, Sample, slopes
-from tests.chaos.two_routers import kill_one
+from tests.chaos.traffic import failures
 from tests.cluster.harness import cluster
 
 REQUESTS = 30
@@ -63,17 +64,17 @@ def test_a_damaged_cut_or_silent_link_causes_no_wrong_token() -> None:
 
 def test_clients_that_disconnect_during_faults_leak_nothing() -> None:
     with cluster(2, 2, heartbeat_s=0.5, log_format="json") as running:
-        left = cancels(running, 120, fault_every_s=2.0)
-    assert not left.leaks
-    assert left.counts["disconnected before the answer"] > 0
-    assert left.counts["disconnected in the answer"] > 0
+        counts, leaked = cancels(running, 120, fault_every_s=2.0)
+    assert not leaked
+    assert counts["disconnected before the answer"] > 0
+    assert counts["disconnected in the answer"] > 0
 
 
 def test_a_killed_router_breaks_its_own_streams_and_no_others() -> None:
-    halves = kill_one(30, nodes=1)
-    assert not halves.lost
-    assert not halves.held
-    assert 0 < halves.broken_of_killed <= CLIENTS + 1, "streams in progress, and connections not yet accepted"
+    outcomes, num_cut, held = kill_a_router(30, nodes=1)
+    assert not failures(outcomes)
+    assert not held
+    assert 0 < num_cut <= CLIENTS + 1, "streams in progress, and connections not yet accepted"
 
 
 def test_a_soak_distinguishes_growth_from_fluctuation() -> None:

@@ -9,13 +9,16 @@ import json
 import random
 import threading
 import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from itertools import count, pairwise
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from shared.clock import now_ns
-from tests.cluster.harness import DEMO_VOCABULARY, expected
+from tests.cluster.harness import DEMO_VOCABULARY, events, expected, prompt_of
 
 TIMEOUT_S = 90.0  # longest wait for data
 LONG_TOKENS, TALKATIVE_TOKENS = 6000, 200
@@ -31,6 +34,10 @@ class Ask:
     n: int = 1
     temperature: float = 0.0
     is_chat: bool = False
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
     def body(self, model: str) -> dict[str, Any]:
         body: dict[str, Any] = {"model": model, "max_tokens": self.max_tokens, "n": self.n, "stream": True}
@@ -66,8 +73,13 @@ def _tokens(rng: random.Random, length: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def answer(prompt: tuple[int, ...], count: int) -> list[int]:
-    return expected(list(prompt), count)
+def answer(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    return expected(list(prompt), max_tokens)
+
+
+def short(index: int) -> Ask:
+    """Return a request of 10 to 300 tokens."""
+    return Ask(index, tuple(prompt_of(index, (10, 40, 300)[index % 3])), 5)
 
 
 @dataclass(slots=True)
@@ -80,13 +92,33 @@ class Outcome:
     is_unequal: bool = False
     began_ns: int = 0
     ended_ns: int = 0
-    gap_ns: tuple[int, int] = (0, 0)  # begin and end of the longest wait for a token, as Unix times
+    arrivals_ns: "array[int]" = field(default_factory=lambda: array("q"))  # the Unix times at which tokens arrived
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by sample
     prompt: tuple[int, ...] = ()  # the prompt that the answer reports
 
     @property
+    def gap_ns(self) -> tuple[int, int]:
+        """The begin and the end of the longest wait for a token, including the first one."""
+        return max(pairwise([self.began_ns, *self.arrivals_ns]), key=lambda gap: gap[1] - gap[0], default=(0, 0))
+
+    @property
     def gap_s(self) -> float:
         return (self.gap_ns[1] - self.gap_ns[0]) / 1e9
+
+    def check(self, answer: Callable[[tuple[int, ...], int], list[int]] = answer) -> None:
+        """Compare every token with the model's answer."""
+        received = [self.tokens.get(index) for index in range(self.ask.n)]
+        is_prompt_equal = self.ask.is_chat or self.prompt == self.ask.prompt
+        self.is_unequal = received != [answer(self.prompt, self.ask.max_tokens)] * self.ask.n or not is_prompt_equal
+
+
+def failures(outcomes: Iterable[Outcome]) -> list[str]:
+    """Return one line for each request that was lost or got a wrong token."""
+    return [
+        f"request {outcome.ask.index} ({outcome.id}): {outcome.lost or 'wrong tokens'}"
+        for outcome in outcomes
+        if outcome.lost or outcome.is_unequal
+    ]
 
 
 def run(url: str, model: str, asked: Ask) -> Outcome:
@@ -110,9 +142,8 @@ def run_into(outcome: Outcome, url: str, model: str) -> None:
 def _stream(url: str, body: dict[str, Any], outcome: Outcome) -> None:
     place = urlsplit(url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=TIMEOUT_S)
-    path = "/v1/chat/completions" if outcome.ask.is_chat else "/v1/completions"
     try:
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        connection.request("POST", outcome.ask.path, json.dumps(body), {"content-type": "application/json"})
         answered = connection.getresponse()
         if answered.status != 200:
             raise ValueError(f"status {answered.status}: {answered.read(300).decode(errors='replace')}")
@@ -122,75 +153,74 @@ def _stream(url: str, body: dict[str, Any], outcome: Outcome) -> None:
 
 
 def _read(stream: http.client.HTTPResponse, outcome: Outcome) -> None:
-    last_ns = outcome.began_ns
     finished = 0
-    while line := stream.readline():
-        if not line.startswith(b"data: "):
-            continue
-        if line == b"data: [DONE]\n":
-            if finished != outcome.ask.n:
-                raise ValueError(f"[DONE] after {finished} of {outcome.ask.n} samples")
-            return
-        event = json.loads(line[6:])
-        if "error" in event:
-            raise ValueError(f"error event: {event['error']}")
+    for event in events(stream):
         outcome.id = event["id"]
         choice = event["choices"][0]
         outcome.prompt = tuple(choice.get("prompt_token_ids") or event.get("prompt_token_ids") or outcome.prompt)
         if tokens := choice.get("token_ids"):
             outcome.tokens.setdefault(choice["index"], []).extend(tokens)
-            at_ns = now_ns()
-            outcome.gap_ns = max(outcome.gap_ns, (last_ns, at_ns), key=lambda gap: gap[1] - gap[0])
-            last_ns = at_ns
+            outcome.arrivals_ns.append(now_ns())
         finished += choice["finish_reason"] is not None
-    raise ValueError("the stream ended without [DONE]")
-
-
-def check(outcome: Outcome) -> None:
-    """Compare every token with the answer that the hash model gives."""
-    asked = outcome.ask
-    right = answer(outcome.prompt, asked.max_tokens)
-    received = [outcome.tokens.get(index) for index in range(asked.n)]
-    outcome.is_unequal = received != [right] * asked.n or not (asked.is_chat or outcome.prompt == asked.prompt)
+    if finished != outcome.ask.n:
+        raise ValueError(f"[DONE] after {finished} of {outcome.ask.n} samples")
 
 
 class Load:
-    """Clients that take requests in order of their numbers and send them one at a time until `finish` is called."""
+    """A context manager that runs clients, which send the requests `asks(0)`, `asks(1)` and so on, one at a time each.
 
-    def __init__(self, url: str, model: str, clients: int, share: float = 1.0) -> None:
-        """`share` is the share of the time in which a client has a request in progress; the client then pauses."""
+    The requests rotate over `urls`. If an error is one of `refusals`, the request is retried at the next one. `share` is
+    the share of the time in which a client has a request in progress; the client then pauses. The exit waits until at
+    `least` requests have been sent and all have ended, and checks the answers.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model: str,
+        clients: int,
+        least: int = 0,
+        *,
+        share: float = 1.0,
+        refusals: tuple[str, ...] = ("ConnectionRefusedError",),
+        asks: Callable[[int], Ask] = ask,
+        answer: Callable[[tuple[int, ...], int], list[int]] = answer,
+    ) -> None:
         self.outcomes: list[Outcome] = []
-        self._url, self._model, self._share = url, model, share
+        self._urls, self._model, self._least, self._share = urls, model, least, share
+        self._refusals, self._asks, self._answer = refusals, asks, answer
         self._next = 0
-        self._last: int | None = None  # set by `finish`
+        self._is_over = False
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._client, name=f"client-{n}") for n in range(clients)]
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
+        return self
 
-    def finish(self, count: int) -> list[Outcome]:
-        """Send requests until at least `count` have been sent, wait until all have ended, and check the answers."""
-        with self._lock:
-            self._last = count
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
         for thread in self._threads:
             thread.join()
         for outcome in self.outcomes:  # checked only now, because checks would disturb the timing of streams
             if not outcome.lost:
-                check(outcome)
-        return self.outcomes
+                outcome.check(self._answer)
+
+    def failures(self) -> list[str]:
+        return failures(self.outcomes)
 
     def _client(self) -> None:
         while True:
             with self._lock:
-                if self._last is not None and self._next >= self._last:
+                if self._is_over and self._next >= self._least:
                     return
                 index, self._next = self._next, self._next + 1
-            outcome = run(self._url, self._model, ask(index))
-            while outcome.lost.startswith("ConnectionRefusedError") and self._last is None:
+            for attempt in count(index):
+                outcome = run(self._urls[attempt % len(self._urls)], self._model, self._asks(index))
+                if self._is_over or outcome.id or not outcome.lost.startswith(self._refusals):
+                    break
                 time.sleep(0.05)  # the router is restarting
-                outcome = run(self._url, self._model, ask(index))
             self.outcomes.append(outcome)  # list.append is atomic
             if self._share < 1.0:
                 time.sleep((outcome.ended_ns - outcome.began_ns) / 1e9 * (1 / self._share - 1))

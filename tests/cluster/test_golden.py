@@ -1,4 +1,4 @@
-"""A real checkpoint gives its golden tokens through the API: in both modes, with two budgets, over both channels."""
+"""A real checkpoint gives its golden tokens through the API: in both modes, with several budgets, over each channel."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,9 @@ def ask(running: Cluster, case: dict[str, Any]) -> tuple[list[int], str, str]:
     return list(choice["token_ids"]), str(choice["text"]), str(choice["finish_reason"])
 
 
-@pytest.mark.parametrize(("prefill", "channel", "budget"), [(1, "shm", 7), (1, "tcp", 2048), (0, "auto", 7)])
+@pytest.mark.parametrize(
+    ("prefill", "channel", "budget"), [(1, "shm", 7), (1, "tcp", 2048), (1, "pool", 48), (0, "auto", 7)]
+)
 def test_the_golden_outputs_come_out_exactly(prefill: int, channel: str, budget: int) -> None:
     settings = {"model": STORIES, "runner": "torch", "kv_channel": channel, "max_num_batched_tokens": budget}
     with cluster(prefill, 1, **settings) as running, ThreadPoolExecutor(5) as pool:

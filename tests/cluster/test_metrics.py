@@ -6,15 +6,13 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster.harness import Cluster, cluster, completion, expected, free_port, wait_for
+from tests.cluster.harness import ROOT, Cluster, cluster, completion, expected, free_port, wait_for
 
-ROOT = Path(__file__).parents[2]
 PROMPT = list(range(3, 150))
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -46,8 +44,8 @@ def lines(running: Cluster, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_everything_that_a_handoff_leaves_behind_is_counted(running):
-    wait_for(lambda: sums(running)["vllm:request_queue_time_seconds_count"] >= 1, "the nodes' story of the request")
+def test_the_metrics_count_a_handoff(running):
+    wait_for(lambda: sums(running)["vllm:request_queue_time_seconds_count"] >= 1, "the records of both nodes")
     seen = sums(running)
     assert seen["vllm:generation_tokens_total"] >= 20
     assert seen["vllm:iteration_tokens_total_sum"] >= len(PROMPT) + 19
@@ -61,7 +59,7 @@ def test_everything_that_a_handoff_leaves_behind_is_counted(running):
     assert seen["baton_placements_total"] >= 1
 
 
-def test_the_status_says_what_nodes_do_and_what_clients_have(running):
+def test_the_status_shows_the_steps_of_nodes_and_the_latency_of_requests(running):
     running.complete([5, *PROMPT], 20)
     wait_for(lambda: all(node["steps_per_s"] for node in running.status()["nodes"]), "both nodes' steps")
     status = running.status()
@@ -93,24 +91,21 @@ def test_one_trace_goes_through_the_answer_and_every_process_log(running):
     assert (line["prefill"], line["decode"]) == ("prefill-0", "decode-0")
     assert 0 < line["ttft_ms"] <= line["duration_ms"]
     for name in ("prefill-0", "decode-0"):
-        told = [line for line in lines(running, name) if line.get("traceparent") == TRACEPARENT]
-        assert "request received" in {line["message"] for line in told}
-        assert all(line["request"].startswith(identity) and line["node"] == name for line in told)
+        logged = [line for line in lines(running, name) if line.get("traceparent") == TRACEPARENT]
+        assert "request received" in {line["message"] for line in logged}
+        assert all(line["request"].startswith(identity) and line["node"] == name for line in logged)
 
 
 def test_a_refused_request_has_its_line_and_no_log_has_a_prompt(running):
-    bad = completion(running.model, [10**9], 3)
     with pytest.raises(urllib.error.HTTPError) as refused:
-        running.post("/v1/completions", bad)
+        running.complete([10**9], 3)
     with refused.value as answer:
         assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", answer.headers["traceparent"])
 
-    def is_logged() -> bool:
-        return any(
-            (line.get("status"), line.get("outcome")) == (400, "RequestError") for line in lines(running, "router")
-        )
+    def logged() -> set[tuple[object, object]]:
+        return {(line.get("status"), line.get("outcome")) for line in lines(running, "router")}
 
-    wait_for(is_logged, "the refused request's line")
+    wait_for(lambda: (400, "RequestError") in logged(), "the refused request's line")
     assert "1000000000" not in (running.directory / "router.log").read_text()
 
 
@@ -121,7 +116,7 @@ def test_promtool_objects_to_nothing_but_names_that_are_vllms(running):
         ["promtool", "check", "metrics"], input=scrape(running), text=True, capture_output=True, timeout=30, check=False
     )
     objections = checked.stderr.splitlines()
-    assert objections, "promtool dislikes colons in names; nothing said means nothing checked"
+    assert objections, "promtool always objects to colons in names"
     assert [line for line in objections if not line.startswith("vllm:")] == []
     # The accepted objections: colons in names, and the suffix of the histogram vllm:iteration_tokens_total.
     assert [line for line in objections if "':'" not in line and "iteration_tokens_total" not in line] == []

@@ -94,7 +94,7 @@ def colours_in(page: Any, lane: int) -> set[str]:
 # ---- over a feed -------------------------------------------------------------------------------------------------------
 
 
-def test_everything_is_there_and_has_a_name(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_every_part_is_shown_and_has_a_name(opened: Any, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
     page.wait_for_selector("#requests tbody tr:nth-child(2)")
     assert page.inner_text("#summary").startswith("The prefill pool is the bottleneck")
@@ -107,7 +107,7 @@ def test_everything_is_there_and_has_a_name(opened: Any, feed: tuple[Feed, str])
     assert page.evaluate(ACCESS) == []
 
 
-def test_the_strip_moves_and_colours_passes_by_what_they_were(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_the_strip_moves_and_colours_passes_by_their_work(opened: Any, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
     wait_for(lambda: passes_of(page, "decode-0") > 10, "passes in view")
     before = passes_of(page, "decode-0")
@@ -159,7 +159,7 @@ def test_a_request_opens_its_timeline_with_the_keyboard(opened: Any, feed: tuple
     assert page.locator("#requests .timeline").count() == 0
 
 
-def test_tables_keep_the_newest_in_order_whoever_changes(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_tables_keep_the_newest_rows_in_order(opened: Any, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
     shown = page.evaluate("""async () => {
         const {Requests} = await import('/page/requests.js'), {Transfers} = await import('/page/transfers.js');
@@ -179,11 +179,13 @@ def test_tables_keep_the_newest_in_order_whoever_changes(opened: Any, feed: tupl
     assert shown == [list(range(149, 49, -1)), list(range(149, 139, -1)), ["failed", "done"]]
 
 
-def test_a_paused_page_stays_as_it_is_when_the_router_comes_back(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_a_paused_page_stays_as_it_is_and_shows_that_the_router_is_gone(opened: Any, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
     page.wait_for_selector("#requests tbody tr:nth-child(2)")
     page.click("#pause")
-    rows = page.locator("#requests tbody tr").count()
+    rows, number = page.locator("#requests tbody tr").count(), len(feed[0].requests)
+    picture = page.locator("#lanes canvas").nth(2).screenshot()
+    wait_for(lambda: len(feed[0].requests) > number + 2, "more requests")
     feed[0].is_gone = True
     page.wait_for_selector("text=router gone, trying again")
     feed[0].is_gone = False
@@ -191,29 +193,9 @@ def test_a_paused_page_stays_as_it_is_when_the_router_comes_back(opened: Any, fe
     number = len(feed[0].requests)
     wait_for(lambda: len(feed[0].requests) > number + 1, "more requests")
     assert page.locator("#requests tbody tr").count() == rows
-    opened.problems[:] = [line for line in opened.problems if not line.startswith(MISSED)]
-
-
-def test_pause_holds_everything_still(opened: Any, feed: tuple[Feed, str]) -> None:
-    page = opened(feed[1])
-    page.wait_for_selector("#requests tbody tr:nth-child(2)")
-    page.click("#pause")
-    rows, number = page.locator("#requests tbody tr").count(), len(feed[0].requests)
-    picture = page.locator("#lanes canvas").nth(2).screenshot()
-    wait_for(lambda: len(feed[0].requests) > number + 2, "more requests")
-    assert page.locator("#requests tbody tr").count() == rows
     assert page.locator("#lanes canvas").nth(2).screenshot() == picture
     page.click("#pause")
-    wait_for(lambda: page.locator("#requests tbody tr").count() > rows, "live again")
-
-
-def test_a_router_that_goes_and_comes_back_is_told(opened: Any, feed: tuple[Feed, str]) -> None:
-    page = opened(feed[1])
-    page.wait_for_selector("#link[data-state=live]")
-    feed[0].is_gone = True
-    page.wait_for_selector("text=router gone, trying again")
-    feed[0].is_gone = False
-    page.wait_for_selector("#link[data-state=live]")
+    wait_for(lambda: page.locator("#requests tbody tr").count() > rows, "more rows")
     wait_for(lambda: page.locator("#link").inner_text() == "live", "live again")
     opened.problems[:] = [line for line in opened.problems if not line.startswith(MISSED)]
 
@@ -281,6 +263,8 @@ def running() -> Iterator[Cluster]:
 
 
 def test_the_page_of_a_running_cluster_is_live(opened: Any, running: Cluster) -> None:
+    with urllib.request.urlopen(running.url + "/", timeout=10) as answer:
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
     page = opened(running.url)
     page.wait_for_selector("#link[data-state=live]")
     wait_for(lambda: page.locator(".node").count() == 2, "cards of both nodes")
@@ -323,9 +307,3 @@ def test_a_pass_of_a_running_cluster_names_its_members(opened: Any, running: Clu
     page.keyboard.press("End")
     page.wait_for_selector("#pass li")
     assert page.locator("#pass li").first.inner_text().startswith("cmpl-")
-
-
-def test_a_router_serves_the_page_at_its_root(running: Cluster) -> None:
-    with urllib.request.urlopen(running.url + "/", timeout=10) as answer:
-        assert answer.headers["content-type"] == "text/html; charset=utf-8"
-        assert b"<title>Baton</title>" in answer.read()

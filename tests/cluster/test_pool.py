@@ -1,25 +1,23 @@
 """Clusters in which a prefill node computes in the KV pool of its decode node."""
 
-import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from urllib.error import HTTPError
 
 import pytest
 
-from tests.cluster.harness import Cluster, cluster, expected, wait_for
+from tests.cluster.harness import Cluster, cluster, expected, prompt_of, wait_for
 
 
 def prompts_of(seed: int, count: int, length: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, 2048) for _ in range(length)] for _ in range(count)]
+    return [prompt_of(100 * seed + index, length) for index in range(count)]
 
 
 def all_right(running: Cluster, prompts: list[list[int]], max_tokens: int) -> None:
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(running.stream, prompt, max_tokens) for prompt in prompts]
-        assert [answer.result() for answer in answers] == [expected(prompt, max_tokens) for prompt in prompts]
+    with running.streaming(prompts, max_tokens):
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -77,47 +75,42 @@ def test_requests_wait_for_room_in_a_small_pool_and_all_are_served() -> None:
         running.idle()
 
 
-def test_a_killed_prefill_node_loses_no_request_and_a_new_one_computes_in_the_same_pool() -> None:
-    with cluster(kv_channel="pool", max_num_batched_tokens=16) as running:
-        prompts = prompts_of(6, 8, 2000)
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = [pool.submit(running.stream, prompt, 20) for prompt in prompts]
-            wait_for(lambda: running.nodes()["prefill-0"]["prompt_tokens"] > 0, "prompts are being computed")
+@contextmanager
+def in_progress(running: Cluster, node: str, count: str, prompts: list[list[int]], max_tokens: int) -> Iterator[None]:
+    """Stream all prompts. The body of the context starts when `count` of the node increases."""
+    before = running.nodes()[node][count]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(running.stream, prompt, max_tokens) for prompt in prompts]
+        wait_for(lambda: running.nodes()[node][count] > before, f"{count} of {node} increase")
+        yield
+        assert [answer.result() for answer in answers] == [expected(prompt, max_tokens) for prompt in prompts]
+
+
+def test_frozen_and_killed_nodes_with_a_shared_pool_lose_no_request() -> None:
+    with cluster(kv_channel="pool", max_num_batched_tokens=16, node_timeout_s=1.0) as running:
+        with in_progress(running, "prefill-0", "prompt_tokens", prompts_of(8, 4, 3000), 20):
+            running.send_signal("prefill-0", signal.SIGSTOP)
+        wait_for(lambda: running.nodes()["decode-0"]["blocks"]["quarantined"] > 0, "its blocks are in quarantine")
+        running.send_signal("prefill-0", signal.SIGCONT)
+        running.idle()
+        running.ready()
+
+        with in_progress(running, "prefill-0", "prompt_tokens", prompts_of(6, 8, 2000), 20):
             running.send_signal("prefill-0", signal.SIGKILL)
-            assert [answer.result() for answer in answers] == [expected(prompt, 20) for prompt in prompts]
         assert running.status()["requests"]["moved"] > 0
         running.idle()
         running.processes["prefill-0"].wait()
         running.start("prefill-0")
         running.ready()
-        all_right(running, prompts_of(7, 4, 300), 5)
-        assert running.settled()["handoffs"] >= 4
+        handoffs = running.settled()["handoffs"]
+        all_right(running, prompts_of(7, 4, 300), 5)  # the new node computes in the same pool
+        assert running.settled()["handoffs"] >= handoffs + 4
 
-
-def test_blocks_of_a_frozen_prefill_node_stay_in_quarantine_until_it_stops_writing() -> None:
-    with cluster(kv_channel="pool", max_num_batched_tokens=16, node_timeout_s=1.0) as running:
-        prompts = prompts_of(8, 4, 3000)
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = [pool.submit(running.stream, prompt, 20) for prompt in prompts]
-            wait_for(lambda: running.nodes()["prefill-0"]["prompt_tokens"] > 0, "prompts are being computed")
-            running.send_signal("prefill-0", signal.SIGSTOP)
-            assert [answer.result() for answer in answers] == [expected(prompt, 20) for prompt in prompts]
-        wait_for(lambda: running.nodes()["decode-0"]["blocks"]["quarantined"] > 0, "its blocks are in quarantine")
-        running.send_signal("prefill-0", signal.SIGCONT)
-        running.idle()
-
-
-def test_a_killed_decode_node_ends_its_prefill_node_and_loses_no_request() -> None:
-    with cluster(decode=1, kv_channel="pool") as running:
-        prompts = prompts_of(9, 6, 100)
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = [pool.submit(running.stream, prompt, 1500) for prompt in prompts]
-            wait_for(lambda: running.nodes()["decode-0"]["generated_tokens"] > 100, "tokens are being generated")
+        with in_progress(running, "decode-0", "generated_tokens", prompts_of(9, 6, 100), 1500):
             running.send_signal("decode-0", signal.SIGKILL)
             for name, status in (("decode-0", -signal.SIGKILL), ("prefill-0", 70)):
-                assert running.processes[name].wait(20) == status
+                assert running.processes[name].wait(20) == status, "the prefill node ends with its decode node"
                 running.start(name)
-            assert [answer.result() for answer in answers] == [expected(prompt, 1500) for prompt in prompts]
         running.ready()
         running.idle()
 
@@ -130,16 +123,6 @@ def test_a_second_decode_node_without_a_shared_pool_computes_its_prompts_itself(
         all_right(running, prompts_of(10, 16, 200), 30)
         status = running.settled()
         nodes = {node["id"]: node for node in status["nodes"]}
-        assert status["requests"]["moved"] == 0, "no prompt was sent where it cannot be handed on"
+        assert status["requests"]["moved"] == 0, "no prompt was sent to a node that cannot hand it off"
         assert nodes["decode-1"]["prompt_tokens"] == 200 * status["placements"]["no_prefill_node"] > 0
         assert nodes["prefill-0"]["prompt_tokens"] == 200 * status["handoffs"] > 0
-
-
-def test_a_model_gives_the_same_tokens_in_a_shared_pool_and_in_its_own() -> None:
-    prompt = "Once upon a time there was a little fox who " * 12
-    answers = []
-    for channel in ("pool", "shm"):
-        with cluster(runner="torch", num_blocks=128, max_num_batched_tokens=48, kv_channel=channel) as running:
-            answers.append(running.complete(prompt, 24))
-            assert running.settled()["handoffs"] == 1
-    assert answers[0] == answers[1]

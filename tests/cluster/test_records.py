@@ -1,7 +1,6 @@
 """The records of a whole cluster: the phases of each request add up, and every byte and step is recorded."""
 
 import json
-import random
 import signal
 import threading
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.harness import Cluster, cluster, wait_for
+from tests.cluster.harness import Cluster, cluster, completion, prompt_of, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +19,6 @@ def served() -> Iterator[Cluster]:
     # With "always", even a short prompt goes through both nodes.
     with cluster(max_num_batched_tokens=64, disaggregate="always") as running:
         yield running
-
-
-def prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, 2048) for _ in range(length)] for _ in range(count)]
 
 
 def recorded(running: Cluster, count: int) -> list[dict[str, Any]]:
@@ -39,7 +33,7 @@ def recorded(running: Cluster, count: int) -> list[dict[str, Any]]:
 
 def test_the_time_of_every_request_adds_up_and_its_spans_are_in_order(served: Cluster) -> None:
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda prompt: served.complete(prompt, 12), prompts(8, 200, seed=1)))
+        list(pool.map(lambda seed: served.complete(prompt_of(seed, 200), 12), range(8)))
     for row in recorded(served, 8):
         assert sum(row["phases_ms"].values()) == pytest.approx(row["ended_ms"] - row["accepted_ms"], abs=0.01)
         assert min(row["phases_ms"].values()) >= 0
@@ -54,8 +48,8 @@ def test_the_time_of_every_request_adds_up_and_its_spans_are_in_order(served: Cl
 
 def test_transfers_move_the_bytes_that_the_nodes_counted(served: Cluster) -> None:
     before = served.settled()["bytes_moved"]
-    for prompt in prompts(3, 150, seed=2):
-        served.complete(prompt, 4)
+    for seed in range(20, 23):
+        served.complete(prompt_of(seed, 150), 4)
     moved = served.settled()["bytes_moved"] - before
     assert moved == sum(row["transfer"]["bytes"] for row in recorded(served, 3)) > 0
     events = served.get("/trace?last=60s")["traceEvents"]
@@ -66,10 +60,7 @@ def test_transfers_move_the_bytes_that_the_nodes_counted(served: Cluster) -> Non
 
 
 def test_members_of_steps_are_the_clients_requests(served: Cluster) -> None:
-    (prompt,) = prompts(1, 130, seed=3)
-    answer = served.post(
-        "/v1/completions", {"model": served.model, "prompt": prompt, "max_tokens": 5, "temperature": 0}
-    )
+    answer = served.post("/v1/completions", completion(served.model, prompt_of(30, 130), 5))
     (row,) = recorded(served, 1)
     assert row["id"] == answer["id"]
     for node, kinds, tokens in (("prefill-0", {"chunk"}, 130), ("decode-0", {"decode"}, 4)):
@@ -81,7 +72,7 @@ def test_members_of_steps_are_the_clients_requests(served: Cluster) -> None:
         assert sum(member["count"] for member in members) == tokens
 
 
-def test_steps_are_told_once_each_and_as_many_as_the_nodes_ran(served: Cluster) -> None:
+def test_each_step_that_the_nodes_ran_is_reported_once(served: Cluster) -> None:
     served.settled()
     for name, node in served.nodes().items():
         steps = served.get(f"/v1/steps?node={name}&limit=65536")
@@ -92,36 +83,34 @@ def test_steps_are_told_once_each_and_as_many_as_the_nodes_ran(served: Cluster) 
         assert computed == node["prompt_tokens"]
 
 
-def test_the_feed_follows_and_does_not_hold_up_a_drain() -> None:
-    with cluster(max_num_batched_tokens=64, disaggregate="always") as running:
-        heard: list[tuple[str, Any]] = []
-        ended = threading.Event()
+def test_the_feed_follows_and_does_not_hold_up_a_drain(served: Cluster) -> None:
+    """The last test, because it ends the router."""
+    received: list[tuple[str, Any]] = []
+    ended = threading.Event()
 
-        def watch() -> None:
-            with urllib.request.urlopen(running.url + "/events", timeout=30) as answer:
-                kind = ""
-                for line in answer:
-                    name, _, value = line.decode().rstrip("\n").partition(": ")
-                    if name == "event":
-                        kind = value
-                    elif name == "data":
-                        heard.append((kind, json.loads(value)))
-            ended.set()
+    def watch() -> None:
+        with urllib.request.urlopen(served.url + "/events", timeout=30) as answer:
+            kind = ""
+            for line in answer:
+                name, _, value = line.decode().rstrip("\n").partition(": ")
+                if name == "event":
+                    kind = value
+                elif name == "data":
+                    received.append((kind, json.loads(value)))
+        ended.set()
 
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        wait_for(lambda: heard, "the first status")
-        for prompt in prompts(2, 100, seed=4):
-            running.complete(prompt, 8)
-        wait_for(lambda: {"status", "steps", "requests"} <= {kind for kind, _ in heard}, "every kind")
+    def unfinished() -> set[str]:
+        rows = [row for kind, data in received if kind == "requests" for row in data["requests"]]
+        return set({row["id"]: row["state"] for row in rows}.values()) - {"finished"}
 
-        def last_state() -> set[str]:
-            rows = [row for kind, data in heard if kind == "requests" for row in data["requests"]]
-            return set({row["id"]: row["state"] for row in rows}.values())
-
-        wait_for(lambda: last_state() == {"finished"}, "the news that both finished")
-        began = time.monotonic()
-        running.send_signal("router", signal.SIGTERM)
-        running.processes["router"].wait(15)
-        assert ended.wait(5), "the stream ends whole"
-        assert time.monotonic() - began < 15
+    threading.Thread(target=watch, daemon=True).start()
+    wait_for(lambda: received, "the first status")
+    for seed in (40, 41):
+        served.complete(prompt_of(seed, 100), 8)
+    wait_for(lambda: {"status", "steps", "requests"} <= {kind for kind, _ in received}, "every kind")
+    wait_for(lambda: not unfinished(), "the events of both ends")
+    began = time.monotonic()
+    served.send_signal("router", signal.SIGTERM)
+    served.processes["router"].wait(15)
+    assert ended.wait(5), "the stream ends whole"
+    assert time.monotonic() - began < 15

@@ -3,15 +3,15 @@
 import asyncio
 import signal
 import socket
-import socketserver
-import subprocess
 import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -22,58 +22,43 @@ from shared.registry import RedisAnnouncer, RedisRegistry
 from shared.rpc.codec import decode, encode
 from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import NodeInfo
-from tests.cluster.harness import Cluster, cluster, completion, expected, redis_server, wait_for
-from tests.cluster.load import Load, streamed
+from tests.chaos.proxy import NONE, Harm, Proxy, Relays
+from tests.chaos.traffic import Load, short
+from tests.cluster.harness import Cluster, RedisServer, cluster, expected, wait_for
 
+RELAY_HOST, OTHER_HOST = "127.0.0.10", "127.0.0.11"
 INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
 PATIENCE_S = 20.0
 
 
-class Relay(socketserver.ThreadingTCPServer):
-    """A relay between Baton and Redis. `reply` replaces the answer to every command; b"" closes the connection."""
-
-    allow_reuse_address = True
-    daemon_threads = True
-
-    def __init__(self, upstream: int) -> None:
-        super().__init__(("127.0.0.1", 0), _Connection)
-        self.upstream = upstream
-        self.reply: bytes | None = None
-        self.delay_s = 0.0
-        self.url = f"redis://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Do not print errors to stderr, because these tests break connections on purpose."""
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path) as server:
+        yield server
 
 
-class _Connection(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
-        relay = self.server
-        assert isinstance(relay, Relay)
-        with socket.create_connection(("127.0.0.1", relay.upstream)) as server:
-            threading.Thread(target=self._back, args=(server,), daemon=True).start()
-            while data := self.request.recv(65536):
-                time.sleep(relay.delay_s)
-                if relay.reply is None:
-                    server.sendall(data)
-                elif relay.reply:
-                    self.request.sendall(relay.reply)
-                else:
-                    return
-
-    def _back(self, server: socket.socket) -> None:
-        with suppress(OSError):
-            while data := server.recv(65536):
-                self.request.sendall(data)
-            self.request.shutdown(socket.SHUT_RDWR)
+@pytest.fixture
+def relays() -> Iterator[Relays]:
+    with Relays() as relays:
+        yield relays
 
 
-@contextmanager
-def relay_to(upstream: int) -> Iterator[Relay]:
-    with Relay(upstream) as relay:
-        yield relay
-        relay.shutdown()
+def command(server: RedisServer, *words: object, password: str | None = None) -> Any:
+    with redis.Redis(port=server.port, password=password, socket_timeout=5.0) as client:
+        return client.execute_command(*words)
+
+
+def started(server: RedisServer) -> int:
+    """Start the server, wait until it answers, and return its port."""
+
+    def answers() -> bool:
+        with suppress(redis.RedisError):
+            return bool(command(server, "PING"))
+        return False
+
+    server.start()
+    wait_for(answers, "redis answers")
+    return server.port
 
 
 # ---- invalid answers -----------------------------------------------------------------------------------------------
@@ -109,57 +94,59 @@ LIES = {
 PLAUSIBLE = {"null", "a negative length", "a null array", "a longer list than was asked for", "a map"}
 
 
-async def survives(name: str, lie: bytes, port: int) -> None:
+async def survives(name: str, lie: bytes, relay: Proxy, url: str) -> None:
     """Check that one node and one router's registry recover from wrong answers that last longer than their timeouts."""
-    with relay_to(port) as relay:
-        registry = RedisRegistry(relay.url, name, 0.1)
-        node = RedisAnnouncer(relay.url, name, 0.05)
-        await registry.start(lambda: None)
-        await node.start(INFO)
-        try:
-            assert await wait_until(lambda: registry.nodes == {"d0": INFO}, PATIENCE_S), f"{name}: it never began"
-            relay.reply = lie
-            await asyncio.sleep(2 * registry_module.REDIS_TIMEOUT_S + 0.2)
-            assert registry.nodes == {"d0": INFO} or name in PLAUSIBLE, f"{name}: the last list is not kept"
-            relay.reply = None
-            await node.update(replace(INFO, state="draining"))
-            seen = await wait_until(lambda: registry.nodes.get("d0", INFO).state == "draining", PATIENCE_S)
-            assert seen, f"{name}: {registry.state} after it, and {registry.nodes}"
-        finally:
-            await node.close()
-            await registry.close()
+    registry = RedisRegistry(url, name, 0.1)
+    node = RedisAnnouncer(url, name, 0.05)
+    await registry.start(lambda: None)
+    await node.start(INFO)
+    try:
+        assert await wait_until(lambda: registry.nodes == {"d0": INFO}, PATIENCE_S), f"{name}: the node is not listed"
+        relay.harm = Harm(reply=lie)
+        await asyncio.sleep(2 * registry_module.REDIS_TIMEOUT_S + 0.2)
+        assert registry.nodes == {"d0": INFO} or name in PLAUSIBLE, f"{name}: the last list is not kept"
+        relay.harm = NONE
+        await node.update(replace(INFO, state="draining"))
+        seen = await wait_until(lambda: registry.nodes.get("d0", INFO).state == "draining", PATIENCE_S)
+        assert seen, f"{name}: {registry.state} after it, and {registry.nodes}"
+    finally:
+        await node.close()
+        await registry.close()
 
 
-async def test_malformed_answers_of_redis_leave_the_list_and_nodes_rejoin_after_them(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as (url, start):
-        start()
-        port = int(url.rpartition(":")[2])
-        await asyncio.to_thread(answering, port)
-        outcomes = await asyncio.gather(*(survives(*lie, port) for lie in LIES.items()), return_exceptions=True)
-        assert [outcome for outcome in outcomes if outcome is not None] == []
+async def test_malformed_answers_of_redis_leave_the_list_and_nodes_rejoin_after_them(
+    server: RedisServer, relays: Relays
+) -> None:
+    port = await asyncio.to_thread(started, server)
+    hosts = [f"127.0.1.{number}" for number in range(1, 1 + len(LIES))]
+    outcomes = await asyncio.gather(
+        *(
+            survives(*lie, relays.between(host, port), f"redis://{host}:{port}")
+            for lie, host in zip(LIES.items(), hosts, strict=True)
+        ),
+        return_exceptions=True,
+    )
+    assert [outcome for outcome in outcomes if outcome is not None] == []
 
 
-async def test_a_late_answer_is_never_used_for_the_next_query(tmp_path: Path) -> None:
+async def test_a_late_answer_is_never_used_for_the_next_query(server: RedisServer, relays: Relays) -> None:
     """A reply may arrive after its query timed out, so the next query must use another connection."""
-    with redis_server(tmp_path) as (url, start):
-        start()
-        port = int(url.rpartition(":")[2])
-        await asyncio.to_thread(answering, port)
-        with relay_to(port) as relay:
-            client = registry_module._client(relay.url)
-            await client.set("mine", b"1")
-            await client.set("another's", b"secret")
-            relay.delay_s = 2 * registry_module.REDIS_TIMEOUT_S
-            with pytest.raises((TimeoutError, redis.TimeoutError)):
-                await client.get("another's")
-            relay.delay_s = 0.0
-            for _ in range(5):
-                assert await client.get("mine") == b"1"
-            late = asyncio.ensure_future(client.get("another's"))
-            await asyncio.sleep(0)
-            late.cancel()
-            assert await client.get("mine") == b"1"
-            await client.aclose()
+    port = await asyncio.to_thread(started, server)
+    relay = relays.between(RELAY_HOST, port)
+    client = registry_module._client(f"redis://{RELAY_HOST}:{port}")
+    await client.set("mine", b"1")
+    await client.set("another's", b"secret")
+    relay.harm = Harm(delay_s=2 * registry_module.REDIS_TIMEOUT_S)
+    with pytest.raises((TimeoutError, redis.TimeoutError)):
+        await client.get("another's")
+    relay.harm = NONE
+    for _ in range(5):
+        assert await client.get("mine") == b"1"
+    late = asyncio.ensure_future(client.get("another's"))
+    await asyncio.sleep(0)
+    late.cancel()
+    assert await client.get("mine") == b"1"
+    await client.aclose()
 
 
 async def test_names_are_resolved_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,152 +172,89 @@ async def test_names_are_resolved_outside_the_event_loop(monkeypatch: pytest.Mon
 # ---- a cluster with Redis ------------------------------------------------------------------------------------------
 
 
-def ask(running: Cluster, router: str, prompt: list[int]) -> list[int]:
-    return streamed(running.urls[router], completion(running.model, prompt, 4, stream=True))
-
-
-def answers(running: Cluster, router: str) -> bool:
-    with suppress(OSError):
-        return bool(running.status(router))
-    return False
-
-
-def answering(port: int) -> "redis.Redis":
-    client = redis.Redis(port=port, socket_timeout=5.0)
-
-    def answers() -> bool:
-        with suppress(redis.RedisError):
-            return bool(client.ping())
-        return False
-
-    wait_for(answers, "redis answers")
-    return client
-
-
-@contextmanager
-def redis_here(directory: Path) -> Iterator[tuple[int, "Server"]]:
-    with redis_server(directory) as (url, start):
-        port = int(url.rpartition(":")[2])
-        yield port, Server(port, start)
-
-
-class Server:
-    """A Redis server and the faults that tests inject into it."""
-
-    def __init__(self, port: int, start: Callable[[], "subprocess.Popen[bytes]"]) -> None:
-        self._start = start
-        self._port = port
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self.process = self._start()
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-
-    def send_signal(self, number: int) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def command(self, *words: object) -> object:
-        with redis.Redis(port=self._port, socket_timeout=5.0) as client:
-            return client.execute_command(*words)
-
-    def locked(self) -> None:
-        self.command("CONFIG", "SET", "requirepass", "another")
-        with redis.Redis(port=self._port, password="another") as client:
-            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-
-    def unlocked(self) -> None:
-        with redis.Redis(port=self._port, password="another") as client:
-            client.execute_command("CONFIG", "SET", "requirepass", "")
-
-    def num_nodes(self) -> int:
-        """Return the number of nodes whose leases have not expired."""
-        return len([*redis.Redis(port=self._port).scan_iter("baton:default:node:*")])
-
-
-def test_no_request_fails_during_any_fault_of_redis(tmp_path: Path) -> None:
+def test_no_request_fails_during_any_fault_of_redis(server: RedisServer, relays: Relays) -> None:
     """Each fault lasts until it is detected, while two routers serve load. After it, both routers list all nodes."""
-    with redis_here(tmp_path) as (port, server), relay_to(port) as ours, relay_to(port) as theirs:
-        threading.Timer(1.0, server.start).start()  # the processes of the cluster start earlier and wait for it
-        with cluster(registry=ours.url, own={"router-1": {"registry": theirs.url}}, routers=2) as running:
+    ours, theirs = (relays.between(host, server.port) for host in (RELAY_HOST, OTHER_HOST))
+    other = {"router-1": {"registry": f"redis://{OTHER_HOST}:{server.port}"}}
+    threading.Timer(1.0, server.start).start()  # the processes of the cluster start earlier and wait for it
+    with cluster(registry=f"redis://{RELAY_HOST}:{server.port}", own=other, routers=2) as running:
 
-            def state() -> set[str]:
-                return {running.status(router)["registry"]["state"] for router in running.urls}
+        def state() -> set[str]:
+            return {running.status(router)["registry"]["state"] for router in running.urls}
 
-            def down() -> bool:
-                return state() == {"down"}
+        def down() -> bool:
+            return state() == {"down"}
 
-            def set_relays(**harm: object) -> None:
-                for relay, (name, value) in ((relay, item) for relay in (ours, theirs) for item in harm.items()):
-                    setattr(relay, name, value)
+        def set_relays(harm: Harm) -> None:
+            ours.harm = theirs.harm = harm
 
-            faults: dict[str, tuple[Callable[[], object], Callable[[], bool], Callable[[], object]]] = {
-                "frozen": (
-                    lambda: server.send_signal(signal.SIGSTOP),
-                    down,
-                    lambda: server.send_signal(signal.SIGCONT),
-                ),
-                "killed": (server.kill, down, server.start),
-                "emptied": (lambda: server.command("FLUSHALL"), lambda: True, lambda: None),
-                "full": (
-                    lambda: server.command("CONFIG", "SET", "maxmemory", 1),
-                    lambda: server.num_nodes() == 0,
-                    lambda: server.command("CONFIG", "SET", "maxmemory", 0),
-                ),
-                "read-only": (
-                    lambda: server.command("REPLICAOF", "127.0.0.1", 1),
-                    lambda: server.num_nodes() == 0,
-                    lambda: server.command("REPLICAOF", "NO", "ONE"),
-                ),
-                "locked": (server.locked, down, server.unlocked),
-                "slow": (lambda: set_relays(delay_s=1.0), down, lambda: set_relays(delay_s=0.0)),
-                "lying": (lambda: set_relays(reply=b":x\r\n"), down, lambda: set_relays(reply=None)),
-            }
-            with Load(running):
-                for name, (inflict, is_felt, mend) in faults.items():
-                    inflict()
-                    wait_for(is_felt, f"{name}: felt")
-                    assert all(len(running.alive(router)) == 2 for router in running.urls), f"{name}: the list stays"
-                    mend()
-                    mended = time.monotonic()
-                    wait_for(lambda: state() == {"ok"} and server.num_nodes() == 2, f"{name}: all are back")
-                    print(f"redis {name}: back after {time.monotonic() - mended:.2f} s")
-            an_entry_at_the_address_of_another_node_is_not_used(running, port)
-            a_router_that_sees_no_node_says_so_and_the_other_serves(running, theirs)
+        def lock() -> None:
+            command(server, "CONFIG", "SET", "requirepass", "another")
+            command(server, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", password="another")
+
+        def num_nodes() -> int:
+            """Return the number of nodes whose leases have not expired."""
+            return len(command(server, "KEYS", "baton:default:node:*"))
+
+        def is_empty() -> bool:
+            return num_nodes() == 0
+
+        # How to inject each fault, how to detect it, and how to end it.
+        send, call = server.send_signal, partial(command, server)
+        faults: dict[str, tuple[Callable[[], object], Callable[[], bool], Callable[[], object]]] = {
+            "frozen": (lambda: send(signal.SIGSTOP), down, lambda: send(signal.SIGCONT)),
+            "killed": (server.kill, down, server.start),
+            "emptied": (lambda: call("FLUSHALL"), lambda: True, lambda: None),
+            "full": (
+                lambda: call("CONFIG", "SET", "maxmemory", 1),
+                is_empty,
+                lambda: call("CONFIG", "SET", "maxmemory", 0),
+            ),
+            "read-only": (lambda: call("REPLICAOF", "127.0.0.1", 1), is_empty, lambda: call("REPLICAOF", "NO", "ONE")),
+            "locked": (lock, down, lambda: call("CONFIG", "SET", "requirepass", "", password="another")),
+            "slow": (lambda: set_relays(Harm(delay_s=1.0)), down, lambda: set_relays(NONE)),
+            "wrong": (lambda: set_relays(Harm(reply=b":x\r\n")), down, lambda: set_relays(NONE)),
+        }
+        with Load(list(running.urls.values()), running.model, 2, share=0.5, asks=short) as load:
+            for name, (inject, is_detected, end) in faults.items():
+                inject()
+                wait_for(is_detected, f"{name}: detected")
+                assert all(len(running.alive(router)) == 2 for router in running.urls), f"{name}: the list stays"
+                end()
+                wait_for(lambda: state() == {"ok"} and num_nodes() == 2, f"{name}: all are back")
+            an_entry_at_the_address_of_another_node_is_not_used(running, server)
+        assert not load.failures()
+        a_router_without_nodes_is_not_ready_and_the_other_serves(running, theirs)
 
 
-def an_entry_at_the_address_of_another_node_is_not_used(running: Cluster, port: int) -> None:
+def an_entry_at_the_address_of_another_node_is_not_used(running: Cluster, server: RedisServer) -> None:
     """A dead node may have left such an entry behind, or another process may have written it."""
-    client = redis.Redis(port=port)
     address = running.nodes()["decode-0"]["address"]
-    entry = decode(bytes(client.get("baton:default:node:decode-0")), NodeInfo)
-    client.set("baton:default:node:ghost", encode(replace(entry, id="ghost", incarnation_id="0" * 32, address=address)))
-    client.sadd("baton:default:nodes", "ghost")
-    wait_for(lambda: "ghost" in running.nodes(), "the entry is read")
-    with Load(running):
-        time.sleep(1.0)
-    assert not running.nodes()["ghost"]["alive"], "another process answers at that address"
-    client.delete("baton:default:node:ghost")
-    wait_for(lambda: "ghost" not in running.nodes(), "it leaves with its entry")
+    with redis.Redis(port=server.port) as client:
+        entry = decode(bytes(client.get("baton:default:node:decode-0")), NodeInfo)
+        ghost = replace(entry, id="ghost", incarnation_id="0" * 32, address=address)
+        client.set("baton:default:node:ghost", encode(ghost))
+        client.sadd("baton:default:nodes", "ghost")
+        wait_for(lambda: "ghost" in running.nodes(), "the entry is read")
+        time.sleep(1.0)  # time for several connection attempts
+        assert not running.nodes()["ghost"]["alive"], "another process answers at that address"
+        client.delete("baton:default:node:ghost")
+        wait_for(lambda: "ghost" not in running.nodes(), "it leaves with its entry")
 
 
-def a_router_that_sees_no_node_says_so_and_the_other_serves(running: Cluster, theirs: Relay) -> None:
+def a_router_without_nodes_is_not_ready_and_the_other_serves(running: Cluster, theirs: Proxy) -> None:
     """This cuts one of two routers off from Redis."""
-    theirs.reply = b""
+    theirs.harm = Harm(reply=b"")
     prompt = [7] * 30
-    wait_for(lambda: running.status("router-1")["registry"]["state"] == "down", "the cut is felt")
-    assert ask(running, "router-1", prompt) == expected(prompt, 4), "it knows its nodes as they were"
+    wait_for(lambda: running.status("router-1")["registry"]["state"] == "down", "the cut is detected")
+    assert running.stream(prompt, 4, router="router-1") == expected(prompt, 4), "it keeps its list of nodes"
     running.send_signal("router-1", signal.SIGTERM)
     running.processes["router-1"].wait()
     running.start("router-1")
-    wait_for(lambda: answers(running, "router-1"), "it serves")
+    wait_for(lambda: running.answers("router-1"), "it serves")
     with pytest.raises(urllib.error.HTTPError, match="503"):
         running.get("/ready", "router-1")
-    assert ask(running, "router", prompt) == expected(prompt, 4)
-    theirs.reply = None
+    assert running.stream(prompt, 4) == expected(prompt, 4)
+    theirs.harm = NONE
     running.ready()
-    assert ask(running, "router-1", prompt) == expected(prompt, 4)
+    assert running.stream(prompt, 4, router="router-1") == expected(prompt, 4)

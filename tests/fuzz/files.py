@@ -16,7 +16,7 @@ from shared.config.settings import NodeSettings, RouterSettings, resolve
 from shared.errors import ConfigError
 from tests.cluster.harness import ROOT
 from tests.engine.checkpoint_files import CONFIG, entry, raw
-from tests.fuzz.target import as_json, one_line, scratch, target
+from tests.fuzz.target import as_json, target, written
 
 FIELDS = [(kind, name) for kind in (RouterSettings, NodeSettings) for name in kind.model_fields]
 
@@ -31,7 +31,7 @@ def _setting(name: str, value: bytes) -> bytes:
         ("port", b"8000"), ("kv_cache_memory", b"512MiB"), ("cpus", b"0-1,1"), ("device", b"cuda:0"), ("host", b"::1"),
         ("registry", b"redis://u:p@h:1/0"), ("heartbeat_s", b"1e-1"), ("cluster", b"a.b-c"), ("log_level", b"INFO"),
     )),
-    bytes_per_byte=2000,
+    bytes_per_byte=2000, rejects=ConfigError,
 )  # fmt: skip
 def setting_values(data: bytes) -> None:
     """Resolve a setting. The first byte selects the setting, and the remaining bytes are its value."""
@@ -39,11 +39,7 @@ def setting_values(data: bytes) -> None:
         return
     kind, name = FIELDS[data[0] % len(FIELDS)]
     text = data[1:].decode("utf-8", "replace")
-    try:
-        settings, _ = resolve(kind, {name: text}, {})
-    except ConfigError as error:
-        one_line(error)
-        return
+    settings, _ = resolve(kind, {name: text}, {})
     again, _ = resolve(kind, {}, settings.environment())
     assert again == settings or not text
 
@@ -58,50 +54,42 @@ def failpoint_texts(data: bytes) -> None:
         failpoints.configure("", allowed=False)
 
 
-@target(b"tenant:%b:admin # it\nother:%b\n" % (b"a" * 64, b"b" * 64))
+@target(b"tenant:%b:admin # it\nother:%b\n" % (b"a" * 64, b"b" * 64), rejects=ConfigError, secret="a" * 60)
 def key_files(data: bytes) -> None:
-    file = scratch() / "keys"
-    file.write_bytes(data)
-    try:
-        ApiKeys(str(file))
-    except ConfigError as error:
-        one_line(error, secret="a" * 60)
+    ApiKeys(str(written("keys", data)))
 
 
-@target(raw({"a": entry(0, 8, [2]), "b": entry(8, 16, [2, 1], "F32")}, bytes(16)), raw({"__metadata__": {"x": "y"}}))
+TENSORS = raw({"a": entry(0, 8, [2]), "b": entry(8, 16, [2, 1], "F32")}, bytes(16))
+
+
+@target(TENSORS, raw({"__metadata__": {"x": "y"}}), rejects=ValueError)
 def safetensors_files(data: bytes) -> None:
-    directory = scratch() / "weights"
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_bytes(b"{}")
-    (directory / "model.safetensors").write_bytes(data)
-    for read in (fingerprint, stored_dtype):
-        try:
-            read(directory)
-        except ValueError as error:
-            one_line(error)
+    written("weights/config.json", b"{}")
+    stored_dtype(written("weights/model.safetensors", data).parent)
 
 
-@target(as_json(CONFIG), as_json(CONFIG | {"rope_scaling": {"type": "linear", "factor": 2}, "eos_token_id": [1, 2]}))
+@target(TENSORS, rejects=ValueError)
+def fingerprints(data: bytes) -> None:
+    written("fingerprint/config.json", b"{}")
+    fingerprint(written("fingerprint/model.safetensors", data).parent)
+
+
+CONFIGS = (as_json(CONFIG), as_json(CONFIG | {"rope_scaling": {"type": "linear", "factor": 2}, "eos_token_id": [1, 2]}))
+
+
+@target(*CONFIGS, rejects=ValueError)
 def model_configs(data: bytes) -> None:
-    directory = scratch() / "config"
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_bytes(data)
-    for read in (ModelConfig.from_directory, lambda path: read_model(path, "m", 0, 0)):
-        try:
-            read(directory)
-        except ValueError as error:
-            one_line(error)
+    ModelConfig.from_directory(written("config/config.json", data).parent)
 
 
-@target(as_json({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
+@target(*CONFIGS, rejects=ValueError)
+def router_model_configs(data: bytes) -> None:
+    read_model(written("model/config.json", data).parent, "m", 0, 0)
+
+
+@target(as_json({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}), rejects=ValueError)
 def weight_indices(data: bytes) -> None:
-    directory = scratch() / "index"
-    directory.mkdir(exist_ok=True)
-    (directory / INDEX).write_bytes(data)
-    try:
-        stored_dtype(directory)
-    except ValueError as error:
-        one_line(error)
+    stored_dtype(written(f"index/{INDEX}", data).parent)
 
 
 @target(rb"(?i:'s|'t)|[^\r\n\p{L}]?\p{L}+|\s+(?!\S)", b"(a+)+$", b"[[a]&&[^b]]+")
@@ -118,24 +106,14 @@ TRACES = (
 )
 
 
-@target(*TRACES, bytes_per_byte=4000)
+@target(*TRACES, bytes_per_byte=4000, rejects=ConfigError)
 def trace_files(data: bytes) -> None:
-    file = scratch() / "trace"
-    file.write_bytes(data)
-    try:
-        read_trace(file)
-    except ConfigError as error:
-        one_line(error)
+    read_trace(written("trace", data))
 
 
-@target(*(file.read_bytes() for file in sorted((ROOT / "engine" / "costs").glob("*.json"))[:1]))
+@target(next((ROOT / "engine" / "costs").glob("*.json")).read_bytes(), rejects=ValueError)
 def cost_files(data: bytes) -> None:
-    file = scratch() / "cost.json"
-    file.write_bytes(data)
-    try:
-        load_emulation(str(file))
-    except ValueError as error:
-        one_line(error)
+    load_emulation(str(written("cost.json", data)))
 
 
 # Errors that the load generator reports as "not a stream of completions" (compare/load/client.py).

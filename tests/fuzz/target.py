@@ -25,9 +25,22 @@ class Target:
 TARGETS: dict[str, Target] = {}
 
 
-def target(*seeds: bytes, bytes_per_byte: int = 64) -> Callable[[Fuzzed], Fuzzed]:
+def target(
+    *seeds: bytes, bytes_per_byte: int = 64, rejects: type[Exception] | tuple[()] = (), secret: str = "\n"
+) -> Callable[[Fuzzed], Fuzzed]:
+    """Register a target. It may raise `rejects`: an error for operators, in one short line without `secret`."""
+
     def register(fuzzed: Fuzzed) -> Fuzzed:
-        TARGETS[fuzzed.__name__] = Target(fuzzed, seeds, bytes_per_byte)
+        def checked(data: bytes) -> None:
+            try:
+                fuzzed(data)
+            except rejects as error:
+                text = str(error)
+                assert secret not in text, text
+                assert "\n" not in text, text
+                assert 0 < len(text) < 1500, len(text)
+
+        TARGETS[fuzzed.__name__] = Target(checked, seeds, bytes_per_byte)
         return fuzzed
 
     return register
@@ -42,12 +55,12 @@ def scratch() -> Path:
     return path
 
 
-def one_line(error: Exception, secret: str = "\n") -> None:
-    """Check that an error for operators is one short line that does not contain `secret`."""
-    text = str(error)
-    assert secret not in text, text
-    assert "\n" not in text, text
-    assert 0 < len(text) < 1500, len(text)
+def written(name: str, data: bytes) -> Path:
+    """Return the path of a file with this content in the temporary directory."""
+    file = scratch() / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(data)
+    return file
 
 
 def as_json(value: object) -> bytes:

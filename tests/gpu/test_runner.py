@@ -19,20 +19,9 @@ from engine.models.decoder import Decoder
 from engine.runner import TorchRunner
 from scheduler.request import Request, Step
 from tests.engine.build import CONFIG, GREEDY, Blocks, layout_of, piece, run_step
-from tests.engine.cuda_workload import (
-    BLOCK_TOKENS,
-    CAPACITY,
-    NUM_BLOCKS,
-    SEEDS,
-    answer,
-    drive,
-    requests_of,
-)
+from tests.engine.cuda_workload import BLOCK_TOKENS, CAPACITY, NUM_BLOCKS, SEEDS, answer, drive, requests_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,11 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 
 from node.active_requests import RequestRules
-from node.watchdog import Watchdog, Watched
+from node.watchdog import Watched
 from scheduler.role import DECODE
 from scheduler.scheduler import StepLimits
 from shared.lifecycle import wait_until
@@ -51,20 +49,6 @@ def test_only_running_time_without_progress_counts() -> None:
     turns += 1
     assert not any(watched.is_stuck(0.5) for _ in range(11)), "progress restarts the clock"
     assert watched.is_stuck(0.5)
-
-
-def test_a_process_that_waits_for_pages_from_disk_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = itertools.count()
-    reasons: list[str] = []
-    monkeypatch.setattr("node.watchdog._faults", lambda: next(faults))
-    watchdog = Watchdog([Watched("the engine", lambda: 0, lambda: 0.4)], reasons.append)
-    watchdog.start()
-    time.sleep(1.0)
-    assert reasons == []
-    monkeypatch.setattr("node.watchdog._faults", lambda: 0)
-    time.sleep(1.0)
-    assert reasons == ["the engine made no progress for 0.4 s"]
-    watchdog.stop()
 
 
 # ---- what routers send -----------------------------------------------------------------------------------------------
@@ -156,16 +140,6 @@ async def test_a_node_with_a_broken_ledger_takes_nothing_more_and_ends_nothing()
         assert ("block ledger is broken" in line.errors()[0][0], line.errors()[0][1]) == (True, True)
         assert await wait_until(lambda: line.finishes("runs") == ["length"], 20.0), "what runs continues"
         assert not here.node.fatal_error.done()
-
-
-async def test_a_leak_that_keeps_the_sums_right_is_found_when_the_engine_is_idle() -> None:
-    here = hash_node(DECODE)
-    async with attached(here) as line:
-        line.submit(submission())
-        assert await wait_until(lambda: line.finishes("r") == ["length"], 5.0)
-        here.node.engine.post(lambda scheduler: scheduler.pool.take(1))
-        assert await wait_until(lambda: here.node.stats().state == "breached", 10.0)
-        assert "has 0 holders and 1 references" in here.node.stats().ledger_error
 
 
 # ---- real processes --------------------------------------------------------------------------------------------------

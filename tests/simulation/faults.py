@@ -38,7 +38,7 @@ class Faults:
         self._at_sites.clear()
         world.network.heal()
         world.exchange.num_faults = 0
-        world.store.down_until = world.store.hangs_until = world.store.lies_until = 0.0
+        world.redis.down_until = world.redis.hangs_until = world.redis.lies_until = 0.0
         for host in world.hosts:
             host.process.thaws_at = host.process.lag_s = 0.0
             if not host.is_up:
@@ -66,8 +66,8 @@ class Faults:
                 for node in nodes:
                     if OUTAGE[node.role] == kind:
                         node.process.thaws_at = now + fault.for_s
-            case "hang":
-                self._hang(host, now + fault.for_s)
+            case "hang" if host.engine is not None:
+                host.engine.hangs_until = now + fault.for_s
             case "slow":
                 host.process.lag_s = 0.001 + 0.01 * random.random()
                 world.loop.call_later(fault.for_s, setattr, host.process, "lag_s", 0.0)
@@ -83,7 +83,7 @@ class Faults:
                 self._change_role(host)
             case "clock jumps":
                 host.process.wall_offset_s += random.choice((-3600.0, 3600.0))
-            case _:
+            case kind if kind.startswith("registry"):
                 self._disturb_registry(fault)
 
     def kill(self, host: Host, *, silent: bool = False) -> None:
@@ -116,26 +116,22 @@ class Faults:
         )
         self.world.network.stall(prefill.process, decode.process, for_s)
 
-    def _hang(self, host: NodeHost, until: float) -> None:
-        if host.engine is not None:
-            host.engine.hangs_until = until
-
     def _change_role(self, host: NodeHost) -> None:
         if host.node is not None and host.node.state.info.address and self.world.router.is_up:
             host.role = "prefill" if host.role == "decode" else "decode"
             self.world.router.run(_set_role(host.node.state.info.address, host.role, self.world.random.random() * 4.0))
 
     def _disturb_registry(self, fault: Fault) -> None:
-        store, until = self.world.store, self.world.loop.now + fault.for_s
+        until = self.world.loop.now + fault.for_s
         match fault.kind:
             case "registry down":
-                store.down_until = until
+                self.world.redis.down_until = until
             case "registry hangs":
-                store.hangs_until = until
+                self.world.redis.hangs_until = until
             case "registry lies":
-                store.lies_until = until
+                self.world.redis.lies_until = until
             case _:
-                store.flush()
+                self.world.redis.flush()
 
     # ---- faults at failpoints --------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ import shared.registry
 from shared import failpoints
 from tests.simulation.engine import SimEngine
 from tests.simulation.loop import CURRENT, Died
-from tests.simulation.redis import FakeRedis
 
 UNIX_S = 1_700_000_000.0
 
@@ -55,7 +54,7 @@ def simulated(world: Any) -> Iterator[None]:
             (failpoints, "watcher", world.faults.at_site),
             (SimEngine, "world", world),
             (time, "sleep", lambda _: None),
-            (shared.registry, "_client", lambda *_, **__: FakeRedis(world.store)),
+            (shared.registry, "_client", lambda *_, **__: world.redis),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         receiver = _Receiver(world.log)

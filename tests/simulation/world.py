@@ -29,7 +29,7 @@ from tests.simulation.loop import CURRENT, EPOCH_S, WORLD, Process, SimLoop
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.network import Network
 from tests.simulation.patches import simulated, without_teardown_errors
-from tests.simulation.redis import Store
+from tests.simulation.redis import FakeRedis
 from tests.simulation.scenario import Scenario, draw
 
 MAX_TURNS = 600_000
@@ -69,7 +69,7 @@ class World:
         self.network = self.loop.network = Network(self.loop)
         weather = Random(f"weather {scenario.seed}")
         self.exchange = Exchange(self.network, weather, scenario.kv_faults, scenario.row_s, self.reached, self.violate)
-        self.store = Store()
+        self.redis = FakeRedis()
         self.faults = Faults(self)
         self.router = RouterHost(self, "router")
         self.nodes = [NodeHost(self, f"prefill-{index}", "prefill") for index in range(scenario.num_prefill)]

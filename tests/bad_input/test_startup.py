@@ -1,31 +1,30 @@
-"""Routers and nodes exit with one line and status 2 if a model directory is broken, truncated or hostile.
+"""Processes exit with status 2 and one line if their settings are invalid, or if a model directory is broken, truncated or
+hostile. The line names the flag or file, the value and the fix.
 
 The tests of single tensors and of the keys of config.json are in tests/engine/test_weights.py.
 """
 
-import gc
 import json
+import logging
 import os
 import shutil
-import signal
-import time
-from collections.abc import Callable
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from decode_node.__main__ import main as run_decode_node
 from engine.weights import INDEX, check_finite
+from prefill_node.__main__ import main as run_prefill_node
 from router.__main__ import main as router_main
-from router.text.chat_template import RENDER_S, ChatTemplate
-from router.text.regex_safety import may_backtrack_exponentially
 from shared.config.settings import NodeSettings, RouterSettings
-from shared.errors import RequestError
-from tests.cluster.harness import DEMO
+from tests.cluster.harness import DEMO, ROOT
 
 WEIGHTS = "model.safetensors"
 Breaking = Callable[[Path], object]
@@ -188,9 +187,7 @@ def test_a_node_exits_with_one_line(
     breaking: Breaking, complaint: str, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     breaking(directory)
-    settings = NodeSettings(
-        model=str(directory), kv_directory=str(directory / "kv"), num_blocks=64, threads=1, port=0, device="cpu"
-    )
+    settings = nodes(directory, model=str(directory), num_blocks=64, port=0, device="cpu", runner="torch")
     assert run_decode_node(settings) == 2
     one_line(capsys, complaint)
 
@@ -203,88 +200,108 @@ def test_nan_and_infinity_in_weights_are_reported_by_tensor(number: float, direc
         check_finite(directory)
 
 
-# ---- patterns ----------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------------------------------
 
-GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-KIMI = r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}&&[^\p{Han}]]*[\p{Ll}&&[^\p{Han}]]+(?i:'s|'t)?|\p{N}{1,3}|\s+"
-BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
-
-
-@pytest.mark.parametrize("pattern", [GPT4, KIMI, BLOOM, r"\(+a|b\)*", "(ab)+", "[(a+)]+", "(a+){1,3}", "(a|b)?"])
-def test_patterns_of_known_models_are_accepted(pattern: str) -> None:
-    assert not may_backtrack_exponentially(pattern)
+COST = {"cost": {"per_token": 1e-3}, "kv_bytes_per_token": 64, "kv_tokens": 4096, "link": "x"}
+LINKS = {"links": {"x": {"latency_s": 0.0, "bytes_per_s": 1e9}}}
 
 
-@pytest.mark.parametrize(
-    "pattern", ["(a+)+", "(a*)*b", "(?:a|a)+", "((a+))+$", "(a{2,})*", r"(\p{L}+ ?)*", "(x(y+)z){3,}"]
-)
-def test_patterns_that_may_backtrack_exponentially_are_refused(pattern: str) -> None:
-    assert may_backtrack_exponentially(pattern)
+def nodes(tmp_path: Path, **changes: Any) -> NodeSettings:
+    base: dict[str, Any] = {"model": str(DEMO), "kv_directory": str(tmp_path / "kv"), "runner": "hash", "threads": 1}
+    return NodeSettings(**base | changes)
 
 
-@pytest.mark.parametrize("number", ["9" * 60_000, "9," * 30_000, "{9" * 30_000])
-def test_checking_a_pattern_takes_linear_time(number: str) -> None:
-    began_s = time.thread_time()
-    assert not may_backtrack_exponentially("a{" + number)
-    assert time.thread_time() - began_s < 2  # a check that backtracks over the digits takes ten seconds
-
-
-# ---- templates ---------------------------------------------------------------------------------------------------------
-
-SAY = [{"role": "user", "content": "hello"}]
-
-
-def rendered(template: ChatTemplate) -> str:
-    return template.render(SAY, add_generation_prompt=True, continue_final_message=False)[0]
-
-
-WILD = {
-    "code": ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "cannot render"),
-    "code by a cycler": ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "cannot render"),
-    "a file": ("{% include '/etc/passwd' %}", "cannot render"),
-    "10 GB when it is compiled": ("{{ 'x' * 10**10 }}", "memory"),
-    "10 GB at once": ("{% set n = messages | length %}{{ 'x' * (10**10 * n) }}", "memory"),
-    "doubling": (
-        "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(64) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "memory"
+NODES: dict[str, tuple[dict[str, Any], str]] = {
+    "no such model": ({"model": "/no/such/place"}, "model '/no/such/place' is neither a directory nor a hub id"),
+    "a model above": ({"model": ".."}, "config.json: missing"),
+    "a model of NUL": ({"model": "a\0b"}, "model 'a\\x00b' is neither a directory nor a hub id"),
+    "longer than the model": ({"max_model_len": 10**6}, "--max-model-len 1000000 exceeds the"),
+    "a pool of one block": ({"num_blocks": 1}, "--num-blocks 1: one block is kept as a dummy"),
+    "a pool below one request": (
+        {"num_blocks": 9, "max_model_len": 129},
+        "--max-model-len 129: the KV pool holds 128 tokens (8 blocks of 16); use --num-blocks 10 or --kv-cache-memory",
     ),
-    "a replacement of each by all": (
-        "{% set x = messages[0].content * 100000 %}{{ x | replace('l', x) | length }}", "memory"
-    ),
-    "a width": ("{{ messages[0].content | center(10**10) }}", "memory"),
-    "a list of lists": (
-        "{% set ns = namespace(x=[0]) %}{% for i in range(64) %}{% set ns.x = ns.x + ns.x %}{% endfor %}", "memory"
-    ),
-    "too long": ("{% for i in range(99999) %}{{ 'xxxxxxxxxx' * 1000 }}{% endfor %}", "too long"),
-    "its own error": ("{{ raise_exception('alternate roles, please') }}", "alternate roles"),
-    "an attribute of nothing": ("{{ messages[0].content.nothing.at_all }}", "cannot render"),
-    "a long range": ("{{ range(10**9) | list }}", "cannot render"),
-    "a macro for ever": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "cannot render"),
+    "memory below two blocks": ({"kv_cache_memory": 100}, "100 bytes of KV memory hold 0 blocks of 512 bytes (1 layers x"),
+    "memory that no machine has": ({"kv_cache_memory": 10**17}, "memory"),
+    "a GPU for what needs none": ({"device": "cuda"}, "--device cuda"),
+    "bfloat16 on a CPU": ({"runner": "torch", "dtype": "bfloat16"}, "--weight-dtype"),
+    "a directory that others can write": ({"kv_directory": "/tmp"}, "--kv-directory /tmp: other users can write there"),
+    "a directory that is a file": ({"kv_directory": str(DEMO / "config.json")}, "config.json"),
+    "a failpoint without permission": ({"failpoint": "engine.step=kill"}, "BATON_ALLOW_FAILPOINTS"),
+    "an unknown failpoint": ({"failpoint": "x.y=kill", "allow_failpoints": True}, "BATON_FAILPOINT 'x.y=kill'"),
+    "an unknown device to emulate": ({"emulate": "nothing"}, "--emulate nothing: is neither a file nor one of"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "complaint"), WILD.values(), ids=WILD)
-def test_a_hostile_template_is_rejected(source: str, complaint: str) -> None:
-    with pytest.raises(RequestError, match=complaint):
-        rendered(ChatTemplate(source, {}, []))
+@pytest.mark.timeout(300)  # a node that starts by mistake would serve until this timeout
+@pytest.mark.parametrize(("changes", "complaint"), NODES.values(), ids=NODES)
+def test_a_node_with_invalid_settings_exits_with_one_line(
+    changes: dict[str, Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_decode_node(nodes(tmp_path, **changes)) == 2
+    one_line(capsys, complaint)
 
 
-def test_the_template_works_after_a_timeout() -> None:
-    source = "{% if messages[0].content == 'loop' %}{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
-    template = ChatTemplate(source + "{% endif %}<{{ messages[0].content }}>", {}, [])
-    began = time.monotonic()
-    with pytest.raises(RequestError, match="too long"):
-        template.render([{"role": "user", "content": "loop"}], add_generation_prompt=True, continue_final_message=False)
-    assert time.monotonic() - began < RENDER_S + 20, "on a busy machine"
-    assert rendered(template) == "<hello>"
+COSTS: dict[str, tuple[str | bytes, str]] = {
+    "empty": ("", "not valid JSON"),
+    "not UTF-8": (b"\xff", "utf-8"),
+    "too deep": ("[" * 100_000, "not valid JSON"),
+    "a list": ("[]", "cost must be an object"),
+    "all zero": (json.dumps(COST | LINKS | {"cost": {"per_token": 0}}), "cost is all zero"),
+    "below zero": (json.dumps(COST | LINKS | {"cost": {"per_token": -1}}), "cost.per_token must be a number from 0"),
+    "NaN": ('{"cost": {"per_token": NaN}}', "cost.per_token must be a number from 0"),
+    "400 digits": ('{"cost": {"per_token": %s}}' % ("9" * 400), "cost.per_token must be a number from 0"),
+    "5,000 digits": ('{"cost": {"per_token": %s}}' % ("9" * 5000), "digits"),
+    "an unknown name": (json.dumps({"cost": {"per_byte": 1}}), "cost.per_byte is not one of"),
+    "a name of two lines": (json.dumps({"cost": {"per\nbyte": 1}}), "cost.per byte is not one of"),
+    "no such link": (json.dumps(COST | {"links": {}}), "link 'x' is not one of"),
+    "a link that is a list": (json.dumps(COST | {"links": {"x": []}}), "links.x.latency_s must be a number"),
+    "tokens beyond memory": (json.dumps(COST | LINKS | {"kv_tokens": 1e30}), "kv_tokens must be a number from 1024"),
+}
 
 
-def test_the_child_process_ends_with_its_template() -> None:
-    before = set(psutil.Process().children())
-    template = ChatTemplate("x", {}, [])
-    (process,) = set(psutil.Process().children()) - before
-    process.send_signal(signal.SIGINT)  # Ctrl-C in a terminal also reaches the child, but it is meant for the router
-    assert rendered(template) == "x"
-    assert process.is_running()
-    del template
-    gc.collect()
-    assert not process.is_running()
+@pytest.mark.parametrize(("content", "complaint"), COSTS.values(), ids=COSTS)
+def test_an_invalid_cost_model_is_reported_with_its_file(
+    content: str | bytes, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cost.json"
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert run_prefill_node(nodes(tmp_path, emulate=str(file))) == 2
+    one_line(capsys, complaint)
+
+
+def test_a_port_in_use_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert router_main(RouterSettings(model=str(DEMO), port=port, registry_port=0)) == 2
+        one_line(capsys, f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port")
+        flags = ["--model", str(DEMO), "--port", "0", "--registry-port", str(port)]
+        command = [sys.executable, "-m", "router", *flags]  # the router detects this error after its start
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 2
+    assert f"cannot listen on registry port {port}" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "256.1.1.1", "203.0.113.7"])
+def test_an_address_of_another_host_is_reported(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert router_main(RouterSettings(model=str(DEMO), host=host, port=0, registry_port=0)) == 2
+    one_line(capsys, host)
+
+
+@pytest.fixture
+def _logging_as_before() -> Iterator[None]:
+    root, interval_s = logging.getLogger(), sys.getswitchinterval()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    sys.setswitchinterval(interval_s)
+
+
+@pytest.mark.usefixtures("_logging_as_before")
+def test_a_nodes_port_in_use_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run_decode_node(nodes(tmp_path, port=port, num_blocks=64)) == 2
+        one_line(capsys, f"cannot listen on 127.0.0.1:{port}: ")

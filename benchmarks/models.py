@@ -41,22 +41,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def checkpoint(shape: str, dtype: str = "float32", directory: Path | None = None) -> Path:
-    """Return the directory of a model, and make the model if it does not exist (0.5b: 2 GB, half a minute).
+def checkpoint(shape: str, directory: Path = CACHE) -> Path:
+    """Return the directory of a float32 model in `directory`, and make it if it does not exist (0.5b: 2 GB).
 
-    `dtype` is float32, bfloat16 or float16. `directory` contains all models. Raises ValueError if the shape is unknown.
+    Raises ValueError if the shape is unknown.
     """
     if shape not in SHAPES:
         raise ValueError(f"shape {shape!r}: choose from {', '.join(SHAPES)}")
-    home = directory or CACHE
-    path = home / f"{shape}-{dtype}"
+    path = directory / f"{shape}-float32"
     if path.exists():
         return path
     config = SHAPES[shape]
-    home.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=home))  # renamed when complete
-    save_file(_weights(config, getattr(torch, dtype)), making / "model.safetensors", {"format": "pt"})
-    (making / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}, indent=1) + "\n")
+    directory.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=directory))  # renamed when complete
+    save_file(_weights(config), making / "model.safetensors", {"format": "pt"})
+    (making / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}, indent=1) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, making / name)
     try:
@@ -66,7 +65,7 @@ def checkpoint(shape: str, dtype: str = "float32", directory: Path | None = None
     return path
 
 
-def _weights(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+def _weights(config: dict[str, Any]) -> dict[str, Tensor]:
     """Return the weights that transformers initializes, by their names in Hugging Face's files."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
 
@@ -74,4 +73,4 @@ def _weights(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
     weights: dict[str, Tensor] = model.state_dict()
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
-    return {name: weight.to(dtype).contiguous() for name, weight in weights.items() if name not in tied}
+    return {name: weight.contiguous() for name, weight in weights.items() if name not in tied}

@@ -28,6 +28,7 @@ class PeerProcess:
 
     With `pauses`, it is stopped by SIGSTOP between calls, so that other peers can use the CPU. `facts` is its first
     answer. Raises PeerFailedError if the peer does not start.
+    Use it with `contextlib.closing`.
     """
 
     def __init__(
@@ -90,12 +91,6 @@ class PeerProcess:
             with contextlib.suppress(BrokenPipeError):
                 if stream is not None:
                     stream.close()
-
-    def __enter__(self) -> "PeerProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None

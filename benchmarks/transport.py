@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ async def pushes(kind: str, row_bytes: int, count: int) -> list[dict[str, float]
     rows, found = list(range(len(ours.rows))), []
     with tempfile.TemporaryDirectory() as directory:
         options = {"kind": kind, "row_bytes": row_bytes, "directory": directory}
-        with PeerProcess("benchmarks.transport", options) as there:
+        with closing(PeerProcess("benchmarks.transport", options)) as there:
             channel = await channel_of(kind, ours, directory)
             for _ in range(count + 1):
                 reservation, source, target = (

@@ -20,18 +20,16 @@ from cluster.clients import size_text
 from cluster.plan import DoctorSettings
 from compare.arms import Arm
 from compare.endpoint import Document, Endpoint, EndpointError
-from compare.run.deployments import PROCESS_BYTES, LaunchOptions, LocalStack, fit_together, memory_available, num_gpus
+from compare.run.deployments import LaunchOptions, LocalStack, fit_together, num_gpus
 from compare.run.equivalence import different_answers, fits, greedy_answers
 from engine.components import on_gpu
 from engine.cpu.numba_support import why_not_compiled
 from engine.models.config import ModelConfig
-from engine.weights import check_finite, fingerprint, weight_files
+from engine.weights import check_finite, fingerprint
 from router.http.auth import ApiKeys
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
 from shared.config.settings import ComputingSettings, flag_of, format_value
-from shared.kv.layout import HOST_KV_BYTES
-from shared.kv.memory import HostMemory
 from shared.lifecycle import wait_until
 from shared.model_files import DEMO_MODEL, resolve
 from shared.registry import RedisRegistry
@@ -96,7 +94,7 @@ async def _installation(settings: DoctorSettings) -> AsyncIterator[Finding]:
     """Yield the findings about this machine. With --url, skip most checks, because the cluster runs elsewhere."""
     checks: tuple[Callable[[DoctorSettings], str | Awaitable[str]], ...] = (libraries, registry)
     if not settings.url:
-        checks = (libraries, computing, model, memory, secret_files, registry)
+        checks = (libraries, computing, model, secret_files, registry)
     for check in checks:
         yield await examine(check.__name__.replace("_", " "), partial(check, settings))
 
@@ -119,32 +117,13 @@ def computing(settings: DoctorSettings) -> str:
     return f"{len(os.sched_getaffinity(0))} CPUs, kernels can be compiled"
 
 
-def _directory(settings: DoctorSettings) -> Path:
-    return resolve(settings.model or str(DEMO_MODEL))
-
-
 def model(settings: DoctorSettings) -> str:
-    directory = _directory(settings)
+    directory = resolve(settings.model or str(DEMO_MODEL))
     config = ModelConfig.from_directory(directory)
     revision = fingerprint(directory)[:8]
     check_finite(directory)
     Tokenizer.load(directory, read_model(directory, "", 0, 0).vocab_size)
     return f"{directory}: {config.num_layers} layers, {config.max_position_embeddings} positions, revision {revision}"
-
-
-def memory(settings: DoctorSettings) -> str:
-    """Check the memory that the nodes of `baton up` would need with these settings on a CPU."""
-    HostMemory(1, 1 << 20).close()  # check that shared memory can be created, sealed and mapped
-    available = memory_available()
-    if settings.device.startswith("cuda"):
-        return f"shared memory works; {available >> 20} MiB are available"
-    weights = sum(file.stat().st_size for file in weight_files(_directory(settings))) * 2  # as float32
-    nodes = sum(settings.num_nodes())
-    wanted = nodes * (weights + PROCESS_BYTES + (settings.kv_cache_memory or HOST_KV_BYTES))
-    text = f"{nodes} nodes need {wanted >> 20} MiB, and {available >> 20} MiB are available"
-    if wanted > available:
-        raise CheckWarning(f"{text}: lower --kv-cache-memory or the number of nodes")
-    return f"shared memory works; {text}"
 
 
 def secret_files(settings: DoctorSettings) -> str:
@@ -217,18 +196,12 @@ def _fingerprints(status: Document) -> str:
     nodes = status["nodes"]
     prints = [node["fingerprint"] for node in nodes]
     most = max(sorted(set(prints)), key=prints.count, default="")
-    if others := [node for node in nodes if node["fingerprint"] != most]:
-        like = nodes[prints.index(most)]
-        texts = "; ".join(f"{node['id']} ({_differences(like, node)})" for node in others)
-        raise ValueError(f"not as the others, and not used: {texts}: give all nodes one model, dtype and block size")
+    if others := [node["id"] for node in nodes if node["fingerprint"] != most]:
+        raise ValueError(
+            f"not as the others, and not used: {', '.join(others)}: give all nodes one model, dtype and block size; "
+            "compare their `facts` in /v1/status"
+        )
     return f"all {most}"
-
-
-def _differences(one: Document, other: Document) -> str:
-    facts = {name: (one["facts"].get(name), value) for name, value in other["facts"].items()}
-    facts |= {name: (one[name], other[name]) for name in ("block_tokens", "block_bytes")}
-    named = [f"{name} {there}, not {here}" for name, (here, there) in facts.items() if here != there]
-    return ", ".join(named) or "another model or revision"
 
 
 def _blocks(status: Document) -> str:

@@ -25,7 +25,6 @@ RESTARTS_PER_MINUTE = 5
 FIRST_DELAY_S = 0.5
 GRACE_S = 2.0  # how long a process may take to exit after its drain
 BAD_SETTINGS = 2  # the exit status of a process with invalid settings, which is not restarted
-COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
 STARTING_S = 20.0  # after this time, report that the cluster is still starting
 
 
@@ -111,20 +110,9 @@ async def until_answers(url: str, is_enough: Callable[[Any], bool], key: str = "
 
 
 def printer(names: Iterable[str]) -> Say:
-    """Return a function that prints a line after the name of a process, in colour if the output is a terminal."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    names = list(names)
+    """Return a function that prints a line after the name of a process."""
     width = max(map(len, names))
-    colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
-
-    def say(name: str, line: str) -> None:
-        prefix = Text(f"{name:<{width}} | ", style=colours.get(name, "bold"))
-        console.print(prefix.append(line, style="bold" if name not in colours else "default"), soft_wrap=True)
-
-    return say
+    return lambda name, line: print(f"{name:<{width}} | {line}", flush=True)
 
 
 class LocalCluster:

@@ -95,8 +95,8 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
     model = _model_of(options)
     arms = _arms_of(options)
     control = copy_of(arms[0]) if options.control else None
-    everyone = [*arms, *([control] if control else [])]
-    launches = {} if options.url else _launches(options, everyone, str(model))
+    all_arms = [*arms, *([control] if control else [])]
+    launches = {} if options.url else _launches(options, all_arms, str(model))
     tokenizer = _tokenizer(model) if model else None
     vocabulary, limit = vocabulary_of(model, tokenizer) if model and tokenizer else (PromptVocabulary(WORDS_ONLY), 0)
     seeds = tuple(range(1, options.seeds + 1))
@@ -122,9 +122,9 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
     logs, blank = experiment.out / "logs", LaunchOptions("")
     stacks = [
         LocalStack(arm, launches.get(arm.name, blank), logs / f"arm-{number}.log", options.api_key)
-        for number, arm in enumerate(everyone, 1)
+        for number, arm in enumerate(all_arms, 1)
     ]
-    keeps_all = bool(options.url) or fit_together(everyone, str(model))
+    keeps_all = bool(options.url) or fit_together(all_arms, str(model))
     return experiment, Deployments(stacks, keeps_all=keeps_all), experiment.plan(options.duration, keeps_all=keeps_all)
 
 

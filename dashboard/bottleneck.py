@@ -129,7 +129,7 @@ def _latencies(every: Pool, prefill: Pool, decode: Pool, latency: Latency) -> It
     if "ttft_ms" in latency.over and not every.queue and every.most is not None and every.most < SLACK:
         yield (
             f"{latency.over['ttft_ms']}, yet no node has a queue and none is more than {every.most:.0%} busy: "
-            "either such prompts take so long alone, or time is lost outside the nodes. "
+            "either such prompts take that long without other load, or time is lost outside the nodes. "
             "The timeline of a slow request shows which."
         )
     if latency.over:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dashboard.history import RequestHistory
 from dashboard.step_ring import FIELDS, StepRing
-from dashboard.trace import AttemptSpan, RequestTrace, Rings
+from dashboard.trace import CHUNK, AttemptSpan, RequestTrace, Rings
 
 Event = dict[str, Any]
 MAX_STEPS = 200_000  # limit for all nodes together; the earliest steps are left out
@@ -71,7 +71,7 @@ def _request(trace: RequestTrace, rings: Rings, since_ns: int) -> Iterator[Event
             yield event("e", span["kind"], at_ns)
     for attempt in list(trace.attempts.values()):
         for each in attempt.events:
-            if each.at_ns >= since_ns and (end_ns is None or each.at_ns <= end_ns):
+            if each.kind != CHUNK and each.at_ns >= since_ns and (end_ns is None or each.at_ns <= end_ns):
                 yield event("n", each.kind, each.at_ns, node=each.node, attempt=attempt.id, reason=each.reason)
     if end_ns is not None:
         yield event("e", trace.id, end_ns, finish=trace.finish, tokens=trace.num_generated)

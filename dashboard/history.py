@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dashboard.step_ring import StepRing, members_of
-from dashboard.trace import AttemptSpan, PrefillChunk, RequestTrace, TraceEvent
+from dashboard.trace import CHUNK, AttemptSpan, RequestTrace, TraceEvent
 from router.observer import RouterObserver
 from scheduler.cost import CostModel
 from shared.clock import now_ns
@@ -141,7 +141,8 @@ class RequestHistory(RouterObserver):
         for member in members_of(record.members[: 12 * row.num_prefills], row.num_prefills):
             span = self._attempt(node.serials.get(member.serial, ""))
             if span is not None:
-                chunk = PrefillChunk(name, row.number, row.start_ns, row.end_ns, member.num_tokens)
+                duration_ns, reason = row.end_ns - row.start_ns, f"step {row.number}"
+                chunk = TraceEvent(name, CHUNK, row.end_ns, duration_ns, member.num_tokens, reason=reason)
                 self._num_rows += span.add(chunk)
         self._make_room()
 

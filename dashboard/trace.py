@@ -16,8 +16,8 @@ retry              for a migrated request only: from its first placement to its 
 The phases are differences between times that never decrease, so they sum to the duration even if clocks jump. A request
 has no phases if some of its nodes' records were lost.
 
-Events and chunks are kept as plain tuples of numbers and strings, because the garbage collector does not track those.
-Its pauses would otherwise delay tokens.
+Events are kept as plain tuples of numbers and strings, because the garbage collector does not track those. Its pauses
+would otherwise delay tokens.
 """
 
 import math
@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 from dashboard.step_ring import StepRing
 
-MAX_EVENTS = 4096  # limit for one attempt, which usually has one push per chunk and a few preemptions
+MAX_EVENTS = 4096  # limit for one attempt, which usually has a push per chunk and few preemptions
+CHUNK = "chunk"  # the kind of a step that computed tokens of the prompt
 GAP_NS = 500_000  # shorter gaps are overhead of the engine's loop
 MAX_STALLS = 200  # limit for one timeline; later stalls are left out
 PHASES = ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference")
@@ -43,13 +44,13 @@ Span = dict[str, Any]
 
 
 class TraceEvent(NamedTuple):
-    """A `shared.rpc.messages.RequestEvent` on one node. It ended at `at_ns`, after `duration_ns`."""
+    """A `shared.rpc.messages.RequestEvent`, or a chunk of the prompt (`CHUNK`). It ended at `at_ns`."""
 
     node: str
     kind: str
     at_ns: int
     duration_ns: int = 0
-    num: int = 0  # `RequestEvent.count`: blocks or tokens, depending on the kind
+    num: int = 0  # blocks or tokens, depending on the kind
     bytes: int = 0
     peer: str = ""
     channel: str = ""
@@ -58,16 +59,6 @@ class TraceEvent(NamedTuple):
     @property
     def start_ns(self) -> int:
         return self.at_ns - self.duration_ns
-
-
-class PrefillChunk(NamedTuple):
-    """A step that computed `tokens` of the prompt."""
-
-    node: str
-    number: int
-    start_ns: int
-    end_ns: int
-    tokens: int
 
 
 @dataclass(slots=True)
@@ -82,19 +73,17 @@ class AttemptSpan:
     local_s: float = 0.0
     remote_s: float = 0.0
     _events: list[tuple[Any, ...]] = field(default_factory=list)
-    _chunks: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def add(self, row: TraceEvent | PrefillChunk) -> bool:
-        """Record an event or a chunk. Return False if the attempt has reached the limit."""
-        rows = self._events if isinstance(row, TraceEvent) else self._chunks
-        if len(rows) < MAX_EVENTS:
-            rows.append(tuple(row))
+    def add(self, event: TraceEvent) -> bool:
+        """Record an event. Return False if the attempt has reached the limit."""
+        if len(self._events) < MAX_EVENTS:
+            self._events.append(tuple(event))
             return True
         return False
 
     @property
     def num_rows(self) -> int:
-        return len(self._events) + len(self._chunks)
+        return len(self._events)
 
     @property
     def events(self) -> list[TraceEvent]:
@@ -181,31 +170,26 @@ class AttemptSpan:
                 yield _span("wait", self.decode, row.start_ns, row.end_ns, cause, row.prefill_tokens)
 
     def _chunk_spans(self) -> Iterator[Span]:
-        chunks = [PrefillChunk._make(row) for row in self._chunks]
+        chunks = [event for event in self.events if event.kind == CHUNK]
         preempted = [event.at_ns for event in self.events if event.kind == "preempted"]
         for before, chunk in zip([None, *chunks], chunks, strict=False):
-            if before is not None and chunk.start_ns - before.end_ns > GAP_NS:
+            if before is not None and chunk.start_ns - before.at_ns > GAP_NS:
                 is_preempted = any(before.start_ns <= at_ns <= chunk.start_ns for at_ns in preempted)
                 cause = "preempted" if is_preempted else "behind other work"
-                yield _span("wait", chunk.node, before.end_ns, chunk.start_ns, cause)
-            yield _span("chunk", chunk.node, chunk.start_ns, chunk.end_ns, f"step {chunk.number}", chunk.tokens)
+                yield _span("wait", chunk.node, before.at_ns, chunk.start_ns, cause)
+            yield _span(CHUNK, chunk.node, chunk.start_ns, chunk.at_ns, chunk.reason, chunk.num)
 
     def _handoff_spans(self) -> Iterator[Span]:
-        """Yield the pushes, and the causes of the gaps between the first token and the first decode step."""
-        pushes, moving = self.pushes()
-        for push in pushes:
+        """Yield the pushes, and the causes of the wait between the first token and the first decode step."""
+        for push in self.pushes()[0]:
             yield _span("transfer", push.node, push.start_ns, push.at_ns, push.channel)
-        end, received, granted = self.at("first"), self.at("received", self.decode), self.find("reserving")
+        end, received, granted = self.at("first"), self.at("received", self.decode), self.at("reserving")
         if end is None or received is None:
             return
-        room_ns = min(received, max(end, granted.at_ns if granted is not None else end))
-        later = [(max(room_ns, a), b) for a, b in moving if b > room_ns]
-        waits = [
-            (end, room_ns, "no room"),
-            *((a, b, "transfer") for (_, a), (b, _) in pairwise([(0, room_ns), *later, (received, 0)])),
-            (received, self.at("admitted", self.decode) or received, "decode queue"),
-        ]
-        yield from (_span("wait", self.decode, a, b, cause) for a, b, cause in waits if b > a)
+        cuts = (end, min(received, max(end, granted or end)), received, self.at("admitted", self.decode) or received)
+        for (start_ns, end_ns), cause in zip(pairwise(cuts), ("no room", "transfer", "decode queue"), strict=True):
+            if end_ns > start_ns:
+                yield _span("wait", self.decode, start_ns, end_ns, cause)
 
 
 @dataclass(slots=True)

@@ -80,9 +80,9 @@ class Node:
     """One node: its lifecycle, and the flow of requests between routers, engine and role adapters.
 
     `NodeProcess` creates it on the event loop, gives it its first role, starts it, drains it and closes it. It owns the
-    engine, the sessions with routers, the requests in progress and the role adapters. An adapter is created by its
-    factory when the node takes that role for the first time. `fatal_error` is set when the engine has failed or has
-    made no progress for too long; the process then exits.
+    engine, the sessions with routers, the requests in progress and the role adapters. An adapter is created
+    by `make_adapter` when the node takes that role for the first time. `fatal_error` is set when the engine has failed
+    or has made no progress for too long; the process then exits.
     """
 
     role: RoleAdapter  # the current one
@@ -93,7 +93,7 @@ class Node:
         scheduler: Scheduler,
         runner: Runner,
         rules: RequestRules,
-        factories: "Mapping[str, Callable[[Node], RoleAdapter]]",
+        make_adapter: "Callable[[Node, Role], RoleAdapter]",
         heartbeat_s: float,
         *,
         stuck_s: float = STUCK_S,
@@ -115,14 +115,14 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self.fatal_error: asyncio.Future[BaseException] = self._loop.create_future()
         self._scheduler, self._runner = scheduler, runner
-        self._factories = factories
+        self._make_adapter = make_adapter
         self._adapters: dict[str, RoleAdapter] = {}
         self._heartbeat_s = heartbeat_s
 
     # ---- lifecycle ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self.publisher.subscribe(self.on_admitted, self.on_outputs, self.on_request_failed, self.on_engine_failed)
+        self.publisher.subscribe(self)
         self.engine.start()
         self.tasks.start(self._heartbeat())
         self.tasks.start(self.sessions.publish_records())
@@ -195,7 +195,7 @@ class Node:
     def take_role(self, role: Role) -> None:
         """Switch to this role. The node must have no requests: it is drained, or has not started."""
         if role.name not in self._adapters:
-            self._adapters[role.name] = self._factories[role.name](self)
+            self._adapters[role.name] = self._make_adapter(self, role)
             self._adapters[role.name].start()
         self.role = self._adapters[role.name]
         self.update_info(role=role.name, state="ready")

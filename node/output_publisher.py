@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.engine import INTERNAL, EngineListener, StepTiming
 from engine.runner import SliceOutput
@@ -30,12 +31,22 @@ class PrefillProgress:
     finish: str | None
 
 
+class OutputSubscriber(Protocol):
+    """Receives the engine's results on its event loop, in the order of the engine's calls."""
+
+    def on_admitted(self, request: Request) -> None:
+        """Handle a request that sends KV at its first step, or one that receives KV once it has blocks."""
+
+    def on_outputs(self, deltas: list[TokenDelta], progress: list[PrefillProgress], at_ns: int) -> None: ...
+    def on_request_failed(self, request_id: str) -> None: ...
+    def on_engine_failed(self, error: BaseException) -> None: ...
+
+
 class OutputPublisher(EngineListener):
     """Turns the engine's steps into deltas, progress of handoffs, and records.
 
     The engine calls it on the engine's thread, which owns its state. Other threads may read only `snapshot` and
-    `ledger_error`, which are replaced as a whole. The subscriber's functions are called on its event loop, in the order
-    of the engine's calls.
+    `ledger_error`, which are replaced as a whole.
     """
 
     def __init__(self, scheduler: Scheduler, recorder: StepRecorder) -> None:
@@ -44,26 +55,13 @@ class OutputPublisher(EngineListener):
         self._scheduler = scheduler
         self._recorder = recorder
         self._post: Callable[..., object]
-        self._on_admitted: Callable[[Request], None]
-        self._on_outputs: Callable[[list[TokenDelta], list[PrefillProgress], int], None]
-        self._on_request_failed: Callable[[str], None]
-        self._on_engine_failed: Callable[[BaseException], None]
+        self._subscriber: OutputSubscriber
         self._releasing: list[tuple[Request, asyncio.Future[None]]] = []
         self._scored: dict[str, tuple[Request, int]] = {}  # number of prompt positions already published
 
-    def subscribe(
-        self,
-        on_admitted: Callable[[Request], None],
-        on_outputs: Callable[[list[TokenDelta], list[PrefillProgress], int], None],
-        on_request_failed: Callable[[str], None],
-        on_engine_failed: Callable[[BaseException], None],
-    ) -> None:
-        """Call these functions on the running loop. Call it once, before the engine starts.
-
-        `on_admitted` gets a request that sends KV at its first step, and one that receives KV once it has blocks.
-        """
-        self._on_admitted, self._on_outputs = on_admitted, on_outputs
-        self._on_request_failed, self._on_engine_failed = on_request_failed, on_engine_failed
+    def subscribe(self, subscriber: OutputSubscriber) -> None:
+        """Call the subscriber on the running loop. Call it once, before the engine starts."""
+        self._subscriber = subscriber
         self._post = asyncio.get_running_loop().call_soon_threadsafe
 
     def release(self, scheduler: Scheduler, request: Request, done: "asyncio.Future[None]") -> None:
@@ -88,12 +86,12 @@ class OutputPublisher(EngineListener):
 
     def on_receiving(self, requests: list[Request]) -> None:
         for request in requests:
-            self._post(self._on_admitted, request)
+            self._post(self._subscriber.on_admitted, request)
 
     def on_scheduled(self, step: Step) -> None:
         for request in self._recorder.scheduled(step, self._scheduler):
             if request.send_kv:
-                self._post(self._on_admitted, request)
+                self._post(self._subscriber.on_admitted, request)
 
     def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None:
         deltas: list[TokenDelta] = []
@@ -116,14 +114,14 @@ class OutputPublisher(EngineListener):
                     progress.append(PrefillProgress(request, request.num_computed, event.token, event.finish))
             except Exception:
                 log.exception("request %s failed", request.id)
-                self._post(self._on_request_failed, request.id)
-        self._post(self._on_outputs, deltas, progress, at_ns)
+                self._post(self._subscriber.on_request_failed, request.id)
+        self._post(self._subscriber.on_outputs, deltas, progress, at_ns)
 
     def on_timing(self, timing: StepTiming) -> None:
         self._recorder.ran(timing)
 
     def on_failure(self, error: BaseException) -> None:
-        self._post(self._on_engine_failed, error)
+        self._post(self._subscriber.on_engine_failed, error)
 
     def _drop_published(self, start: int, request: Request, output: SliceOutput) -> None:
         """Drop logprobs that were published before. A preempted request computes its prompt again."""

@@ -79,10 +79,6 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
     return run(process.serve, settings.log_level, settings.log_format, settings.id or role.name)
 
 
-def _adapter_maker(make: RoleFactory, given: tuple[Any, ...]) -> Callable[[Node], RoleAdapter]:
-    return lambda node: make(node, *given)
-
-
 def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
     """Print one line on stderr, and before it a traceback if the log level is debug. Return the exit status."""
     if settings.log_level == "debug":
@@ -222,13 +218,13 @@ class NodeProcess:
         )
         num_blocks = components.layout.num_blocks if self.pool is None else NO_BLOCKS
         owner = self.pool.owner if self.pool is not None else ""
-        given = (components.memory, channels, settings.reserve_timeout_s)
+        given = components.memory, channels, settings.reserve_timeout_s
         return Node(
             describe(settings, self.role, components, budget, self.incarnation_id, owner),
             Scheduler(limits, num_blocks, components.layout.block_tokens, POLICIES[settings.policy], budget),
             components.runner,
             RequestRules(components.vocab_size, settings.enable_prefix_caching, settings.kv_channel == POOL),
-            {name: _adapter_maker(factory, given) for name, factory in self.factories.items()},
+            lambda node, role: self.factories[role.name](node, *given),
             settings.heartbeat_s,
             stuck_s=settings.stuck_s,
             make_engine=self.make_engine,

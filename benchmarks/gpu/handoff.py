@@ -8,6 +8,7 @@ import secrets
 import tempfile
 import threading
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from random import Random
 from statistics import median
@@ -105,7 +106,7 @@ async def _pushed_s(job: HandoffJob, count: int) -> float:
     _fill(memory)
     source, target = (Random(seed).sample(range(job.num_rows), count) for seed in (1, 2))
     channel = await job.channel(memory)
-    with PeerProcess("benchmarks.gpu.handoff", asdict(job)) as other:
+    with closing(PeerProcess("benchmarks.gpu.handoff", asdict(job))) as other:
         took_s = await _timed(channel, other, source, target)
         if other.call("sums", rows=target) != memory.checksums(source).hex():
             raise RuntimeError("the received rows differ from the sent rows")
@@ -116,7 +117,7 @@ async def _pushed_s(job: HandoffJob, count: int) -> float:
 
 async def _handed_s(job: HandoffJob, count: int) -> float:
     """Return the seconds of a handoff of blocks in a shared pool, which needs no copy."""
-    with PeerProcess("benchmarks.gpu.handoff", asdict(job)) as other:
+    with closing(PeerProcess("benchmarks.gpu.handoff", asdict(job))) as other:
         client = PoolClient.attach(job.directory, job.gpu(), secrets.token_hex(16), PATIENCE_S, PATIENCE_S)
         memory: Memory | PoolClient = client
         if client.region is not None:

@@ -90,8 +90,8 @@ class LlamaContext:
 
 
 class LlamaCpp:
-    def __init__(self, model: str, threads: int, flash: bool, room: int = 2048) -> None:
-        """Load the GGUF file `model`. A sequence may have `room` tokens in a prefill."""
+    def __init__(self, model: str, threads: int, flash: bool) -> None:
+        """Load the GGUF file `model`."""
         quiet = api.llama_log_callback(lambda *_: None)
         self._quiet = quiet  # must outlive every call
         api.llama_log_set(quiet, ctypes.c_void_p(0))
@@ -100,7 +100,7 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {model}")
         self._options = threads, flash
-        self._sizes = {"prefill": (1, room + 64), "decode": (MAX_SEQS, 640)}
+        self._sizes = {"prefill": (1, 2048 + 64), "decode": (MAX_SEQS, 640)}
         self._contexts: dict[str, LlamaContext] = {}
         self.facts = {"version": api.__version__, "system": api.llama_print_system_info().decode(), "flash": flash}
 

@@ -22,11 +22,9 @@ class TokenTimes(StoppingCriteria):
 
 
 class Transformers:
-    def __init__(self, model: str, threads: int, dtype: str = "float32") -> None:
+    def __init__(self, model: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            model, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        )
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
         self._model.generation_config.eos_token_id = None
         self.facts = {"version": transformers.__version__, "threads": threads, "attention": "sdpa"}
 

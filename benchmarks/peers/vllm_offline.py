@@ -23,11 +23,11 @@ BUDGET_TOKENS = 2048
 
 
 class Vllm:
-    def __init__(self, model: str, threads: int, dtype: str = "float32", max_model_len: int = 4608) -> None:
+    def __init__(self, model: str, threads: int) -> None:
         self._llm = vllm.LLM(
             model=model,
-            dtype=dtype,
-            max_model_len=max_model_len,
+            dtype="float32",
+            max_model_len=4608,
             max_num_batched_tokens=BUDGET_TOKENS,
             max_num_seqs=64,
             enable_prefix_caching=True,

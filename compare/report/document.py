@@ -48,6 +48,7 @@ COMPARED = CONTROLLED + TAILS
 WORST = 10
 ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
 ESTIMATE = ("mean", "low", "high")
+NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
 LEAST_PAIRS = 0.75  # this share of the seeds must have a valid period in every arm
 LEAST_LOST = 2  # this many invalid periods of a single arm are not attributed to chance
 
@@ -64,7 +65,7 @@ class Figures:
 
     @cached_property
     def arms(self) -> list[str]:
-        return [arm.name for arm in self.experiment.everyone]
+        return [arm.name for arm in self.experiment.all_arms]
 
     @cached_property
     def compared(self) -> list[str]:
@@ -210,18 +211,14 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
 
 
 def _run(period: Period, figures: Figures) -> Document:
-    measured = figures.metrics.get(period.trial.position)
+    measured = figures.metrics.get(period.trial.position) or NOT_MEASURED
     counts = period.counts
     return {
         **period.trial._asdict(),
         "valid": not period.problems,
-        "overloaded": bool(measured and measured.overloaded),
         "problems": period.problems,
-        "window_s": list(measured.window_s) if measured else None,
-        "arrived": measured.arrived if measured else 0,
-        "finished": measured.finished if measured else 0,
-        "failed": measured.failed if measured else 0,
-        "metrics": measured.metrics if measured else {},
+        **asdict(measured),
+        "window_s": list(measured.window_s) if measured is not NOT_MEASURED else None,
         "kv": counts and {"blocks": counts["blocks_moved"], "bytes": counts["bytes_moved"], **counts},
     }
 

@@ -22,11 +22,13 @@ Steps = list[list[Any]]  # rows of start, duration, prompt tokens, decodes, pred
 def write_report(report: Document, directory: Path) -> Path:
     """Write both files into `directory`, which is created if needed, and return the page's path.
 
-    Raises ValueError if a number is infinite or NaN; raises OSError if writing fails, and keeps the earlier files.
+    Raises ValueError if a number is infinite or NaN; raises OSError if writing fails.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _replace(directory / "report.json", json.dumps(report, allow_nan=False) + "\n")
-    return _replace(directory / "report.html", page_of(report))
+    (directory / "report.json").write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
+    page = directory / "report.html"
+    page.write_text(page_of(report), encoding="utf-8")
+    return page
 
 
 def page_of(report: Document) -> str:
@@ -44,16 +46,6 @@ def page_of(report: Document) -> str:
     }
     template = ours.joinpath("template.html").read_text("utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
-
-
-def _replace(path: Path, text: str) -> Path:
-    """Write a file atomically."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        return part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 # ---- thinning ------------------------------------------------------------------------------------------------------

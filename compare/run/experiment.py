@@ -74,7 +74,7 @@ class Experiment:
     out: Path
 
     @property
-    def everyone(self) -> tuple[Arm, ...]:
+    def all_arms(self) -> tuple[Arm, ...]:
         return self.arms + ((self.control,) if self.control else ())
 
     @property
@@ -88,8 +88,8 @@ class Experiment:
 
     def plan(self, duration_s: float, *, keeps_all: bool) -> str:
         """Return a line with the session's size and duration. With `keeps_all`, each arm is started only once."""
-        num_arms, num_trials = len(self.everyone), self.max_trials
-        starts = num_arms * (1 if keeps_all else 1 + num_trials) * (1 + max(arm.devices for arm in self.everyone))
+        num_arms, num_trials = len(self.all_arms), self.max_trials
+        starts = num_arms * (1 if keeps_all else 1 + num_trials) * (1 + max(arm.devices for arm in self.all_arms))
         total_s = num_arms * num_trials * (duration_s + BETWEEN_S) + starts * START_S + REPORT_S
         periods = f"{num_arms} arms x {num_trials} periods x {duration_s:g} s of traffic"
         return f"plan: {periods}, about {total_s / 60:.0f} min in total"
@@ -112,7 +112,7 @@ class Findings:
 
 def trace_name(experiment: Experiment, arm: str) -> str:
     """Return the name of an arm's trace file."""
-    number = [each.name for each in experiment.everyone].index(arm)
+    number = [each.name for each in experiment.all_arms].index(arm)
     return f"trace-{number + 1}.json" if number else "trace.json"
 
 

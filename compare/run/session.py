@@ -47,7 +47,7 @@ class ArmLostError(Exception):
 async def run_session(experiment: Experiment, deployments: Deployments, say: Callable[[str], None]) -> Findings:
     """Run a session and end all its processes. If a signal arrives or an arm is lost, the findings are incomplete, and
     their problems say so. Raises ConfigError, EndpointError or OSError if the session cannot start."""
-    findings = Findings(list(experiment.everyone))
+    findings = Findings(list(experiment.all_arms))
     session = asyncio.create_task(Session(experiment, deployments, say, findings).run())
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -102,7 +102,7 @@ class Session:
         experiment, findings = self._experiment, self._findings
         facts: dict[str, dict[str, str]] = {}
         answers = {}
-        for number, arm in enumerate(experiment.everyone):
+        for number, arm in enumerate(experiment.all_arms):
             self._say(f"asking {arm.url}" if arm.url else f"starting {arm.name}")
             endpoint = await self._deployments.up(arm.name)
             status = await endpoint.status() if endpoint.is_baton else None
@@ -110,7 +110,7 @@ class Session:
             findings.arms[number] = _as_found(arm, status)
             if experiment.send == "ids":
                 answers[arm.name] = await equivalence.greedy_answers(endpoint, experiment.prompts, salt="preflight")
-        findings.parity = equivalence.check_parity(experiment.everyone, facts, experiment.treatment)
+        findings.parity = equivalence.check_parity(experiment.all_arms, facts, experiment.treatment)
         findings.problems += findings.parity.problems
         for name, own in facts.items():
             self._say(f"{name}: " + ", ".join(f"{fact} {own[fact]}" for fact in SHOWN_FACTS if fact in own))
@@ -120,7 +120,7 @@ class Session:
     async def _run_seeds(self) -> None:
         """Run every seed in every arm. For each seed with an invalid period, run a spare seed, up to a limit."""
         seeds = self._experiment.seeds
-        names = [arm.name for arm in self._experiment.everyone]
+        names = [arm.name for arm in self._experiment.all_arms]
         num_spare = -(-len(seeds) // SEEDS_PER_SPARE)
         num_valid = 0
         for number, seed in enumerate([*seeds, *range(seeds[-1] + 1, seeds[-1] + 1 + num_spare)]):
@@ -135,7 +135,7 @@ class Session:
 
     async def _search_all(self) -> None:
         """Search the capacities of all arms. Trials take turns. If one search fails, cancel the others."""
-        searches = [asyncio.ensure_future(self._search(arm.name)) for arm in self._experiment.everyone]
+        searches = [asyncio.ensure_future(self._search(arm.name)) for arm in self._experiment.all_arms]
         try:
             await asyncio.gather(*searches)
         finally:
@@ -168,7 +168,7 @@ class Session:
     async def _run_trial(self, trial: Trial) -> Period:
         experiment = self._experiment
         traffic = experiment.traffic(trial.seed, trial.rate)
-        num_trials = experiment.max_trials * len(experiment.everyone)
+        num_trials = experiment.max_trials * len(experiment.all_arms)
         place = f"{trial.position + 1}/{num_trials}" if trial.position < num_trials else "spare"
         self._say(f"{place} {trial.arm}, seed {trial.seed}: {len(traffic.arrivals)} requests")
         period = Period(trial)
@@ -193,7 +193,7 @@ class Session:
 
     async def _measure(self, endpoint: Endpoint, traffic: Traffic, period: Period) -> None:
         experiment, trial = self._experiment, period.trial
-        arm = next(arm for arm in experiment.everyone if arm.name == trial.arm)
+        arm = next(arm for arm in experiment.all_arms if arm.name == trial.arm)
         before = await _idle_status(endpoint, period) if endpoint.is_baton else None
         began = time.monotonic()
         try:

@@ -33,7 +33,7 @@ class AdmissionRefusedError(UnavailableError):
 
 
 def deadline_error() -> UnavailableError:
-    return UnavailableError("The request timed out: its time was over.", status=504, code="deadline")
+    return UnavailableError("The request timed out.", status=504, code="deadline")
 
 
 @dataclass(slots=True, eq=False)

@@ -28,6 +28,7 @@ from router.dispatch.attempt import (
 from router.dispatch.failover import Failover, RetryBudget
 from router.dispatch.requests import GenerationRequest, TokenStream
 from router.nodes.connection import NodeConnection
+from router.nodes.load import kv_capacity_tokens
 from router.nodes.pool import NodePool, PlacementCandidate
 from router.observer import RouterObserver
 from scheduler.placement import Placement
@@ -191,9 +192,9 @@ class Dispatcher:
     def _check_fits(self, request: GenerationRequest) -> None:
         """Raise RequestError if the request is too large even for a node without other requests."""
         prefill, decode = self._pool.routable()
-        largest = max(decode or prefill, key=lambda node: node.kv_capacity_tokens, default=None)
+        largest = max(decode or prefill, key=lambda node: kv_capacity_tokens(node.info), default=None)
         tokens = len(request.prompt) + request.max_tokens
-        if largest is None or tokens <= largest.kv_capacity_tokens:
+        if largest is None or tokens <= kv_capacity_tokens(largest.info):
             return
         size = largest.info.block_tokens
         raise RequestError(

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
-from router.nodes.load import NodeLoad, kv_capacity_tokens
+from router.nodes.load import NodeLoad
 from router.observer import RouterObserver
 from scheduler.disaggregate import NodeView
 from shared.rpc.connection import ANSWER_S, PING_S, RpcChannel
@@ -49,8 +50,10 @@ class NodeConnection:
         """`on_change` is called when the node becomes alive, ready or not ready, or is lost."""
         self.info = info
         self.stats = NodeStats()
-        self.load = NodeLoad(info)
+        self.load = NodeLoad()
         self.is_alive = False
+        self.alive_since = 0.0
+        self.ramp_until = 0.0  # until then the node gets less than its share of requests
         self.has_crashed = False  # its stream broke while it was neither silent nor leaving
         self.is_listed = True  # in the registry
         self.router_is_closing = False
@@ -63,11 +66,6 @@ class NodeConnection:
         self._wake = asyncio.Event()
         self._silent_intervals = 0
 
-    def update_info(self, info: NodeInfo) -> None:
-        """Replace the registry's information about this incarnation of the node."""
-        self.info = info
-        self.load.read_attributes(info)
-
     @property
     def is_leaving(self) -> bool:
         """Whether the node is draining, to shut down or to change its role, or this router is shutting down."""
@@ -77,10 +75,6 @@ class NodeConnection:
     def is_ready(self) -> bool:
         """Whether the node takes new requests."""
         return self.is_alive and self.info.state == "ready" and self.stats.state == "ready"
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        return kv_capacity_tokens(self.info)
 
     def view(self) -> NodeView:
         return self.load.view(self.info, self.stats, len(self.listeners))
@@ -215,7 +209,7 @@ class NodeConnection:
         self.load.read_stats(stats, has_stepped=stats.steps != self.stats.steps)
         was_ready, self.stats = self.is_ready, stats
         if not self.is_alive:
-            self.is_alive, self.has_crashed = True, False
+            self.is_alive, self.alive_since, self.has_crashed = True, time.monotonic(), False
         if stats.state == "stuck":
             self.has_crashed = True
             self._fail_requests("is stuck")

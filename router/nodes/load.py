@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from router.metrics.request_metrics import SloTargets
@@ -11,7 +12,6 @@ from shared.rpc.messages import NodeInfo, NodeStats
 
 STALE_S = 30.0  # after this time without a step, a node's step-time model is not trusted
 LEARNT_PROMPT_TOKENS = 4096  # a node must compute this many before its step-time model is trusted for prompts
-BACKLOG_STEPS = 16  # a node should have a queue of prompts for this many steps, which take a second or two
 
 # The fields in `/v1/status`.
 INFO = ("id", "role", "address", "fingerprint", "block_bytes", "block_tokens")
@@ -22,6 +22,7 @@ STATS = (
 BLOCKS = ("free", "cached", "owned", "reserved", "quarantined", "total")
 
 
+@dataclass(slots=True)
 class NodeLoad:
     """The work that this router has sent to a node, and the speed that the node reports.
 
@@ -29,34 +30,29 @@ class NodeLoad:
     ahead of the node's own reports, which arrive twice a second.
     """
 
-    def __init__(self, info: NodeInfo) -> None:
-        self.outstanding_tokens = 0  # prompt tokens sent to the node that are not computed yet
-        self.outstanding_pairs = 0  # their query-key pairs
-        self.kv_tokens = 0  # tokens whose KV is, or will be, on the node
-        self.prefilling = 0  # requests whose prompt is not computed yet, and that will generate on the node
-        self.num_placed = 0  # all attempts that were placed on the node
-        self._cost: CostModel | None = None
-        self._push_s = self._byte_s = 0.0
-        self._last_active = time.monotonic()  # when it last ran a step or got a request
-        self.read_attributes(info)
-
-    def read_attributes(self, info: NodeInfo) -> None:
-        self._max_step_tokens = int(attribute(info, "max_step_tokens", 512))
-        self._tbt_slo_s = attribute(info, "tbt_slo_ms", 0) / 1000
+    outstanding_tokens: int = 0  # prompt tokens sent to the node that are not computed yet
+    outstanding_pairs: int = 0  # their query-key pairs
+    kv_tokens: int = 0  # tokens whose KV is, or will be, on the node
+    prefilling: int = 0  # requests whose prompt is not computed yet, and that will generate on the node
+    num_placed: int = 0  # all attempts that were placed on the node
+    cost: CostModel | None = None  # its step-time model
+    push_s: float = 0.0  # of a push of KV, without its bytes
+    byte_s: float = 0.0
+    last_active: float = field(default_factory=time.monotonic)  # when it last ran a step or got a request
 
     def read_stats(self, stats: NodeStats, has_stepped: bool) -> None:
         """Read the node's speed from a heartbeat. Treat invalid values as missing, and remove the cost from `stats`."""
-        self._cost = CostModel.unpacked(stats.cost)
-        if self._cost is None:
+        self.cost = CostModel.unpacked(stats.cost)
+        if self.cost is None:
             stats.cost = []
         is_valid = len(stats.transfer) == 2 and all(0 <= number < MOST for number in stats.transfer)
-        self._push_s, self._byte_s = stats.transfer if is_valid else (0.0, 0.0)
+        self.push_s, self.byte_s = stats.transfer if is_valid else (0.0, 0.0)
         if has_stepped:
-            self._last_active = time.monotonic()
+            self.last_active = time.monotonic()
 
     def count_placement(self) -> None:
         self.num_placed += 1
-        self._last_active = time.monotonic()
+        self.last_active = time.monotonic()
 
     def clear(self) -> None:
         """Reset the counters, after the stream to the node ended."""
@@ -65,12 +61,7 @@ class NodeLoad:
     @property
     def is_stale(self) -> bool:
         """Whether the last step was too long ago for predictions."""
-        return time.monotonic() - self._last_active > STALE_S
-
-    @property
-    def backlog_tokens(self) -> int:
-        """The number of prompt tokens to keep queued on the node, so that it never runs out of work."""
-        return BACKLOG_STEPS * self._max_step_tokens
+        return time.monotonic() - self.last_active > STALE_S
 
     def view(self, info: NodeInfo, stats: NodeStats, num_requests: int) -> NodeView:
         """Return the values that placement reads. `num_requests` counts this router's requests on the node."""
@@ -86,18 +77,23 @@ class NodeLoad:
             placed=self.num_placed,
             outstanding_pairs=self.outstanding_pairs,
             decode_context=stats.blocks_owned * info.block_tokens,
-            budget_tokens=self._max_step_tokens,
-            tbt_slo_s=self._tbt_slo_s,
-            cost=self._cost,
+            budget_tokens=step_tokens(info),
+            tbt_slo_s=attribute(info, "tbt_slo_ms", 0) / 1000,
+            cost=self.cost,
             cost_is_learnt=stats.prompt_tokens >= LEARNT_PROMPT_TOKENS,
-            push_s=self._push_s,
-            byte_s=self._byte_s,
+            push_s=self.push_s,
+            byte_s=self.byte_s,
             token_bytes=info.block_bytes // info.block_tokens,
             prefilling=self.prefilling,
             incarnation_id=info.incarnation_id,
             shared_pool_owner=info.shared_pool_owner,
             stale=self.is_stale,
         )
+
+
+def step_tokens(info: NodeInfo) -> int:
+    """Return the maximum number of tokens in a step of the node."""
+    return int(attribute(info, "max_step_tokens", 512))
 
 
 def kv_capacity_tokens(info: NodeInfo) -> int:

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import typer
 import typer.main
+from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from shared.config.settings import Settings, flag_of, format_value, hide_password, is_size, resolve, variable_of
+from shared.config.settings import Settings, flag_of, format_value, hide_password, parse_size, resolve, variable_of
 from shared.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
@@ -80,7 +81,7 @@ def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..
 def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     """Return the option of a field. Its value is text, since pydantic parses the values of all sources."""
     flag = flag_of(name)
-    default = format_value(field.get_default(call_default_factory=True), field)
+    default = format_value(field.get_default(call_default_factory=True))
     about = str(field.description)
     if default and f"{default}: " not in about:  # the text already explains the default
         about += f" Default: {default}."
@@ -103,7 +104,7 @@ def _keyword(name: str, annotation: object, default: object) -> inspect.Paramete
 def _metavar(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return f"[{'|'.join(get_args(field.annotation))}]"
-    if is_size(field):
+    if any(isinstance(item, BeforeValidator) and item.func is parse_size for item in field.metadata):
         return "SIZE"
     return {int: "INTEGER", float: "NUMBER"}.get(cast(type, field.annotation), "TEXT")
 
@@ -117,5 +118,5 @@ def _panel(kind: type[Settings], name: str) -> str:
 def print_settings(settings: Settings, sources: Mapping[str, str]) -> None:
     """Print `name = value  # source` for each setting."""
     for name, field in type(settings).model_fields.items():
-        value = format_value(getattr(settings, name), field)
+        value = format_value(getattr(settings, name))
         print(f"{name} = {hide_password(value) if field.repr or not value else '***'}  # {sources[name]}")

@@ -15,7 +15,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
 
 from shared.errors import ConfigError
 
@@ -58,17 +57,11 @@ def parse_cpus(value: str | Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(cpus))
 
 
-def format_value(value: object, field: FieldInfo | None = None) -> str:
+def format_value(value: object) -> str:
     """Format a value as the command line and the environment accept it."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int) and field is not None and is_size(field) and value and value % (1 << 20) == 0:
-        return f"{value >> 20}MiB"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def is_size(field: FieldInfo) -> bool:
-    return any(isinstance(item, BeforeValidator) and item.func is parse_size for item in field.metadata)
 
 
 def private_directory() -> str:

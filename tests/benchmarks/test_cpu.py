@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ours(models: Path) -> Iterator[PeerProcess]:
-    options = {"model": str(checkpoint("tiny", directory=models)), "threads": 1}
-    with PeerProcess("benchmarks.peers.baton", options, pauses=True) as worker:
+    options = {"model": str(checkpoint("tiny", models)), "threads": 1}
+    with closing(PeerProcess("benchmarks.peers.baton", options, pauses=True)) as worker:
         yield worker
 
 
@@ -38,12 +39,12 @@ def test_a_shape_is_a_config_that_the_engine_takes(shape: str, tmp_path: Path) -
 
 
 def test_a_checkpoint_is_made_once(models: Path) -> None:
-    path = checkpoint("tiny", directory=models)
+    path = checkpoint("tiny", models)
     made = (path / "model.safetensors").stat().st_mtime_ns
-    assert checkpoint("tiny", directory=models) == path
+    assert checkpoint("tiny", models) == path
     assert (path / "model.safetensors").stat().st_mtime_ns == made
     with pytest.raises(ValueError, match="110m"):
-        checkpoint("7b", directory=models)
+        checkpoint("7b", models)
 
 
 def test_our_worker_times_each_kind_of_work_and_is_stopped_in_between(ours: PeerProcess) -> None:

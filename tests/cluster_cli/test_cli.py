@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cluster.cli import main
-from cluster.clients import COLUMNS, latency_line, row_of, size_text, summary
+from cluster.clients import COLUMNS, latency_line, row_of, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -141,14 +141,6 @@ def test_wrong_usage_is_one_line_and_status_2(argv: list[str], start: str, capsy
     assert err.startswith(start)
 
 
-def test_print_config_of_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_DECODE", "3")
-    assert main(["up", "--mode", "colocated", "--print-config"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "mode = colocated  # flag --mode" in lines
-    assert "decode = 3  # environment BATON_DECODE" in lines
-
-
 # ---- status --------------------------------------------------------------------------------------------------------
 
 
@@ -210,13 +202,6 @@ def test_an_unexpected_answer_is_one_line_and_status_1(
 def test_a_status_without_values_is_shown() -> None:
     assert row_of({}) == ("?", "?", "?", "0", "0", "-", "0/0", "0", "-", "0", "0 B", "-")
     assert summary({}).startswith("?, ?; registry ?: ?;")
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 50, "5120.0 TiB")]
-)
-def test_sizes_in_words(size: int, text: str) -> None:
-    assert size_text(size) == text
 
 
 # ---- top -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.local import lines_of, num_ready, restart_delay_s, until_answers
+from cluster.local import lines_of, num_ready, restart_delay_s
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
@@ -210,21 +210,3 @@ async def test_lines_come_whole_long_ones_in_parts_and_the_last_needs_no_end() -
     assert lines[:2] == ["first", "second"]
     assert "".join(lines[2:-1]) == "x" * 40 + "y"
     assert lines[-1] == "last\ufffd"
-
-
-async def test_a_router_is_asked_until_its_answer_is_enough() -> None:
-    answers = [(503, "null"), (200, "1"), (200, "2"), (200, "3")]
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        status, body = answers.pop(0)
-        head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        writer.write((head + body).encode())
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        await until_answers(f"http://127.0.0.1:{port}/", lambda number: number >= 2)
-    assert answers == [(200, "3")]

@@ -38,24 +38,19 @@ def summary(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def period(turn: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] = ()) -> Period:
+def period(trial: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] = ()) -> Period:
     """Return a period in which `slow` requests, spread evenly, have a gap of `gap_s`; the others' gaps are 9 ms."""
-    outcomes, start = [], 1e-3 * turn.seed  # makes seeds differ
+    outcomes, start = [], 1e-3 * trial.seed  # makes seeds differ
     for index in range(NUM):
         at = 0.1 * index
         gap = gap_s if (index * 7 - 1) % NUM < slow else 0.009
         times = [at + 0.02 + start, at + 0.029 + start, at + 0.029 + start + gap]
-        name = f"{turn.arm}.{turn.position}.{index}"
+        name = f"{trial.arm}.{trial.position}.{index}"
         outcomes.append(Outcome(index, name, at, at, at, times, [7, 8, 9], "length", max_tokens=3, ended_s=times[-1]))
-    columns = {
-        "number": 1,
-        "start_ms": STARTED_NS / 1e6 + 1000,
-        "duration_ms": 500.0,
-        "predicted_ms": None,
-        "waiting": 0,
-    }
+    start_ms = STARTED_NS / 1e6 + 1000
+    columns = {"number": 1, "start_ms": start_ms, "duration_ms": 500.0, "predicted_ms": None, "waiting": 0}
     work = {"num_prefills": 1, "prefill_tokens": 30, "num_decodes": 10, "decode_context": 100}
-    kept = Period(turn, LoadRecording(STARTED_NS, outcomes))
+    kept = Period(trial, LoadRecording(STARTED_NS, outcomes))
     kept.summaries = {outcome.id: summary(outcome.id) for outcome in outcomes}
     kept.steps = {"node-0": [columns | work]}
     kept.costs = {"node-0": []}
@@ -67,11 +62,11 @@ def period(turn: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] = 
 
 def findings(made: Experiment) -> Findings:
     """Return findings in which disaggregated requests meet the SLO, and at least a quarter of the co-located miss it."""
-    names = [arm.name for arm in made.everyone]
-    order = [turn for number, seed in enumerate(made.seeds) for turn in trials_of(names, seed, number)]
-    is_split = {arm.name: bool(arm.prefill) for arm in made.everyone}
-    periods = [period(turn, 0.09, slow=0 if is_split[turn.arm] else 10 + turn.seed % 2) for turn in order]
-    return Findings(list(made.everyone), ParityCheck(True, []), periods, {}, NUM * 4, [])
+    names = [arm.name for arm in made.all_arms]
+    order = [trial for number, seed in enumerate(made.seeds) for trial in trials_of(names, seed, number)]
+    is_split = {arm.name: bool(arm.prefill) for arm in made.all_arms}
+    periods = [period(trial, 0.09, slow=0 if is_split[trial.arm] else 10 + trial.seed % 2) for trial in order]
+    return Findings(list(made.all_arms), ParityCheck(True, []), periods, {}, NUM * 4, [])
 
 
 def session(num_seeds: int = 4) -> tuple[Experiment, Findings]:
@@ -123,7 +118,7 @@ def hostile() -> dict[str, Any]:
 def bare() -> dict[str, Any]:
     """Return the report of a session that was interrupted before its first period."""
     made = experiment()
-    report = document.report_of(made, Findings(list(made.everyone), problems=["interrupted"]), "live", "baton compare")
+    report = document.report_of(made, Findings(list(made.all_arms), problems=["interrupted"]), "live", "baton compare")
     return report | {"environment": {}, "control": None}
 
 
@@ -151,8 +146,5 @@ def _timeline(outcome: Outcome, first: str, last: str) -> dict[str, Any]:
         at_ms += length_ms
     ends = {"second_token_ms": accepted_ms + 29, "last_token_ms": at_ms, "ended_ms": at_ms, "finish": "length"}
     sizes = {"prompt_tokens": 3, "generated_tokens": 3}
-    return (
-        {"id": outcome.id, "spans": spans, "accepted_ms": accepted_ms, "first_token_ms": accepted_ms + 20}
-        | sizes
-        | ends
-    )
+    starts = {"accepted_ms": accepted_ms, "first_token_ms": accepted_ms + 20}
+    return {"id": outcome.id, "spans": spans} | starts | sizes | ends

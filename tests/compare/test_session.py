@@ -167,7 +167,7 @@ def test_requests_are_appended_with_the_record_of_the_router(tmp_path: Path):
 
 def test_traces_of_arms_do_not_overwrite_each_other(tmp_path: Path):
     made = experiment(tmp_path, control=True)
-    names = [trace_name(made, arm.name) for arm in made.everyone]
+    names = [trace_name(made, arm.name) for arm in made.all_arms]
     assert names == ["trace.json", "trace-2.json", "trace-3.json"]
 
 

@@ -41,13 +41,9 @@ class Feed:
     def status(self) -> dict[str, Any]:
         nodes = [self._node(name, role) for name, role in ROLES.items()]
         wave = math.sin(time.time() / 5)
-        latency = {
-            "window_s": 60,
-            "ttft_ms": {"p50": 180 + 30 * wave, "p99": 420 + 90 * wave, "n": 640},
-            "tbt_ms": {"p50": 11.2 + wave, "p99": 27.5 + 4 * wave, "n": 40210},
-            "ttst_ms": {"p50": 14.1, "p99": 38.2, "n": 640},
-            "slo": {"ttft_ms": 450.0, "tbt_ms": TBT_SLO_MS},
-        }
+        latency = {"window_s": 60, "slo": {"ttft_ms": 450.0, "tbt_ms": TBT_SLO_MS}}
+        for name, p50, p99 in (("ttft", 180, 420), ("tbt", 11.2, 27.5), ("ttst", 14.1, 38.2)):
+            latency[f"{name}_ms"] = {"p50": p50 + wave, "p99": p99 + 4 * wave, "n": 640}
         running = {"running": sum(one["ended_ms"] is None for one in self.requests.values())}
         status = {"model": "stories", "mode": "disaggregated", "nodes": nodes, "requests": running, "latency": latency}
         return status | {"summary": bottleneck(status)}
@@ -126,28 +122,18 @@ class Feed:
         one = self.requests.get(name)
         if one is None:
             return None
-        at, spans = one["accepted_ms"], []
-        for kind, node, length, tokens, cause in (
-            ("wait", "", 1.2, 0, "router"), ("queued", one["prefill"], 40, 0, "prefill queue"),
-            ("chunk", one["prefill"], 37, 512, ""), ("chunk", one["prefill"], 36, 512, ""),
-            ("chunk", one["prefill"], 37, 176, ""), ("wait", one["decode"], 6.5, 0, "transfer"),
-            ("wait", one["decode"], 2, 0, "no room"), ("decode", one["decode"], 240, 32, ""),
-            ("wait", one["decode"], 33, 0, "behind a prompt chunk"), ("decode", one["decode"], 240, 31, ""),
+        prefill, decode, spans = one["prefill"], one["decode"], []
+        for kind, node, start, length, tokens, cause in (
+            ("wait", "", 0, 1.2, 0, "router"), ("queued", prefill, 1.2, 40, 0, "prefill queue"),
+            ("chunk", prefill, 41, 37, 512, ""), ("chunk", prefill, 78, 36, 512, ""), ("chunk", prefill, 114, 37, 176, ""),
+            ("transfer", prefill, 80, 79, 0, ""), ("wait", decode, 151, 6.5, 0, "transfer"),
+            ("wait", decode, 157.5, 2, 0, "no room"), ("decode", decode, 159.5, 240, 32, ""),
+            ("wait", decode, 399.5, 33, 0, "behind a prompt chunk"), ("decode", decode, 432.5, 240, 31, ""),
         ):  # fmt: skip
-            spans.append(
-                {"kind": kind, "node": node, "start_ms": at, "end_ms": at + length, "tokens": tokens, "cause": cause}
-            )
-            at += length
-        start = one["accepted_ms"] + 80
-        moved = {
-            "kind": "transfer",
-            "node": one["prefill"],
-            "start_ms": start,
-            "end_ms": start + 79,
-            "tokens": 0,
-            "cause": "",
-        }
-        return one | {"spans": [*spans, moved]}
+            at = one["accepted_ms"] + start
+            times = {"start_ms": at, "end_ms": at + length}
+            spans.append({"kind": kind, "node": node, **times, "tokens": tokens, "cause": cause})
+        return one | {"spans": spans}
 
     async def events(self) -> AsyncIterator[str]:
         tick = 0
@@ -160,9 +146,6 @@ class Feed:
             if tick % 5 == 0:
                 one = self.next_request(now)
                 yield event("requests", {"requests": [one]})
-                moved = {"request": one["id"], "from": one["prefill"], "to": one["decode"], "start_ms": now - 31}
-                moved |= {"end_ms": now, "bytes": 9 << 20, "channel": "shm", "exposed_ms": 6.5}
-                yield event("transfers", {"transfers": [moved]})
             tick += 1
             await asyncio.sleep(TICK_S)
 

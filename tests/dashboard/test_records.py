@@ -163,7 +163,7 @@ def test_a_timeline_has_chunks_pushes_decode_and_the_cause_of_each_gap() -> None
         ("chunk", 15, 25, 16, "step 1"),
         ("transfer", 18, 30, 0, "shm"),
         ("wait", 25, 27, 0, "no room"),
-        ("wait", 30, 31, 0, "transfer"),
+        ("wait", 27, 31, 0, "transfer"),
         ("wait", 31, 34, 0, "decode queue"),
         ("decode", 34, 64, 11, ""),
         ("wait", 40, 50, 16, "behind a prompt chunk"),

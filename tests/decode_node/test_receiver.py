@@ -5,16 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from decode_node.receiver import HandoffReceiver
 from decode_node.reservations import LEASE_S
-from engine.hash_model import HashRunner
 from node.node import Node
-from scheduler.request import Request, Slice, Step
 from scheduler.role import DECODE
 from scheduler.scheduler import Scheduler
 from shared.kv.channel import ChannelError, KVChannel
@@ -33,13 +31,12 @@ from shared.rpc.messages import (
     unpack_ids,
 )
 from tests.node.harness import (
-    BLOCK_TOKENS,
-    LAYERS,
     ROW_BYTES,
     VOCABULARY,
     HashNode,
     RouterLine,
     attached,
+    compute_prompt,
     expected,
     hash_node,
     submission,
@@ -58,7 +55,7 @@ class Bench:
     here: HashNode
     receiver: HandoffReceiver
     writer: KVChannel
-    writer_rows: np.ndarray[Any, np.dtype[np.uint8]]
+    writer_rows: NDArray[np.uint8]
     line: RouterLine
 
     @property
@@ -105,17 +102,12 @@ class Bench:
         assert await wait_until(is_empty, 5.0), self.scheduler.ledger()
 
 
-def compute_prompt(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    request = Request("writer's", list(PROMPT), len(PROMPT), 1, blocks=[1, 2, 3, 4, 5])
-    HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY).run(Step(0, [Slice(request, 0, len(PROMPT), True, 0)], []))
-
-
 @asynccontextmanager
 async def bench(
     kind: str, directory: Path, num_blocks: int = 20, timeout_s: float = 5.0, lease_s: float = LEASE_S
 ) -> AsyncIterator[Bench]:
     memory, writers_memory = HostMemory(num_blocks, ROW_BYTES), HostMemory(8, ROW_BYTES)
-    compute_prompt(writers_memory.rows)
+    compute_prompt(writers_memory.rows, PROMPT, [1, 2, 3, 4, 5])
     receivers: list[HandoffReceiver] = []
     async with AsyncExitStack() as cleanup:
         channel = await open_channel(
@@ -174,19 +166,6 @@ async def test_rows_are_checked_as_they_come_and_none_may_be_left_unchecked(tmp_
         assert await wait_until(lambda: len(here.tokens("again")) == 5, 5.0)
 
 
-async def test_a_reservation_is_committed_or_stopped_once(tmp_path: Path) -> None:
-    async with bench("tcp", tmp_path) as here:
-        reserved = await here.reserve_and_push()
-        commit = here.commit(reserved)
-        assert (await here.receiver.commit(CommitRequest(b"\0" * 16, 1, b""))).error == NOT_OPEN
-        assert (await here.receiver.commit(commit)).error == ""
-        assert (await here.receiver.commit(commit)).error == NOT_OPEN
-        assert (await here.receiver.stop(StopRequest(reserved.reservation_id))).error == ""
-        await here.receiver.renew(RenewRequest(WRITER, reserved.reservation_id + b"odd"))
-        assert await wait_until(lambda: bool(here.line.finishes("r")), 5.0), "a late stop changes nothing"
-        await here.empty()
-
-
 async def test_another_model_or_an_unknown_router_is_refused(tmp_path: Path) -> None:
     async with bench("tcp", tmp_path) as here:
         submit = submission("r", PROMPT, 6)
@@ -225,15 +204,6 @@ async def test_a_renewal_names_what_is_in_quarantine_until_the_writer_has_stoppe
         await here.receiver.stop(StopRequest(reserved.reservation_id))
         await here.empty()
         assert await here.receiver.renew(renewal) == RenewReply()
-
-
-async def test_a_reservation_that_arrives_after_its_cancellation_is_refused(tmp_path: Path) -> None:
-    """A stalled connection may deliver a request that its writer has given up and would never stop."""
-    async with bench("shm", tmp_path) as here:
-        await here.receiver.stop(StopRequest(b"", "no answer", "r"))
-        assert (await here.reserve()).error == "the prefill node has cancelled this request"
-        await here.empty()
-        assert (await here.reserve("other")).error == ""
 
 
 @pytest.mark.parametrize("lease_s", [0.2, LEASE_S])

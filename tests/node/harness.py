@@ -8,12 +8,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from decode_node.receiver import HandoffReceiver
 from engine.hash_model import KV_BYTES, HashRunner, expected_tokens
 from node.active_requests import RequestRules
 from node.node import Node
+from scheduler.request import Request, Slice, Step
 from scheduler.role import Role
 from scheduler.scheduler import Scheduler, StepLimits
 from shared.kv.memory import HostMemory
@@ -54,6 +57,12 @@ def submission(
     tokens = prompt or [5, 6, 7]
     given = {"tokens": pack_ids(tokens), "num_prompt": len(tokens), "max_tokens": max_tokens, "sampling": GREEDY}
     return SubmitRequest(name, router, **(given | more))
+
+
+def compute_prompt(rows: NDArray[np.uint8], prompt: list[int], blocks: list[int]) -> None:
+    """Fill `blocks` with the KV of a prompt."""
+    request = Request("reference", list(prompt), len(prompt), 1, blocks=blocks)
+    HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY).run(Step(0, [Slice(request, 0, len(prompt), True, 0)], []))
 
 
 @dataclass
@@ -173,7 +182,7 @@ def hash_node(
         scheduler,
         runner,
         rules or RequestRules(VOCABULARY),
-        {name: lambda node, make=make: make(node, memory) for name, make in makers.items()},
+        lambda node, role: makers[role.name](node, memory),
         heartbeat_s,
         max_routers=max_routers,
         max_unread=max_unread,

@@ -143,16 +143,3 @@ def test_a_failure_at_any_stage_of_the_start_is_one_line_and_status_2(
     assert type(error).__name__ in line
     fixes = ("smaller model", "lower --", "free memory")
     assert any(fix in line for fix in fixes) == is_out_of_memory(error)
-
-
-def test_with_log_level_debug_the_line_of_a_failed_start_follows_a_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(_: int) -> NoReturn:
-        raise RuntimeError("no threads")
-
-    monkeypatch.setattr(torch, "set_num_threads", fail)
-    assert main(settings_of(tmp_path).model_copy(update={"log_level": "debug"})) == 2
-    shown = capsys.readouterr().err
-    assert "Traceback" in shown
-    assert shown.splitlines()[-1] == "decode: --device cpu: no threads (RuntimeError)"

@@ -4,20 +4,23 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from unittest import mock
 
 import pytest
 
 from dashboard.step_ring import members_of
 from engine.engine import StepTiming
+from engine.runner import SliceOutput
 from node.node import Node
+from node.output_publisher import OutputPublisher
 from node.recorder import SchedulerSnapshot, StepRecorder
 from node.router_sessions import MAX_RECORDS, MAX_STEPS, RouterStream
 from scheduler.blocks import Ledger
 from scheduler.request import Request, Slice, Step
 from scheduler.role import DECODE
-from scheduler.scheduler import Scheduler, StepLimits
+from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.lifecycle import wait_until
-from shared.rpc.messages import NodeStats, NodeUpdate, RequestEvent, StepRecord, TokenDelta
+from shared.rpc.messages import NodeUpdate, RequestEvent, SamplingParams, StepRecord, TokenDelta
 from tests.node.harness import RouterLine, attached, hash_node, submission
 
 SNAPSHOT = SchedulerSnapshot(Ledger(1, 2, 3, 4, 0, 10), 5, 6)
@@ -133,20 +136,6 @@ async def test_every_preemption_is_recorded() -> None:
         assert recorded == scheduler.counters.preemptions > 0
 
 
-async def test_the_stats_carry_their_time_and_the_fitted_model() -> None:
-    async with running_node() as (_, line, _):
-        line.submit(submission("a", list(range(3, 21)), 60))
-        await line.ends("a")
-
-        def latest() -> NodeStats | None:
-            return next((update.stats for update in reversed(line.updates) if update.stats is not None), None)
-
-        assert await wait_until(lambda: (stats := latest()) is not None and bool(stats.cost), 2.0)
-        sent = [update.stats.sent_ns for update in line.updates if update.stats is not None]
-        assert sent == sorted(sent)
-        assert sent[0] > 0
-
-
 # ---- bounds ------------------------------------------------------------------------------------------------------
 
 
@@ -205,3 +194,32 @@ def test_a_stream_that_is_not_read_stays_bounded() -> None:
     assert stream.record(steps[:10], []) == 10
     assert len(stream.steps) == MAX_RECORDS
     assert stream.steps[0].number == 10
+
+
+# ---- prompt logprobs ---------------------------------------------------------------------------------------------
+
+
+def scored(scheduler: Scheduler, tokens: int) -> tuple[Request, Step, StepOutput]:
+    """Return a request, and a step that computed all of its prompt."""
+    request = Request(
+        "r", [5] * tokens, tokens, 1, needs_prompt_logprobs=True, sampling=SamplingParams(temperature=0.0)
+    )
+    scheduler.add(request)
+    return request, scheduler.schedule(), StepOutput(request, 0, None, None)
+
+
+async def test_prompt_logprobs_are_published_once_for_each_request() -> None:
+    scheduler = Scheduler(StepLimits(), 9, 4)
+    publisher = OutputPublisher(scheduler, StepRecorder())
+    publisher.subscribe(mock.Mock())
+    first, step, event = scored(scheduler, 8)
+    for expected in ([0.1, 0.2], []):  # the second time as after a preemption
+        output = SliceOutput(None, prompt_logprobs=[0.1, 0.2])
+        publisher.on_step(step, [event], [output])
+        assert output.prompt_logprobs == expected
+        publisher.on_turn(scheduler)
+    scheduler.abort(first)
+    _, step, event = scored(scheduler, 8)
+    output = SliceOutput(None, prompt_logprobs=[0.3, 0.4])
+    publisher.on_step(step, [event], [output])
+    assert output.prompt_logprobs == [0.3, 0.4], "another request with that id"

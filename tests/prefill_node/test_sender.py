@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine.hash_model import HashRunner
 from engine.runner import SliceOutput
 from node.node import Node
 from prefill_node.decode_peers import HandoffTiming
 from prefill_node.sender import HandoffSender
-from scheduler.request import Request, Slice, Step
+from scheduler.request import Step
 from scheduler.role import PREFILL
 from shared.kv.channel import ChannelError, KVChannel
 from shared.kv.memory import HostMemory, checksums
@@ -45,6 +46,7 @@ from tests.node.harness import (
     HashNode,
     RouterLine,
     attached,
+    compute_prompt,
     expected,
     hash_node,
     submission,
@@ -53,7 +55,6 @@ from tests.node.harness import (
 PROMPT = list(range(3, 21))  # 18 tokens: 5 blocks, 3 chunks of 8, 8 and 2 tokens
 FIRST = expected(PROMPT, 1)[0]
 TARGETS = [9, 2, 7, 4, 5]
-Rows = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Decoder:
@@ -186,11 +187,10 @@ async def bench(
         yield Bench(here, decoder, runner.steps, line)
 
 
-def prompt_rows() -> Rows:
+def prompt_rows() -> NDArray[np.uint8]:
     """Return the rows that the prompt's five blocks must hold."""
     rows = np.zeros((6, ROW_BYTES), np.uint8)
-    request = Request("reference", list(PROMPT), len(PROMPT), 1, blocks=[1, 2, 3, 4, 5])
-    HashRunner(rows, BLOCK_TOKENS, LAYERS, VOCABULARY).run(Step(0, [Slice(request, 0, len(PROMPT), True, 0)], []))
+    compute_prompt(rows, PROMPT, [1, 2, 3, 4, 5])
     return rows[1:]
 
 
@@ -279,23 +279,6 @@ async def test_a_request_that_ends_at_its_first_token_is_not_committed() -> None
         assert (here.stats().handoffs, here.stats().handoffs_failed) == (0, 0)
 
 
-async def test_a_stop_that_was_not_acknowledged_is_retried_until_it_is() -> None:
-    async with bench(steps=1, call_s=0.1, retry_stop_s=0.05) as here:
-        here.decoder.waits[StopRequest] = asyncio.Event()
-        here.submit()
-        await here.decoder.receives(PushedNotice)
-        await here.abort()
-        again = await here.decoder.receives(StopRequest, 3)
-        assert again == here.decoder.all(StopRequest)[0], "else its blocks would stay reserved while this node lives"
-        here.steps.release(1000)
-        await here.empty()
-        here.decoder.waits[StopRequest].set()
-        await asyncio.sleep(0.2)
-        received = len(here.decoder.all(StopRequest))
-        await asyncio.sleep(0.15)
-        assert len(here.decoder.all(StopRequest)) == received
-
-
 async def test_what_a_lost_answer_may_have_granted_is_given_back() -> None:
     async with bench(reserve_s=0.05, call_s=0.05) as here:
         here.decoder.waits[ReserveRequest] = asyncio.Event()
@@ -324,34 +307,6 @@ async def test_leases_of_all_reservations_are_renewed_together_until_they_end() 
         received = len(here.decoder.all(RenewRequest))
         await asyncio.sleep(0.1)
         assert len(here.decoder.all(RenewRequest)) == received, "nothing is left to renew"
-
-
-async def test_what_a_decode_node_keeps_for_no_handoff_is_stopped() -> None:
-    """The first StopRequest may have been lost, so an idle prefill node asks the decode node again."""
-    async with bench(renew_s=0.03) as here:
-        lost = [bytes([number]) * 16 for number in (1, 2)]
-        here.decoder.quarantined = dict.fromkeys(lost)
-        here.submit()
-        await here.decoder.receives(CommitRequest)
-        await here.empty()
-        await here.decoder.receives(StopRequest, 2)
-        assert {stop.reservation_id for stop in here.decoder.all(StopRequest)} == set(lost)
-        assert await wait_until(lambda: not here.decoder.quarantined, 5.0)
-
-
-async def test_a_handoff_whose_reservation_is_given_up_is_cancelled() -> None:
-    """The handoff is cancelled before its next chunk. StopRequest is sent after its current push has ended."""
-    async with bench(steps=1, renew_s=0.03) as here:
-        here.submit()
-        reservation_id = (await here.decoder.receives(PushedNotice)).reservation_id
-        here.decoder.quarantined[reservation_id] = None
-        assert (await here.decoder.receives(StopRequest)).reservation_id == reservation_id
-        assert await here.failure() == TokenDelta(
-            "r", error="handoff: the decode node gave its reservation up", retry=True
-        )
-        here.steps.release(1000)
-        await here.empty()
-        assert here.decoder.all(CommitRequest) == []
 
 
 async def test_a_reservation_stopped_before_its_reply_is_received_is_never_written() -> None:

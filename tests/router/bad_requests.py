@@ -41,14 +41,14 @@ class Client:
         with suppress(OSError):
             self.socket.sendall(data)
 
-    def answer(self, *, head: bool = False) -> Answer:
+    def answer(self) -> Answer:
         line = self.file.readline()
         assert line.startswith(b"HTTP/1.1 "), line
         headers: dict[str, str] = {}
         while (each := self.file.readline().strip()) != b"":
             name, _, value = each.decode("latin-1").partition(": ")
             headers[name] = value
-        if head or int(line[9:12]) in {100, 304}:
+        if int(line[9:12]) in {100, 304}:
             body = b""
         elif headers.get("transfer-encoding") == "chunked":
             body = b""
@@ -87,7 +87,6 @@ class Row:
     statuses: set[int]
     closes: bool = False
     says: str = ""
-    method: str = "POST"
 
     def __str__(self) -> str:
         return self.name

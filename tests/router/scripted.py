@@ -1,9 +1,12 @@
 """A dispatcher that answers every request with a script of tokens."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+
+import uvicorn
 
 from router.dispatch.requests import GenerationRequest, ModelCard, TokenStream
 from shared.errors import UnavailableError
@@ -99,3 +102,17 @@ class ScriptedDispatcher:
 
     def ready(self) -> bool:
         return self.is_ready
+
+
+@asynccontextmanager
+async def serving(app: Any, **options: Any) -> AsyncIterator[tuple[uvicorn.Server, int]]:
+    """Serve the app with uvicorn on loopback, and provide the server and its port."""
+    server = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="warning", lifespan="off", **options))
+    listener = socket.create_server(("127.0.0.1", 0))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield server, listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()

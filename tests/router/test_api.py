@@ -1,7 +1,5 @@
 import asyncio
-import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from dashboard.history import RequestHistory
 from dashboard.routes import Dashboard
@@ -17,7 +14,8 @@ from router.http.app import build_app
 from router.observer import RouterObserver
 from shared.clock import now_ns
 from shared.errors import UnavailableError
-from tests.router.scripted import EOS, MODEL, ScriptedDispatcher
+from tests.router.bad_requests import post
+from tests.router.scripted import EOS, MODEL, ScriptedDispatcher, serving
 
 
 @pytest.fixture
@@ -318,25 +316,10 @@ async def test_requests_beyond_the_limit_are_rejected_with_a_retry_time(client, 
     assert [answers.closed for answers in dispatcher.answers] == [1] * 5
 
 
-@contextlib.asynccontextmanager
-async def served(dispatcher, tokenizer) -> AsyncIterator[str]:
-    """Serve the app with uvicorn on loopback."""
-    app = build_app(dispatcher, tokenizer, MODEL)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
-    listener = socket.create_server(("127.0.0.1", 0))
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
-        listener.close()
-
-
 async def test_openais_client_works(dispatcher, byte_level):
     async with (
-        served(dispatcher, byte_level) as address,
-        openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as client,
+        serving(build_app(dispatcher, byte_level, MODEL)) as (_, port),
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
     ):
         assert [model.id async for model in client.models.list()] == ["tiny"]
         messages = [{"role": "user", "content": "a"}]
@@ -416,16 +399,9 @@ async def test_a_bug_fails_its_own_request_alone(dispatcher, byte_level, method,
 async def test_a_disconnect_ends_the_work(dispatcher, byte_level, stream, hangs_after):
     dispatcher.hangs_after = hangs_after
     body = json.dumps({"prompt": ["x", "y"], "stream": stream}).encode()
-    async with served(dispatcher, byte_level) as address:
-        host, port = address.split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        lines = [
-            "POST /v1/completions HTTP/1.1",
-            "host: x",
-            "content-type: application/json",
-            f"content-length: {len(body)}",
-        ]
-        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+    async with serving(build_app(dispatcher, byte_level, MODEL)) as (_, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(body))
         for _ in range(2):
             await dispatcher.hanging.acquire()
         writer.close()

@@ -91,7 +91,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_ignored(file: Path, ca
     now = [0.0]
     keys = ApiKeys(str(file), clock=lambda: now[0])
     file.write_text(line("new", "n") + "\n")
-    assert keys.identify(b"n") is None, "looked at once a second"
+    assert keys.identify(b"n") is None, "the file is checked once a second"
     now[0] += 1
     assert keys.identify(b"n") == Identity("new")
     assert keys.identify(ACME.encode()) is None
@@ -118,7 +118,7 @@ def test_reading_the_file_is_retried_after_an_error(file: Path, caplog: Any) -> 
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert caplog.text.count("Too many open files") == 1
     now[0] += 1
-    assert keys.identify(ACME.encode()) is None, "it was withdrawn"
+    assert keys.identify(ACME.encode()) is None, "the key is revoked"
 
 
 def test_every_key_is_compared_with_all_of_them(file: Path, monkeypatch: Any) -> None:
@@ -162,7 +162,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-NO_KEYS: list[dict[str, Any]] = [
+NO_KEYS: list[Any] = [
     {},
     {"authorization": "Bearer wrong"},
     {"authorization": "Bearer"},
@@ -178,11 +178,12 @@ NO_KEYS: list[dict[str, Any]] = [
     {"authorization": "Basic %%%"},
     {"x-api-key": ACME},
     {"cookie": f"key={ACME}"},
+    [("authorization", f"Bearer {ACME}"), ("authorization", f"Bearer {ACME}")],
 ]
 
 
 @pytest.mark.parametrize("headers", NO_KEYS)
-async def test_a_request_without_a_valid_key_is_rejected(client: httpx.AsyncClient, headers: dict[str, Any]) -> None:
+async def test_a_request_without_a_valid_key_is_rejected(client: httpx.AsyncClient, headers: Any) -> None:
     answer = await client.post(f"/v1/completions?api_key={ACME}", json={"prompt": "a"}, headers=headers)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -193,11 +194,6 @@ async def test_a_request_without_a_valid_key_is_rejected(client: httpx.AsyncClie
         "param": None,
         "code": "invalid_api_key",
     }
-
-
-async def test_a_repeated_header_is_rejected(client: httpx.AsyncClient) -> None:
-    twice = [("authorization", f"Bearer {ACME}"), ("authorization", f"Bearer {ACME}")]
-    assert (await client.get("/v1/models", headers=twice)).status_code == 401
 
 
 def paths_of(app: Starlette) -> list[str]:

@@ -7,7 +7,6 @@ served, on the same connection if that stays open.
 import asyncio
 import json
 import re
-import socket
 import statistics
 import threading
 import time
@@ -48,7 +47,7 @@ from tests.router.bad_requests import (
     head,
     post,
 )
-from tests.router.scripted import MODEL, ScriptedDispatcher
+from tests.router.scripted import MODEL, ScriptedDispatcher, serving
 
 INTERNALS = re.compile(
     rb"Traceback|\.py\b|0x[0-9a-f]{6}|/(?:home|work|usr|etc|root|var|proc)/|Error:|Exception|pydantic"
@@ -90,18 +89,13 @@ def check_form(answer: Answer, asked: bytes = b"") -> None:
 # ---- the table ---------------------------------------------------------------------------------------------------------
 
 
-took_s: list[float] = []
-
-
 @pytest.mark.parametrize("row", JSON_ROWS + HTTP_ROWS + KEY_ROWS + FIELD_ROWS, ids=str)
 def test_a_bad_input_gets_its_answer_and_the_next_is_served(live: Cluster, row: Row) -> None:
     with Client(live.port) as client:
-        began = time.monotonic()
         client.send(row.data)
-        answer = client.answer(head=row.method == "HEAD")
-        took_s.append(time.monotonic() - began)
+        answer = client.answer()
         assert answer.status in row.statuses, answer.body
-        if answer.status >= 400 and row.method != "HEAD":
+        if answer.status >= 400:
             check_form(answer, row.data)
         if row.says:
             assert row.says in json.loads(answer.body)["error"]["message"]
@@ -111,12 +105,6 @@ def test_a_bad_input_gets_its_answer_and_the_next_is_served(live: Cluster, row: 
         else:
             client.send(get("/health"))
             assert client.answer().status == 200
-
-
-def test_answers_to_bad_input_are_quick(live: Cluster) -> None:
-    if len(took_s) < 100:
-        pytest.skip("the whole table was not run")
-    assert statistics.median(took_s) < 0.05
 
 
 # ---- more than one request ----------------------------------------------------------------------------------------------
@@ -263,15 +251,8 @@ async def impatient(byte_level: Any, **limits: float) -> AsyncIterator[Served]:
     app = build_app(dispatcher, byte_level, MODEL, body_timeout_s=0.3)
     times = {"head_s": 0.3, "rest_s": 0.3, "idle_s": 0.6}
     http = partial(HttpConnection, limits=ConnectionLimits(**(times | limits)), waiting=idle)
-    server = uvicorn.Server(uvicorn.Config(app, http=http, ws="none", log_level="warning", lifespan="off"))
-    listener = socket.create_server(("127.0.0.1", 0))
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield Served(listener.getsockname()[1], dispatcher, server, idle)
-    finally:
-        server.should_exit = True
-        await task
-        listener.close()
+    async with serving(app, http=http) as (server, port):
+        yield Served(port, dispatcher, server, idle)
 
 
 ASKED = post(b'{"prompt":"x"}')

@@ -94,12 +94,6 @@ async def test_every_task_names_its_own_request_and_tasks_that_it_starts_name_it
     assert "request" not in outside
 
 
-def test_text_lines_have_time_level_and_logger(lines):
-    lines.configure("text")
-    log.info("ready at %s", "port 7", extra=fields(tokens=3))
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO baton\.test ready at port 7", *lines.read())
-
-
 @pytest.mark.parametrize(
     ("header", "handed_on"),
     [
@@ -118,19 +112,13 @@ def test_a_valid_traceparent_is_handed_on(header, handed_on):
     [
         [],
         [GIVEN, GIVEN],
-        [""],
         [f"ff-{TRACE}-{PARENT}-01"],
         [f"00-{'0' * 32}-{PARENT}-01"],
         [f"00-{TRACE}-{'0' * 16}-01"],
         [f"00-{TRACE.upper()}-{PARENT}-01"],
         [f"00-{TRACE}-{PARENT}-01-more"],
-        [f"00-{TRACE}-{PARENT}-01-"],
-        [f"cc-{TRACE}-{PARENT}-01.more"],
-        [f"00-{TRACE}-{PARENT}"],
         [f"00-{TRACE[:-1]}-{PARENT}-01"],
         [f" {GIVEN}"],
-        [f"{GIVEN}\n"],
-        [f"0x-{TRACE}-{PARENT}-01"],
     ],
 )
 def test_without_a_valid_traceparent_a_new_trace_begins(headers):

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -151,7 +151,6 @@ class PlayedRedis:
         self.num_reads = 0
         self.now = 100.0  # the registry's clock, which only the test advances
         self.is_closed = False
-        self.removed: Callable[[set[bytes]], None] = lambda _: None  # called before names leave the index
 
     def _check(self) -> None:
         if self.error is not None:
@@ -181,7 +180,6 @@ class PlayedRedis:
 
     async def srem(self, name: str, *members: str | bytes) -> None:
         self._check()
-        self.removed(set(map(_encoded, members)))
         self.index[name] -= set(map(_encoded, members))
 
     async def aclose(self) -> None:
@@ -322,20 +320,6 @@ async def test_names_of_crashed_nodes_leave_the_index_after_a_lease_and_hide_no_
         assert redis.index["baton:c:nodes"] == {b"d0"}
 
 
-async def test_an_announcer_comes_back_after_an_outage_into_an_empty_redis(redis: PlayedRedis) -> None:
-    node = RedisAnnouncer("redis://played", "c", BEAT_S)
-    redis.error = ConnectionRefusedError()
-    await node.start(INFO)
-    await asyncio.sleep(2 * BEAT_S)
-    redis.error = None
-    assert await wait_until(lambda: "baton:c:node:d0" in redis.values, 5.0)
-    redis.forget_all()
-    assert await wait_until(lambda: redis.index.get("baton:c:nodes") == {b"d0"}, 5.0)
-    redis.error = RedisTimeoutError("frozen")
-    await node.close()
-    assert redis.is_closed, "an unreachable registry does not hold up a node's end"
-
-
 async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_are_skipped(
     redis: PlayedRedis, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -360,14 +344,3 @@ async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_a
         await node.close()
     finally:
         tls.configure("", {})
-
-
-async def test_at_most_max_nodes_names_in_redis_are_read(redis: PlayedRedis) -> None:
-    redis.index["baton:c:nodes"] = {f"n{number:06}".encode() for number in range(100_000)}
-    redis.put("a0", encode(replace(INFO, id="a0")))
-    redis.put("a1", encode(replace(INFO, id="a1", address="h:70000")))
-    async with watching() as registry:
-        assert await wait_until(lambda: registry.skipped > 0, 5.0)
-        await registry.close()
-        assert list(registry.nodes) == ["a0"]
-        assert registry.skipped % (100_002 - registry_module.MAX_NODES + 1) == 0

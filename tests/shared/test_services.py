@@ -118,17 +118,6 @@ async def test_an_absent_or_unresponsive_peer_is_a_peer_error() -> None:
             await STOP.call(channel, StopRequest(b""), 5.0)
 
 
-async def test_a_peer_whose_connection_ends_in_the_middle_of_a_call_is_a_peer_error() -> None:
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"reservation")
-        writer.close()
-
-    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-    async with server, connected(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as channel:
-        with pytest.raises(PeerError, match=STOP.path):
-            await STOP.call(channel, StopRequest(b"reservation"), 30.0)
-
-
 async def test_an_unreachable_peer_is_disconnected_but_a_pause_of_this_process_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

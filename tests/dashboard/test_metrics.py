@@ -48,8 +48,7 @@ class Nodes:
         self.status = {"nodes": [], "placements": {"long": 2}, "requests": {"moved": 1, "refused": 4}}
         self.registry = CollectorRegistry()
         self.registry.register(self.requests)
-        self.registry.register(NodeMetrics(lambda: self.rows, "tiny", lambda: self.status))
-        self.record_metrics = RecordMetrics(lambda: self.rows, "tiny", self.records)
+        self.record_metrics = RecordMetrics(lambda: self.rows, "tiny", lambda: self.status, self.records)
         self.records.subscribe(self.record_metrics)
         self.registry.register(self.record_metrics)
 

@@ -10,11 +10,10 @@ from typing import Any
 import prometheus_client
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from dashboard.history import RequestHistory
 from dashboard.trace import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER
-from router.metrics.node_metrics import LABELS, NodeRow
+from router.metrics.node_metrics import LABELS, NodeMetrics, NodeRow
 from router.metrics.request_metrics import E2E_S, ITL_S, metric_family
 from shared.rpc.messages import NodeInfo, RequestEvent, StepRecord
 
@@ -56,15 +55,20 @@ QUEUES = {
 }
 
 
-class RecordMetrics(Collector):
-    """A Prometheus collector that aggregates the nodes' records.
+class RecordMetrics(NodeMetrics):
+    """A Prometheus collector that also aggregates the nodes' records.
 
     The composition root subscribes it to the history, and registers it with Prometheus. It runs on the event loop.
     """
 
-    def __init__(self, nodes: Callable[[], list[NodeRow]], model_name: str, history: RequestHistory) -> None:
-        self._nodes = nodes
-        self._model_name = model_name
+    def __init__(
+        self,
+        nodes: Callable[[], list[NodeRow]],
+        model_name: str,
+        status: Callable[[], Mapping[str, Any]],
+        history: RequestHistory,
+    ) -> None:
+        super().__init__(nodes, model_name, status)
         self._history = history
         self._registry = CollectorRegistry()
         self._phases = {
@@ -128,6 +132,7 @@ class RecordMetrics(Collector):
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterable[Metric]:
+        yield from super().collect()
         rows = self._nodes()
         alive = [info for info, _, is_alive in rows if is_alive]
         for info in alive:
@@ -143,12 +148,6 @@ class RecordMetrics(Collector):
         yield metric_family(
             "baton_node_records_dropped_total", "Malformed records of nodes.", ["model_name"], malformed
         )
-
-    def _labels(self, info: NodeInfo) -> tuple[str, str, str]:
-        return info.id, info.role, self._model_name
-
-    def _of_nodes(self, name: str, text: str, values: Iterable[tuple[NodeInfo, float]]) -> Metric:
-        return metric_family(name, text, LABELS, ((self._labels(info), value) for info, value in values))
 
     def _busy(self, infos: list[NodeInfo]) -> Iterable[Metric]:
         found = [(info, self._history.activity(info.id)) for info in infos]

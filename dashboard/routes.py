@@ -148,93 +148,6 @@ def _message(kind: str, value: object) -> bytes:
     return f"event: {kind}\ndata: {dump(value)}\n\n".encode()
 
 
-class HistoryHandlers:
-    """The handlers of the routes that read the history. They run on the event loop."""
-
-    def __init__(self, history: RequestHistory, rows_at_once: int = ROWS_AT_ONCE) -> None:
-        self._history = history
-        self._rows_at_once = rows_at_once
-
-    def routes(self, events: EventStream) -> list[BaseRoute]:
-        return [
-            Route("/v1/requests", self.requests),
-            Route("/v1/requests/{id}/timeline", self.timeline),
-            Route("/v1/steps", self.steps),
-            Route("/v1/steps/{node}/{number}", self.step),
-            Route("/events", events, methods=["GET"]),
-            Route("/trace", self.trace),
-            *page_routes(),
-        ]
-
-    async def requests(self, request: Request) -> Response:
-        limit = _number(request, "limit", 100, MAX_REQUESTS)
-        return self._listing({}, "requests", self._history.latest_requests(limit), limit)
-
-    async def timeline(self, request: Request) -> Response:
-        name = request.path_params["id"]
-        found = self._history.request(name)
-        if found is None:
-            raise RequestError(
-                f"No request {name[:80]!r} is among the latest {MAX_REQUESTS}.", "id", "request_not_found", 404
-            )
-        return _answer(found)
-
-    async def steps(self, request: Request) -> Response:
-        """Return the first `limit` steps since `since_ms`; without `since_ms`, return the latest `limit` steps."""
-        node = request.query_params.get("node")
-        if node is None:
-            raise RequestError("`node` is missing; /v1/status lists the nodes.", "node")
-        ring, limit = _ring(self._history, node), _number(request, "limit", 1000, CAPACITY)
-        if "since_ms" in request.query_params:
-            first = ring.place(round(_float(request, "since_ms") * 1e6))
-        else:
-            first = max(0, ring.num_ever - limit)
-        last = min(ring.num_ever, first + limit)
-        shown = (ring.shown(row) for row in ring.rows(first, last))
-        return self._listing({"node": node, "fields": FIELDS}, "steps", shown, last - first)
-
-    async def step(self, request: Request) -> Response:
-        """Return one step and the requests in it."""
-        node, text = request.path_params["node"], request.path_params["number"]
-        ring = _ring(self._history, node)
-        row = ring.numbered(int(text)) if text.isascii() and text.isdigit() and len(text) < 19 else None
-        if row is None:
-            raise RequestError(
-                f"No step {text[:40]!r} of node {node} is among its latest {CAPACITY}.", "number", "step_not_found", 404
-            )
-        members = [
-            {
-                "id": self._history.client_id(node, member.serial),
-                "start": member.start,
-                "count": member.num_tokens,
-                "kind": "chunk" if member.is_chunk else "decode",
-            }
-            for member in ring.members(row.number) or []
-        ]
-        values = dict(zip(FIELDS, ring.shown(row), strict=True))
-        return _answer({"node": node, **values, "members": members})
-
-    async def trace(self, request: Request) -> Response:
-        """Return the history in Chrome's trace format, as a file."""
-        text = request.query_params.get("last", "30s")
-        match = DURATION.fullmatch(text)
-        last_s = float(match[1]) * SECONDS[match[2]] if match is not None else 0.0
-        if not 0 < last_s <= MAX_LAST_S:
-            raise RequestError("`last` must be a duration of up to one hour, such as 30s, 500ms or 2m.", "last")
-        since_ns = now_ns() - round(last_s * 1e9)
-        head = {"displayTimeUnit": "ms", "otherData": {"began_unix_ms": since_ns / 1e6}}
-        answer = self._listing(head, "traceEvents", trace_events(self._history, since_ns), CAPACITY)
-        answer.headers["content-disposition"] = 'attachment; filename="baton-trace.json"'
-        return answer
-
-    def _listing(self, head: Mapping[str, object], name: str, rows: Iterable[object], size: int) -> Response:
-        """Return `head` with the rows added under `name`. More than `rows_at_once` rows are formatted in parts on
-        another thread, because formatting them at once would hold the interpreter lock and delay all streams."""
-        if size <= self._rows_at_once:
-            return _answer({**head, name: list(rows)})
-        return StreamingResponse(_pieces(head, name, iter(rows), self._rows_at_once), media_type=JSON)
-
-
 def _ring(history: RequestHistory, node: str) -> StepRing:
     ring = history.ring(node)
     if ring is None:
@@ -291,18 +204,31 @@ class PageFiles(StaticFiles):
 
 
 class Dashboard(RequestHistory):
-    """The observer of a router whose dashboard is enabled: the history, its routes and its part of `/v1/status`."""
+    """The observer of a router whose dashboard is enabled: the history, its routes and its part of `/v1/status`.
+
+    The handlers of the routes run on the event loop. Answers of more than `rows_at_once` rows are formatted on another
+    thread.
+    """
 
     queries = QUERIES
 
-    def __init__(self, now: Callable[[], int] = now_ns) -> None:
+    def __init__(self, now: Callable[[], int] = now_ns, rows_at_once: int = ROWS_AT_ONCE) -> None:
         super().__init__(now)
+        self._rows_at_once = rows_at_once
         self._event_streams: list[EventStream] = []
 
     def routes(self, status: Callable[[], dict[str, Any]]) -> list[BaseRoute]:
         stream = EventStream(self, status)
         self._event_streams.append(stream)
-        return HistoryHandlers(self).routes(stream)
+        return [
+            Route("/v1/requests", self.requests),
+            Route("/v1/requests/{id}/timeline", self.timeline),
+            Route("/v1/steps", self.steps),
+            Route("/v1/steps/{node}/{number}", self.step),
+            Route("/events", stream, methods=["GET"]),
+            Route("/trace", self.trace),
+            *page_routes(),
+        ]
 
     def extend_status(self, status: dict[str, Any]) -> dict[str, Any]:
         """Add each node's activity in the last seconds, and a sentence about the cluster's bottleneck."""
@@ -312,3 +238,73 @@ class Dashboard(RequestHistory):
     def close(self) -> None:
         for stream in self._event_streams:
             stream.close()
+
+    # ---- handlers ---------------------------------------------------------------------------------------------------
+
+    async def requests(self, request: Request) -> Response:
+        limit = _number(request, "limit", 100, MAX_REQUESTS)
+        return self._listing({}, "requests", self.latest_requests(limit), limit)
+
+    async def timeline(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        found = self.request(name)
+        if found is None:
+            raise RequestError(
+                f"No request {name[:80]!r} is among the latest {MAX_REQUESTS}.", "id", "request_not_found", 404
+            )
+        return _answer(found)
+
+    async def steps(self, request: Request) -> Response:
+        """Return the first `limit` steps since `since_ms`; without `since_ms`, return the latest `limit` steps."""
+        node = request.query_params.get("node")
+        if node is None:
+            raise RequestError("`node` is missing; /v1/status lists the nodes.", "node")
+        ring, limit = _ring(self, node), _number(request, "limit", 1000, CAPACITY)
+        if "since_ms" in request.query_params:
+            first = ring.place(round(_float(request, "since_ms") * 1e6))
+        else:
+            first = max(0, ring.num_ever - limit)
+        last = min(ring.num_ever, first + limit)
+        shown = (ring.shown(row) for row in ring.rows(first, last))
+        return self._listing({"node": node, "fields": FIELDS}, "steps", shown, last - first)
+
+    async def step(self, request: Request) -> Response:
+        """Return one step and the requests in it."""
+        node, text = request.path_params["node"], request.path_params["number"]
+        ring = _ring(self, node)
+        row = ring.numbered(int(text)) if text.isascii() and text.isdigit() and len(text) < 19 else None
+        if row is None:
+            raise RequestError(
+                f"No step {text[:40]!r} of node {node} is among its latest {CAPACITY}.", "number", "step_not_found", 404
+            )
+        members = [
+            {
+                "id": self.client_id(node, member.serial),
+                "start": member.start,
+                "count": member.num_tokens,
+                "kind": "chunk" if member.is_chunk else "decode",
+            }
+            for member in ring.members(row.number) or []
+        ]
+        values = dict(zip(FIELDS, ring.shown(row), strict=True))
+        return _answer({"node": node, **values, "members": members})
+
+    async def trace(self, request: Request) -> Response:
+        """Return the history in Chrome's trace format, as a file."""
+        text = request.query_params.get("last", "30s")
+        match = DURATION.fullmatch(text)
+        last_s = float(match[1]) * SECONDS[match[2]] if match is not None else 0.0
+        if not 0 < last_s <= MAX_LAST_S:
+            raise RequestError("`last` must be a duration of up to one hour, such as 30s, 500ms or 2m.", "last")
+        since_ns = now_ns() - round(last_s * 1e9)
+        head = {"displayTimeUnit": "ms", "otherData": {"began_unix_ms": since_ns / 1e6}}
+        answer = self._listing(head, "traceEvents", trace_events(self, since_ns), CAPACITY)
+        answer.headers["content-disposition"] = 'attachment; filename="baton-trace.json"'
+        return answer
+
+    def _listing(self, head: Mapping[str, object], name: str, rows: Iterable[object], size: int) -> Response:
+        """Return `head` with the rows added under `name`. More than `rows_at_once` rows are formatted in parts on
+        another thread, because formatting them at once would hold the interpreter lock and delay all streams."""
+        if size <= self._rows_at_once:
+            return _answer({**head, name: list(rows)})
+        return StreamingResponse(_pieces(head, name, iter(rows), self._rows_at_once), media_type=JSON)

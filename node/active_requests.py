@@ -199,13 +199,10 @@ class ActiveRequests:
 
     # ---- end ----------------------------------------------------------------------------------------------------
 
-    def finish(self, request_id: str, reason: str, at_ns: int | None = None) -> Request | None:
+    def finish(self, request_id: str, reason: str, at_ns: int | None = None) -> None:
         """Remove a request that ended at `at_ns`, by default now. Does not abort it in the scheduler."""
-        entry = self._pop(request_id)
-        if entry is None:
-            return None
-        self._recorder.event(request_id, "ended", at_ns, reason=reason)
-        return entry.request
+        if self._pop(request_id) is not None:
+            self._recorder.event(request_id, "ended", at_ns, reason=reason)
 
     def fail(self, request_id: str, reason: str, retry: bool) -> None:
         """Report to the router that this node cannot finish the request, and abort the request.

@@ -161,7 +161,7 @@ class DecodePeers:
             if await self._acknowledged(peer, stop):
                 return
             await asyncio.sleep(self._timing.retry_stop_s)
-        log.warning("%s did not acknowledge a stopped handoff: it keeps the blocks while this node lives", peer.address)
+        log.warning("%s did not acknowledge a stopped handoff: it keeps the blocks until this node ends", peer.address)
 
     async def _acknowledged(self, peer: DecodePeer, stop: StopRequest) -> bool:
         peer.used_at = time.monotonic()

@@ -92,9 +92,10 @@ async def _serve(
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s)
     dispatch = Dispatcher(fleet, queue, model.name, rules, observer)
     metrics = CollectorRegistry()
-    metrics.register(NodeMetrics(fleet.nodes, model.name, dispatch.status))
-    if dashboard is not None:
-        record_metrics = RecordMetrics(fleet.nodes, model.name, dashboard)
+    if dashboard is None:
+        metrics.register(NodeMetrics(fleet.nodes, model.name, dispatch.status))
+    else:
+        record_metrics = RecordMetrics(fleet.nodes, model.name, dispatch.status, dashboard)
         dashboard.subscribe(record_metrics)
         metrics.register(record_metrics)
     app = build_app(

@@ -109,6 +109,8 @@ async def _encoded(body: CompletionBody | ChatBody, model: ModelCard, tokenizer:
     else:
         param, prompts = "prompt", []
         for prompt in body.prompts:
+            if isinstance(prompt, str) and (least := tokenizer.least_tokens(prompt)) >= model.max_model_len:
+                raise _too_long(f"at least {least}", model, param)
             is_text = isinstance(prompt, str)
             prompts.append(await encode(tokenizer, prompt, body.add_special_tokens) if is_text else prompt)
     for ids in prompts:
@@ -122,8 +124,7 @@ def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
     """Return the maximum number of tokens to generate. Raises RequestError if they do not fit after the prompt."""
     context, param = model.max_model_len, "messages" if isinstance(body, ChatBody) else "prompt"
     if num_prompt >= context:
-        text = f"The prompt has {num_prompt} tokens; this model's context is {context} tokens, answer included."
-        raise RequestError(text, param, "context_length_exceeded")
+        raise _too_long(str(num_prompt), model, param)
     rest, limit = context - num_prompt, body.token_limit
     if limit is None:
         limit = rest if isinstance(body, ChatBody) else min(rest, max(COMPLETION_TOKENS, body.min_tokens))
@@ -135,6 +136,14 @@ def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
             "context_length_exceeded",
         )
     return limit
+
+
+def _too_long(num_tokens: str, model: ModelCard, param: str) -> RequestError:
+    return RequestError(
+        f"The prompt has {num_tokens} tokens; this model's context is {model.max_model_len} tokens, answer included.",
+        param,
+        "context_length_exceeded",
+    )
 
 
 def _sampling(body: CompletionBody | ChatBody) -> SamplingParams:

@@ -81,9 +81,11 @@ class NodeMetrics(Collector):
         )
         yield from self._from_status()
 
+    def _labels(self, info: NodeInfo) -> tuple[str, str, str]:
+        return info.id, info.role, self._model_name
+
     def _of_nodes(self, name: str, text: str, values: Iterable[tuple[NodeInfo, float]]) -> Metric:
-        labeled = (((info.id, info.role, self._model_name), value) for info, value in values)
-        return metric_family(name, text, LABELS, labeled)
+        return metric_family(name, text, LABELS, ((self._labels(info), value) for info, value in values))
 
     def _from_status(self) -> Iterable[Metric]:
         status, model = self._status(), (self._model_name,)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
@@ -51,6 +52,8 @@ class NodeConnection:
         self.stats = NodeStats()
         self.load = NodeLoad()
         self.is_alive = False
+        self.alive_since = 0.0
+        self.ramp_until = 0.0  # until then the node gets less than its share of requests
         self.has_crashed = False  # its stream broke while it was neither silent nor leaving
         self.is_listed = True  # in the registry
         self.router_is_closing = False
@@ -206,7 +209,7 @@ class NodeConnection:
         self.load.read_stats(stats, has_stepped=stats.steps != self.stats.steps)
         was_ready, self.stats = self.is_ready, stats
         if not self.is_alive:
-            self.is_alive, self.has_crashed = True, False
+            self.is_alive, self.alive_since, self.has_crashed = True, time.monotonic(), False
         if stats.state == "stuck":
             self.has_crashed = True
             self._fail_requests("is stuck")

@@ -25,6 +25,7 @@ log = logging.getLogger("baton.fleet")
 PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
 SPARE_REQUESTS = 8  # a node gets one extra request for each SPARE_REQUESTS that it can run, so that it is never idle
 BACKLOG_STEPS = 16  # a node should have a queue of prompts for this many steps, which take a second or two
+SLOW_START_S = 10.0  # how long a node that joins busy nodes gets less than its share of requests
 MAX_DETECTORS = 1024
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
@@ -49,9 +50,9 @@ class PlacementCandidate(NamedTuple):
 class NodePool:
     """The nodes that the router knows. It owns one `NodeConnection` for each.
 
-    It follows the registry, ejects nodes that fail (`OutlierDetector`), and chooses the nodes of each attempt. The
-    dispatcher calls it on the router's event loop. To be fast with many nodes, it computes the list of routable nodes
-    only when a node changes, and looks at a few nodes for each decision.
+    It follows the registry, ejects nodes that fail (`OutlierDetector`), ramps up those that join, and chooses the nodes
+    of each attempt. The dispatcher calls it on the router's event loop. To be fast with many nodes, it computes the
+    list of routable nodes only when a node changes, and looks at a few nodes for each decision.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class NodePool:
         self._routable_by_name: dict[str, NodeConnection] = {}
         self._has_shared_pools = False
         self._capacity: PoolCapacity | None = None  # None: to be computed
+        self._ramps_until = 0.0  # the latest `ramp_until` of all connections
         self._handoffs_before = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # by nodes that have left
 
     # ---- the nodes ----------------------------------------------------------------------------------------------
@@ -160,7 +162,9 @@ class NodePool:
 
     def connection_changed(self, connection: NodeConnection) -> None:
         """Process a change of a connection, which became alive, ready or not ready, or was lost."""
-        if not connection.is_alive and not connection.is_leaving:
+        if connection.is_alive:
+            self._start_slowly(connection)
+        elif not connection.is_leaving:
             self.outliers[connection.info.id].died(time.monotonic())
             self._schedule_return(connection)
         self.notify()
@@ -168,6 +172,14 @@ class NodePool:
             self.prefixes.forget(connection.info.id)
             if not connection.is_listed and self.connections.get(connection.info.id) is connection:
                 self._drop(connection.info.id)
+
+    def _start_slowly(self, connection: NodeConnection) -> None:
+        """Ramp up a node that joins busy ones. It is empty, so placement would otherwise send it every new request."""
+        before = time.monotonic() - SLOW_START_S
+        peers = [each for each in self.connections.values() if each.info.role == connection.info.role]
+        if connection.alive_since >= before and any(each.is_alive and each.alive_since < before for each in peers):
+            connection.ramp_until = connection.alive_since + SLOW_START_S
+            self._ramps_until = max(self._ramps_until, connection.ramp_until)
 
     # ---- outliers -----------------------------------------------------------------------------------------------
 
@@ -251,6 +263,8 @@ class NodePool:
             preferred = [each for each in prefill if each.info.id not in avoid]
             prefill = preferred if decode else preferred or prefill  # a decode node generates without a prefill node
             decode = [each for each in decode if each.info.id not in avoid] or decode
+        if (now := time.monotonic()) < self._ramps_until:
+            prefill, decode = ([each for each in pool if _has_room(each, now)] or pool for pool in (prefill, decode))
         if prefix_node:
             prefill = [each for each in prefill if each.info.id == prefix_node] or prefill
         if not (prefill or decode):
@@ -278,3 +292,11 @@ class NodePool:
 
 def _max_requests(info: NodeInfo) -> int:
     return info.max_num_seqs * (SPARE_REQUESTS + 1) // SPARE_REQUESTS + 2
+
+
+def _has_room(connection: NodeConnection, now: float) -> bool:
+    """Return whether the node may get one more request during its slow start."""
+    share = 1 - max(0.0, connection.ramp_until - now) / SLOW_START_S
+    if connection.info.role == "prefill":
+        return connection.load.outstanding_tokens <= share * BACKLOG_STEPS * step_tokens(connection.info)
+    return len(connection.listeners) <= share * connection.info.max_num_seqs

@@ -43,6 +43,7 @@ class TokenVocabulary:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
+        written = json.loads(tokenizer.to_str())
         self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special = frozenset(
             number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -50,7 +51,8 @@ class TokenVocabulary:
         self._replacements: list[tuple[str, str]] = []
         self.byte_level = False
         self.strip_start = 0  # how many leading spaces a whole text loses
-        self._read_decoder(json.loads(tokenizer.to_str())["decoder"] or {"type": None})
+        self._read_decoder(written["decoder"] or {"type": None})
+        self.most_bytes = _most_bytes(written)
         self.piece = cache(self._read_piece)
         self.bytes_of = cache(self._read_bytes)
 
@@ -89,6 +91,26 @@ class TokenVocabulary:
         if self.byte_level and all(character in BYTE_ALPHABET for character in piece):
             return bytes(BYTE_ALPHABET[character] for character in piece)
         return piece.encode()
+
+
+def _most_bytes(written: dict[str, Any]) -> int:
+    """Return the maximum number of bytes of text that one token can stand for, or 0 if there is no bound.
+
+    There is no bound if the tokenizer drops or rewrites text before splitting, or if a token absorbs adjacent spaces.
+    `written` is the content of tokenizer.json.
+    """
+    cutter, model, added = written["pre_tokenizer"] or {}, written["model"], written["added_tokens"]
+    # NFC shrinks text at most from 7 bytes to 2: U+1FBE U+0308 U+0301.
+    shrinks = {None: 1, "NFC": 4}.get((written["normalizer"] or {"type": None})["type"])
+    steps = cutter.get("pretokenizers", [cutter])
+    keeps_all = all(
+        step.get("type") == "ByteLevel" or (step.get("type") == "Split" and step["behavior"] != "Removed")
+        for step in steps
+    ) and any(step.get("type") == "ByteLevel" for step in steps)
+    knows_all = model.get("type") == "BPE" and BYTE_ALPHABET.keys() <= model["vocab"].keys()
+    if shrinks is None or not keeps_all or not knows_all or any(token["lstrip"] or token["rstrip"] for token in added):
+        return 0
+    return shrinks * max([*map(len, model["vocab"]), *(len(token["content"].encode()) for token in added)])
 
 
 class ByteLevelDetokenizer:

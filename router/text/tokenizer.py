@@ -64,6 +64,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self.vocabulary.size
 
+    def least_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of tokens that `encode` returns, without encoding."""
+        most = self.vocabulary.most_bytes
+        return len(text.encode(errors="replace")) // most if most else 0
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`. As in other servers, the names of special tokens in it become those tokens. The
         call takes about a second per megabyte; other threads can run during this time."""

@@ -21,8 +21,8 @@ SWEEP_AGE_S = 60.0  # a younger socket may be bound but not listening yet
 
 
 class LocalChannel(SocketChannel[Memory]):
-    """See KVChannel. A subclass defines the message that gives a writer access (`_offer`), the link of a writer
-    (`_link`), the location of our memory (`_place`), and the locations to which we can write (`_reaches`).
+    """See KVChannel. A subclass defines the message that gives a writer access (`_offer`) and the link of a writer
+    (`_link`). It may override the location of our memory (`_place`) and those that we can write to (`_reaches`).
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class LocalChannel(SocketChannel[Memory]):
 
     def _place(self) -> str:
         """Return the location of our memory, for the descriptor."""
-        raise NotImplementedError
+        return host_id()
 
     def _reaches(self, place: str) -> bool:
         """Return whether we can write to memory at this location."""
-        raise NotImplementedError
+        return place == host_id()
 
     def _offer(self) -> tuple[bytes, list[int]]:
         """Return the bytes and file descriptors that a writer gets after the welcome."""

@@ -25,12 +25,6 @@ class ShmChannel(LocalChannel[HostMemory]):
 
     name = "shm"
 
-    def _place(self) -> str:
-        return host_id()
-
-    def _reaches(self, place: str) -> bool:
-        return place == host_id()
-
     def _offer(self) -> tuple[bytes, list[int]]:
         return b"", [self._memory.fd]
 

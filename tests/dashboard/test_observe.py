@@ -1,6 +1,7 @@
 """The routes of the history: the trace is complete and valid, the feed is bounded and ends, errors name bad input."""
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -8,15 +9,13 @@ from typing import Any
 
 import pytest
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 from starlette.testclient import TestClient
 
 from dashboard.chrome_trace import trace_events
 from dashboard.history import RequestHistory
-from dashboard.routes import ROWS_AT_ONCE, EventStream, HistoryHandlers
+from dashboard.routes import ROWS_AT_ONCE, EventStream
 from dashboard.step_ring import FIELDS
-from router.http.asgi import described
+from router.http.asgi import to_response
 from shared.clock import now_ns
 from shared.errors import RequestError
 from shared.lifecycle import wait_until
@@ -25,9 +24,9 @@ from tests.dashboard.world import MS, World, finish, handed_off
 Message = dict[str, Any]
 
 
-def served() -> World:
+def served(rows_at_once: int = ROWS_AT_ONCE, base_ns: int = 0) -> World:
     """Record a handed-off request that began a second ago."""
-    world = handed_off(base_ns=now_ns() - 1000 * MS)
+    world = handed_off(base_ns=base_ns or now_ns() - 1000 * MS, rows_at_once=rows_at_once)
     world.step("decode-0", 5, 40, 8, 0, 2, 7, 32, 1, 3, 50, 1)
     finish(world)
     return world
@@ -74,19 +73,13 @@ def test_a_trace_begins_at_the_requested_time() -> None:
 # ---- routes ------------------------------------------------------------------------------------------------------
 
 
-def error_response(_request: Request, error: Exception) -> Response:
-    status, value, headers = described(error, "label")
-    return JSONResponse(value, status, headers)
-
-
-def client(records: RequestHistory, rows_at_once: int = ROWS_AT_ONCE) -> TestClient:
-    routes = HistoryHandlers(records, rows_at_once).routes(EventStream(records, dict))
-    return TestClient(Starlette(routes=routes, exception_handlers={RequestError: error_response}))
+def client(world: World) -> TestClient:
+    return TestClient(Starlette(routes=world.records.routes(dict), exception_handlers={RequestError: to_response}))
 
 
 def test_requests_steps_and_their_members_are_shown() -> None:
     world = served()
-    http = client(world.records)
+    http = client(world)
     (found,) = http.get("/v1/requests?limit=1").json()["requests"]
     assert (found["id"], found["state"], found["transfer"]["bytes"]) == ("cmpl-a", "finished", 160)
     timeline = http.get("/v1/requests/cmpl-a/timeline").json()
@@ -127,7 +120,7 @@ def test_requests_steps_and_their_members_are_shown() -> None:
     ],
 )
 def test_an_error_names_the_bad_parameter(path: str, status: int, param: str) -> None:
-    answer = client(served().records).get(path)
+    answer = client(served()).get(path)
     assert answer.status_code == status
     assert answer.json()["error"]["param"] == param
 
@@ -137,14 +130,13 @@ def test_an_error_names_the_bad_parameter(path: str, status: int, param: str) ->
 
 @pytest.mark.parametrize("path", ["/v1/requests?limit=4000", "/v1/steps?node=decode-0&limit=4000", "/trace?last=1h"])
 def test_an_answer_in_several_pieces_is_one_json_object(path: str) -> None:
-    world = served()
-    records = world.records
-    for number in range(6, 12):
+    base_ns = now_ns() - 1000 * MS
+    worlds = served(base_ns=base_ns), served(2, base_ns)
+    for world, number in itertools.product(worlds, range(6, 12)):
         world.step("decode-0", number, 10 * number, 0.1, 0, 1)
-        records.accepted(f"cmpl-{number}", 3, 1)
+        world.records.accepted(f"cmpl-{number}", 3, 1)
     path = path.replace("1h", "60m")
-    whole = client(records).get(path).json()
-    pieces = client(records, rows_at_once=2).get(path).json()
+    whole, pieces = (client(world).get(path).json() for world in worlds)
     rows = next(name for name in ("requests", "steps", "traceEvents") if name in whole)
     assert len(whole[rows]) == len(pieces[rows]) >= 7
     assert {**whole, rows: 0, "otherData": 0} == {**pieces, rows: 0, "otherData": 0}

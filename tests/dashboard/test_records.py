@@ -289,7 +289,7 @@ async def test_malformed_records_break_neither_the_history_nor_its_views(said: l
     node = info("decode-0")
     status: dict[str, Any] = {"nodes": [node_status(node, NodeStats(), True)], "placements": {}, "requests": {}}
     metrics = CollectorRegistry()
-    record_metrics = RecordMetrics(lambda: [(node, NodeStats(), True)], "m", records)
+    record_metrics = RecordMetrics(lambda: [(node, NodeStats(), True)], "m", lambda: status, records)
     records.subscribe(record_metrics)
     metrics.register(record_metrics)
     records.accepted("cmpl-a", 4, 1)

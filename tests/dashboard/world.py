@@ -18,9 +18,9 @@ def info(name: str, boot: str = "b", role: str = "", **facts: str) -> NodeInfo:
 class World:
     """A history whose clock shows milliseconds since `base_ns`. Events of the kind `lost` do not arrive."""
 
-    def __init__(self, lost: str = "", base_ns: int = BASE) -> None:
+    def __init__(self, lost: str = "", base_ns: int = BASE, rows_at_once: int = 200) -> None:
         self.now_ms, self.lost, self.base_ns = 0.0, lost, base_ns
-        self.records = Dashboard(lambda: base_ns + round(self.now_ms * MS))
+        self.records = Dashboard(lambda: base_ns + round(self.now_ms * MS), rows_at_once)
 
     def at(self, ms: float) -> RequestHistory:
         self.now_ms = ms
@@ -47,9 +47,9 @@ class World:
         self.records.node_updated(info(node), NodeUpdate(stats=NodeStats(cost=MODEL.packed())))
 
 
-def handed_off(lost: str = "", base_ns: int = BASE) -> World:
+def handed_off(lost: str = "", base_ns: int = BASE, rows_at_once: int = 200) -> World:
     """Record a request: accepted at 0, queued at 2, chunks from 5 to 25, KV received at 31, decodes from 34 (in ms)."""
-    world = World(lost, base_ns)
+    world = World(lost, base_ns, rows_at_once)
     world.at(0).accepted("cmpl-a", 40, 1, "00-ab-cd-01")
     world.at(1).placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "long prompt", 0.05, 0.02)
     world.event("prefill-0", "queued", 2, serial=0, count=40)

@@ -142,16 +142,6 @@ async def test_a_node_with_a_broken_ledger_takes_nothing_more_and_ends_nothing()
         assert not here.node.fatal_error.done()
 
 
-async def test_a_leak_that_keeps_the_sums_right_is_found_when_the_engine_is_idle() -> None:
-    here = hash_node(DECODE)
-    async with attached(here) as line:
-        line.submit(submission())
-        assert await wait_until(lambda: line.finishes("r") == ["length"], 5.0)
-        here.node.engine.post(lambda scheduler: scheduler.pool.take(1))
-        assert await wait_until(lambda: here.node.stats().state == "breached", 10.0)
-        assert "has 0 holders and 1 references" in here.node.stats().ledger_error
-
-
 # ---- real processes --------------------------------------------------------------------------------------------------
 
 NODES: dict[str, dict[str, str]] = {

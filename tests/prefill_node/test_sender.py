@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine.hash_model import HashRunner
 from engine.runner import SliceOutput
 from node.node import Node
 from prefill_node.decode_peers import HandoffTiming
-from prefill_node.sender import HandoffSender
-from scheduler.request import Step
+from prefill_node.sender import HandoffSender, OutgoingHandoff
+from scheduler.request import Request, Step
 from scheduler.role import PREFILL
 from shared.kv.channel import ChannelError, KVChannel
 from shared.kv.memory import HostMemory, checksums
@@ -364,3 +366,20 @@ async def test_a_decode_node_that_is_gone_fails_its_handoffs_and_is_forgotten() 
         here.submit("late")
         assert (await here.failure()).retry
         await here.empty()
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 12), st.integers(0, 6))
+def test_each_complete_block_is_pushed_once_and_in_order(num_prompt: int, block: int, chunk: int, held: int) -> None:
+    request = Request("r", [1] * num_prompt, num_prompt, 1)
+    outgoing = OutgoingHandoff(submission(), request, num_prompt, block)
+    outgoing.num_pushed = held = min(held, num_prompt // block)
+    outgoing.targets = list(range(100, 100 + outgoing.num_blocks - held))
+    pushed = []
+    while outgoing.num_computed < num_prompt:
+        outgoing.num_computed = min(num_prompt, outgoing.num_computed + chunk)
+        pushed += outgoing.next_targets()
+        outgoing.num_pushed = held + len(pushed)
+        is_whole = outgoing.num_computed == num_prompt
+        assert is_whole or outgoing.num_pushed <= max(held, outgoing.num_computed // block), "an incomplete block"
+        assert outgoing.next_targets() == []
+    assert pushed == outgoing.targets

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from router.dispatch import dispatcher as dispatch_module
 from router.dispatch.failover import BURST_S, MAX_RETRY_WAIT_S, RETRIES_PER_S, RETRY_SHARE, RetryBudget
+from router.nodes import pool as fleet_module
 from router.nodes.health import EJECT_S, MAX_EJECT_S, MAX_FAILURES, OutlierDetector
 from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import TokenDelta
@@ -215,6 +216,34 @@ async def test_an_ejected_node_gets_no_requests_unless_all_are_ejected(
     assert sorted(link.info.id for link in here.fleet.routable()[1]) == ["d0", "d1"], "all are ejected"
     await asyncio.sleep(0.25)
     assert len(here.fleet.routable()[1]) == 2
+
+
+async def test_a_node_that_comes_back_is_given_little_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = stage("d0 d1")
+    now = [1000.0]
+    monkeypatch.setattr(fleet_module.time, "monotonic", lambda: now[0])
+    for node in here.nodes.values():
+        node.alive_since = 1.0
+    d1 = here.d1
+    d1.alive_since = now[0]
+    here.fleet.connection_changed(d1)
+    runs = []
+    for number in range(6):
+        here.d0.load.kv_tokens = 3000  # so that placement by load would choose the returned node
+        runs.append(await here.submit(name=f"r{number}"))
+    assert len(d1.submits) == 1
+    now[0] += 5.0
+    for number in range(6, 12):
+        here.d0.load.kv_tokens = 3000
+        runs.append(await here.submit(name=f"r{number}"))
+    assert len(d1.submits) == 5, "half of what it can run, and one"
+    now[0] += 6.0
+    here.d0.load.kv_tokens = 3000
+    runs.append(await here.submit(name="last"))
+    assert d1.submits[-1].id == "last.0.0"
+    monkeypatch.undo()
+    for run in runs:
+        await run.close()
 
 
 # ---- real processes --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.detokenizer import HELD_BYTES, REPLACEMENT, StopStrings
+from router.text.detokenizer import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from tests.router.conftest import byte_level_tokenizer
@@ -156,6 +156,52 @@ def test_a_beginning_token_that_the_config_requires_is_added_once(fallback):
     assert fallback.encode("ab")[0] == 1
     assert fallback.encode("<s>ab").count(1) == 1
     assert 1 not in fallback.encode("ab", add_special_tokens=False)
+
+
+@SETTINGS
+@given(
+    text=st.text(
+        st.one_of(st.sampled_from("Onc e\u0301α\u0313\u0301\u0345ᄀ\u1161\u11a8👩‍"), st.characters(codec="utf-8")),
+        max_size=400,
+    ),
+    composes=st.booleans(),
+)
+def test_the_lower_bound_of_a_texts_tokens_holds(text, composes):
+    library = byte_level_tokenizer()
+    if composes:
+        library.normalizer = tokenizers.normalizers.NFC()
+    tokenizer = Tokenizer(library, {})
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.least_tokens("x" * 30_000) > 300
+
+
+def test_the_lower_bound_allows_for_composition():
+    composed, of = "\u0390", "\u1fbe\u0308\u0301"
+    first, second = (
+        character for byte in composed.encode() for character, value in BYTE_ALPHABET.items() if value == byte
+    )
+    vocabulary = {character: number for number, character in enumerate(sorted(BYTE_ALPHABET))}
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocabulary | {first + second: len(vocabulary)}, [(first, second)])
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.normalizer = tokenizers.normalizers.NFC()
+    tokenizer = Tokenizer(library, {})
+    assert tokenizer.least_tokens(100 * of) <= len(tokenizer.encode(100 * of, add_special_tokens=False)) == 100
+
+
+def test_there_is_no_lower_bound_if_a_token_has_no_longest_text(fallback):
+    assert fallback.least_tokens("a" * 100_000) == 0  # the tokenizer rewrites spaces before it splits the text
+    greedy, drops, shrinks, unknown = (byte_level_tokenizer() for _ in range(4))
+    greedy.add_special_tokens([tokenizers.AddedToken("<|pad|>", rstrip=True)])
+    drops.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Split(" ", "removed"), tokenizers.pre_tokenizers.ByteLevel()]
+    )
+    shrinks.normalizer = tokenizers.normalizers.Strip()
+    unknown.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "isolated")  # drops unknown characters
+    bounds = [Tokenizer(library, {}).least_tokens(" " * 100_000) for library in (greedy, drops, shrinks, unknown)]
+    assert bounds == [0, 0, 0, 0]
 
 
 def test_loading_reads_the_directory(tmp_path, byte_level):

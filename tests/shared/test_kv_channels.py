@@ -469,10 +469,6 @@ def end_of_push(reservation_id: bytes) -> bytes:
     return frame_head(reservation_id, [])
 
 
-def damaged(frame: bytes, at: int) -> bytes:
-    return frame[:at] + bytes([frame[at] ^ 2]) + frame[at + 1 :]
-
-
 def receive_ack(raw: socket.socket) -> tuple[int, int]:
     magic, version, accepted, refused = ACK.unpack(raw.recv(ACK.size, socket.MSG_WAITALL))
     assert (magic, version) == (MAGIC, VERSION)

@@ -14,30 +14,30 @@ class FakeRedis:
         self.down_until = self.hangs_until = self.lies_until = 0.0
 
     async def set(self, key: str, value: bytes, px: int | None = None, **_: Any) -> None:
-        await self._answer()
+        await self.answer()
         ends = asyncio.get_running_loop().time() + px / 1000 if px is not None else float("inf")
         self.keys[key] = (value, ends)
 
     async def sadd(self, key: str, *members: str | bytes) -> None:
-        await self._answer()
+        await self.answer()
         self.sets.setdefault(key, {}).update(dict.fromkeys(map(_encoded, members)))
 
     async def srem(self, key: str, *members: str | bytes) -> None:
-        await self._answer()
+        await self.answer()
         for member in members:
             self.sets.get(key, {}).pop(_encoded(member), None)
 
     async def delete(self, *keys: str) -> None:
-        await self._answer()
+        await self.answer()
         for key in keys:
             self.keys.pop(key, None)
 
     async def smembers(self, key: str) -> list[bytes]:
-        await self._answer()
+        await self.answer()
         return list(self.sets.get(key, {}))
 
     async def mget(self, keys: list[str] | list[bytes]) -> list[bytes | None]:
-        await self._answer()
+        await self.answer()
         return [self._read(_encoded(key).decode()) for key in keys]
 
     async def aclose(self) -> None:
@@ -47,7 +47,7 @@ class FakeRedis:
         self.keys.clear()
         self.sets.clear()
 
-    async def _answer(self) -> None:
+    async def answer(self) -> None:
         """Wait for the time that an answer takes. Raises OSError if there is no answer."""
         now = asyncio.get_running_loop().time()
         await asyncio.sleep(0.0005)

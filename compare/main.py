@@ -22,8 +22,7 @@ from compare.report.document import report_of
 from compare.report.page import write_report
 from compare.report.terminal import show
 from compare.run.deployments import Deployments, LaunchOptions, LocalStack, fit_together, num_gpus
-from compare.run.experiment import Experiment
-from compare.run.session import run_session
+from compare.run.session import Experiment, run_session
 from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, resolve
 

@@ -188,7 +188,7 @@ class RequestHistory(RouterObserver):
         trace = self._traces.get(id)
         if trace is not None and num_tokens:
             trace.output(sample, num_tokens, self._now())
-            self._change(trace)
+            self.version = trace.version = self.version + 1  # as `_change`, without a call for each token
 
     def ended(self, id: str, sample: int, how: str) -> None:
         trace = self._traces.get(id)

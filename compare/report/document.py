@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from compare.endpoint import Document
 from compare.load.outcome import Outcome
 from compare.load.traffic import spread
-from compare.run.experiment import Experiment, Findings, Period
+from compare.run.session import Experiment, Findings, Period
 from compare.stats import verdict as verdicts
 from compare.stats.capacity import attainment_bands, balanced, influences
 from compare.stats.measures import (

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--rows", default="", help="comma-separated names of rows; default: all")
     parser.add_argument("--requests", type=int, default=800, help="minimum requests per row")
-    parser.add_argument("--channel", default="", help="KV channel of all rows, shm or tcp; default: as each row says")
+    parser.add_argument("--channel", default="", help="KV channel of all rows; default: each row has its own")
     parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
     known = [*(row.name for row in ROWS), *other_clusters.NAMES]

@@ -229,17 +229,9 @@ def drive(row: Row, requests: int, channel: str = "") -> Report:
             (outcome for outcome in load.outcomes if outcome.id), key=lambda outcome: outcome.gap_s, default=None
         )
         harms = sum((proxy.harms for pair in proxies.values() for proxy in pair.values()), Counter[str]())
-        return Report(
-            row,
-            load.outcomes,
-            faults,
-            supervisor.restarts,
-            status,
-            detection_s(running, faults),
-            gap_of(running, slowest, faults) if slowest else None,
-            unbalanced,
-            harms,
-        )
+        gap = gap_of(running, slowest, faults) if slowest else None
+        detected_s = detection_s(running, faults)
+        return Report(row, load.outcomes, faults, supervisor.restarts, status, detected_s, gap, unbalanced, harms)
 
 
 def _proxied(relays: Relays, own: dict[str, dict[str, object]], name: str) -> dict[str, Proxy]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.result import Cell
 from tests.chaos.drive import CLIENTS, all_back
 from tests.chaos.evidence import at_rest
-from tests.chaos.traffic import Ask, Load, Outcome, failures, run_into
+from tests.chaos.traffic import Ask, Load, Outcome, failures, run
 from tests.chaos.wire import DEAD, FAR, GOOD, HERE, THERE, Line, Wire, is_permitted
 from tests.cluster.harness import RedisServer, cluster, wait_for
 
@@ -62,7 +62,7 @@ def kill_a_router(requests: int, nodes: int = 2) -> tuple[list[Outcome], int, li
             with lives, dies:
                 wait_for(lambda: len(dies.outcomes) >= CLIENTS, "requests through the second router")
                 talk = Outcome(TALK)
-                talking = threading.Thread(target=run_into, args=(talk, running.urls["router-1"], running.model))
+                talking = threading.Thread(target=run, args=(running.urls["router-1"], running.model, talk))
                 talking.start()
                 wait_for(lambda: bool(talk.tokens), "a token of the stream that is to break")
                 num_before = len(lives.outcomes)

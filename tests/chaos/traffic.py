@@ -121,22 +121,15 @@ def failures(outcomes: Iterable[Outcome]) -> list[str]:
     ]
 
 
-def run(url: str, model: str, asked: Ask) -> Outcome:
-    """Send a request and read its stream to the end. The outcome contains the error of the request, if any."""
-    outcome = Outcome(asked)
-    run_into(outcome, url, model)
-    return outcome
-
-
-def run_into(outcome: Outcome, url: str, model: str) -> None:
-    """Like `run`, for callers that read the outcome while tokens arrive."""
-    asked = outcome.ask
-    outcome.began_ns, outcome.prompt = now_ns(), asked.prompt
+def run(url: str, model: str, outcome: Outcome) -> Outcome:
+    """Send the request of `outcome` and read its stream to the end. Tokens, or an error, appear in `outcome`."""
+    outcome.began_ns, outcome.prompt = now_ns(), outcome.ask.prompt
     try:
-        _stream(url, asked.body(model), outcome)
+        _stream(url, outcome.ask.body(model), outcome)
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
         outcome.lost = f"{type(error).__name__}: {error}"
     outcome.ended_ns = now_ns()
+    return outcome
 
 
 def _stream(url: str, body: dict[str, Any], outcome: Outcome) -> None:
@@ -217,7 +210,7 @@ class Load:
                     return
                 index, self._next = self._next, self._next + 1
             for attempt in count(index):
-                outcome = run(self._urls[attempt % len(self._urls)], self._model, self._asks(index))
+                outcome = run(self._urls[attempt % len(self._urls)], self._model, Outcome(self._asks(index)))
                 if self._is_over or outcome.id or not outcome.lost.startswith(self._refusals):
                     break
                 time.sleep(0.05)  # the router is restarting

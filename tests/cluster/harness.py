@@ -105,16 +105,9 @@ class Cluster:
     `prefixes` maps the name of a process to the words that its command line starts with."""
 
     def __init__(
-        self,
-        directory: Path,
-        prefill: int,
-        decode: int,
-        registry: str,
-        settings: dict[str, object],
-        own: dict[str, dict[str, object]] | None = None,
-        routers: int = 1,
-        prefixes: dict[str, list[str]] | None = None,
-    ) -> None:
+        self, directory: Path, prefill: int, decode: int, registry: str, *, routers: int = 1,
+        own: dict[str, dict[str, object]] | None = None, prefixes: dict[str, list[str]] | None = None, **settings: object,
+    ) -> None:  # fmt: skip
         self.directory = directory
         self.own = own or {}
         self.prefixes = prefixes or {}
@@ -322,20 +315,14 @@ def http_request(path: str, body: dict[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def cluster(
-    prefill: int = 1,
-    decode: int = 1,
-    registry: str = "",
-    own: dict[str, dict[str, object]] | None = None,
-    routers: int = 1,
-    prefixes: dict[str, list[str]] | None = None,
-    secret: bool = False,
-    **settings: object,
+    prefill: int = 1, decode: int = 1, registry: str = "", *, secret: bool = False, **options: Any
 ) -> Iterator[Cluster]:
+    """Run a cluster. The options are those of Cluster."""
     with tempfile.TemporaryDirectory(prefix="baton-test-") as directory:
         if secret:
-            settings["cluster_secret_file"] = path = Path(directory) / "secret"
+            options["cluster_secret_file"] = path = Path(directory) / "secret"
             write_secret(path)
-        running = Cluster(Path(directory), prefill, decode, registry, settings, own, routers, prefixes)
+        running = Cluster(Path(directory), prefill, decode, registry, **options)
         try:
             running.ready()
             yield running

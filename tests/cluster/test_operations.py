@@ -67,7 +67,7 @@ def listened(process: "subprocess.Popen[bytes]") -> tuple[set[tuple[str, int]], 
     return addresses, paths
 
 
-def test_every_process_listens_where_it_says_and_nowhere_else(running: Cluster) -> None:
+def test_a_process_listens_only_at_its_announced_addresses(running: Cluster) -> None:
     """This detects a library that opens a port by itself."""
     for name, url in running.urls.items():
         port = int(url.rpartition(":")[2])
@@ -82,7 +82,7 @@ def test_every_process_listens_where_it_says_and_nowhere_else(running: Cluster) 
         assert Path(*paths).parent == directory_of(running), name
 
 
-def test_what_lies_in_the_kv_directory_is_for_its_user_and_its_names_cannot_be_guessed(running: Cluster) -> None:
+def test_the_kv_directory_is_private_and_the_names_in_it_are_random(running: Cluster) -> None:
     """Shared memory has no name in the file system; a process passes its descriptor over the socket."""
     directory = directory_of(running)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700

@@ -63,7 +63,7 @@ def started(server: RedisServer) -> int:
 
 # ---- invalid answers -----------------------------------------------------------------------------------------------
 
-LIES = {
+WRONG_ANSWERS = {
     "OOM": b"-OOM command not allowed when used memory > 'maxmemory'.\r\n",
     "READONLY": b"-READONLY You can't write against a read only replica.\r\n",
     "LOADING": b"-LOADING Redis is loading the dataset in memory\r\n",
@@ -78,10 +78,10 @@ LIES = {
     "a null array": b"*-1\r\n",
     "a list of numbers": b"*2\r\n:1\r\n:2\r\n",
     "a list of lists": b"*1\r\n*1\r\n*0\r\n",
-    "a longer list than was asked for": b"*3\r\n$2\r\nd0\r\n$2\r\nd1\r\n$2\r\nd2\r\n",
+    "a list that is too long": b"*3\r\n$2\r\nd0\r\n$2\r\nd1\r\n$2\r\nd2\r\n",
     "a map": b"%1\r\n+a\r\n+b\r\n",
     "depth": b"*1\r\n" * 20_000,
-    "a length that is none": b"$many\r\nabc\r\n",
+    "a length that is no number": b"$many\r\nabc\r\n",
     "a negative length": b"$-7\r\n",
     "a text that does not end": b"$1000000000\r\nabc",
     "a list that does not end": b"*1000000000\r\n:1\r\n",
@@ -91,10 +91,10 @@ LIES = {
     "the end": b"",
 }
 # Redis may give these answers if there are no nodes. After a lease, the nodes leave the list but stay connected.
-PLAUSIBLE = {"null", "a negative length", "a null array", "a longer list than was asked for", "a map"}
+PLAUSIBLE = {"null", "a negative length", "a null array", "a list that is too long", "a map"}
 
 
-async def survives(name: str, lie: bytes, relay: Proxy, url: str) -> None:
+async def survives(name: str, answer: bytes, relay: Proxy, url: str) -> None:
     """Check that one node and one router's registry recover from wrong answers that last longer than their timeouts."""
     registry = RedisRegistry(url, name, 0.1)
     node = RedisAnnouncer(url, name, 0.05)
@@ -102,7 +102,7 @@ async def survives(name: str, lie: bytes, relay: Proxy, url: str) -> None:
     await node.start(INFO)
     try:
         assert await wait_until(lambda: registry.nodes == {"d0": INFO}, PATIENCE_S), f"{name}: the node is not listed"
-        relay.harm = Harm(reply=lie)
+        relay.harm = Harm(reply=answer)
         await asyncio.sleep(2 * registry_module.REDIS_TIMEOUT_S + 0.2)
         assert registry.nodes == {"d0": INFO} or name in PLAUSIBLE, f"{name}: the last list is not kept"
         relay.harm = NONE
@@ -118,11 +118,11 @@ async def test_malformed_answers_of_redis_leave_the_list_and_nodes_rejoin_after_
     server: RedisServer, relays: Relays
 ) -> None:
     port = await asyncio.to_thread(started, server)
-    hosts = [f"127.0.1.{number}" for number in range(1, 1 + len(LIES))]
+    hosts = [f"127.0.1.{number}" for number in range(1, 1 + len(WRONG_ANSWERS))]
     outcomes = await asyncio.gather(
         *(
-            survives(*lie, relays.between(host, port), f"redis://{host}:{port}")
-            for lie, host in zip(LIES.items(), hosts, strict=True)
+            survives(*wrong, relays.between(host, port), f"redis://{host}:{port}")
+            for wrong, host in zip(WRONG_ANSWERS.items(), hosts, strict=True)
         ),
         return_exceptions=True,
     )

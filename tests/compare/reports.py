@@ -9,7 +9,7 @@ from compare.load.outcome import LatencySlo, LoadRecording, Outcome
 from compare.load.traffic import Arrival, Traffic
 from compare.report import document
 from compare.run.equivalence import ParityCheck, check_parity
-from compare.run.experiment import Experiment, Findings, Period, Trial, trials_of
+from compare.run.session import Experiment, Findings, Period, Trial, trials_of
 from compare.stats.capacity import CapacityPoint
 
 HOSTILE = "</script><img src=x onerror=\"document.title='broken'\">{{data}}"

@@ -9,7 +9,7 @@ from cluster.cli import main
 from compare.main import prepare
 from compare.options import CompareOptions
 from compare.report.terminal import row_of, show
-from compare.run.experiment import Experiment
+from compare.run.session import Experiment
 from shared.model_files import DEMO_MODEL
 from tests.compare.reports import page_report
 

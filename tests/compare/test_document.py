@@ -12,7 +12,7 @@ from compare.load.outcome import LatencySlo
 from compare.report.document import Figures, report_of
 from compare.report.terminal import row_of
 from compare.run.equivalence import ParityCheck
-from compare.run.experiment import Experiment, Findings, Period, trials_of
+from compare.run.session import Experiment, Findings, Period, trials_of
 from compare.stats.capacity import CapacityPoint, capacity_of
 from tests.compare.reports import ARMS, CONTROL, NUM, experiment, findings, period, session
 

@@ -10,16 +10,20 @@ from compare.endpoint import Document, Endpoint, EndpointError
 from compare.load.outcome import LatencySlo, Outcome
 from compare.load.traffic import Arrival, Traffic
 from compare.run.deployments import Deployments, fit_together
-from compare.run.experiment import (
+from compare.run.session import (
     Experiment,
     Findings,
     Period,
+    Session,
     Trial,
+    add_records,
+    check_counts,
     keep_requests,
+    run_session,
+    splits_of,
     trace_name,
     trials_of,
 )
-from compare.run.session import Session, add_records, check_counts, run_session, splits_of
 from compare.stats.measures import slo_excess
 from tests.compare.reports import recording
 

@@ -59,7 +59,7 @@ class Nodes:
         return samples_of(self.registry)[name, f"engine={engine}", "model_name=tiny", f"role={role}"]
 
 
-def test_steps_are_measured_by_their_size_their_prediction_and_their_interference():
+def test_the_size_prediction_error_and_interference_of_steps_are_exported():
     nodes = Nodes()
     decode = nodes.rows[1][0]
     model = CostModel(overhead=0.001, per_decode=0.0005)  # 4 decodes alone: 3 ms
@@ -77,7 +77,7 @@ def test_steps_are_measured_by_their_size_their_prediction_and_their_interferenc
     assert samples_of(nodes.registry)["baton_pool_busy_ratio", "model_name=tiny", "role=prefill"] == 0
 
 
-def test_pushes_and_waits_for_room_are_measured_and_a_node_that_left_is_dropped():
+def test_pushes_and_reservations_are_exported_until_their_node_leaves():
     nodes = Nodes()
     prefill = nodes.rows[0][0]
     events = (
@@ -129,7 +129,7 @@ def test_an_attempt_that_failed_or_is_colocated_is_in_no_queue():
     assert not world.records.handoff_queues()
 
 
-def test_gauges_of_a_lost_node_are_not_shown_and_its_counters_are():
+def test_a_lost_node_exports_counters_but_no_gauges():
     rows = [(info("p0", role="prefill"), NodeStats(running=5, steps=7), False)]
     metrics = CollectorRegistry()
     status = {"placements": {}, "requests": {}}
@@ -140,7 +140,7 @@ def test_gauges_of_a_lost_node_are_not_shown_and_its_counters_are():
     assert 'baton_node_alive{engine="p0",model_name="tiny",role="prefill"} 0.0' in text
 
 
-def test_the_status_shows_what_nodes_did_and_what_clients_had():
+def test_the_status_shows_the_activity_of_nodes_and_latencies():
     nodes = Nodes()
     start = now_ns() - 500_000_000
     step = StepRecord(
@@ -159,7 +159,7 @@ def test_the_status_shows_what_nodes_did_and_what_clients_had():
     json.dumps(whole, allow_nan=False)
 
 
-def test_the_phases_of_a_request_become_vllms_times():
+def test_the_phases_of_a_request_are_exported_as_vllms_times():
     nodes = Nodes()
     phases = {"router": 1, "prefill_queue": 20, "prefill": 300, "transfer_exposed": 4}
     phases |= {"decode_queue": 5, "decode": 600, "interference": 7}
@@ -191,7 +191,7 @@ def exported() -> set[str]:
     return {key[0] for key in samples_of(nodes.registry)}
 
 
-def test_vllms_published_board_finds_all_it_asks_for():
+def test_every_metric_of_vllms_published_board_is_exported():
     assert exported() >= VLLM_BOARD
 
 
@@ -212,7 +212,7 @@ def test_renamed_metrics_keep_their_old_names_for_a_release():
         assert seen[name, "model_name=tiny"] == seen[alias, "model_name=tiny"] == value
 
 
-def test_every_query_of_our_board_asks_for_what_is_exported():
+def test_every_metric_of_our_board_is_exported():
     board = json.loads(BOARD.read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
     asked_for = {name for query in queries for name in re.findall(r"(?:vllm:|baton_)\w+", query)}

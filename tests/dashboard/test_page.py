@@ -62,7 +62,7 @@ async def test_nothing_outside_the_folder_is_served(path: str) -> None:
     assert (await get(path)).status_code == 404
 
 
-def test_the_page_asks_for_nothing_from_outside_and_has_no_inline_script_or_style() -> None:
+def test_the_page_loads_only_its_own_files_and_has_no_inline_script_or_style() -> None:
     html = (FOLDER / "index.html").read_text()
     assert re.findall(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=", html) == []
     links = re.findall(r'(?:src|href)="([^"]*)"', html)
@@ -106,7 +106,7 @@ def full(**fields: Any) -> dict[str, Any]:
     return {"blocks": {"free": 1, "cached": 0, "owned": 95, "reserved": 4, "quarantined": 0, "total": 100}} | fields
 
 
-def test_missing_values_are_no_error() -> None:
+def test_missing_values_are_accepted() -> None:
     assert bottleneck({}) == "No node has joined: nothing can be served."
     assert "ready" in bottleneck({"nodes": [{"id": "d", "role": "decode", "state": "ready", "alive": True}]})
 
@@ -210,7 +210,7 @@ def test_the_sentence_names_the_bottleneck(nodes: list[dict[str, Any]], given: d
         ([node("prefill", handoffs=0), WELL], LATE_SECOND, "handoff"),  # all prompts were computed locally
     ],
 )
-def test_the_sentence_does_not_blame_what_is_not_shown(
+def test_the_sentence_names_no_cause_that_is_not_shown(
     nodes: list[dict[str, Any]], given: dict[str, Any], absent: str
 ) -> None:
     assert absent not in sentence(*nodes, **given)

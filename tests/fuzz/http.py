@@ -57,19 +57,13 @@ def completion_bodies(data: bytes) -> None:
     for generation in requests:
         assert 0 < len(generation.prompt) < 64
         assert len(generation.prompt) + generation.max_tokens <= 64
+        prompt, stops = (messages.pack_ids(ids) for ids in (generation.prompt, sorted(generation.stop_tokens)))
         submit = SubmitRequest(
-            generation.id,
-            "r",
-            messages.pack_ids(generation.prompt),
-            len(generation.prompt),
-            generation.max_tokens,
-            generation.sampling,
-            generation.min_tokens,
-            messages.pack_ids(sorted(generation.stop_tokens)),
-        )
-        check_submit(
-            decode(encode(submit), SubmitRequest), 64, model.vocab_size
-        )  # a node accepts every request that the router accepts
+            generation.id, "r", prompt, len(generation.prompt), generation.max_tokens, generation.sampling,
+            generation.min_tokens, stops,
+        )  # fmt: skip
+        # A node accepts every request that the router accepts.
+        check_submit(decode(encode(submit), SubmitRequest), 64, model.vocab_size)
 
 
 @target(as_json(CHAT), as_json({"messages": [{"role": "system", "content": "x", "name": "y"}]}), bytes_per_byte=4000)

@@ -24,15 +24,20 @@ def main() -> int:
     options.add_argument("--target", help="run only this target")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--jobs", type=int, default=1, help="targets to run in parallel")
-    options.add_argument("--engine", choices=["atheris", "mutate"], default=_best_engine())
+    options.add_argument(
+        "--engine", choices=["atheris", "mutate"], default="atheris" if find_spec("atheris") else "mutate"
+    )
     options.add_argument("--input", type=Path, help="run only the input in this file")
     options.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     chosen = options.parse_args()
-    if chosen.child:
+    if chosen.child and chosen.engine == "atheris":
         return _under_atheris(chosen.target, chosen.runs, chosen.seed)
-    from tests.fuzz.mutate import run_one
+    from tests.fuzz.mutate import fuzz, run_one
     from tests.fuzz.targets import TARGETS
 
+    if chosen.child:
+        fuzz(chosen.target, chosen.runs, chosen.seed)
+        return 0
     if chosen.input is not None:
         run_one(chosen.target, chosen.input.read_bytes(), weigh=False)
         return 0
@@ -41,22 +46,14 @@ def main() -> int:
         return max(pool.map(lambda name: _report(name, chosen), names))
 
 
-def _best_engine() -> str:
-    return "atheris" if find_spec("atheris") else "mutate"
-
-
 def _report(name: str, chosen: argparse.Namespace) -> int:
     began = time.monotonic()
-    code = "import sys; from tests.fuzz.mutate import fuzz; fuzz(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
-    command = [sys.executable, "-c", code, name, str(chosen.runs), str(chosen.seed)]
-    if chosen.engine == "atheris":
-        command = [sys.executable, "-m", "tests.fuzz.run", "--child", "--target", name]
-        command += ["--runs", str(chosen.runs), "--seed", str(chosen.seed)]
+    command = [sys.executable, "-m", "tests.fuzz.run", "--child", "--target", name, "--engine", chosen.engine]
+    command += ["--runs", str(chosen.runs), "--seed", str(chosen.seed)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     took_s = time.monotonic() - began
-    print(
-        f"{name:20} {chosen.runs} runs, {took_s:.0f} s: {'a finding' if ended.returncode else 'no finding'}", flush=True
-    )
+    found = "a finding" if ended.returncode else "no finding"
+    print(f"{name:20} {chosen.runs} runs, {took_s:.0f} s: {found}", flush=True)
     if ended.returncode:
         print(ended.stderr[-4000:], flush=True)
     return min(1, abs(ended.returncode))

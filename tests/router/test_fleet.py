@@ -106,16 +106,6 @@ class Played:
         self._end.set()
 
 
-class ReportLog(RouterObserver):
-    """An observer that records each node's reports."""
-
-    def __init__(self) -> None:
-        self.reports: list[tuple[str, NodeUpdate]] = []
-
-    def node_updated(self, info: NodeInfo, update: NodeUpdate) -> None:
-        self.reports.append((info.id, update))
-
-
 @dataclass
 class Recorder:
     """A listener that records the deltas and losses that it receives."""
@@ -136,7 +126,6 @@ class Stage:
     fleet: NodePool
     listing: Listing
     nodes: dict[str, Played]
-    records: "ReportLog"
 
     async def alive(self, *names: str) -> None:
         def are_alive() -> bool:
@@ -154,16 +143,15 @@ async def stage(
     names: str, mode: str = "disaggregated", timeout_s: float = 30.0, **prints: str
 ) -> AsyncIterator[Stage]:
     """Start nodes named p… (prefill) or d… (decode). With the default timeout, no test loses a silent node."""
-    records = ReportLog()
     listing, nodes, servers = Listing(), {name: Played() for name in names.split()}, []
-    fleet = NodePool("router", listing, mode, timeout_s, records)
+    fleet = NodePool("router", listing, mode, timeout_s, RouterObserver())
     await fleet.start()
     for name, node in nodes.items():
         servers.append(RpcServer({ATTACH: node.attach}))
         address = f"127.0.0.1:{await servers[-1].start('127.0.0.1', 0)}"
         role = "prefill" if name.startswith("p") else "decode"
         listing.put(NodeInfo(name, "boot-1", role, address, "m", prints.get(name, "print"), 4, 64, 100, 512, 8))
-    here = Stage(fleet, listing, nodes, records)
+    here = Stage(fleet, listing, nodes)
     try:
         await here.alive(*nodes)
         yield here
@@ -409,7 +397,6 @@ async def test_a_node_that_changes_its_role_keeps_its_stream() -> None:
         assert here.usable() == (["d1", "p0"], ["d0"])
         await asyncio.sleep(0.05)
         assert here.nodes["d1"].num_streams == 1
-        assert await wait_until(lambda: {name for name, _ in here.records.reports} == {"p0", "d0", "d1"}, 5.0)
 
 
 async def test_placement_uses_the_speed_that_a_node_reports_if_it_is_valid() -> None:

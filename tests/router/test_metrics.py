@@ -112,9 +112,7 @@ def test_tokens_are_counted_not_messages():
         ([0.5, 0.2], "abort", 0.0),  # the client left after a stall
     ],
 )
-def test_a_sample_is_good_when_its_first_token_and_the_99th_percentile_of_its_gaps_keep_the_slo(
-    gaps, reason, attainment
-):
+def test_the_slo_limits_the_first_token_and_the_99th_percentile_of_gaps(gaps, reason, attainment):
     metrics = asked(SloTargets(1.0, 0.1), gaps, reason)
     assert metrics.attainment() == attainment
     assert (("baton_slo_attainment_ratio", "model_name=tiny") in shown(metrics)) is (attainment is not None)
@@ -130,14 +128,14 @@ def test_a_client_that_disconnects_after_a_late_first_token_counts_as_missed():
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_what_did_not_finish_counts_by_its_reason_and_has_no_latency(reason):
+def test_an_unfinished_sample_is_counted_by_its_reason_without_latency(reason):
     seen = shown(asked(SloTargets(1.0), [0.1, 0.2], reason))
     assert seen["vllm:request_success_total", f"finished_reason={reason}", "model_name=tiny"] == 1
     for name in ("vllm:e2e_request_latency_seconds_count", "vllm:request_generation_tokens_count"):
         assert seen[name, "model_name=tiny"] == 0
 
 
-def test_latency_is_the_last_minutes():
+def test_the_status_shows_latencies_of_the_last_minute():
     latency = asked(SloTargets(), [0.4, 0.1, *[0.02] * 98]).latency()
     assert latency["ttft_ms"] == {"p50": pytest.approx(400, rel=0.03), "p99": pytest.approx(400, rel=0.03), "n": 1}
     assert latency["tbt_ms"]["p50"] == pytest.approx(20, rel=0.03)
@@ -145,7 +143,7 @@ def test_latency_is_the_last_minutes():
     assert latency["ttst_ms"]["p99"] == pytest.approx(100, rel=0.03)
 
 
-def test_the_strictest_live_decode_node_sets_what_is_promised_between_tokens():
+def test_the_strictest_decode_node_sets_the_slo_between_tokens():
     slos = [("prefill", "5"), ("decode", "50.0"), ("decode", ""), ("decode", "40"), ("decode", "garbled")]
     nodes = [
         NodeInfo("n", "b", role, "h:1", "m", "f", 16, 64, 9, 512, 8, attributes={"tbt_slo_ms": slo})
@@ -169,7 +167,7 @@ def test_the_strictest_live_decode_node_sets_what_is_promised_between_tokens():
         (["json"], 200, "answered"),
     ],
 )
-async def test_the_access_line_says_how_an_answer_ended(caplog, does, status, outcome):
+async def test_the_access_line_states_how_the_response_ended(caplog, does, status, outcome):
     async def send(_message: dict) -> None:
         pass
 

@@ -66,8 +66,10 @@ class SimEngine(Engine):
 
     world: Any = None  # set while a simulation runs
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tell: EngineListener, *given: Any, **more: Any) -> None:
-        super().__init__(scheduler, runner, tell, *given, **more)
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, listener: EngineListener, *given: Any, **more: Any
+    ) -> None:
+        super().__init__(scheduler, runner, listener, *given, **more)
         self.process = CURRENT.get()
         self._inbox: Any = Inbox(self)
         self._loop: Any = asyncio.get_running_loop()

@@ -38,7 +38,7 @@ class Faults:
         self._at_sites.clear()
         world.network.heal()
         world.exchange.num_faults = 0
-        world.redis.down_until = world.redis.hangs_until = world.redis.lies_until = 0.0
+        world.redis.down_until = world.redis.hangs_until = world.redis.wrong_until = 0.0
         for host in world.hosts:
             host.process.thaws_at = host.process.lag_s = 0.0
             if not host.is_up:
@@ -128,8 +128,8 @@ class Faults:
                 self.world.redis.down_until = until
             case "registry hangs":
                 self.world.redis.hangs_until = until
-            case "registry lies":
-                self.world.redis.lies_until = until
+            case "registry wrong":
+                self.world.redis.wrong_until = until
             case _:
                 self.world.redis.flush()
 

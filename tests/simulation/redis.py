@@ -6,12 +6,12 @@ from typing import Any
 
 class FakeRedis:
     """A Redis server and client with the methods that `shared.registry` uses. Connections are refused before `down_until`,
-    calls time out before `hangs_until`, and values are truncated before `lies_until`."""
+    calls time out before `hangs_until`, and values are truncated before `wrong_until`."""
 
     def __init__(self) -> None:
         self.keys: dict[str, tuple[bytes, float]] = {}
         self.sets: dict[str, dict[bytes, None]] = {}
-        self.down_until = self.hangs_until = self.lies_until = 0.0
+        self.down_until = self.hangs_until = self.wrong_until = 0.0
 
     async def set(self, key: str, value: bytes, px: int | None = None, **_: Any) -> None:
         await self.answer()
@@ -62,7 +62,7 @@ class FakeRedis:
         value, ends = self.keys.get(key, (b"", 0.0))
         if ends < now:
             return None
-        return value[: len(value) // 2] if now < self.lies_until else value
+        return value[: len(value) // 2] if now < self.wrong_until else value
 
 
 def _encoded(text: str | bytes) -> bytes:

@@ -13,12 +13,12 @@ NODE_FAULTS = (
     "kill", "kill at site", "kill at site", "vanish", "vanish at site", "freeze at site", "freeze", "freeze at site",
     "hang", "slow", "cut", "cut one way", "reset", "drain", "role", "raise",
 )  # fmt: skip
-FLEET_FAULTS = ("registry down", "registry hangs", "registry flushed", "registry lies", "clock jumps", "reset")
+FLEET_FAULTS = ("registry down", "registry hangs", "registry flushed", "registry wrong", "clock jumps", "reset")
 OUTAGE = {"prefill": "freeze all prefill nodes", "decode": "freeze all decode nodes"}  # an outage has both faults
 OUTAGE_EVERY = 10  # one seed in 10 has an outage and no other fault
 STALL = "stall"  # stalls the existing connections between a prefill node and a decode node
 STALL_EVERY = 10  # one seed in 10 has stalls and no other fault
-HARMLESS = {"slow", "clock jumps", "registry down", "registry hangs", "registry flushed", "registry lies"}
+HARMLESS = {"slow", "clock jumps", "registry down", "registry hangs", "registry flushed", "registry wrong"}
 
 
 @dataclass(slots=True)

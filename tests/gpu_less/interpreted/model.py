@@ -34,7 +34,7 @@ def generated(triton: bool, model: Decoder, budget: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("budget", thinned([5, 64], 2))
-def test_a_model_generates_the_same_as_in_plain_torch(budget: int) -> None:
+def test_a_model_gives_the_tokens_of_plain_torch(budget: int) -> None:
     """The steps include chunks of prompts, decodes of several context lengths, and mixtures of both."""
     model = random_decoder(config_of(32, 6, 2, 16), torch.float32, CPU, seed=1, deviation=0.2)
     assert generated(True, model, budget) == generated(False, model, 64)

@@ -188,7 +188,7 @@ def bad_inputs() -> list[Row]:
             with bad.Client(running.port) as client:
                 began = time.monotonic()
                 client.send(row.data)
-                statuses.append(client.answer(head=row.method == "HEAD").status)
+                statuses.append(client.answer().status)
                 took_s.append(time.monotonic() - began)
         ended = [name for name, process in running.processes.items() if process.poll() is not None]
     text = f"{1000 * median(took_s):.1f} ms; p99 {1000 * percentile(took_s, 0.99):.1f} ms; the longest {1000 * max(took_s):.0f} ms"
@@ -260,9 +260,8 @@ def _started_s() -> float:
     with subprocess.Popen([*command, str(port)], cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ) as process:
         try:
             body = json.dumps(completion(DEMO.name, "Once", 1)).encode()
-            asked = urllib.request.Request(
-                f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
-            )
+            url, headers = f"http://127.0.0.1:{port}/v1/completions", {"content-type": "application/json"}
+            asked = urllib.request.Request(url, body, headers)
             while True:
                 with contextlib.suppress(OSError), urllib.request.urlopen(asked, timeout=30) as answer:
                     answer.read()
@@ -292,9 +291,7 @@ def checks(count: int) -> list[Row]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos figures", description=__doc__)
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="duration of the Redis outage; other parts are shorter"
-    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the Redis outage; others are shorter")
     parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
     parts: list[Callable[[], list[Row]]] = [

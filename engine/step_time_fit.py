@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from scheduler.cost import MOST, CostModel, StepWork
+from scheduler.cost import MAX_COEFFICIENT, CostModel, StepWork
 from scheduler.request import Step
 
 RECENT = 256  # latest steps kept; the margin is taken from all of them
@@ -131,7 +131,7 @@ class CostFit:
         """Rescale the model and older observations to a device that has become slower by `factor`."""
         assert self._model is not None
         overhead, per_token, knee, *rest = self._model.packed()[:-1]
-        overhead, per_token, *rest = (min(MOST, factor * value) for value in (overhead, per_token, *rest))
+        overhead, per_token, *rest = (min(MAX_COEFFICIENT, factor * value) for value in (overhead, per_token, *rest))
         self._model = CostModel(overhead, per_token, knee, *rest)
         kept = [(old, len(old)) for old in self._old.values()]
         for samples, count in ((self._recent, len(self._recent) - WATCHED), *kept):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.metrics.request_metrics import SloTargets
-from scheduler.cost import MOST, CostModel
+from scheduler.cost import MAX_COEFFICIENT, CostModel
 from scheduler.disaggregate import NodeView
 from shared.rpc.messages import NodeInfo, NodeStats
 
@@ -45,7 +45,7 @@ class NodeLoad:
         self.cost = CostModel.unpacked(stats.cost)
         if self.cost is None:
             stats.cost = []
-        is_valid = len(stats.transfer) == 2 and all(0 <= number < MOST for number in stats.transfer)
+        is_valid = len(stats.transfer) == 2 and all(0 <= number < MAX_COEFFICIENT for number in stats.transfer)
         self.push_s, self.byte_s = stats.transfer if is_valid else (0.0, 0.0)
         if has_stepped:
             self.last_active = time.monotonic()

@@ -225,7 +225,7 @@ class ServingSettings(CommonSettings):
 
 
 class ComputingSettings(CommonSettings):
-    """The nodes; a setting that vLLM also has is named as in vLLM"""
+    """The nodes. Settings that vLLM also has are named as in vLLM."""
 
     device: Device = setting("auto", "Device that the node computes on.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(

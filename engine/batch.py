@@ -26,8 +26,7 @@ class Batch:
     tokens of its context: token j of slice s is at position kv_lens[s] - count + j.
 
     `carried` is used while the previous step is pending. An entry (t, d) means that token t of this batch is draw d of
-    that step, numbered in the order of that step's `sampled`. `tokens[t]` is 0 until the runner replaces it with the
-    draw.
+    that step, numbered in the order of that step's `sampled`. `tokens[t]` is 0 until the runner inserts the draw.
     """
 
     tokens: Tensor  # int64 [T]

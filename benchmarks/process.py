@@ -26,9 +26,8 @@ class PeerFailedError(Exception):
 class PeerProcess:
     """A process group that runs `module` with `python` and answers calls through `benchmarks.peers.worker`.
 
-    With `pauses`, it is stopped by SIGSTOP between calls, so that other peers can use the CPU. `facts` is its first
-    answer. Raises PeerFailedError if the peer does not start.
-    Use it with `contextlib.closing`.
+    If `pauses` is true, SIGSTOP stops it between calls, so that other peers can use the CPU. `facts` is its first
+    answer. Use it with `contextlib.closing`. Raises PeerFailedError if the peer does not start.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class PeerProcess:
             print(json.dumps({"call": name, "with": arguments}), file=self._process.stdin, flush=True)
             return self._answer()
         except BrokenPipeError:
-            raise PeerFailedError(f"{self._module} ended: {self._last_words()}") from None
+            raise PeerFailedError(f"{self._module} ended: {self._last_output()}") from None
         finally:
             self._signal(signal.SIGSTOP if self._pauses else signal.SIGCONT)
 
@@ -95,12 +94,12 @@ class PeerProcess:
     def _answer(self) -> Any:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            raise PeerFailedError(f"{self._module} ended: {self._last_words()}")
+            raise PeerFailedError(f"{self._module} ended: {self._last_output()}")
         if "error" in (answer := json.loads(line)):
             raise PeerFailedError(f"{self._module}: {answer['error']}")
         return answer["value"]
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else "no output"
@@ -112,7 +111,7 @@ class PeerProcess:
 
 @contextlib.contextmanager
 def running_cluster(flags: tuple[str, ...], num_nodes: int) -> Iterator[tuple[str, int]]:
-    """Start `baton up`. Yield its URL and pid when `num_nodes` nodes are alive. Raises TimeoutError if that fails."""
+    """Start `baton up`. Yield its URL and pid when `num_nodes` nodes are alive. Raises TimeoutError if they are not."""
     with tempfile.NamedTemporaryFile() as log:
         command = [sys.executable, "-m", "cluster", "up", "--port", "0", "--registry-port", "0", *flags]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
@@ -120,7 +119,7 @@ def running_cluster(flags: tuple[str, ...], num_nodes: int) -> Iterator[tuple[st
             deadline, url = time.monotonic() + START_S, ""
             while not url or _num_alive(url) < num_nodes:
                 if time.monotonic() > deadline or process.poll() is not None:
-                    raise TimeoutError(f"no cluster after {START_S:g} s: {Path(log.name).read_text()[-2000:]}")
+                    raise TimeoutError(f"no cluster within {START_S:g} s: {Path(log.name).read_text()[-2000:]}")
                 time.sleep(0.02)
                 url = url or Path(log.name).read_text().partition("serving at ")[2].partition("\n")[0].split(" ")[0]
             yield url, process.pid

@@ -84,7 +84,8 @@ class Result:
     def section(self) -> str:
         """Return the text for the page: a description, the tables, and the command that repeats the benchmark."""
         where = [f"{self.machine['processor']}, {self.machine['cores']} cores, {self.machine['instructions']}"]
-        where += [f"load {shown(self.machine['load_before'])} before", *map(" ".join, self.versions.items()), self.date]
+        load = f"load average {shown(self.machine['load_before'])} before"
+        where += [load, *map(" ".join, self.versions.items()), self.date]
         tables = "\n".join(table.markdown() for table in self.tables)
         return f"{self.what}\n\n{tables}\n`{self.command}`: {', '.join(where)}.\n"
 
@@ -114,7 +115,7 @@ def command(name: str) -> str:
 
 
 def machine() -> dict[str, Cell]:
-    """Return facts of the machine, and its load average, which is near 0 if no other process is running."""
+    """Return facts of the machine, and its load average, which is near 0 if no other process runs."""
     lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
     info = {key.strip(): value.strip() for key, value in lines}
     flags = info.get("flags", "").split()

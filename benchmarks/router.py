@@ -3,8 +3,8 @@
     python -m benchmarks router
 
 The router runs alone on the first CPU. On the last CPU, a single process runs all clients and 16 fake nodes. The nodes
-alternate in sending a token for each of their requests, with the messages of real nodes. Because nodes and clients are
-in one process, it knows when each token was sent and received. The CPU time of the router comes from the kernel.
+take turns to send a token for each of their requests, in the messages of real nodes. Because nodes and clients are in
+one process, that process knows when each token was sent and received. The CPU time of the router comes from the kernel.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ NUM_NODES, NUM_STREAMS, NUM_IDLE = 16, 256, 2000
 ENOUGH = 25_000  # tokens per second per core
 MAX_TOKENS = 8000  # fits the demo model, whose tokenizer is used
 NOTE = (
-    "Delay: from a node's message to the client's socket. Clients and nodes share the other core; where that core is "
-    "full, it bounds the tokens per second, and 1 / CPU time is the router's own limit."
+    "Delay: time from a node's message to the client's socket. Clients and nodes share the other core. If that core is "
+    "fully used, it limits the tokens per second, and the router's own limit is 1 / CPU time."
 )
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{}"
 
-WINDOW = 16  # maximum tokens in flight per stream; it lowers a rate that is too high for the router
+WINDOW = 16  # maximum tokens in flight per stream, which limits a rate that is too high for the router
 HEARTBEAT_S = 0.5
 
 
 @dataclass(slots=True)
 class PacedRequest:
-    """One request, as known to its node and its client. Times are monotonic."""
+    """One request, as seen by its node and its client. Times are monotonic."""
 
     submit: SubmitRequest
     sent: list[float] = field(default_factory=list)
@@ -158,7 +158,7 @@ class PacedFleet:
         self.nodes = [PacedNode(f"paced-{number}", plain[-997:], self.rows) for number in range(NUM_NODES)]
 
     async def run(self, rate: float, seconds: float) -> None:
-        """Let one node after the other step, at `rate` tokens per second in total. A late call delays the next ones."""
+        """Call `step` of each node in turn, at `rate` tokens per second in total. A late call delays the next ones."""
         period_s = len(self.rows) / rate / NUM_NODES
         due, end = time.monotonic(), time.monotonic() + seconds
         for node in itertools.cycle(self.nodes):
@@ -244,7 +244,7 @@ async def streaming(router: RouterProcess, fleet: PacedFleet, rate: float, secon
 
 async def memory(router: RouterProcess, fleet: PacedFleet) -> dict[str, float]:
     """Measure how much memory the router needs for each open stream."""
-    async with streams(router, fleet, NUM_STREAMS, []):  # do not count memory that the first streams leave allocated
+    async with streams(router, fleet, NUM_STREAMS, []):  # exclude memory that stays allocated after the first streams
         await fleet.run(1000, 1)
     before = memory_of(router.pid)
     async with streams(router, fleet, NUM_IDLE, []):
@@ -280,9 +280,9 @@ def main() -> None:
     kib = runs["memory"][0]["kib_per_stream"]
     columns = ["offered/s", "tokens/s", "CPU µs/token", "≤ 40 µs", "router busy", "delay p50, ms", "p99", "p50 ≤ 1 ms"]
     note = (
-        "Router busy: share of one core. The CPU time goal applies from 25,000 tokens per second on one core; below "
-        "that, waking up is a larger part. The goal for the delay applies if the router is busy for less than half of "
-        "the time. " + NOTE
+        "Router busy: share of one core. The CPU time goal applies from 25,000 tokens per second on one core; at lower "
+        "rates, wake-ups are a larger part of the CPU time. The delay goal applies if the router is busy for less than "
+        "half of the time. " + NOTE
     )
     Result(
         "router",

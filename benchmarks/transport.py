@@ -31,9 +31,9 @@ PUSH_BYTES = 64 << 20
 ROW_KIB = (16, 64, 256, 1024, 4096)
 KINDS = ("shm", "tcp")
 NOTE = (
-    "Goals: shm ≥ 0.8 of memcpy, tcp ≥ 1 GB/s and ≤ 0.5 CPU s/GB, with rows ≥ 256 KiB. Checksums: their time at both "
-    "ends, in threads while the next chunk is computed, as a share of the push. Late: the largest delay of the "
-    "receiver's event loop during a push; on a busy machine it may be as large as the delay before the push."
+    "Goals for rows ≥ 256 KiB: shm ≥ 0.8 of memcpy; tcp ≥ 1 GB/s and ≤ 0.5 CPU s/GB. Checksums: their time at both "
+    "ends as a share of the push. Nodes compute them in threads, during the next chunk. Late: the largest delay of the "
+    "receiver's event loop during a push. Idle: the same before the push; on a busy machine, both may be equal."
 )
 SWITCH_S = 0.0005  # the value that nodes use
 

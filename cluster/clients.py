@@ -24,7 +24,7 @@ Document = dict[str, Any]
 
 
 class UnreachableError(Exception):
-    """No router answers at the URL, or the answer is not a router's. The message is one line."""
+    """No router answers at the URL, or the answer is not that of a router. The message is one line."""
 
 
 def fails_with_1(command: str, run: Callable[[], int]) -> int:
@@ -53,7 +53,7 @@ def request(
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UnreachableError(f"no router at {url}: {error or type(error).__name__}") from None
     except (ValueError, KeyError, TypeError, IndexError):
-        raise UnreachableError(f"{url} did not answer as a router of this version does; is it one?") from None
+        raise UnreachableError(f"{url} did not answer like a router of this version; is it a router?") from None
 
 
 def _reason(url: str, response: httpx.Response) -> str:

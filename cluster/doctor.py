@@ -184,7 +184,7 @@ async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
 def _nodes(status: Document) -> str:
     nodes = status["nodes"]
     if not nodes:
-        raise ValueError("there are none: start some; their logs show why they do not join")
+        raise ValueError("no nodes have joined: start some; their logs show any errors")
     if away := [f"{node['id']} is {node['state']}" for node in nodes if node["state"] != "ready"]:
         raise ValueError(f"{', '.join(away)}: see their logs; a supervisor should restart a lost node")
     roles = [node["role"] for node in nodes]
@@ -198,7 +198,7 @@ def _fingerprints(status: Document) -> str:
     most = max(sorted(set(prints)), key=prints.count, default="")
     if others := [node["id"] for node in nodes if node["fingerprint"] != most]:
         raise ValueError(
-            f"not as the others, and not used: {', '.join(others)}: give all nodes one model, dtype and block size; "
+            f"different and not used: {', '.join(others)}: give all nodes one model, dtype and block size; "
             "compare their `facts` in /v1/status"
         )
     return f"all {most}"
@@ -207,7 +207,7 @@ def _fingerprints(status: Document) -> str:
 def _blocks(status: Document) -> str:
     blocks = {node["id"]: node["blocks"] for node in status["nodes"]}
     if wrong := [name for name, counts in blocks.items() if sum(counts.values()) != 2 * counts["total"]]:
-        raise ValueError(f"{', '.join(wrong)}: the states' sum is not the total: restart it, and report its log")
+        raise ValueError(f"{', '.join(wrong)}: the sum of the states is not the total: restart it, and report its log")
     return "all accounted for"
 
 
@@ -225,7 +225,7 @@ def _clocks(status: Document) -> str:
     """Check the clocks of the nodes. A router without the dashboard does not know their offsets."""
     offsets = {node["id"]: node["clock_offset_ms"] for node in status["nodes"] if "clock_offset_ms" in node}
     if late := [f"{name} by {-offset:+.0f} ms" for name, offset in offsets.items() if abs(offset) > CLOCK_MS]:
-        raise CheckWarning(f"{', '.join(late)} against the router's, which shows in logs: synchronize them with NTP")
+        raise CheckWarning(f"{', '.join(late)} from the router's clock, which confuses logs: use NTP")
     return f"at most {max(map(abs, offsets.values()), default=0):.0f} ms apart" if offsets else "not known"
 
 

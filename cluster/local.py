@@ -184,7 +184,7 @@ class LocalCluster:
         for name in self._nodes:
             if (process := self._processes.get(name)) is None:
                 continue  # it is already being restarted
-            self._say(name, "is restarted: draining")
+            self._say(name, "restarting: draining")
             self._send(signal.SIGTERM, [name])
             await process.wait()
             await self._all_ready()

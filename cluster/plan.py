@@ -45,7 +45,7 @@ def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
         if not re.fullmatch(r"cuda:(0|[1-9]\d?)", name, re.ASCII):
             raise ValueError(f"{name!r} is not a GPU: must be a list such as cuda:0,cuda:1")
     if len(set(names)) < len(names):
-        raise ValueError("must name each GPU once; several nodes share one where there are more nodes than GPUs")
+        raise ValueError("must name each GPU once; if there are more nodes than GPUs, they share GPUs")
     return tuple(names)
 
 
@@ -61,7 +61,7 @@ class LocalSettings(ServingSettings, ComputingSettings):
     decode: int = Field(default=0, ge=0, le=256, description="Number of decode nodes; 0: 1, colocated 1 + --prefill.")
     devices: Devices = Field(
         default=(),
-        description="GPUs, as in cuda:0,cuda:1, given to prefill, then decode nodes in turn; empty: --device for all.",
+        description="GPUs, as in cuda:0,cuda:1, assigned to prefill and then decode nodes; empty: --device for all.",
     )
     registry_host: Host = Field(default="127.0.0.1", description="Address that nodes join at.")
     registry_port: Port = Field(default=0, description="Port that nodes join at; 0: any free port.")
@@ -88,7 +88,7 @@ class LocalSettings(ServingSettings, ComputingSettings):
             decode = Counter(self.places()[num_prefill:])
             if shared := [device for device, count in decode.items() if count > 1]:
                 raise ValueError(
-                    f"--kv-channel pool: one decode node per device can share its pool, not on {shared[0]}"
+                    f"--kv-channel pool: only one decode node per device can share its pool; {shared[0]} has more"
                 )
             if alone := [device for device in self.places()[:num_prefill] if device not in decode]:
                 raise ValueError(f"--kv-channel pool: the prefill node on {alone[0]} needs a decode node there")
@@ -160,7 +160,7 @@ def checked(settings: LocalSettings) -> LocalSettings:
         raise ConfigError(f"--model: {error}") from None
     for pattern in MODEL_FILES:
         if not any(directory.glob(pattern)):
-            raise ConfigError(f"--model {settings.model or directory}: has no {pattern} in it")
+            raise ConfigError(f"--model {settings.model or directory}: contains no {pattern}")
     # A downloaded model is served by its hub id, because its directory's name is a hash.
     is_downloaded = bool(settings.model) and not Path(settings.model).expanduser().is_dir()
     update: dict[str, object] = {
@@ -171,7 +171,7 @@ def checked(settings: LocalSettings) -> LocalSettings:
     if not settings.registry:
         update["registry_port"] = _free_port("registry_port", settings.registry_host, settings.registry_port)
         if update["registry_port"] == update["port"]:
-            raise ConfigError(f"--registry-port {update['port']}: is that of --port already")
+            raise ConfigError(f"--registry-port {update['port']}: is also the --port")
     return settings.model_copy(update=update)
 
 

@@ -125,11 +125,11 @@ def cores_of(arms: Sequence[Arm], cores: Sequence[int]) -> dict[str, tuple[int, 
 
     Raises ConfigError if there are fewer cores than devices, because nodes that share a core slow each other down.
     """
-    most = max(arm.devices for arm in arms)
-    each = len(cores) // most
-    if each == 0:
+    num_devices = max(arm.devices for arm in arms)
+    per_device = len(cores) // num_devices
+    if per_device == 0:
         raise ConfigError(
-            f"--arms: {most} devices need {most} cores, but only {len(cores)} are available; "
+            f"--arms: {num_devices} devices need {num_devices} cores, but only {len(cores)} are available; "
             "use fewer devices, or --on emulated"
         )
-    return {arm.name: tuple(cores[: each * arm.devices]) for arm in arms}
+    return {arm.name: tuple(cores[: per_device * arm.devices]) for arm in arms}

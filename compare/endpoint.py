@@ -19,7 +19,7 @@ Document = dict[str, Any]
 
 
 class EndpointError(Exception):
-    """The URL gives no answer or an unexpected one. The message is one line."""
+    """The stack does not answer, or its answer is unexpected. The message is one line."""
 
 
 class Endpoint:

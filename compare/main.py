@@ -31,8 +31,8 @@ BUSY = 0.5  # above this load per core, other processes distort the figures
 DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated")
-PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # less than a block, one block, several blocks, and a chunk or more
-WORDS_ONLY = 4096  # ids to draw if the model is not local; `compare.load.outcome.body_of` turns them into words
+PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # from less than one block to more than one chunk
+WORDS_ONLY = 4096  # number of ids if the model is not local; `compare.load.outcome.body_of` turns ids into words
 
 
 async def run_compare(options: CompareOptions) -> int:
@@ -48,7 +48,7 @@ async def run_compare(options: CompareOptions) -> int:
     say(f"{plan}; report in {out}")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > BUSY * cores:
-        say(f"the machine is busy (load {load:.1f} on {cores} cores): figures will be noisy, periods invalid")
+        say(f"the machine is busy (load {load:.1f} on {cores} cores): figures may be noisy and periods invalid")
     began = time.monotonic()
     try:
         findings = await run_session(experiment, deployments, say)
@@ -77,7 +77,7 @@ def save_report(report: Document, out: Path) -> int:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return the command that repeats the session. It lacks the API key, because reports are shared."""
+    """Return the command that repeats the session. It omits the API key, because reports are shared."""
     kept = re.sub(r"(^|\0)--api-key(=|\0)[^\0]*", r"\1--api-key\2...", "\0".join(arguments))
     return shlex.join(["baton", *(kept.split("\0") if kept else [])])
 
@@ -103,7 +103,7 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
     trace = read_trace(options.trace, options.trace_format, encode) if options.trace else []
     traffic = lru_cache(TrafficSource(options, vocabulary, trace, limit).draw)
     for seed in seeds:
-        traffic(seed)  # reports impossible traffic before anything starts
+        traffic(seed)  # raises ConfigError for impossible traffic before anything starts
     experiment = Experiment(
         arms=tuple(arms),
         control=control,
@@ -141,9 +141,9 @@ def _check_choices(options: CompareOptions) -> None:
         ("--url", "--arms", options.url and (options.arms or options.more_arms)),
     ):
         if both:
-            raise ConfigError(f"{one} and {other}: give one of them")
+            raise ConfigError(f"{one} and {other}: give only one of them")
     if options.emulate and options.on != "emulated":
-        raise ConfigError("--emulate: is for --on emulated")
+        raise ConfigError("--emulate: needs --on emulated")
 
 
 def _model_of(options: CompareOptions) -> Path | None:
@@ -161,7 +161,7 @@ def _arms_of(options: CompareOptions) -> list[Arm]:
         given = [*options.arms, *options.more_arms] or list(DEFAULT_ARMS)
         return parse_arms(given, options.set, unequal=options.unequal)
     if len(options.url) < 2 and not options.control:
-        raise ConfigError("--url: a comparison needs two; to compare a stack with itself, add --control")
+        raise ConfigError("--url: a comparison needs two URLs; to compare a stack with itself, add --control")
     if len(set(options.url)) < len(options.url):
         raise ConfigError("--url: is given twice with the same value; to compare a stack with itself, use --control")
     return [Arm(url, 0, 0, {}, url) for url in options.url]
@@ -178,7 +178,7 @@ def _launches(options: CompareOptions, arms: list[Arm], model: str) -> dict[str,
 def _tokenizer(model: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(model / "tokenizer.json"))
-    except Exception as error:  # noqa: BLE001 - tokenizers raises Exception itself
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exception
         raise ConfigError(f"--model {model}: {error}") from None
 
 

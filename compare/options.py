@@ -28,7 +28,7 @@ class CompareOptions:
         field(default_factory=list)
     )
     api_key: Annotated[
-        str, typer.Option(envvar="BATON_API_KEY", help="Key for those stacks; an admin's also gives their records.")
+        str, typer.Option(envvar="BATON_API_KEY", help="Key for these stacks. An admin key also reads their records.")
     ] = ""
     trace: Annotated[Path | None, typer.Option(help="Traffic from a file.", show_default=False)] = None
     trace_format: Annotated[str, typer.Option(help="azure, burstgpt, mooncake or own.")] = "auto"
@@ -42,24 +42,20 @@ class CompareOptions:
     rate: Annotated[
         float | None, typer.Option(help="Requests per second.", show_default="the trace's own times; presets 4")
     ] = None
-    burstiness: Annotated[float, typer.Option(help="With a rate: 1 is Poisson, less comes in bursts.")] = 1.0
+    burstiness: Annotated[float, typer.Option(help="With a rate: 1 is Poisson, less is burstier.")] = 1.0
     find_capacity: Annotated[
         bool, typer.Option("--find-capacity", help="Search for the highest rate at which each arm meets the SLO.")
     ] = False
-    start: Annotated[float, typer.Option(min=0.0, help="Second of the trace's own times at which to begin.")] = 0.0
+    start: Annotated[float, typer.Option(min=0.0, help="Seconds of the trace to skip, without --rate.")] = 0.0
     duration: Annotated[float, typer.Option(min=1.0, help="Seconds of traffic in each period.")] = 20.0
-    too_long: Annotated[str, typer.Option(help="Requests over the context: error, cut or drop.")] = "error"
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Paired runs: periods of each arm.")] = 6
+    too_long: Annotated[str, typer.Option(help="For requests over the context: error, cut or drop.")] = "error"
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Number of periods of each arm, as paired runs.")] = 6
     slo_ttft_ms: Annotated[float, typer.Option(min=0.001, help="Limit of the time to first token.")] = 450.0
-    slo_tbt_ms: Annotated[
-        float, typer.Option(min=0.001, help="Limit of the time between tokens, for 99 % of a request's.")
-    ] = 40.0
+    slo_tbt_ms: Annotated[float, typer.Option(min=0.001, help="Limit of a request's p99 time between tokens.")] = 40.0
     attainment: Annotated[
-        float, typer.Option(min=0.01, max=0.999, help="Share of requests that must meet both limits, for a capacity.")
+        float, typer.Option(min=0.01, max=0.999, help="With --find-capacity: share of requests to meet the limits.")
     ] = 0.9
-    on: Annotated[str, typer.Option(help="live: nodes compute; emulated: they sleep as long as --emulate's model.")] = (
-        "live"
-    )
+    on: Annotated[str, typer.Option(help="live: nodes compute; emulated: they sleep instead (see --emulate).")] = "live"
     emulate: Annotated[str, typer.Option(help="Step-time model of emulated nodes.", show_default=DEFAULT_EMULATED)] = ""
     model: Annotated[str, typer.Option(help="Model of all arms.", show_default="the demo's")] = ""
     set: Annotated[list[str], typer.Option(metavar="SETTING=VALUE", help="A setting of all arms.")] = field(
@@ -67,7 +63,7 @@ class CompareOptions:
     )
     unequal: Annotated[bool, typer.Option("--unequal", help="Allow arms with different numbers of devices.")] = False
     control: Annotated[
-        bool, typer.Option("--control", help="Also compare the first arm with a copy of itself: nothing may differ.")
+        bool, typer.Option("--control", help="Also compare the first arm with a copy, which must not differ.")
     ] = False
     treatment: Annotated[list[str], typer.Option(metavar="FACT", help="A fact that may differ between the arms.")] = (
         field(default_factory=list)

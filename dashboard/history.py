@@ -33,7 +33,7 @@ class HistoryLimits:
 
     requests: int = MAX_REQUESTS
     rows: int = 500_000  # events and chunks of all requests; they take 150 MB
-    serials: int = 16_384  # requests of one node for which the number in step records is kept
+    serials: int = 16_384  # requests of one node whose numbers in step records are kept
 
 
 class RecordObserver(Protocol):
@@ -188,7 +188,7 @@ class RequestHistory(RouterObserver):
         trace = self._traces.get(id)
         if trace is not None and num_tokens:
             trace.output(sample, num_tokens, self._now())
-            self.version = trace.version = self.version + 1  # as `_change`, without a call for each token
+            self.version = trace.version = self.version + 1  # `_change`, inlined to save a call for each token
 
     def ended(self, id: str, sample: int, how: str) -> None:
         trace = self._traces.get(id)
@@ -254,7 +254,7 @@ class RequestHistory(RouterObserver):
         return list(reversed(self._traces.values()))
 
     def handoff_queues(self) -> Counter[tuple[str, str]]:
-        """Return the lengths of the queues in which handoffs of this router's requests are, by node and queue."""
+        """Return the number of this router's handoffs in each queue, by node and queue."""
         running = [trace for trace in self._traces.values() if trace.ended_ns is None]
         return Counter(queue for trace in running for span in trace.current_attempts for queue in span.queues())
 
@@ -274,7 +274,7 @@ class RequestHistory(RouterObserver):
         return generation_of(attempt) if trace is None else trace.id
 
     def _trace(self, attempt: str) -> RequestTrace | None:
-        """Return the trace of an attempt `{generation}.{sample}.{number}` of a generation `{request}-{prompt}`."""
+        """Return the trace of attempt `{generation}.{sample}.{number}`, where generation is `{request}-{prompt}`."""
         generation = generation_of(attempt)
         return self._traces.get(generation) or self._traces.get(generation.rpartition("-")[0])
 

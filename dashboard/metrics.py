@@ -46,7 +46,7 @@ ACTIVITY = {
     "budget": ("baton_step_budget_tokens", "Token budget of the last step."),
 }
 AFTER_FIRST = ("transfer_exposed", "decode_queue", "decode", "interference")  # a request's phases after its first token
-# The nodes of the given role have the queue.
+# For each queue, the role of the nodes that have it, and its help text.
 QUEUES = {
     BOOTSTRAP: ("prefill", "Requests in prefill that wait for a reservation on their decode node."),
     INFLIGHT: ("prefill", "Computed prompts whose KV is still being transferred."),
@@ -58,7 +58,7 @@ QUEUES = {
 class RecordMetrics(NodeMetrics):
     """A Prometheus collector that also aggregates the nodes' records.
 
-    The composition root subscribes it to the history, and registers it with Prometheus. It runs on the event loop.
+    The router's entry point subscribes it to the history, and registers it with Prometheus. It runs on the event loop.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class RecordMetrics(NodeMetrics):
             yield self._of_nodes(f"baton_{queue}", text, lengths)
         malformed = [((self._model_name,), self._history.num_malformed)]
         yield metric_family(
-            "baton_node_records_dropped_total", "Malformed records of nodes.", ["model_name"], malformed
+            "baton_node_records_dropped_total", "Malformed records that the router dropped.", ["model_name"], malformed
         )
 
     def _busy(self, infos: list[NodeInfo]) -> Iterable[Metric]:

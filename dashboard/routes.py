@@ -70,7 +70,7 @@ class EventStream:
     second), and "requests" (summaries of changed requests, up to five times a second). A client that reads slowly
     misses the oldest steps, and a client that does not read is disconnected.
 
-    Each client has a task that reads the history on a timer; without clients the app costs nothing. A draining server
+    Each client has a task that reads the history on a timer. Without clients, the app does no work. A draining server
     closes this app, because the streams do not end by themselves.
     """
 
@@ -94,7 +94,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = ResponseWriter(scope, send)
         if self._closed.is_set():
-            await reply.fail(UnavailableError("Server is shutting down."))
+            await reply.fail(UnavailableError("The server is shutting down."))
             return
         if self._num_subscribers >= self._max_subscribers:
             text = f"Too many subscribers: the limit is {self._max_subscribers}."
@@ -127,7 +127,7 @@ class EventStream:
 
     def _messages(self) -> Iterator[bytes]:
         """Yield the messages since the last tick, once for each tick."""
-        sent = {ring: ring.num_ever for ring in self._history.rings().values()}  # how many steps of each were sent
+        sent = {ring: ring.num_ever for ring in self._history.rings().values()}  # the number of steps that were sent
         version = self._history.version
         for tick in itertools.count(1):
             messages, rings = [], self._history.rings()
@@ -168,10 +168,10 @@ def _pieces(head: Mapping[str, object], name: str, rows: Iterator[object], rows_
     yield "]}"
 
 
-def _number(request: Request, name: str, otherwise: int, most: int) -> int:
-    text = request.query_params.get(name, str(otherwise))
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
-        raise RequestError(f"`{name}` must be an integer from 1 to {most}.", name)
+def _number(request: Request, name: str, default: int, limit: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= limit):
+        raise RequestError(f"`{name}` must be an integer from 1 to {limit}.", name)
     return int(text)
 
 

@@ -13,7 +13,7 @@ CAPACITY = 65_536
 MEMBERS_BYTES = 16 << 20  # for one node; the members of the oldest steps are dropped first
 MAX_REASONS = 256
 MAX_REASON = 64  # maximum characters of a reason
-MOST = 2**32  # microseconds or tokens of a step; larger values are malformed, and would overflow sums
+MAX_NUMBER = 2**32  # limit of a step's microseconds and tokens; larger numbers would overflow sums
 
 
 class StepRow(NamedTuple):
@@ -86,7 +86,7 @@ class StepRing:
     def add(self, record: StepRecord) -> StepRow:
         """Append the node's next step. Raises ValueError if a number is out of range."""
         summed = (record.duration_us, record.host_us, record.prefill_tokens, record.num_decodes)
-        if min(summed) < 0 or max(summed) > MOST or record.start_ns < 0:
+        if min(summed) < 0 or max(summed) > MAX_NUMBER or record.start_ns < 0:
             raise ValueError(f"step {record.number}: a number is out of range")
         copied = {name: getattr(record, name) for name in COPIED}
         code = self._code(record.reason[:MAX_REASON])
@@ -176,7 +176,7 @@ def interference_ns(step: StepRecord, model: CostModel | None) -> int:
     if step.prefill_tokens == 0 or (model is None and step.num_decodes):
         return 0
     alone = StepWork(num_decodes=step.num_decodes, decode_context=step.decode_context)
-    alone_s = min(model.seconds(alone), MOST) if model is not None and step.num_decodes else 0.0
+    alone_s = min(model.seconds(alone), MAX_NUMBER) if model is not None and step.num_decodes else 0.0
     return max(0, (step.duration_us + step.host_us) * 1000 - round(alone_s * 1e9))
 
 

@@ -37,7 +37,7 @@ PREFILL_MARKS = ("queued", "admitted", "first")
 # The queues of handoffs, with SGLang's names and meanings.
 BOOTSTRAP, INFLIGHT = "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"
 PREALLOC, TRANSFER = "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs"
-STATES = {"stop": "finished", "length": "finished", "abort": "cancelled"}  # by how a request ended; otherwise "failed"
+STATES = {"stop": "finished", "length": "finished", "abort": "cancelled"}  # by finish; all others "failed"
 
 Rings = Callable[[str], StepRing | None]  # the recorded steps of a node
 Span = dict[str, Any]

@@ -5,7 +5,7 @@
     python demo/train.py --texts … --init /tmp/short --out demo/model --learning-rate 1e-3 --phases 1024:150 8192:60
 
 Any UTF-8 text files work. The last twentieth of every file is held out. Training begins with short sequences, which are
-cheap and give most of the learning. Longer sequences, up to the whole context, then train the later positions.
+cheap and reduce the loss most. Longer sequences, up to the whole context, then train the later positions.
 `training.json`, next to the weights, records the held-out loss by position.
 """
 

@@ -21,8 +21,8 @@ class AttentionPlan(Protocol):
     def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
         """Return attention for the rotated queries `q`, [T, heads, head_dim], in the same shape and dtype.
 
-        The step's K and V of this layer must be in the pool. A query attends to its own position and all earlier ones
-        or, if `window` is not 0, to the last `window` of these. Scores are scaled by head_dim ** -0.5.
+        The step's K and V of this layer must be in the pool. A query attends to its own position and all earlier ones.
+        If `window` is not 0, it attends only to the last `window` of these. Scores are scaled by head_dim ** -0.5.
         """
 
 
@@ -42,7 +42,7 @@ class _Reach:
     queries: slice  # rows of the packed batch
     pieces: Tensor  # int64 [kv_heads * blocks]: (block, head) pieces of a layer, head by head
     length: int  # tokens of context; the tail of the last block is cut off
-    mask: Tensor | None  # bool [queries, context]; None if all is visible or the mask is plainly causal
+    mask: Tensor | None  # bool [queries, context]; None if all positions are visible or `causal` is set
     causal: bool
 
 

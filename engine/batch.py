@@ -25,8 +25,9 @@ class Batch:
     `starts` and `kv_lens` are host copies, so that planning never waits for a device. A slice's queries are the last
     tokens of its context: token j of slice s is at position kv_lens[s] - count + j.
 
-    `carried` is used while the previous step is pending. Its entry (t, d) means that token t of this batch is draw d of
-    that step, in the order of its `sampled`. `tokens[t]` is 0 until the runner replaces it with the draw.
+    `carried` is used while the previous step is pending. An entry (t, d) means that token t of this batch is draw d of
+    that step, numbered in the order of that step's `sampled`. `tokens[t]` is 0 until the runner replaces it with the
+    draw.
     """
 
     tokens: Tensor  # int64 [T]
@@ -80,10 +81,10 @@ class BlockRows:
     """Caches the block lists of requests as int32 arrays, and extends them as requests grow."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, tuple[Request, list[int], IntArray]] = {}  # by request id; with the converted list
+        self._rows: dict[str, tuple[Request, list[int], IntArray]] = {}  # by request id
 
     def table(self, slices: Sequence[Slice], block_tokens: int) -> IntArray:
-        """Return the block table, int32 [slices, largest number of blocks], with only the blocks that a slice reads."""
+        """Return the block table, int32 [slices, largest number of blocks], of the blocks that each slice reads."""
         counts = [-(-slice_.end // block_tokens) for slice_ in slices]
         table = np.full((len(slices), max(counts, default=0)), DUMMY_BLOCK, np.int32)
         for index, (slice_, count) in enumerate(zip(slices, counts, strict=True)):
@@ -93,7 +94,7 @@ class BlockRows:
         return table
 
     def _row(self, request: Request, count: int) -> IntArray:
-        """Return at least `count` blocks of a request. A block list only grows; preemption replaces it by a new one."""
+        """Return at least `count` blocks of a request. A block list only grows; preemption replaces the list."""
         kept = self._rows.get(request.id)
         row = kept[2] if kept is not None and kept[1] is request.blocks else _NONE
         if len(row) < count:

@@ -30,7 +30,7 @@ SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-d
 def build(options: BuildOptions, borrowed: PoolClient | None = None) -> EngineComponents:
     """Build the components for `options`.
 
-    `borrowed` is another node's KV memory; if given, the node computes in it and allocates none. Raises ValueError,
+    If `borrowed` is given, the node computes in this KV memory of another node and allocates none. Raises ValueError,
     with the fix in its message, if the model, the memory or the device is not available.
     """
     with stage(f"--device {options.device}", "free memory on it, or choose another"):
@@ -80,7 +80,7 @@ def _build_on_cpu(
     share_one()
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     layout = _layout(options, config, emulation)
-    # The pool may be smaller than the model's own maximum, which few requests reach.
+    # The pool may be too small for the model's own maximum length, which few requests reach.
     check_holds(layout, options.max_model_len)
     memory = (
         HostMemory(layout.num_blocks, layout.block_bytes) if borrowed is None else borrowed.fitting(layout.block_bytes)
@@ -95,9 +95,9 @@ def _build_on_cpu(
     else:
         runner, parts = _torch_runner(options, config, path, KVPool(layout, memory))
         attributes |= parts
-    print_ = exchange_fingerprint(name, path, layout, memory.sums)
+    digest = exchange_fingerprint(name, path, layout, memory.sums)
     attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
-    return EngineComponents(runner, memory, layout, max_model_len, config.vocab_size, print_, attributes, emulation)
+    return EngineComponents(runner, memory, layout, max_model_len, config.vocab_size, digest, attributes, emulation)
 
 
 def _torch_runner(

@@ -1,6 +1,6 @@
 """Definitions that all implementations of the draw share: error codes, the size of a row of parameters, and the noise.
 
-The noise is stateless: Gumbel, by splitmix64 (Steele, Lea and Flood 2014) over seed, position and token.
+The Gumbel noise has no state: splitmix64 (Steele, Lea and Flood 2014) hashes seed, position and token.
 """
 
 from torch import Tensor
@@ -12,7 +12,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(value: int) -> int:
-    """Return splitmix64's finalizer of a Python integer."""
+    """Apply splitmix64's finalizer to a Python integer."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
     return value ^ value >> 31
@@ -29,14 +29,14 @@ def key_of(seed: int, position: int) -> int:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Shift right logically. The shift of int64 would repeat the sign bit."""
+    """Shift right and fill with zeros. The shift of int64 itself repeats the sign bit."""
     return values.bitwise_right_shift(bits).bitwise_and(2 ** (64 - bits) - 1)
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     """Return standard Gumbel noise, float64, which depends only on key and token.
 
-    `keys` (int64, from `key_of`) and `tokens` (int64) are broadcast against each other. Costs 10 ns per number.
+    `keys` (int64, from `key_of`) and `tokens` (int64) are broadcast against each other. Takes 10 ns per number.
     """
     values = keys + (tokens + 1) * _signed(GOLDEN)
     values = (values ^ _shifted(values, 30)) * _signed(0xBF58476D1CE4E5B9)

@@ -12,7 +12,7 @@ from typing import Any
 from scheduler.cost import CostModel
 
 COSTS = Path(__file__).parent / "costs"
-MOST = 1e15  # largest number accepted
+MAX_NUMBER = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Emulation:
 
 
 def load_emulation(name: str) -> Emulation:
-    """Load an emulation: a name in `costs/` or a JSON file, and optionally a link, as in h200-llama-3.1-8b@100gbe.
+    """Load an emulation. `name` is a name in `costs/` or a JSON file, with an optional link: h200-llama-3.1-8b@100gbe.
 
-    Raises ValueError, naming the file and the field, if it is missing or invalid.
+    Raises ValueError if the file or a field is missing or invalid. The message names the file and the field.
     """
     base, _, link = (name, "", "") if Path(name).is_file() else name.partition("@")
     path = Path(base) if Path(base).is_file() else COSTS / f"{base}.json"
@@ -85,6 +85,6 @@ def _get(data: Any, name: str) -> Mapping[str, Any]:
 
 def _number(data: Any, name: str, where: str = "", least: float = 0) -> float:
     value = data.get(name) if isinstance(data, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST:
-        raise ValueError(f"{where}{name} must be a number from {least} to {MOST:g}, not {value!r:.60}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MAX_NUMBER:
+        raise ValueError(f"{where}{name} must be a number from {least} to {MAX_NUMBER:g}, not {value!r:.60}")
     return float(value)

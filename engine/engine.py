@@ -32,7 +32,7 @@ STUCK_S = 5.0
 
 
 class StepTiming(NamedTuple):
-    """The times of a step: the start of its pass (Unix time), its duration, and the rest of the iteration."""
+    """The times of a step: the start of its pass (Unix time), the pass, and the rest of the iteration."""
 
     step: Step
     start_ns: int
@@ -83,8 +83,8 @@ class Engine:
     runner, and makes all calls to the listener.
 
     Commands run between two steps, in the order in which they were posted. If a step fails, its slices run again one by
-    one, and only the requests that fail again end. Before the engine reports them, it checks that the device still
-    works. If it does not, or if anything else fails, the engine calls `on_failure` and its thread ends.
+    one, and only the requests that fail again end. Before the engine reports these failures, it checks that the device
+    still works. If the device fails, or if anything else does, the engine calls `on_failure` and its thread ends.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Engine:
         return outputs
 
     def _check_device(self) -> None:
-        """Raise RuntimeError if the device fails on any work, so that no request was at fault.
+        """Raise RuntimeError if the device fails even without the requests, which are then not at fault.
 
         The engine then fails before it reports a request as failed, so that all requests are retried on other nodes.
         """

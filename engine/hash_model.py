@@ -1,7 +1,7 @@
-"""Two devices without a model, for tests and emulation. Their tokens show whether the right KV is in the right place.
+"""Two runners without a model, for tests and emulation. Their tokens show whether the right KV is in the right place.
 
 The KV of a position is 32 bytes: a running sum over all tokens up to it. Each token adds pseudorandom numbers that
-depend on it and on its position. A chunk is computed at once, from the KV of the position before it.
+depend on the token and its position. A chunk is computed at once, from the KV of the position before it.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ Lanes = NDArray[np.uint64]
 
 
 class HashRunner(Runner):
-    """Replaces `TorchRunner`. `rows` is the KV pool, uint8 [num_blocks, at least block_tokens * 32].
+    """A substitute for `TorchRunner`. `rows` is the KV pool, uint8 [num_blocks, at least block_tokens * 32].
 
-    The next token is a hash of all KV read back, so any stale, torn, foreign or misplaced block changes it. Sampling
-    parameters are ignored, and there are no logprobs.
+    The next token is a hash of all KV of the request, read back from the pool. Any stale, torn, foreign or misplaced
+    block therefore changes the token. Sampling parameters are ignored, and there are no logprobs.
     """
 
     def __init__(self, rows: NDArray[np.uint8], block_tokens: int, vocab_size: int) -> None:

@@ -17,7 +17,7 @@ class Linear(Protocol):
         """Return the product, [T, in] -> [T, out] in the dtype of `rows`, plus the bias if there is one."""
 
     def lookup(self) -> Lookup | None:
-        """Return a lookup of the original weights, so that a tied embedding needs no copy. None if they are rounded."""
+        """Return a lookup of the original weights, for a tied embedding. Return None if the weights are rounded."""
 
 
 class LinearFormat(Protocol):

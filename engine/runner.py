@@ -20,7 +20,7 @@ from shared.rpc.messages import Logprobs, SamplingParams
 if TYPE_CHECKING:  # numba may be missing
     from engine.cpu.fused_decode import FusedDecode
 
-MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once, 64 MiB; those of a whole chunk could take GiBs
+MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once (64 MiB), because those of a whole chunk could take GiBs
 WARM_TOKENS = 128  # tokens of the warm-up pass: enough for all kernels to be compiled
 
 
@@ -43,8 +43,8 @@ class Runner(Protocol):
     """Runs steps in the given order. The engine's thread calls it.
 
     A runner reads requests and never changes them, so a step may run twice. If `can_run_ahead`, a step may be launched
-    while at most one earlier step is pending. The engine does this if `ahead` is set. The runner sets it initially if
-    this makes it faster, and `set_ahead` sets it to the user's choice.
+    while at most one earlier step is pending. The engine does this if `ahead` is set. Initially, `ahead` is set if
+    this makes the runner faster. `set_ahead` applies the user's choice.
     """
 
     overruns: int = 0  # number of steps that took longer than on the emulated device
@@ -57,7 +57,7 @@ class Runner(Protocol):
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         """Start a step. Tokens and blocks of its requests are read before this returns.
 
-        `before` is the pending step, if there is one. If it samples the last token of a slice of this step,
+        `before` is the pending step, if there is one. If `before` samples the last token of a slice of this step,
         `engine.batch.build(..., before=before.slices)` records the draw in `Batch.carried`, and the runner copies it
         into `Batch.tokens` on the device. If `before` fails, this step fails too.
         """
@@ -163,7 +163,7 @@ class TorchRunner(Runner):
         """Copy draws of the previous step into the tokens of this one. If a draw failed, its request has ended."""
         draws, self._draws = self._draws, None
         if batch.carried and draws is None:
-            raise RuntimeError("the previous step, whose tokens this one reads, failed")
+            raise RuntimeError("the previous step failed, and this step needs its tokens")
         for at, index in batch.carried:
             batch.tokens[at] = (draws or [])[index].token or 0
 
@@ -177,7 +177,7 @@ class TorchRunner(Runner):
             row += count
 
     def _score_rows(self, slice_: Slice, start: int, hidden: Tensor, output: SliceOutput) -> None:
-        """Append the logprobs of the prompt tokens after each row. The rows begin at token `start` of the slice."""
+        """Append the logprobs of the prompt token after each row. The rows begin at token `start` of the slice."""
         logits = self._model.logits(hidden)
         if not bool(logits.sum(dim=1).isfinite().all()):
             output.token, output.logprobs, output.error = None, None, NUMERICAL
@@ -189,7 +189,7 @@ class TorchRunner(Runner):
 
 
 def _whole_pass(model: Decoder, kernels: Kernels, backend: AttentionBackend) -> "FusedDecode | None":
-    """Return the fused pass if all kernels and attention are the numba ones, otherwise None."""
+    """Return the fused pass if both the kernels and the attention are numba's, otherwise None."""
     if (kernels.name, backend.name) != ("numba", "numba"):
         return None
     from engine.cpu.fused_decode import fused_decode_of

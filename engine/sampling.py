@@ -22,7 +22,7 @@ from shared.rpc.messages import Logprobs, SamplingParams
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
-CANDIDATES = 256  # this many are sorted first; if top_p or top_k needs more, all scores of the row are sorted
+CANDIDATES = 256  # scores that are sorted first; if top_p or top_k needs more, the whole row is sorted
 NUMERICAL = "numerical"  # a logit of the row is not finite
 NO_TOKEN = "no_token"  # every token is banned
 
@@ -96,9 +96,9 @@ def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[SamplingRow]) -> list[
     """Return for each row a token, `BROKEN` or `NOTHING_ALLOWED`. This is the reference for faster implementations.
 
     A row with a logit that is not finite is BROKEN. For a greedy row, the draw is the first of the likeliest tokens.
-    For other rows, the adjusted logits are divided by the temperature (float32), and `restrict` filters them. The draw
-    is the token with the largest sum, in float64, of its score and of `engine.counter_rng.gumbel` for the token and
-    `key_of(seed, position)`.
+    For other rows, the adjusted logits are divided by the temperature (float32), and `restrict` filters them. Each
+    score is added, in float64, to the noise `engine.counter_rng.gumbel` of its token with `key_of(seed, position)`. The
+    draw is the token with the largest sum.
     """
     finite = logits.sum(dim=1).isfinite()
     best, chosen = adjusted.max(dim=1)
@@ -143,7 +143,7 @@ def _describe(logits: Tensor, rows: Sequence[SamplingRow], draws: list[DrawResul
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return `logits` with bans, bias and penalties applied. Return the same tensor if no row has any."""
+    """Return `logits` with bans, bias and penalties applied. Return the same tensor if no row uses any of these."""
     shifts = [
         (index, token, amount)
         for index, row in enumerate(rows)
@@ -201,13 +201,13 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Set the scores of tokens that the filters drop to -inf. All ties of the least likely token kept are kept too."""
+    """Set the scores of tokens that the filters drop to -inf. Tokens that tie with the last kept one are kept too."""
     device, vocab = scores.device, scores.shape[1]
     min_p = torch.tensor([one.min_p for one in sampling], device=device)[:, None]
     scores = scores.masked_fill(scores < scores.amax(dim=1, keepdim=True) + min_p.log(), -math.inf)
     counts = [min(one.top_k, vocab) if one.top_k > 0 else vocab for one in sampling]
     top_k = torch.tensor(counts, device=device)[:, None]
-    # 1.0 means all tokens, even if the rounded sum of fewer tokens is already 1.
+    # A top_p of 1.0 keeps all tokens, even if the rounded sum of fewer tokens is already 1.
     masses = [one.top_p if one.top_p < 1 else math.inf for one in sampling]
     top_p = torch.tensor(masses, device=device, dtype=torch.float64)[:, None]
     limited = ((top_k < vocab) | (top_p < 1))[:, 0].nonzero()[:, 0]
@@ -218,7 +218,7 @@ def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
 
 
 def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the lowest score to keep, [R, 1]: within top_k, and with a mass of less than top_p in likelier tokens."""
+    """Return the lowest score, [R, 1], that is among the top_k and whose likelier tokens have a mass below top_p."""
     width = min(CANDIDATES, scores.shape[1])
     least, reached = _least_of(scores.topk(width, dim=1).values, scores, top_k, top_p)
     beyond = (~reached).nonzero()[:, 0]
@@ -229,7 +229,7 @@ def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `_least_kept` from the best scores, sorted. Also return whether they suffice for each row's filters."""
+    """Compute `_least_kept` from the best scores, `ranked`. Also return whether they suffice for each row's filters."""
     width = ranked.shape[1]
     within = torch.arange(width, device=ranked.device) < top_k
     kept = ranked.double().masked_fill(~within, -math.inf)
@@ -240,7 +240,7 @@ def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> t
     inside = within & (before < top_p)
     inside[:, 0] = True
     least = ranked.masked_fill(~inside, math.inf).amin(dim=1, keepdim=True)
-    # In other rows, the total is that of all tokens, which is correct for top_p only if top_k keeps all of them.
+    # Where `few` is false, the total covers all tokens, which is correct for top_p only if top_k keeps all tokens.
     return least, (few | (~inside[:, -1:] & (top_k == scores.shape[1])))[:, 0] | (width == scores.shape[1])
 
 

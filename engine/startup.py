@@ -16,14 +16,14 @@ from engine.weights import fingerprint
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 
-# Parts of the messages of torch's CPU allocator, cuBLAS, torch's CUDA errors and the driver when memory is short.
+# Parts of the out-of-memory messages of torch (CPU and CUDA), cuBLAS and the driver.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "OUT_OF_MEMORY")
 MAX_LENGTH = 400
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """The settings of a node that concern computation, with the same names."""
+    """The settings of a node that affect computation, under the same names."""
 
     model: str
     runner: str = "torch"
@@ -49,8 +49,8 @@ class BuildOptions:
 class EngineComponents:
     """The parts that a node computes with.
 
-    Two nodes may exchange KV if and only if their `fingerprint`s are equal. `attributes` describes other properties,
-    which affect the speed, for users.
+    Two nodes may exchange KV if and only if their `fingerprint`s are equal. `attributes` describes, for users,
+    other properties that affect the speed.
     """
 
     runner: Runner
@@ -74,10 +74,10 @@ def exchange_fingerprint(runner: str, path: Path, layout: KVLayout, sums: str) -
 
 @contextmanager
 def stage(doing: str, if_too_large: str, otherwise: str = "") -> Iterator[None]:
-    """Convert exceptions of torch, numpy, Triton and the driver inside the block to ValueError with one line.
+    """Convert exceptions that torch, numpy, Triton or the driver raises in the block to a ValueError of one line.
 
-    `doing` is the stage, with sizes. `if_too_large` is the fix if memory is short, and `otherwise` the fix for other
-    errors. ValueError and OSError pass, since they are already one line, except if the driver has too little memory.
+    `doing` describes the stage, with sizes. `if_too_large` is the fix if memory is short, and `otherwise` the fix for
+    other errors. ValueError and OSError are already one line and pass, except the driver's out-of-memory error.
     """
     try:
         yield

@@ -16,20 +16,20 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from scheduler.cost import MOST, CostModel, StepWork
+from scheduler.cost import MAX_COEFFICIENT, CostModel, StepWork
 from scheduler.request import Step
 
 RECENT = 256  # latest steps kept; the margin is taken from all of them
 FITTED = 128  # latest steps that the model is fitted to
 DECAY = 0.98  # weight of a step relative to the next newer one; halves after 34 steps
 KINDS, PER_KIND, OLD_WEIGHT = 48, 2, 0.02  # older steps: kinds kept, steps per kind, and their weight
-INERTIA = 1e-4  # weight of the previous model, which determines coefficients that the steps do not determine
-KNEE_GAIN = 0.98  # the knee changes if this multiplies the squared error by less than this
+INERTIA = 1e-4  # weight of the previous model; it fixes the coefficients that the steps leave undetermined
+KNEE_GAIN = 0.98  # the knee changes only if the squared error falls below this fraction of its current value
 FIRST_FIT = 8  # steps before the first fit
 REFIT_STEPS, REFIT_S = 16, 0.1  # minimum steps and seconds between fits; a fit takes less than a millisecond
 CHANGE = 1.5  # the device's speed has changed if the median of WATCHED steps is off by this factor
 WATCHED = 8
-MOST_CHANGE = 32.0  # older measurements are rescaled by at most this factor, over all changes of the speed
+MAX_RESCALE = 32.0  # older measurements are rescaled by at most this factor, over all changes of the speed
 QUANTILE = 0.99  # quantile of the relative residuals that `margin` covers, over steps with prompts
 ENOUGH = 20  # if fewer steps have prompts, the margin is taken over all steps
 MARGIN_CAP = 1.0
@@ -39,7 +39,7 @@ FIRST_S = 300.0  # deadline of the first step, in seconds
 
 
 class StepObservation(NamedTuple):
-    """The work of one step, its measured duration, and the duration at the device's current speed (`seconds`)."""
+    """The work of one step, its duration at the device's current speed (`seconds`), and its measured duration."""
 
     work: StepWork
     seconds: float
@@ -50,7 +50,7 @@ class StepObservation(NamedTuple):
 
         The total rescaling is limited, because the product of many factors could diverge on a busy machine.
         """
-        least_s, most_s = self.measured_s / MOST_CHANGE, self.measured_s * MOST_CHANGE
+        least_s, most_s = self.measured_s / MAX_RESCALE, self.measured_s * MAX_RESCALE
         return self._replace(seconds=min(most_s, max(least_s, self.seconds * factor)))
 
 
@@ -131,7 +131,7 @@ class CostFit:
         """Rescale the model and older observations to a device that has become slower by `factor`."""
         assert self._model is not None
         overhead, per_token, knee, *rest = self._model.packed()[:-1]
-        overhead, per_token, *rest = (min(MOST, factor * value) for value in (overhead, per_token, *rest))
+        overhead, per_token, *rest = (min(MAX_COEFFICIENT, factor * value) for value in (overhead, per_token, *rest))
         self._model = CostModel(overhead, per_token, knee, *rest)
         kept = [(old, len(old)) for old in self._old.values()]
         for samples, count in ((self._recent, len(self._recent) - WATCHED), *kept):
@@ -174,8 +174,8 @@ def _fit(
 ) -> tuple[float, tuple[float, ...]]:
     """Return (weighted sum of squared relative errors, the fields of a CostModel except `margin`) for one knee.
 
-    Solves one non-negative least squares problem with a row for each sample, and a row of weight INERTIA for each
-    coefficient that pulls it towards its value in `before`. Raises RuntimeError if the solver does not converge.
+    Solves one non-negative least squares problem with a row for each sample. For each coefficient, another row (weight
+    INERTIA) pulls it towards its value in `before`. Raises RuntimeError if the solver does not converge.
     """
     works, seconds = [sample.work for sample in samples], np.array([sample.seconds for sample in samples])
     terms = [(1, max(knee, w.tokens), w.prefill_pairs, w.decode_context, w.num_decodes) for w in works]

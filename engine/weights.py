@@ -19,8 +19,8 @@ DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 def fingerprint(directory: Path) -> str:
     """Return a digest of config.json and of the weight files' sizes, headers and ends, 32 hex digits.
 
-    Reads a few MiB regardless of the model's size. Copies of a model have equal digests. Another revision, dtype or
-    fine-tune has another digest, unless it differs only inside a file. Raises ValueError as `Checkpoint` does.
+    Reads a few MiB regardless of the model's size. Copies of a model have equal digests. Other revisions, dtypes and
+    fine-tunes have other digests, unless only the middle of a file differs. Raises ValueError as `Checkpoint` does.
     """
     digest = blake2b((directory / "config.json").read_bytes(), digest_size=16)
     for file in weight_files(directory):
@@ -80,7 +80,7 @@ def stored_dtype(directory: Path) -> str:
 
 
 class Checkpoint:
-    """The tensors of a model directory. Each is taken once, in its stored dtype, on `device`, after checking its shape.
+    """The tensors of a model directory. `take` returns each tensor once, in its stored dtype, on `device`.
 
     Raises ValueError if a file is malformed or a tensor is in two files.
     """
@@ -99,7 +99,7 @@ class Checkpoint:
         """Return a tensor. Raises ValueError if it is missing, was taken already, or has another shape."""
         if name not in self._files:
             raise ValueError(f"{self._directory}: tensor {name!r} is missing; the config needs {list(shape)}")
-        # Open the file for each tensor, because a lasting mapping would keep its pages in memory alongside the copies.
+        # Open the file for each tensor, because an open mapping would keep the file's pages in memory.
         with _open(self._files.pop(name)) as file:
             found = file.get_slice(name).get_shape()
             if list(shape) != found:
@@ -109,9 +109,9 @@ class Checkpoint:
             return tensor.to(self._device, copy=True)
 
     def finish(self, known: tuple[str, ...], suffix: str) -> None:
-        """Raise ValueError if tensors are left that are neither `known` nor end with `suffix`.
+        """Raise ValueError if a tensor was not taken, is not `known` and does not end with `suffix`.
 
-        The config then belongs to another model.
+        Such a tensor means that the config belongs to another model.
         """
         if left := [name for name in self._files if name not in known and not name.endswith(suffix)]:
             raise ValueError(

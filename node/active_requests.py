@@ -20,7 +20,7 @@ from shared.rpc.messages import SubmitRequest, TokenDelta, unpack_ids
 log = logging.getLogger("baton.node")
 MAX_REQUESTS = 8192  # further requests wait at their routers
 MAX_TOKENS = 1 << 23  # of all requests together at their submission; 36 bytes per token make 300 MB
-MAX_POOLS = 16  # instead of MAX_TOKENS, the tokens that fit into this number of KV pools, if that is more
+MAX_POOLS = 16  # the limit is what fits into this number of KV pools if that exceeds MAX_TOKENS
 
 
 class OverloadedError(ValueError):
@@ -101,8 +101,8 @@ class ActiveRequests:
         send_kv: bool = False,
         receive_kv: bool = False,
     ) -> Request:
-        """Register a request, and give it to the engine. If it borrows another node's blocks, the caller must call
-        `enqueue` later.
+        """Register a request, and give it to the engine. If the request borrows another node's blocks, the caller must
+        call `enqueue` later.
 
         Raises ValueError if the request is malformed or its router is not attached; raises OverloadedError if another
         node may accept it.

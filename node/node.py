@@ -223,7 +223,7 @@ class Node:
         await announcer.update(self.state.info)
         migrated = await self.drain(drain_s, f"node {self.state.info.id} becomes a {role.name} node")
         if ending.is_set():
-            return Ack("the node ends")
+            return Ack("the node is shutting down")
         self.take_role(role)
         await announcer.update(self.state.info)
         log.info("this is a %s node from now on; %d requests are retried on other nodes", role.name, migrated)

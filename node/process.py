@@ -252,7 +252,7 @@ class NodeProcess:
                 raise failed
 
     def _watchdog(self, node: Node) -> Watchdog:
-        """Make the watchdog of the engine and of the event loop, which could not report its own failure."""
+        """Make the watchdog of the engine and the event loop. A blocked event loop could not report itself."""
 
         def exit_stuck(reason: str) -> None:
             log.error("stuck: %s", reason)

@@ -205,7 +205,7 @@ class DecodePeers:
         for at in range(0, min(len(reservation_ids), MAX_STOPS * RESERVATION_ID_BYTES), RESERVATION_ID_BYTES):
             reservation_id = reservation_ids[at : at + RESERVATION_ID_BYTES]
             if (cancel := peer.reservations.get(reservation_id)) is not None:
-                cancel("the decode node gave its reservation up")
+                cancel("the decode node gave up the reservation")
             else:
                 peer.void.add(reservation_id)
                 self._tasks.start(self._acknowledged(peer, StopRequest(reservation_id, "it is in quarantine")))

@@ -232,7 +232,7 @@ class HandoffSender(RoleAdapter):
             outgoing.num_pushed = reply.num_held
             peer.reservations[reply.reservation_id] = outgoing.cancel
             if reply.reservation_id in peer.void:
-                raise ValueError(f"{peer.address} gave the reservation up before its answer came")
+                raise ValueError(f"{peer.address} gave up the reservation before its reply arrived")
             self._check_grant(outgoing, reply, held + outgoing.targets)
             outgoing.channel = self.peers.choose_channel(peer, reply.descriptors)
             outgoing.descriptor = reply.descriptors[outgoing.channel.name]

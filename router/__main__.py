@@ -29,7 +29,7 @@ from router.http.app import build_app
 from router.http.auth import ApiKeys
 from router.http.connection import ConnectionLimits, HttpConnection, IdleConnections, raise_fd_limit
 from router.metrics.node_metrics import NodeMetrics
-from router.nodes.load import promised
+from router.nodes.load import slo_targets
 from router.nodes.pool import NodePool
 from router.observer import RouterObserver
 from router.text.model_files import read_model
@@ -104,7 +104,7 @@ async def _serve(
         model,
         registry=metrics,
         observer=observer,
-        slo=lambda: promised(settings.ttft_slo_ms, (info for info, _, alive in fleet.nodes() if alive)),
+        slo=lambda: slo_targets(settings.ttft_slo_ms, (info for info, _, alive in fleet.nodes() if alive)),
         more_routes=admin_routes(fleet, settings.drain_timeout_s),
         keys=keys,
         max_concurrent_requests=settings.max_concurrent_requests,

@@ -18,28 +18,28 @@ class RouterObserver:
     # ---- nodes --------------------------------------------------------------------------------------------------
 
     def node_updated(self, info: NodeInfo, update: NodeUpdate) -> None:
-        """A node has sent stats, step records or events. The observer should ignore the token deltas of the message."""
+        """Process stats, step records or events from a node. Token deltas in the message should be ignored."""
 
     def node_lost(self, node: str) -> None:
-        """The stream to a node ended. Its requests may have no "ended" event."""
+        """Process the end of the stream to a node. The node's requests may have no "ended" event."""
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
     def accepted(
         self, id: str, num_prompt: int, num_samples: int, traceparent: str = "", waited_s: float = 0.0
     ) -> None:
-        """One prompt of an HTTP request was accepted. The HTTP request arrived `waited_s` seconds ago."""
+        """Record that a prompt of an HTTP request was accepted, `waited_s` seconds after the HTTP request arrived."""
 
     def placed(
         self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
     ) -> None:
-        """An attempt was assigned to nodes. `local_s` and `remote_s` are predicted times, or 0 without a prediction."""
+        """Record the nodes of an attempt. `local_s` and `remote_s` are predicted times, or 0 without a prediction."""
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
-        """Tokens of a sample were sent to the client."""
+        """Record that tokens of a sample were sent to the client."""
 
     def ended(self, id: str, sample: int, how: str) -> None:
-        """A sample ended with "stop" or "length", by "abort" (the client disconnected), or with "error"."""
+        """Record how a sample ended: "stop", "length", "abort" (the client disconnected) or "error"."""
 
     # ---- the API ------------------------------------------------------------------------------------------------
 
@@ -55,4 +55,4 @@ class RouterObserver:
         return status
 
     def close(self) -> None:
-        """End the endless streams of the added routes. Called when the server drains."""
+        """End the streams of the added routes that would not end by themselves. Called when the server drains."""

@@ -7,9 +7,9 @@ from math import inf, sqrt
 
 from scheduler.cost import CostModel, StepWork
 
-CEILING_TOKENS = 8192  # most tokens of a step with an SLO but without decodes: vLLM's default on large devices
+CEILING_TOKENS = 8192  # maximum tokens of a step with an SLO but no decodes: vLLM's default on large devices
 UNWATCHED_S = 2.0  # longest step without decodes: new requests wait for it, and a longer one would seem stuck
-UNWATCHED_TOKENS = 512  # most tokens of a step without decodes until the model is fitted to larger steps
+UNWATCHED_TOKENS = 512  # maximum tokens of a step without decodes until the model is fitted to larger steps
 FLOOR_TOKENS = 16  # prompt tokens that every step may compute
 FLOOR_GROWTH = 1.1  # if a step of decodes alone misses the SLO, prompts may make it longer by this factor
 FIRST_TOKENS = 64  # prompt tokens of a step while there is no model
@@ -60,7 +60,7 @@ class SloBudget(Budget):
         self._first = first
         self._cost: CostModel | None = None
         self._watched = False
-        self._largest = 0  # most prompt tokens of any step so far
+        self._largest = 0  # the most prompt tokens in any step so far
         self._trusted = first  # prompt tokens up to which the current model is trusted
         self._granted = first  # prompt tokens that the last watched step was allowed
         self._granted_before = first  # `_granted` at the time the current model was set

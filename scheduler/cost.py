@@ -37,7 +37,7 @@ def pairs_of(start: int, count: int) -> int:
     return count * start + count * (count + 1) // 2
 
 
-MOST = 1e6  # largest coefficient accepted: larger than on any device, and small enough to avoid overflow
+MAX_COEFFICIENT = 1e6  # largest coefficient accepted: larger than on any device, and small enough to avoid overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +77,5 @@ class CostModel:
     @classmethod
     def unpacked(cls, numbers: list[float]) -> Self | None:
         """Inverse of `packed`. Return None if the length is wrong or a number is out of range."""
-        is_model = len(numbers) == len(cls.__dataclass_fields__) and all(0 <= number <= MOST for number in numbers)
-        return cls(*numbers) if is_model else None
+        is_valid = all(0 <= number <= MAX_COEFFICIENT for number in numbers)
+        return cls(*numbers) if is_valid and len(numbers) == len(cls.__dataclass_fields__) else None

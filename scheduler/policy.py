@@ -14,7 +14,7 @@ class Policy:
     prompts_first: bool = False  # prompts are scheduled before decodes
     mixed: bool = True  # prompts and decodes may share a step
     chunked: bool = True  # a prompt may span several steps; if not, a step's first prompt may exceed the budget
-    max_prompts: int | None = None  # most prompts that one step computes
+    max_prompts: int | None = None  # maximum prompts that one step computes
     fills: bool = False  # prompts fill the whole budget, regardless of the limits on chunks
     together: bool = False  # requests are admitted as one batch, only when no request runs or receives KV
 

@@ -26,7 +26,7 @@ def extend_hashes(hashes: list[bytes], tokens: Sequence[int], block_tokens: int,
     row, size = ids.cast("B"), ids.itemsize * block_tokens
     parent = hashes[-1] if hashes else root_hash(salt)
     for (block,) in struct.iter_unpack(f"{size}s", row):
-        # The parent is passed as BLAKE2b's salt, which is free; as a key, it would be one more block to hash.
+        # The parent is BLAKE2b's salt, which costs nothing. A key would be one more block to hash.
         parent = hashlib.blake2b(block, digest_size=DIGEST_BYTES, salt=parent).digest()
         hashes.append(parent)
 

@@ -6,5 +6,5 @@ EPOCH_NS = time.time_ns() - time.monotonic_ns()
 
 
 def now_ns() -> int:
-    """Return nanoseconds since 1970: the host's clock when the process started, advanced by the monotonic clock."""
+    """Return nanoseconds since 1970: the host's time at the start of the process plus the monotonic time since."""
     return EPOCH_NS + time.monotonic_ns()

@@ -48,13 +48,13 @@ def configure(text: str, *, allowed: bool) -> None:
     _failpoints.clear()
     _passed.clear()
     if text and not allowed:
-        raise ConfigError("BATON_FAILPOINT makes this process fail on purpose: needs BATON_ALLOW_FAILPOINTS=true too")
+        raise ConfigError("BATON_FAILPOINT makes this process fail on purpose: also set BATON_ALLOW_FAILPOINTS=true")
     for entry in text.split(",") if text else ():
         match = ENTRY.fullmatch(entry.strip())
         if match is None or match["site"] not in SITES:
             raise ConfigError(
                 f"BATON_FAILPOINT {entry!r}: must be SITE[:N][@DETAIL]=ACTION; sites: {', '.join(SITES)}; actions: "
-                "kill, stop (until SIGCONT), hang (this thread, for ever), sleep-SECONDS or raise"
+                "kill, stop (until SIGCONT), hang (this thread, forever), sleep-SECONDS or raise"
             )
         _failpoints.append(match)
     if text:

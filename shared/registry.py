@@ -29,7 +29,7 @@ from shared.rpc.methods import JOIN, PEER_FAILURES, RpcServer
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
 # The errors that the client raises if Redis has failed, or if the server is not Redis. On malformed replies, its parser
-# raises any of them. All are caught, so that the tasks continue and notice when Redis is back.
+# may raise any of them. All are caught, so that the tasks continue and notice when Redis is back.
 # uvloop raises RuntimeError for a write to a connection that Redis or the network has reset.
 REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 LEASE_HEARTBEATS = 3
@@ -300,7 +300,7 @@ class RedisRegistry(Registry):
                 if nodes != self.nodes:
                     self.nodes = nodes
                     changed()
-                with contextlib.suppress(*REDIS_FAILURES):  # permission may be missing; reads notice a lost connection
+                with contextlib.suppress(*REDIS_FAILURES):  # permission may be missing; reads detect a lost connection
                     await self._remove_names([member for name, member in missing.items() if name in stale])
             await asyncio.sleep(self._interval_s)
 

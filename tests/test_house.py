@@ -80,6 +80,24 @@ def test_functions_outside_kernels_are_short() -> None:
     ]
 
 
+MAY_IMPORT = {
+    "shared": set(),
+    "scheduler": set(),
+    "engine": {"scheduler", "shared"},
+    "node": {"engine", "scheduler", "shared"},
+    "prefill_node": {"node", "engine", "scheduler", "shared"},
+    "decode_node": {"node", "engine", "scheduler", "shared"},
+    "router": {"scheduler", "shared"},
+    "dashboard": {"router", "scheduler", "shared"},
+    "compare": {"dashboard", "router", "engine", "scheduler", "shared"},
+    "cluster": set(ROOMS) - {"benchmarks", "demo", "deploy"},
+    "demo": {"engine", "scheduler", "shared"},
+    "deploy": set(),
+    "benchmarks": set(ROOMS),
+}
+ROUTER_TAKES_OF_SCHEDULER = {"cost", "disaggregate", "placement", "prefix"}
+
+
 def imported(path: Path) -> Iterator[str]:
     """Yield the modules of the tree that a file imports: at its top, in a function, or for types only."""
     for item in ast.walk(ast.parse(path.read_text())):
@@ -95,6 +113,23 @@ def imported(path: Path) -> Iterator[str]:
                 while not ((place := ROOT.joinpath(*parts)).is_dir() or place.with_suffix(".py").exists()):
                     parts.pop()
                 yield ".".join(parts)
+
+
+def test_packages_import_only_what_they_may() -> None:
+    wrong = []
+    for room in ROOMS:
+        for path in sources(room):
+            for module in imported(path):
+                other = module.split(".")[0]
+                # An entry point may also import the other role of a node, or the router's optional observer.
+                is_main = path.name == "__main__.py" and (
+                    {room, other} == {"prefill_node", "decode_node"} or (room, other) == ("router", "dashboard")
+                )
+                if other != room and other not in MAY_IMPORT[room] and not is_main:
+                    wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+                if room == "router" and other == "scheduler" and module.split(".")[1] not in ROUTER_TAKES_OF_SCHEDULER:
+                    wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

@@ -164,7 +164,7 @@ def backend_of(flat: RandomKV, arm: str) -> tuple[KVPool, AttentionBackend]:
 
 def attention_s(scene: GpuScene, flat: RandomKV, arm: str, spans: Sequence[tuple[int, int]]) -> float:
     """Return the seconds of one layer's attention, without the step's plan. `spans` has the range of tokens of each
-    request, whose blocks are in random order. Raises ValueError if the requests do not fit into the pool."""
+    request. Blocks are in random order. Raises ValueError if the requests do not fit into the pool."""
     (pool, backend), config, slices = backend_of(flat, arm), scene.config, []
     size = pool.layout.block_tokens
     free = list(range(1, pool.layout.num_blocks))
@@ -191,7 +191,7 @@ def rates_of(
     points: Sequence[tuple[int, int]],
     rate: Callable[[str, tuple[int, int]], float],
 ) -> Rates:
-    """Return the rates of every arm, and of each installed flash attention, at every point. Leave out failed ones."""
+    """Return the rates of every arm, and of each installed flash attention, at every point. Leave out failures."""
     found: Rates = {point: {} for point in points}
 
     def measure(arm: str, point: Point) -> None:
@@ -220,7 +220,7 @@ def decode(scene: GpuScene) -> GpuSection:
         rows.append([*point, found.get(OURS), published, share, found.get(LAYER_MAJOR), found[best], best])
     columns = ["sequences", "context", "ours, TB/s", "FA3 published", "ours / FA3", "LBNHC", "best", "which"]
     runs = {f"{batch} x {context}": found for (batch, context), found in rates.items()}
-    note = f"One layer; KV read over time.{scene.failures}"
+    note = f"One layer; bytes of KV read per second.{scene.failures}"
     return GpuSection([Table("Attention of decodes", columns, rows, note)], runs)
 
 

@@ -94,10 +94,10 @@ def handoff(scene: GpuScene) -> GpuSection:
     note = (
         f"{count} blocks of {row_bytes / 2**20:.1f} MiB, a prompt of {scene.tokens(PROMPT)} tokens, to another process "
         f"on the same device. Goals: {COPY_GOAL:.0%} of the copy's speed; {POOL_GOAL_MS:g} ms in one pool. Only the "
-        f"last of a prompt's {CHUNKS} chunks is exposed: 1 % of its prefill ({PREFILL_MS} ms, published) is "
-        f"{CHUNKS * PREFILL_MS / 100:.1f} ms in this table."
+        f"transfer of the last of {CHUNKS} chunks is exposed. If that takes 1 % of the prefill ({PREFILL_MS} ms, "
+        f"published), all chunks take {CHUNKS * PREFILL_MS / 100:.1f} ms, to compare with this table."
     )
-    return GpuSection([Table("Handing a prompt's KV over on one GPU", columns, rows, note)], rows)
+    return GpuSection([Table("Handoff of a prompt's KV on one GPU", columns, rows, note)], rows)
 
 
 async def _pushed_s(job: HandoffJob, count: int) -> float:

@@ -1,6 +1,6 @@
 """Benchmark a whole model on a GPU: the shape of Llama-3.1-8B with random weights, in the runner that nodes use.
 
-Times are measured on the host. `launch` and `wait` are called like in the engine, one step ahead.
+Times are measured on the host. `launch` and `wait` are called as in the engine, one step ahead.
 """
 
 import time
@@ -36,7 +36,7 @@ NUMBERS = count()
 
 
 class ModelBench:
-    """The model, its pool, and two runners with the same memory. One replays graphs, the other is eager."""
+    """The model, its pool, and two runners with the same memory. One replays graphs, the other runs eagerly."""
 
     def __init__(self, scene: GpuScene) -> None:
         self.scene = scene
@@ -95,7 +95,7 @@ class ModelBench:
         return made
 
     def prompt(self, tokens: int) -> Request:
-        """Return a request in the last blocks of the pool. Others may use them too, because all KV is random."""
+        """Return a request in the last blocks of the pool. Requests may share blocks, because all KV is random."""
         request = Request(f"p{next(NUMBERS)}", [7] * tokens, tokens, 1, sampling=GREEDY)
         last = self.pool.layout.num_blocks
         request.blocks = list(range(last - cdiv(tokens, self.block_tokens), last))
@@ -187,7 +187,7 @@ def _model(scene: GpuScene, bench: ModelBench) -> GpuSection:
         most = min(number, bench.most)
         add(f"decode {number} x {CONTEXT}", goal_ms, lambda n=most: partial(decodes_of, bench.requests(n)), steps)  # type: ignore[misc]
     for number in (1, bench.most):
-        drawn = f"decode {number} x {CONTEXT}, drawn with top_p"
+        drawn = f"decode {number} x {CONTEXT}, sampled with top_p"
         add(drawn, None, lambda n=number: partial(decodes_of, bench.requests(n, NUCLEUS)), steps)  # type: ignore[misc]
     chunk = scene.tokens(CHUNK)
     add(f"a chunk of {CHUNK}", CHUNK_GOAL_MS, lambda: lambda: chunk_of(bench.prompt(chunk)), 1 if scene.toy else CHUNKS)

@@ -48,7 +48,7 @@ def write(model: Path, kind: str, out: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     architecture = config["model_type"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    # For llama, llama.cpp rotates adjacent pairs. For qwen2, it rotates the halves of a head, like the checkpoint.
+    # For llama, llama.cpp rotates adjacent pairs. For qwen2, it rotates the halves of a head, as the checkpoint does.
     rotated = {"q_proj": heads, "k_proj": kv_heads} if architecture == "llama" else {}
     target = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(out, architecture)

@@ -125,7 +125,7 @@ async def _on_sent(_: aiohttp.ClientSession, context: SimpleNamespace, __: objec
 async def generate(spec: LoadSpec) -> LoadRecording:
     """Send every request at its scheduled time, and return the recording.
 
-    SIGTERM ends the run. Then the recording has only the requests that ended before.
+    SIGTERM ends the run; the recording then has only the requests that have already ended.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -162,7 +162,7 @@ async def generate(spec: LoadSpec) -> LoadRecording:
 def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float = 0.0) -> list[str]:
     """Return the reasons not to use a recording, for example that the client sent its requests late.
 
-    `loop_lag_s` is the event loop's lag at the 99th percentile. A lag would be counted as the server's time.
+    `loop_lag_s` is the event loop's lag at the 99th percentile. This lag would be counted as the server's time.
     """
     problems = []
     lags = [outcome.sent_s - outcome.scheduled_s for outcome in outcomes if outcome.sent_s is not None]
@@ -177,12 +177,12 @@ def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float 
     bundled = sum(outcome.error.startswith("bundled") for outcome in outcomes)
     if bundled:
         problems.append(
-            f"in {bundled} requests several tokens came in one event without a count: the time between tokens cannot "
-            "be measured there"
+            f"in {bundled} requests, several tokens arrived in one event without a count, so the time between tokens "
+            "cannot be measured"
         )
     broken = ["Connect" in outcome.error or "Disconnected" in outcome.error for outcome in outcomes]
     if broken and broken[-1]:  # otherwise the server has recovered, and the broken requests are only misses
-        problems.append(f"the server was unreachable, or went away, in {sum(broken)} of {len(outcomes)} requests")
+        problems.append(f"the server was unreachable or disconnected in {sum(broken)} of {len(outcomes)} requests")
     return problems
 
 
@@ -193,7 +193,7 @@ def main() -> int:
     """Read the LoadSpec from stdin, make the run, and write the LoadRecording to stdout, both as JSON."""
     try:
         spec = SPEC.validate_json(sys.stdin.buffer.read())
-        with suppress(OSError):  # needs a privilege; reduces delays of the client, which would count as the server's
+        with suppress(OSError):  # needs a privilege; reduces client delays, which would distort figures
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         sys.stdout.buffer.write(RECORDING.dump_json(uvloop.run(generate(spec))))
     except (OSError, ValueError) as error:

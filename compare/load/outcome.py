@@ -15,7 +15,7 @@ TIMEOUT = "timeout"  # value of `Outcome.error` after a timeout
 TBT_OF = ("p99", "max", "mean")
 COUNTS = ("ids", "logprobs", "usage", "events")  # how tokens are counted, most reliable first
 MAX_LINE = 16 << 20  # maximum bytes of one event, which bounds memory; an echoed prompt fits
-WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # a token each
+WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # one token each
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class CompletionReader:
         for choice in event.get("choices") or ():
             num_new = self._num_new(choice, running=bool(usage))
             if len(outcome.token_s) + num_new > outcome.max_tokens:
-                raise ValueError(f"more than the {outcome.max_tokens} tokens asked for")
+                raise ValueError(f"more than the {outcome.max_tokens} requested tokens")
             outcome.token_s += [now_s] * num_new
             outcome.finish = choice.get("finish_reason") or outcome.finish
 
@@ -153,7 +153,7 @@ class CompletionReader:
         if tokens := logprobs.get("tokens"):
             self.counted = worst_count((self.counted, "logprobs"))
             return len(tokens)
-        # If events were counted before, counting by a later usage would hide that one event had several tokens.
+        # After events were counted, a count from a later usage would hide that one event had several tokens.
         if running and self._num_reported is not None and self.counted != "events":
             self.counted = worst_count((self.counted, "usage"))
             return max(0, self._num_reported - len(self._outcome.token_s))
@@ -180,11 +180,11 @@ class CompletionReader:
         if not outcome.finish:
             outcome.error = f"the stream broke off after {num_tokens} tokens"
         elif not num_tokens:
-            outcome.error = "an answer without a token"
+            outcome.error = "the answer has no tokens"
         elif self.counted == "events" and num_tokens < (reported or expected or 0):
             outcome.error = f"bundled: {reported or expected} tokens in {num_tokens} events"
         elif expected not in {None, num_tokens} or reported not in {None, num_tokens}:
-            outcome.error = f"{num_tokens} tokens came of {outcome.max_tokens} asked for"
+            outcome.error = f"{num_tokens} of {outcome.max_tokens} requested tokens arrived"
 
 
 def _message(error: Any) -> str:

@@ -67,7 +67,7 @@ def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> 
     if not rows:
         raise ConfigError(f"{path}: contains no request")
     rows.sort(key=lambda row: row.at_s)
-    begin_s = rows[0].at_s if form in CSV else 0.0  # CSV formats may start at any time
+    begin_s = rows[0].at_s if form in CSV else 0.0  # the times of CSV formats need not start at 0
     return [replace(row, at_s=row.at_s - begin_s) for row in rows]
 
 
@@ -77,7 +77,7 @@ def detect_form(path: Path) -> str:
         first = file.readline(1 << 20)
     if form := next((form for sign, form in SIGNS.items() if sign in first), None):
         return form
-    raise ConfigError(f"{path}: its first line is of no known trace; give --trace-format: {', '.join(FORMS)}")
+    raise ConfigError(f"{path}: its first line matches no known format; give --trace-format: {', '.join(FORMS)}")
 
 
 def _object(line: str) -> Fields:
@@ -104,7 +104,7 @@ def _mooncake(fields: Fields, _: Encode | None) -> TraceRow:
     """Parse a row of Mooncake (Qin et al.). Times are milliseconds, and equal hashes of blocks mean a shared prefix."""
     length, ids = _count(fields["input_length"]), fields["hash_ids"]
     if len(ids) != -(-length // MOONCAKE_BLOCK):
-        raise ValueError(f"{len(ids)} hash_ids for {length} tokens; each is for {MOONCAKE_BLOCK}")
+        raise ValueError(f"{len(ids)} hash_ids for {length} tokens; each stands for {MOONCAKE_BLOCK}")
     starts = range(0, length, MOONCAKE_BLOCK)
     pieces = ((f"hash {int(key)}", min(MOONCAKE_BLOCK, length - start)) for key, start in zip(ids, starts, strict=True))
     return TraceRow(tuple(pieces), _count(fields["output_length"]), _seconds(fields["timestamp"]) / 1000)
@@ -113,7 +113,7 @@ def _mooncake(fields: Fields, _: Encode | None) -> TraceRow:
 def _own(fields: Fields, encode: Encode | None) -> TraceRow:
     """Parse {t, prompt | prompt_len [, prefix_id, prefix_len], max_tokens [, session, slo]}, with t in seconds."""
     if unknown := sorted(set(fields) - OWN_FIELDS):
-        raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(OWN_FIELDS))}")
+        raise ValueError(f"unknown field {unknown[0]!r}; the known fields are {', '.join(sorted(OWN_FIELDS))}")
     limits = fields.get("slo")
     if limits is not None and (not isinstance(limits, dict) or set(limits) - {"ttft_ms", "tbt_ms", "tbt_of"}):
         raise ValueError(f"slo is {limits!r}; it may have ttft_ms, tbt_ms and tbt_of")
@@ -123,12 +123,12 @@ def _own(fields: Fields, encode: Encode | None) -> TraceRow:
         prompt = fields["prompt"]
         if isinstance(prompt, str):
             if encode is None:
-                raise ValueError("prompt is text and there is no tokenizer for it: give token ids or prompt_len")
+                raise ValueError("prompt is text, but there is no tokenizer: give token ids or prompt_len")
             prompt = encode(prompt)
         return replace(row, prompt=tuple(_count(token) for token in prompt))
     length, prefix = _count(fields["prompt_len"]), _count(fields.get("prefix_len", 0))
     if prefix > length or (prefix and "prefix_id" not in fields):
-        raise ValueError("prefix_len needs a prefix_id, and may not be over prompt_len")
+        raise ValueError("prefix_len needs a prefix_id, and must not exceed prompt_len")
     shared = ((f"prefix {fields['prefix_id']}", prefix),) if prefix else ()
     return replace(row, pieces=(*shared, ("", length - prefix)))
 

@@ -1,7 +1,7 @@
 """Traffic: requests with their times, prompts and lengths. It is drawn once per seed and is the same for every arm.
 
 Requests come from a trace or from a preset. A preset has log-normal distributions that were fitted to the lengths of a
-public trace. With a rate, times are drawn at random; a trace's own times are never scaled to a rate.
+public trace. With a rate, times are random. A trace's own times are never scaled to a rate.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class LengthDistribution:
 @dataclass(frozen=True, slots=True)
 class Preset:
     """Distributions of the lengths of prompts and answers. `continues` is the share of requests that
-    continue a session. Their prompt is the whole session, which nodes may have cached, and `added` new tokens."""
+    continue a session. Such a prompt is the whole session, which nodes may have cached, plus `added` new tokens."""
 
     prompt: LengthDistribution
     answer: LengthDistribution
@@ -109,7 +109,7 @@ class PromptVocabulary:
 class TrafficSource:
     """Draws the traffic of a session from its options. `limit` is the model's longest context (0: no limit).
 
-    Without --rate, a preset uses PRESET_RATE, and a trace its own times.
+    Without --rate, a preset uses PRESET_RATE, and a trace uses its own times.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class TrafficSource:
         source = self._preset or str(options.trace)
         if not arrivals:
             raise ConfigError(
-                f"{source}: no request is left to send; widen --start and --duration, or leave --too-long drop out"
+                f"{source}: no request is left to send; change --start or --duration, or omit --too-long drop"
             )
         notes = {
             "name": self._preset or Path(source).stem,
@@ -176,7 +176,7 @@ class TrafficSource:
         return rows, -(-len(rows) // len(trace))
 
     def _times(self, seed: int, rate: float) -> list[float]:
-        """Return times with gamma-distributed gaps; a shape of 1 is Poisson, and less makes bursts.
+        """Return times with gamma-distributed gaps. A shape of 1 is Poisson, and a lower shape makes bursts.
 
         For one seed, the times at two rates differ only by a factor.
         """
@@ -191,7 +191,7 @@ class TrafficSource:
         if any(is_over) and too_long == "error":
             worst = max(row.prompt_len + row.max_tokens for row in rows)
             raise ConfigError(
-                f"{sum(is_over)} of {len(rows)} requests are over the model's {limit} tokens (the longest has {worst}):"
+                f"{sum(is_over)} of {len(rows)} requests exceed the model's {limit} tokens (the longest has {worst}):"
                 f" give --scale-tokens {limit / worst * self._scale:.2g} or less, or --too-long cut or drop"
             )
         cut = partial(_cut, limit=limit) if too_long == "cut" else lambda _: None
@@ -246,7 +246,7 @@ def _scaled(row: TraceRow, scale: float) -> TraceRow:
     if scale == 1:
         return row
     if row.prompt is not None:
-        raise ConfigError("--scale-tokens cannot change a trace that gives its prompts' tokens: leave it out")
+        raise ConfigError("--scale-tokens cannot change a trace that contains the prompts' tokens: omit it")
     pieces, end, done = [], 0, 0
     for key, length in row.pieces:
         end += length

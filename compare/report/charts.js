@@ -56,7 +56,7 @@ function logTicks(low, high) {
   return ticks;
 }
 
-/* Return the height of a step curve at each of `xs`, which is 0 before the first point. Points and `xs` are sorted. */
+/* Return a step curve's height at each of `xs`. It is 0 before the first point. Points and `xs` are sorted. */
 function stepsAt(xs, curve) {
   let next = 0;
   return xs.map((x) => {
@@ -68,7 +68,7 @@ function stepsAt(xs, curve) {
 /* Draw empirical distributions over log x. curves = [{index, name, x, y}]; if `sloMs` is null, draw no SLO line. */
 function ecdf(host, curves, sloMs, pointed) {
   const xs = together(curves, "x"), last = xs[xs.length - 1];
-  const least = Math.min(0.1, last / 10); // gaps of 0 ms, in one read, cannot be on a logarithmic axis
+  const least = Math.min(0.1, last / 10); // a logarithmic axis cannot show the gaps of 0 ms between tokens of one read
   const low = Math.max(least, Math.min(xs[0], sloMs ?? xs[0]) * 0.9), high = Math.max(last, sloMs ?? 0) * 1.15;
   const time = (ms) => (ms >= 1000 ? `${+(ms / 1000).toPrecision(3)} s` : `${+ms.toPrecision(3)} ms`);
   plot(host, [xs, ...curves.map((curve) => stepsAt(xs, curve))], () => ({

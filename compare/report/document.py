@@ -41,7 +41,7 @@ from compare.stats.verdict import ATTAINMENT, CAPACITY, LATENCIES, Ranking, rank
 from scheduler.cost import CostModel
 
 SCHEMA = "baton.compare/1"
-# The metrics in which the control is compared. Tails of short runs vary too much for that.
+# The metrics in which the control is compared. Tail latencies of short runs vary too much.
 CONTROLLED = ("attainment", "goodput_rps", "ttft_p50_ms", "tbt_p50_ms", "tpot_p50_ms", "ttst_p50_ms", "e2e_p50_ms")
 TAILS = ("ttft_p99_ms", "tbt_p99_ms", "tbt_max_ms", "ttst_p99_ms", "fluidity", "throughput_tps")
 COMPARED = CONTROLLED + TAILS
@@ -153,8 +153,8 @@ class Figures:
 
     @cached_property
     def capacities(self) -> Runs:
-        """The capacity's pseudo-values by arm, or None if the capacity is only a bound. They are for the seeds with
-        which every arm was measured at three or more rates."""
+        """The capacity's pseudo-values by arm, or None if the capacity is only a bound. Only seeds with which
+        every arm was measured at three or more rates count."""
         by_arm = {arm: balanced(points) for arm, points in self.findings.points.items()}
         rates = [Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}) for points in by_arm.values()]
         enough = [{seed for seed, count in counts.items() if count >= 3} for counts in rates]
@@ -431,9 +431,9 @@ def _unbounded(figures: Figures) -> list[str]:
     problems = []
     for arm, found in figures.findings.capacities.items():
         if found.bounded == "above":
-            problems.append(f"{arm} carries at least {found.rate:.3g} req/s, the highest measured rate")
+            problems.append(f"{arm} sustains at least {found.rate:.3g} req/s, the highest measured rate")
         elif found.bounded == "below":
-            problems.append(f"{arm} carries less than {found.rate:.3g} req/s, the lowest measured rate")
+            problems.append(f"{arm} sustains less than {found.rate:.3g} req/s, the lowest measured rate")
         elif (row := figures.capacities.get(arm)) and None in row:
             problems.append(
                 f"the capacity of {arm}, about {found.rate:.3g} req/s, depends on a single seed: without that seed, it"

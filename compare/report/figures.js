@@ -49,7 +49,7 @@ function curves() {
   return [legend("line"), h("div", { class: "charts" }, KINDS.map(one))];
 }
 
-/* CSS class of the colour, label, and name in the report. */
+/* For each phase: the CSS class of its colour, its label, and its name in the report. */
 const PHASES = [
   ["client", "client lag", "client"], ["router", "router", "router"], ["queue", "prefill queue", "prefill_queue"],
   ["prefill", "prefill", "prefill"], ["transfer", "transfer, exposed", "transfer_exposed"],
@@ -69,7 +69,7 @@ function phases() {
   const counted = ({ name, which }) => {
     const of = report.phases[name].requests;
     if (which === "missed") return of ? `mean of the ${whole(of.missed)} that missed` : "mean of those that missed";
-    return of ? `mean of the ${whole(of.mean)} finished of ${whole(of.arrived)}` : "mean of the finished";
+    return of ? `mean of the ${whole(of.mean)} that finished, of ${whole(of.arrived)}` : "mean of those that finished";
   };
   const line = ({ name, which, parts }) => [
     barName(which === "mean" ? name : null, counted({ name, which })),
@@ -83,8 +83,8 @@ function phases() {
     key(used),
     h("div", { class: "bars" }, rows.map(line)),
     more("Figures", table("Mean milliseconds per request", heads, [...figures, ["sum", ...rows.map(total)]])),
-    h("p", { class: "note" }, `The phases of a request sum to its end-to-end time. Failed requests have none and are in
-        no mean. Residual: `,
+    h("p", { class: "note" }, `The phases of a request sum to its end-to-end time. The means leave out failed
+        requests, which have no phases. Residual: `,
       found.map((name) => `${name} ${left(report.phases[name].residual_ms)}`).join("; "), "."),
     causes(),
   ];

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-_SCRIPTS = ("parts", "charts", "steps", "tables", "figures", "report")  # one script; a file may use those before it
+_SCRIPTS = ("parts", "charts", "steps", "tables", "figures", "report")  # concatenated in this order
 _UPLOT = "page/vendor/uplot-1.6.32/"
 STEPS, REQUESTS, SPANS, DIFFERENT = 9000, 36, 120, 50
 BINS = 64  # number of candidates for the start of a strip

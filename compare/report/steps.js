@@ -43,7 +43,7 @@ function windowOf(since, until, moved) {
   });
 }
 
-/* One node's steps. A click or an arrow key selects one: left and right any step, up and down one over the SLO. */
+/* One node's steps. A click selects a step. Left and right select the next step, up and down the next over the SLO. */
 function lane(node, steps, sloMs, view, most, onPick) {
   const label = `Steps of ${node}: ${steps.length}. Use the arrow keys to move between them.`;
   const canvas = h("canvas", { class: "lane", tabindex: "0", role: "img", "aria-label": label });
@@ -73,7 +73,7 @@ function lane(node, steps, sloMs, view, most, onPick) {
 }
 
 function requestsUnderWay(requests, view) {
-  const canvas = h("canvas", { class: "gantt", role: "img", "aria-label": "Requests under way, a row each" });
+  const canvas = h("canvas", { class: "gantt", role: "img", "aria-label": "Running requests, one row each" });
   const left = h("p", { class: "note" });
   view.painters.push(() => {
     const { from, to } = view;
@@ -134,7 +134,7 @@ function strip() {
     h("p", { class: "note" },
       until - since < all ? `Shown: ${figure(since / 1000)} s to ${figure(until / 1000)} s of ${figure(all / 1000)} s,
         where decodes waited longest; report.json has every step. ` : "",
-      `Time is since each run's start, so the same traffic is at the same position in every arm. Height is tokens, on a
+      `Times begin at each run's start, so the same traffic is at the same position in every arm. Heights show tokens on a
         logarithmic scale. The axis below the requests starts at the left edge.`),
   ];
 }

@@ -46,14 +46,14 @@ function arms() {
   const estimate = (name, metric) => {
     const own = get(get(report.summary, name), metric);
     if (!own || own.mean === null) return "–";
-    const beyond = { above: "≥ ", below: "< " }[own.bounded]; // signs before a capacity beyond the measured rates
+    const beyond = { above: "≥ ", below: "< " }[own.bounded]; // the capacity lies beyond the measured rates
     if (beyond) return beyond + valueOf(metric, own.mean);
     if (own.low === null || own.high === null) return valueOf(metric, own.mean);
     const within = (value) => (SHARES.has(metric) ? Math.min(1, Math.max(0, value)) : value); // a share is 0 to 1
     const bounds = `(${valueOf(metric, within(own.low))} to ${valueOf(metric, within(own.high))})`.replaceAll(" %", "");
     return [valueOf(metric, own.mean), h("small", {}, bounds)];
   };
-  const most = ({ name }) => {
+  const topCause = ({ name }) => {
     const [top] = Object.entries(get(report.miss_causes, name) ?? {}).sort((a, b) => b[1] - a[1]);
     return top ? `${top[0]} (${top[1]})` : "–";
   };
@@ -67,7 +67,7 @@ function arms() {
       row("Policy", (arm) => arm.policy ?? "–"),
       row("Settings", (arm) => settings(arm) || "defaults"),
       ...shown.map((metric) => row(headOf(metric), (arm) => estimate(arm.name, metric))),
-      row("Most misses", most),
+      row("Main miss cause", topCause),
     ]),
     shown.length ? null : none("No run of any arm was valid, so there are no figures."),
   ];
@@ -146,7 +146,7 @@ function proof() {
     h("h3", {}, "Negative control"),
     control
       ? h("p", {}, "The first arm against a copy of itself: ", h("strong", {}, control.says))
-      : none("Not run. --control compares the first arm with a copy of itself; nothing may differ."),
+      : none("Not run. --control compares the first arm with a copy of itself, which must not differ."),
     control?.comparisons?.length ? more("Figures", differences(control.comparisons)) : null,
   ];
 }
@@ -201,20 +201,20 @@ function command(title, line) {
 }
 
 const GUIDE = [
-  ["TTFT", `The time from when a request was due to its first token at the client. The client's own lateness is
-    included, not hidden.`],
+  ["TTFT", `The time from the scheduled start of a request to its first token at the client. It includes any lateness
+    of the client.`],
   ["TBT, TPOT, TTST", `TBT is each gap between two tokens of a request. TPOT is the mean gap of a request, which hides
     stalls. TTST is the first gap, which includes the KV transfer of a request that was handed off.`],
   ["Attainment, goodput", `Attainment is the share of the requests that arrived, not of those that finished, within the SLO;
     goodput is their number per second. A failed or late request is a miss.`],
   ["Fluidity", "The share of tokens that came by their deadline: the TTFT SLO plus one TBT SLO per token."],
-  ["Interference", `How much longer decodes took because a prompt chunk shared their step, which disaggregation
-    avoids. Exposed transfer is its cost instead.`],
-  ["Intervals", `The seed is the unit: every arm gets the same arrivals, and differences are taken seed by seed. An
+  ["Interference", `How much longer decodes took because a prompt chunk shared their step. Disaggregation avoids
+    this, at the cost of the exposed transfer.`],
+  ["Intervals", `For each seed, every arm gets the same arrivals. Differences are calculated seed by seed. An
     interval that contains zero, or a difference under 3 %, is too close to call.`],
   ["Invalid, overloaded", `A run whose client was late or whose node died is invalid and left out. A run whose queue
-    kept growing is overloaded and has no latencies: they would depend on its duration.`],
+    kept growing is overloaded and has no latencies, because they would depend on its duration.`],
   ["Other files", "report.json has every figure, requests.jsonl every request; a trace.json opens in Perfetto."],
-  ["Scope", "The result holds for this hardware, model and traffic. Repeat it with yours."],
+  ["Scope", "The result holds for this hardware, model and traffic. Repeat the comparison with yours."],
 ];
 const guide = () => h("dl", { class: "guide" }, GUIDE.map(([term, label]) => [h("dt", {}, term), h("dd", {}, label)]));

@@ -18,7 +18,7 @@ COLUMNS: tuple[Column, ...] = (
     ("max", "tbt_max_ms", 1.0, 1),
     ("exposed transfer", "exposed_transfer_p50_ms", 1.0, 1),
 )
-BOUNDS = {"above": ">= ", "below": "< "}  # signs before a capacity beyond the measured rates
+BOUNDS = {"above": ">= ", "below": "< "}  # signs for a capacity that lies beyond the measured rates
 
 
 def show(report: Document) -> None:

@@ -1,6 +1,6 @@
 """Deployments of the arms: local clusters or running stacks.
 
-A local cluster is a `baton up` process, started by its command line like a user's. The comparison always ends it.
+A local cluster is a `baton up` process with the command line of a user. The comparison always ends it.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class LaunchOptions:
         flags += ["--cpus", ",".join(map(str, self.cpus))] if self.cpus else []
         flags += ["--emulate", self.emulate] if self.emulate else []
         if self.gpus and arm.settings.get("device", "auto") in {"auto", "cuda"}:
-            shared_pool = arm.settings.get("kv_channel") == "pool"  # if so, prefill nodes use the GPUs of decode nodes
+            shared_pool = arm.settings.get("kv_channel") == "pool"  # prefill nodes then use the GPUs of decode nodes
             num_gpus = min(self.gpus, arm.decode if shared_pool else arm.devices)
             flags += ["--devices", ",".join(f"cuda:{number}" for number in range(num_gpus))]
         return [sys.executable, "-P", "-m", "cluster", "up", *flags, *arm.flags()]
@@ -55,8 +55,8 @@ class LaunchOptions:
 class LocalStack:
     """The stack of one arm: a cluster process with its log or, if the arm has a URL, a running stack.
 
-    After `start`, `endpoint` is the client of its router. Runs on the caller's event loop. `end` ends the process and
-    its nodes in all cases; it does not end a running stack.
+    After `start`, `endpoint` is the client of its router. Runs on the caller's event loop. `end` always ends the
+    process and its nodes, but never a running stack.
     """
 
     def __init__(self, arm: Arm, launch: LaunchOptions, log: Path, api_key: str = "") -> None:
@@ -106,7 +106,7 @@ class LocalStack:
         lines = self._log.read_text(errors="replace").strip().splitlines()
         line = next((line for line in reversed(lines) if "error" in line.lower() or ": " in line), "no output")
         kind = ConfigError if status == BAD_SETTINGS else EndpointError
-        return kind(f"{self.arm.name} did not start (status {status}): {line}; the whole log is {self._log}")
+        return kind(f"{self.arm.name} did not start (status {status}): {line}; see {self._log}")
 
     def terminate(self) -> None:
         """Send SIGTERM to the process without waiting; `end` waits."""
@@ -121,7 +121,7 @@ class LocalStack:
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), GRACE_S)
-        if self._process.returncode is None:  # its nodes then end too
+        if self._process.returncode is None:  # this also ends its nodes
             self._process.kill()
             await self._process.wait()
 
@@ -179,7 +179,7 @@ def memory_available() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return our environment without BATON_ variables, so that settings without a flag have their defaults."""
+    """Return the environment without BATON_ variables, so that settings without a flag have their defaults."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     return kept | {"PYTHONPATH": python_path()}
 

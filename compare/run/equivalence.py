@@ -10,8 +10,8 @@ from compare.load.outcome import LoadRecording, Outcome
 
 ANSWER_TOKENS = 12
 LEAST_SHARE = 0.01  # tolerated difference, as a share of tokens, if the model decides where answers end
-UNKNOWN = "unknown"  # the value if an arm does not publish a fact
-# For each fact whose name is not that of a setting: the settings that determine it.
+UNKNOWN = "unknown"  # the value of a fact that an arm does not publish
+# The settings that determine each fact. A fact with the name of a setting is determined by that setting.
 SETTINGS_OF = {
     "prefix_caching": ("enable_prefix_caching",),
     "num_blocks": ("kv_cache_memory", "block_size"),
@@ -79,7 +79,7 @@ def facts_of(endpoint: Endpoint, status: Document | None) -> dict[str, str]:
 
 
 async def greedy_answers(endpoint: Endpoint, prompts: Sequence[Sequence[int]], salt: str) -> list[list[int]]:
-    """Send all prompts that fit at once, and return their answers. This also warms the arm up. Raises EndpointError."""
+    """Send all fitting prompts together, and return the answers. This also warms the arm up. Raises EndpointError."""
     fitting = [prompt for prompt in prompts if not endpoint.max_model_len or fits(prompt, endpoint.max_model_len)]
     return list(await asyncio.gather(*(endpoint.complete(prompt, ANSWER_TOKENS, salt) for prompt in fitting)))
 
@@ -99,7 +99,7 @@ def different_answers(answers: Mapping[str, Sequence[Sequence[int]]]) -> list[st
     ]
 
 
-# ---- after: tokens and work; `recordings` has each arm's, under equal traffic --------------------------------------
+# ---- after: tokens and work, by each arm's recording under equal traffic -------------------------------------------
 
 
 def different_tokens(recordings: Mapping[str, LoadRecording]) -> tuple[int, list[Document]]:
@@ -134,7 +134,7 @@ def work_differences(groups: Sequence[Mapping[str, LoadRecording]]) -> tuple[str
 def _by_request(
     recordings: Mapping[str, LoadRecording], counts: Callable[[Outcome], bool]
 ) -> dict[int, dict[str, Outcome]]:
-    """Return the outcomes for which `counts` is true, by request and arm. Leave out requests of only one arm."""
+    """Return the outcomes for which `counts` is true, by request and arm. Leave out requests that only one arm has."""
     rows: dict[int, dict[str, Outcome]] = {}
     for arm, recording in recordings.items():
         for outcome in recording.outcomes:

@@ -26,15 +26,15 @@ from compare.stats.measures import inside, measured_window, misses, slo_excess
 from shared.errors import ConfigError
 
 TRACE_SLACK_S = 5.0
-TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # number for the first seed, which the report draws, and for other seeds
+TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # number of timelines of the first seed, which the report draws, and of others
 ATTEMPTS = 3
 SEEDS_PER_SPARE = 3  # a spare seed replaces a seed that has an invalid period
 COOL_DOWN_S = 60.0
-SLACK_MS = 1000.0  # fetch steps from this time before the start of the run
+SLACK_MS = 1000.0  # steps are fetched from this long before the start of the run
 COUNTED = ("handoffs", "blocks_moved", "bytes_moved", "handoffs_failed", "preemptions", "records_dropped")
 SHOWN_FACTS = ("num_blocks", "block_tokens", "block_bytes", "cpus", "threads", "policy")
-START_S = 6.0  # to start one process of an arm on a busy machine
-BETWEEN_S = 3.0  # after each period, for the last answers, the cool-down, and fetching the records
+START_S = 6.0  # estimate of the time to start one process of an arm on a busy machine
+BETWEEN_S = 3.0  # estimate for the last answers of a period, the cool-down, and fetching the records
 REPORT_S = 10.0
 
 
@@ -63,7 +63,7 @@ def trials_of(arms: Sequence[str], seed: int, number: int) -> list[Trial]:
 
 @dataclass(slots=True)
 class Period:
-    """The measurements of one trial, before and after which the arm is idle. `problems` make its figures unusable."""
+    """The measurements of one trial. The arm is idle before and after it. Any problem makes its figures unusable."""
 
     trial: Trial
     recording: LoadRecording = field(default_factory=LoadRecording)
@@ -164,13 +164,13 @@ async def run_session(experiment: Experiment, deployments: Deployments, say: Cal
     try:
         await session
     except asyncio.CancelledError:
-        findings.problems.append("interrupted: the figures cover what was measured until then")
+        findings.problems.append("interrupted: the figures cover only the measurements before that")
     except ArmLostError as error:
         findings.problems.append(str(error))
     except OSError as error:
         if not findings.periods:
             raise
-        findings.problems.append(f"cannot write what was measured: {error.strerror or error}")
+        findings.problems.append(f"cannot write the measurements: {error.strerror or error}")
     finally:
         await deployments.end()
         for number in numbers:
@@ -404,7 +404,7 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
         expected_bytes += own["blocks_moved"] * now[name]["block_bytes"]
         counts = {count: counts[count] + own[count] for count in COUNTED}
     if counts["bytes_moved"] != expected_bytes:
-        problems.append(f"{counts['bytes_moved']} bytes of KV moved, and its blocks are {expected_bytes}")
+        problems.append(f"{counts['bytes_moved']} bytes of KV moved, but its blocks have {expected_bytes}")
     shared_pool = {"pool"} == {channel for node in now.values() for channel in node.get("channels", {}).values()}
     if splits and not (counts["handoffs"] and (counts["bytes_moved"] or shared_pool)):
         problems.append("disaggregated, but no KV was handed off")
@@ -433,8 +433,8 @@ async def add_records(period: Period, endpoint: Endpoint, before: Document, *, s
     period.summaries = {row["id"]: row for row in await endpoint.requests() if row["id"] in own}
     if lost := len(own) - len(period.summaries):
         period.notes.append(
-            f"the router kept no record of {lost} of {len(own)} requests (it keeps {SUMMARIES} at most): phases,"
-            " transfers and causes leave them out; a shorter --duration keeps all"
+            f"the router kept no record of {lost} of {len(own)} requests (it keeps {SUMMARIES} at most), so"
+            " phases, transfers and causes omit them; give a shorter --duration"
         )
     since_ms = max(0.0, period.recording.started_unix_ns / 1e6 - SLACK_MS)
     for node in status["nodes"]:

@@ -1,6 +1,6 @@
-"""Capacity: the largest rate at which a share `alpha` of the requests meets the SLO. It is searched for and fitted.
+"""Search for the capacity, which is the largest rate at which a share `alpha` of the requests meets the SLO.
 
-This module has no I/O, because a callback measures.
+This module has no I/O; the caller provides the function that measures.
 """
 
 import math
@@ -16,11 +16,11 @@ from compare.stats.statistics import student
 
 CLOSE_RATES = 1.1  # largest ratio between two rates that count as adjacent
 CLIFF_DROP = 0.25  # smallest drop of attainment between adjacent rates that counts as a cliff
-ENOUGH = 0.03  # the search ends when half of the interval is at most this share of the capacity
+ENOUGH = 0.03  # the search ends when half of the interval's width is at most this share of the capacity
 MAX_SEEDS = 20
 BRACKET_RATIO = 1.15  # bisection ends at this ratio
 STEP = 1.08
-SPREAD = (1 / STEP, 1.0, STEP)  # every seed is measured at the estimate times these factors
+SPREAD = (1 / STEP, 1.0, STEP)  # every seed is measured at the estimate multiplied by each of these factors
 WIDEST = 2.0**12  # the search covers rates from the first rate / WIDEST to the first rate * WIDEST
 
 
@@ -38,8 +38,8 @@ class CapacityEstimate:
     """A capacity in requests per second, with a 95 % interval over seeds.
 
     `low` and `high` are None with fewer than two seeds, or if they lie beyond the measured rates. `bounded` is
-    "above" if even the highest measured rate meets the SLO, "below" if even the lowest does not, else "yes". With
-    `cliff`, the attainment drops abruptly, and `rate` is the last rate before the drop.
+    "above" if even the highest measured rate meets the SLO, "below" if even the lowest does not, else "yes". If
+    `cliff` is true, the attainment drops abruptly, and `rate` is the last rate before the drop.
     """
 
     rate: float
@@ -88,7 +88,7 @@ def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float
     """Return the jackknife pseudo-values (Tukey, 1958) of the crossing, by seed.
 
     They estimate the crossing and its uncertainty, so they can be compared like the figures of paired runs. All are
-    None if the crossing, of all seeds or without one of them, lies beyond the measured rates and is only a bound.
+    None if the crossing of all seeds, or of all but one, lies beyond the measured rates and is only a bound.
     """
     seeds = sorted({point.seed for point in points})
     without = [[point for point in points if point.seed != seed] for seed in seeds]

@@ -31,7 +31,7 @@ TREND_BATCHES = 10
 P99 = partial(np.percentile, q=99)
 TBT_FIGURES: dict[str, Callable[[Sequence[float]], Any]] = {"p99": P99, "max": max, "mean": fmean}
 TREND_LEVEL = 0.01  # probability that a steady run counts as overloaded if its batches are independent
-LEAST_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # in units of the mean, and of its square root
+LEAST_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # smallest growth as a share of the mean, and in standard deviations
 
 PHASES = (
     *("client", "router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"),
@@ -88,7 +88,7 @@ def e2e_s(outcome: Outcome) -> float:
 
 
 def fluidity(outcome: Outcome, slo: LatencySlo) -> tuple[int, int]:
-    """Return the numbers of tokens in time and in total. Token i has the deadline TTFT SLO + i * TBT SLO (Etalon)."""
+    """Return how many tokens met their deadlines, and the total. Token i is due at TTFT SLO + i * TBT SLO (Etalon)."""
     slo = outcome.slo or slo
     first_s, step_s = (limit / 1000 if limit else math.inf for limit in (slo.ttft_ms, slo.tbt_ms))
     due = len(outcome.token_s) if outcome.finished else max(outcome.max_tokens, len(outcome.token_s))
@@ -116,7 +116,7 @@ def tbt_figure(gaps: Sequence[float], tbt_of: str) -> float:
 
 
 def slo_excess(outcome: Outcome, slo: LatencySlo) -> float:
-    """Return the larger ratio of TTFT and of the longest gap to their limits, or infinity if the request failed."""
+    """Return TTFT or the longest gap in units of its limit, whichever is larger. A failed request has infinity."""
     slo = outcome.slo or slo
     if not outcome.finished:
         return math.inf
@@ -128,7 +128,7 @@ def slo_excess(outcome: Outcome, slo: LatencySlo) -> float:
 
 
 def measured_window(outcomes: Sequence[Outcome]) -> tuple[tuple[float, float], bool]:
-    """Return the window in seconds, from the end of the warm-up to the last arrival, and whether it is overloaded.
+    """Return the window in seconds, from the end of the warm-up to the last arrival, and whether the run is overloaded.
 
     The window contains at least half of the requests.
     """
@@ -146,7 +146,7 @@ def measured_window(outcomes: Sequence[Outcome]) -> tuple[tuple[float, float], b
 def outstanding(outcomes: Sequence[Outcome], at_s: Series) -> Series:
     """Return the number of requests that were scheduled but had not ended at each time.
 
-    A request that timed out never ends here. Otherwise, a server that answers nothing would look steady after the first
+    A request that timed out never ends here. Otherwise, a server that never answers would look steady after the first
     timeouts.
     """
     due = np.sort([outcome.scheduled_s for outcome in outcomes])
@@ -158,8 +158,8 @@ def outstanding(outcomes: Sequence[Outcome], at_s: Series) -> Series:
 def mser(series: Series, batch: int = BATCH) -> int:
     """Return how many of the first values are warm-up, by MSER-5 (White, Cobb and Spratt, 2000).
 
-    The rule minimizes the sum of squared deviations of the rest, divided by its squared number of batches. It may cut
-    at most half of the values, because it is known to fail beyond that.
+    The rule minimizes the sum of squared deviations of the rest, divided by the square of its number of batches. It
+    may cut at most half of the values, because it is known to fail beyond that.
     """
     num_batches = len(series) // batch
     if num_batches < 2:

@@ -19,7 +19,7 @@ Runs = Mapping[str, Sequence[float | None]]  # by arm, the figures of all seeds 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean with its confidence interval. With fewer than two values, there are no bounds."""
+    """A mean with its confidence interval. The bounds are None if there are fewer than two values."""
 
     mean: float
     low: float | None
@@ -30,8 +30,8 @@ class Interval:
 class Comparison:
     """The comparison of two arms in one metric: the paired difference (`arm` - `against`) with its interval.
 
-    `percent`, `percent_low` and `percent_high` are relative to the mean of `against`, and None if that is 0. `p` is
-    corrected for the number of comparisons. If `difference` is None, `note` says why.
+    `percent`, `percent_low` and `percent_high` are relative to the mean of `against`, and None if that mean is 0. `p`
+    is corrected for the number of comparisons. If `difference` is None, `note` says why.
     """
 
     arm: str
@@ -70,7 +70,7 @@ def compare(
         raise ValueError(f"{metric}: {len(ours)} runs of {name} and {len(theirs)} of {other} are not pairs")
     pairs = [(one, two) for one, two in zip(ours, theirs, strict=True) if one is not None and two is not None]
     if len(pairs) < len(ours) or not pairs:
-        note = f"{len(ours) - len(pairs)} of {len(ours)} pairs of runs have no such figure"
+        note = f"{len(ours) - len(pairs)} of {len(ours)} pairs of runs lack this figure"
         return Comparison(name, other, metric, None, None, None, None, 1.0, TOO_CLOSE, note=note)
     differences = [one - two for one, two in pairs]
     found, base = student(differences), abs(fmean([two for _, two in pairs]))
@@ -129,8 +129,8 @@ def _says(found: Comparison) -> str:
 
 
 def _p_value(differences: Sequence[float]) -> float:
-    """Return the p-value of Student's t-test. Equal differences, which are frequent for shares of few requests, have no
-    spread. Use the sign test for them."""
+    """Return the p-value of Student's t-test. If all differences are equal, as is common for shares of few
+    requests, use the sign test, because there is no spread."""
     mean = fmean(differences)
     if float(np.ptp(differences)) <= ROUNDING * abs(mean):
         return 1.0 if mean == 0 else 2.0 ** (1 - len(differences))

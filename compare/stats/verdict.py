@@ -19,7 +19,7 @@ from compare.stats.statistics import (
 )
 
 CEILING = 0.99  # arms with a higher attainment cannot be distinguished
-STEPS_AROUND = 6  # in each direction, by factors of sqrt(2): from 1/8 to 8 times the given SLO
+STEPS_AROUND = 6  # SLOs to try in each direction, by factors of sqrt(2): from 1/8 to 8 times the given SLO
 LEAST_STEPS = 2  # an arm must win at this many consecutive SLOs
 LATENCIES = {
     "ttft_p50_ms": "TTFT p50",
@@ -138,7 +138,7 @@ RankAt = Callable[[float, float], Ranking | None]  # returns the ranking under a
 
 
 def flips(rank_at: RankAt, ttft_ms: float, tbt_ms: float) -> list[str]:
-    """Return the ranges of SLOs under which another arm wins with the same outcomes, or a line that there are none.
+    """Return the ranges of SLOs under which another arm wins with the same outcomes, or one line if there are none.
 
     Without correction, one SLO in twenty would have a winner by chance. So the p-values are corrected for all SLOs
     (Holm), and a win counts only if it holds at several consecutive SLOs.
@@ -189,7 +189,7 @@ def latency_differences(ranking: Ranking | None, figures: Mapping[str, Runs]) ->
 
 
 def _lower(clear: Sequence[Comparison], figures: Mapping[str, Runs], *, several: bool) -> Iterator[str]:
-    """Yield, for each pair of arms, the latencies that are lower in one arm, in percent of the other arm's."""
+    """Yield a text for each pair of arms that names the lower latencies of one arm, in percent of the other's."""
     ahead = [(row.arm, row.against) if row.says == "better" else (row.against, row.arm) for row in clear]
     for arm, behind in dict.fromkeys(ahead):
         parts = []

@@ -1,4 +1,4 @@
-/* The router's event stream. It reports when it is disconnected. It reconnects by itself, even if the router answers
+/* The router's event stream. It reports when it is disconnected, and reconnects, even if the router answers
    with an error or sends nothing. */
 
 const SILENT_MS = 5000, RETRY_MS = 1500;

@@ -118,7 +118,7 @@ function showTimeline(cell, timeline) {
     facts.push(`${bytes(moved.bytes)} of KV over ${moved.channel}, ${ms(moved.hidden_ms)} ms hidden, ${ms(moved.exposed_ms)} ms exposed`);
   }
   if (timeline.phases_ms) facts.push(phaseText(timeline.phases_ms));
-  const canvas = make("canvas", { role: "img", "aria-label": "Timeline of the request; the list below says the same" });
+  const canvas = make("canvas", { role: "img", "aria-label": "Timeline of the request; the list below has the same content" });
   const wasOpen = cell.querySelector("details")?.open ?? false;
   const list = make("details", {}, make("summary", {}, `${spans.length} spans`),
     make("ol", {}, ...spans.map((span) => make("li", {}, spanText(span, from)))));

@@ -1,4 +1,4 @@
-"""The kernels for CPUs, which numba compiles, and the check whether they can be compiled for this machine's CPU."""
+"""The kernels for CPUs, which numba compiles, and a check of whether this machine can compile them."""
 
 import importlib
 import logging
@@ -13,6 +13,6 @@ def why_not_compiled() -> str:
     try:
         importlib.import_module("engine.cpu.jit")
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        log.warning("kernels cannot be compiled on this machine, using torch, which is slower: %s", error)
+        log.warning("kernels cannot be compiled on this machine; using torch, which is slower: %s", error)
         return str(error)
     return ""

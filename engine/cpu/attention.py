@@ -14,11 +14,11 @@ from engine.cpu.malloc import empty
 from engine.cpu.simd import CODES, LANES
 from engine.kv_pool import KVPool
 
-# Maximum number of rows (queries times heads of a group) that are computed together. They are whole panels of the
-# columns of a product, and their sums fit into the level 2 cache.
+# Maximum number of rows (queries times heads of a group) that are computed together. They fill whole
+# panels of columns of a product, and their sums fit into the level 2 cache.
 MAX_ROWS = 128
 MIN_PART = 256  # shortest part of a context that is worth merging with other parts
-PARTS_PER_THREAD = 2  # parts of contexts per thread, if contexts are few: several parts balance the threads
+PARTS_PER_THREAD = 2  # parts of contexts per thread, if there are few contexts; this balances the threads
 
 IntArray = NDArray[np.int32]
 
@@ -66,7 +66,7 @@ class AttentionWork:
         row = (counts.cumsum() - counts)[slices] + skipped
         start = starts[slices] + skipped
         low = np.maximum(0, start + 1 - window) if window else np.zeros_like(start)
-        # The fields of an item, in the kernel's order. The last is the place of a part's result; -1 if not divided.
+        # The fields of an item, in the kernel's order. The last is the index of a part's result, or -1 if not divided.
         items = np.stack((slices, row, count, start, low, start + count, np.full_like(row, -1)), axis=1)
         length = start + count - low
         cost = length * (count * group + 8)  # 8 accounts for reading the keys and values
@@ -136,7 +136,7 @@ class NumbaPlan:
 
     def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
         if q.dtype != torch.float32:
-            raise ValueError(f"numba attention computes in float32, the queries are {q.dtype}")
+            raise ValueError(f"numba attention computes in float32, but the queries are {q.dtype}")
         q = q.contiguous()
         prepared = self.prepared(q.shape[1], window)
         out = empty(*q.shape)

@@ -65,7 +65,7 @@ def copy_queries(q: int, to: int, shape: tuple[int, int, int, int, int, int]) ->
 @part
 def turn(rows_q: int, rows: int, group: int, padded: int, to: int, stride: int, listed: int, ends: int) -> None:
     """Transpose a chunk's queries into columns, padded to whole vectors with the last query, and store how many tokens
-    each sees, counted from the first query's position."""
+    each query sees, counted from the first query's position."""
     for row in range(0, rows, LANES):
         for lane in range(LANES):
             r = min(row + lane, rows - 1)
@@ -83,7 +83,7 @@ def begin(
     """Prepare an item for one key head: its queries as rows (decode) or columns (chunk), and empty sums."""
     _, rows, _, _, group, head_dim = shape
     padded = (head_dim + LANES - 1) // LANES * LANES
-    copy_queries(q, rows_q if few else sums, shape)  # the sums are free until then
+    copy_queries(q, rows_q if few else sums, shape)  # the memory of `sums` is free until it is cleared below
     if not few:
         turn(sums, rows, group, padded, turned, stride, listed, ends)
     for r in range(0, rows, LANES):
@@ -164,7 +164,7 @@ def attend(values: Any) -> None:
     tokens_ahead = first_tile(unit, units, items, table, table_width, pool, head_bytes, kv_heads, group, sizes, ahead)
     fetch(ahead, tokens_ahead, sizes[1])
     while unit < units:
-        following = take_next(values)  # early, to prefetch its first tile while this unit's last tile is computed
+        following = take_next(values)  # taken early, to prefetch its first tile during this unit's last tile
         head = unit % kv_heads
         item = items + 4 * FIELDS * (unit // kv_heads)
         slice_, row, count, start = index_at(item), index_at(item + 4), index_at(item + 8), index_at(item + 12)
@@ -172,9 +172,8 @@ def attend(values: Any) -> None:
         rows, tile, few = count * group, tile_of(count * group), count * group <= FEW_ROWS
         shape = (row, rows, head, kv_heads, group, head_dim)
         width = (rows + LANES - 1) // LANES * LANES
-        stride = (
-            4 * LANES * (width // LANES | 1)
-        )  # in bytes; an odd number of vectors, so that rows use all sets of the cache
+        # In bytes. The number of vectors is odd, so that rows use all sets of the cache.
+        stride = 4 * LANES * (width // LANES | 1)
         begin(q, few, rows_q, turned, stride, listed, ends, most, summed, sums, shape)
         blocks, base = table + 4 * slice_ * table_width, pool + head * head_bytes
         while low < high:

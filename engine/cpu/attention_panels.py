@@ -87,7 +87,7 @@ def _dot(builder: Any, code: int, rows: Any, query: Any, size: Any, target: Any,
     builder.store(vectors[0], emit_pointer(builder, target, _VECTOR), align=4)
 
 
-# Transpose a block: of each row in a list of LANES addresses, write LANES floats, beginning at `offset`, as a column.
+# (rows, offset, target, stride): write LANES floats of each listed row, from `offset` on, as a column of `target`.
 transpose_block = written(types.void, (types.int64,) * 4, _transpose)
 
 
@@ -104,8 +104,8 @@ dots = written(types.void, (types.int64,) * 7, _dots)
 
 def _panel(vectors: int, codes: Iterable[int], fetches: bool) -> Any:
     """Return a function that computes c += a b for at most PANEL_ROWS rows and `vectors` vectors of columns. The rows
-    of b are given as a list of addresses; `column` is the offset in them, in bytes. Its first argument is the code of
-    their elements, one of `codes`."""
+    of b are given as a list of addresses; `column` is the offset in each row, in bytes. The first argument is the code
+    of the elements, one of `codes`."""
 
     def emit(
         builder: Any, code: Any, a: Any, a_stride: Any, a_step: Any, b: Any, column: Any, c: Any, *rest: Any
@@ -124,7 +124,7 @@ def _panel(vectors: int, codes: Iterable[int], fetches: bool) -> Any:
 
 
 def _panel_of_listed(vectors: int) -> Any:
-    """Return a function that computes c = a b, like that of `_panel`, with the rows of a as a list of addresses."""
+    """Return a function that computes c = a b, like the one of `_panel`, with the rows of a as a list of addresses."""
 
     def emit(builder: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, depth: Any) -> None:
         def row_of_b(index: Any) -> Any:
@@ -186,8 +186,8 @@ def listed_times(
     rows_ahead: int, row_bytes: int,
 ) -> None:  # fmt: skip
     """Compute c [rows, columns] = a [rows, depth] b [depth, columns]. `a` is a list of the addresses of its rows, and
-    `columns` a multiple of LANES. Every element is one chain of multiply-adds in the order of `depth`, so it does not
-    depend on the number of rows. Also prefetch `rows_ahead` rows of `row_bytes` bytes from the list at `ahead`."""
+    `columns` is a multiple of LANES. An element is one chain of multiply-adds in the order of `depth`, so the number of
+    rows does not affect it. Also prefetch `rows_ahead` rows of `row_bytes` bytes from the list at `ahead`."""
     wide = 4 * LANES * PANEL_VECTORS
     column = 0
     while column < 4 * columns:

@@ -30,7 +30,7 @@ TILE = 96  # tokens: whole panels of a product's rows
 FEW_ROWS = 8  # an item of at most this many rows (query heads that share a key head) is computed as a decode
 FEW_TILE = 32  # tokens of a decode's tile, so that the current and the next tile fit into the first two caches
 LINE = 64  # bytes of a cache line
-FIELDS = 7  # of an item: see `engine.cpu.attention.AttentionWork`
+FIELDS = 7  # numbers per item: see `engine.cpu.attention.AttentionWork`
 # Bytes of a block and of a token, tokens of a block, the code of the pool's dtype, and the dimensions of a head.
 Sizes = tuple[int, int, int, int, int]
 UNSEEN = -1e30  # initial running maximum: finite, so that differences are not NaN
@@ -90,10 +90,10 @@ def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
 
 @part
 def shares(rows: int, padded: int, token_bytes: int) -> tuple[int, int]:
-    """Return how many cache lines of the next tile to prefetch with each vector of a key, and with each value.
+    """Return how many cache lines of the next tile to prefetch with each vector of a key and with each value.
 
     The prefetches are spread evenly over the current tile, because after a burst the CPU would wait for the memory. A
-    group of LANES tokens is assumed to be contiguous; if it is not, only the speed is lower."""
+    group of LANES tokens is assumed to be contiguous. If it is not, only the speed suffers."""
     by_values = max(1, token_bytes // (4 * LINE))
     left = LANES * max(0, token_bytes // LINE - by_values)
     steps = rows * padded // LANES
@@ -162,9 +162,9 @@ def weigh_columns(
     scores: int, stride: int, rows: int, start: int, tokens: int, window: int, ends: int, most: int, summed: int,
     sums: int, padded: int, scales: int,
 ) -> None:  # fmt: skip
-    """Do the same as `weigh` for transposed scores: a row for each token, and a column for each of the `rows`. LANES
-    columns are processed at once, without operations across lanes. `ends` has, for each of the `rows`, the number of
-    tokens that it sees, counted from the first query's position. `scales` is space for a vector."""
+    """Apply `softmax` to transposed scores: a row for each token, and a column for each of the `rows`. LANES
+    columns are processed at once, without operations across lanes. `ends` has the number of tokens that each of the
+    `rows` sees, counted from the first query's position. `scales` is space for a vector."""
     for row in range(0, rows, LANES):
         column = scores + 4 * row
         if start + number_at(ends + 4 * row) < tokens or (

@@ -3,8 +3,8 @@
 from disk.
 
 The kernel does not sort. It computes a cheap upper bound of the noise, and logarithms only for tokens that may still be
-chosen. For top_p, it draws a token from all candidates, and accepts it if top_p keeps it. Otherwise it drops all tokens
-that are not likelier, and draws again (rejection with a rising pivot, as in FlashInfer's sorting-free sampling).
+chosen. For top_p, it draws a token from all candidates and accepts the token if top_p keeps it. Otherwise it drops this
+and all less likely tokens, and draws again (rejection with a rising pivot, as in FlashInfer's sorting-free sampling).
 """
 
 import math
@@ -39,7 +39,7 @@ from engine.cpu.simd import (
 from shared.limits import GREEDY_BELOW
 
 WORK = 4  # elementary operations per logit, for `engine.cpu.jit.PARALLEL_WORK`
-WEIGHED = 64 * LANES  # scores whose weights are summed in float32 before the sum continues in float64
+WEIGHED = 64 * LANES  # number of weights that are summed in float32 before they are added in float64
 RUN = 32  # scores per run in `nth_score`
 TILE = 32  # tokens whose noise is bounded at once
 LN2 = math.log(2)
@@ -177,7 +177,7 @@ def winner(scores, tokens, count, key):
 
 @inlined
 def nth_score(area, scores, ranked, count, nth):
-    """Return the nth largest score. Only scores of at least the nth largest maximum of a run are candidates."""
+    """Return the nth largest score. Only scores not below the nth largest maximum of a run are candidates."""
     runs, least = count // RUN, np.float32(-math.inf)
     if nth < runs:
         for run in range(runs):
@@ -209,7 +209,7 @@ def draw_one(row, count, parameters, area):
     best, token = most_likely(area, count)
     if not math.isfinite(best):  # a tiny repetition penalty or temperature overflowed, so weights are undefined
         return token
-    least, held = np.float32(-math.inf), 0.0  # `held`: the weight of top_k tokens
+    least, held = np.float32(-math.inf), 0.0  # `held`: the total weight of the top_k tokens
     if min_p > 0:
         least = best + np.float32(math.log(np.float32(min_p)))
         count = keep(area, scores, tokens, count, np.float32(-math.inf), least)

@@ -1,4 +1,4 @@
-"""The forward pass of a few decodes as one call. Python code between the kernels would take longer than some of them.
+"""The forward pass of a few decodes as one call. Python code between kernels would take longer than some kernels.
 
 Memory and the arguments of kernels are prepared once, as for a CUDA graph. Each step sets only the number of rows, the
 addresses of its tables, and the work of attention. The kernels and their order are those of `Decoder.forward`, so the
@@ -135,7 +135,7 @@ class FusedDecode:
             self._call(silu_mul, 0, model.config.intermediate_size, at["gate_up"], at["product"])
             self._multiply(layer.down, "product", "update")
             self._call(add_norm, 0, size, epsilon, *added, norm_after.data_ptr(), at["normed"])
-        self._multiply(model.head, "normed", "hidden")  # each step allocates a new result
+        self._multiply(model.head, "normed", "hidden")  # each step replaces the result's address
 
     def _write_attention(self, index: int, layer: DecoderLayer) -> None:
         config, kernels, at = self._model.config, self._kernels, self._at

@@ -28,7 +28,7 @@ def has_fbgemm() -> bool:
 
 @contextmanager
 def packed_by_fbgemm() -> Iterator[None]:
-    """Select FBGEMM as torch's quantized engine, which is a setting of the whole process, and restore it afterwards.
+    """Select FBGEMM as torch's quantized engine, and restore the setting of the process afterwards.
 
     Also suppresses torch's deprecation warning for quantized tensors, which FBGEMM's packing needs.
     """
@@ -60,7 +60,7 @@ class Int8Linear:
 
 
 class Int8:
-    """The format of int8 weights for FBGEMM. A row's product depends on other rows only by rounding of the last bit.
+    """The format of int8 weights for FBGEMM. Other rows affect only the rounding of a row's last bit.
 
     `levels` is the largest rounded weight that this CPU multiplies exactly.
     """
@@ -99,7 +99,7 @@ def _packed(weight: Tensor, levels: int, bias: Tensor | None) -> Int8Linear:
 def _is_exact() -> bool:
     """Return whether this CPU multiplies the largest values exactly.
 
-    Instructions before VNNI add two products in 16 bits and saturate. 7-bit weights avoid that, and leave 8 bits for
+    Instructions before VNNI add two products in 16 bits and saturate. 7-bit weights avoid this and leave 8 bits for
     activations, which have outliers.
     """
     product = _packed(torch.ones(64, 64), LEVELS, None)(torch.ones(1, 64))

@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-# A kernel call with at least this many elementary operations uses a team of threads, which takes microseconds to wake.
+# A kernel call with at least this many elementary operations uses a team of threads. Waking it takes microseconds.
 PARALLEL_WORK = 1 << 15
 
 
@@ -63,7 +63,7 @@ _parallel.restype = None
 
 
 def is_ours(directory: Path) -> bool:
-    """Create the directory if necessary. Return whether only this user can write to it, since it contains code."""
+    """Create the directory if necessary. Return whether only this user can write to it. It will contain code."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()  # not stat: another user could redirect a symbolic link
@@ -82,7 +82,7 @@ def cache_places() -> Iterator[Path]:
 
 
 def cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
-    """Return a cache directory for the kernels of a file, in the first place to which only this user can write.
+    """Return a cache directory for the kernels of a file, in the first of `places` to which only this user can write.
 
     Its name depends on all sources that kernels are compiled from; numba itself checks only the one file and the CPU.
     """

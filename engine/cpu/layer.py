@@ -87,5 +87,5 @@ class NumbaStep:
 
 def _checked(rows: Tensor) -> Tensor:
     """Check the dtype of `rows`, since the kernels get only an address, and return a contiguous tensor."""
-    assert rows.dtype == torch.float32, f"the numba kernels compute in float32, the activations are {rows.dtype}"
+    assert rows.dtype == torch.float32, f"the numba kernels compute in float32, but the activations are {rows.dtype}"
     return rows.contiguous()

@@ -1,8 +1,8 @@
 """Settings of glibc's heap for tensors, so that large blocks are reused instead of mapped again each time.
 
 glibc maps each block of 32 MiB or more separately, and unmaps it when it is freed. Each step with a long chunk then
-touches new pages, which takes half the time of a large 8-bit product. Other threads than the main thread have heaps of
-their own, whose pieces of 64 MiB are also unmapped. Therefore all threads share the main heap.
+touches new pages, which takes half the time of a large 8-bit product. Threads other than the main one have their own
+heaps, whose pieces of 64 MiB are also unmapped. Therefore all threads share the main heap.
 """
 
 import ctypes
@@ -42,8 +42,8 @@ def keep_large_blocks() -> None:
 def empty(*shape: int) -> Tensor:
     """Return an uninitialized float32 tensor, aligned to a cache line, for temporary results of a layer.
 
-    torch requests aligned memory. For this, glibc needs a hole that is larger than the tensor by the alignment, so it
-    never reuses the hole of the previous layer's tensor. The heap would grow to twice the memory of a step.
+    torch requests aligned memory. For this, glibc needs a hole as large as the tensor plus the alignment, so it never
+    reuses the hole that the previous layer's tensor left. The heap would grow to twice the memory of a step.
     """
     size = 4 * math.prod(shape)
     memory = np.empty(size + LINE, np.uint8)
@@ -52,7 +52,7 @@ def empty(*shape: int) -> Tensor:
 
 
 def _set(option: int, value: int) -> bool:
-    """Return whether the setting was made. C libraries other than glibc have no such settings."""
+    """Change a setting of glibc. Return whether this succeeded; other C libraries do not have these settings."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(option, value))
 

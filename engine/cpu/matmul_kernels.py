@@ -6,8 +6,7 @@ reads them once and in order. The sums of a tile (up to TILE_ROWS rows of a pane
 (the scheme of Goto and van de Geijn, as in BLIS). While one panel is multiplied, the next is prefetched, a few cache
 lines every few steps, so that memory access and arithmetic overlap.
 
-Every sum is one chain in the order of the depth, so a row's result does not depend on the other rows, not even in the
-last bit.
+Every sum is one chain in the order of the depth, so no bit of a row's result depends on the other rows.
 """
 
 from typing import Any
@@ -45,14 +44,14 @@ from engine.cpu.simd import (
 
 TILE_ROWS = PANEL_ROWS
 PANEL = LANES * PANEL_VECTORS
-INT8 = 3  # in addition to the codes of floats; a step of the depth is four weights of each column
+INT8 = 3  # in addition to the codes of floats; a step along the depth takes four weights of each column
 HAS_INT8 = LANES == 16 and "avx512vnni" in cpu_features()
 CACHED_STEPS = 1024  # steps of a panel of float weights that fit into the core's second-level cache
 FETCHED_AHEAD = 1024  # bytes prefetched ahead in a panel that is read once
 # Every 2^PACE steps of each tile prefetch a part of the next panel. More frequent prefetches would take time. If only
-# the first tiles prefetched, they would wait for memory. Two tiles are bound by memory, and prefetch in every step.
+# the first tiles prefetched, they would wait for memory. With two tiles, memory is the limit, so every step prefetches.
 PACE = 2
-# Rows that a thread takes at a time. More would not fit into the first-level caches, and would leave threads idle.
+# Rows that a thread takes at a time. More rows would not fit into the first-level cache and would leave threads idle.
 BLOCK_ROWS = 64 * TILE_ROWS
 LINE = 64
 ROUNDER = 12582912.0  # 1.5 * 2**23: adding it to a small number puts the rounded integer into the low bits
@@ -124,7 +123,7 @@ def _emit_factor(builder: Any, code: int, at: Any) -> Any:
 def _emit_add(builder: Any, code: int, factor: Any, weights: Any, added: Any) -> Any:
     if code != INT8:
         return emit_multiply_add(builder, factor, weights, added)
-    instruction = "vpdpbusd $2, $1, $0"  # unsigned activations, signed weights; exact, unlike instructions before VNNI
+    instruction = "vpdpbusd $2, $1, $0"  # unsigned activations times signed weights; exact, unlike before VNNI
     return builder.asm(ir.FunctionType(_INTS, [_INTS] * 3), instruction, "=v,v,v,0", [factor, weights, added], False)
 
 
@@ -172,7 +171,7 @@ def product(values: Any) -> None:
     constants of the matrix: code, depth, steps, panels, weights, columns (the initial sums of each panel; with INT8
     also the scales and the bias), bytes of columns per panel.
 
-    For each block of rows in turn, a thread computes some adjacent panels."""
+    A thread takes the blocks of rows in order, and computes adjacent panels for each."""
     rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
     code, size, steps, panels, weights, columns = values[6], values[7], values[8], values[9], values[10], values[11]
     column_bytes = values[12]

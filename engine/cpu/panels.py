@@ -11,7 +11,7 @@ from engine.cpu.malloc import empty
 from engine.cpu.matmul_kernels import INT8, PANEL, product
 from engine.cpu.simd import CODES, LANES
 
-IN_STEP = 4  # int8 weights of a column that one instruction multiplies
+IN_STEP = 4  # number of int8 weights of a column that one instruction multiplies
 
 
 class PanelLinear:
@@ -19,7 +19,7 @@ class PanelLinear:
 
     `panels` [panels, steps, PANEL, ...] has the weights in the form of the kernel's `code`. `columns`
     [panels, ..., PANEL], float32, has the bias and, for INT8, scales. The matrix is [width, depth]. `is_exact` is true
-    if a step is one unrounded weight.
+    if the panels hold the original weights, one per step.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PanelLinear:
         self.row_scratch = 4 + -(-depth // LANES) * LANES if code == INT8 else 0
 
     def __call__(self, rows: Tensor) -> Tensor:
-        assert rows.dtype == torch.float32, f"panels are multiplied by float32, the activations are {rows.dtype}"
+        assert rows.dtype == torch.float32, f"panels are multiplied by float32, but the activations are {rows.dtype}"
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         count = len(rows)
         result = empty(count, self.padded)

@@ -1,4 +1,4 @@
-"""Selects attention, kernels and weights of a node on a CPU: compiled ones, or those of torch if numba is missing."""
+"""Selects attention, kernels and weight formats for a node on a CPU: compiled ones, or torch's without numba."""
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def _int8(why_not: str) -> LinearFormat:
 
 
 class AsStored:
-    """Keeps 16-bit weights in 16 bits, which halves the memory and the time to read them. Others become float32.
+    """Keeps 16-bit weights in 16 bits, which halves memory and reading time. Other weights become float32.
 
     `name` is the format of the last matrix, since a checkpoint rarely mixes dtypes.
     """

@@ -133,7 +133,7 @@ def emit_prefetch(builder: Any, address: Any) -> Any:
 
 
 def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
-    """Prefetch `lines` cache lines in round `index` of a loop. They follow those of earlier rounds, from `ahead` on."""
+    """Prefetch `lines` cache lines in round `index` of a loop. Earlier rounds fetch earlier lines, from `ahead` on."""
     first = builder.mul(index, lines)
     with cgutils.for_range(builder, lines, intp=_LONG) as loop:
         offset = builder.shl(builder.add(first, loop.index), ir.Constant(_LONG, 6))
@@ -141,7 +141,7 @@ def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
 
 
 def cases(builder: Any, value: Any, values: Iterable[int]) -> Iterator[int]:
-    """Yield each of `values`, inside a branch that runs if `value` equals it. Other values run no branch."""
+    """Yield each of `values` inside a branch that runs if `value` equals it. For other values, no branch runs."""
     after = builder.append_basic_block("after")
     switch = builder.switch(builder.trunc(value, _INT), after)
     for one in values:
@@ -181,11 +181,11 @@ _V, _F, _I = VECTOR, types.float32, types.int64
 _VALUES = types.CPointer(_I)  # type: ignore[attr-defined]
 splat = written(_V, (_F,), emit_splat)
 multiply_add = written(_V, (_V, _V, _V), emit_multiply_add)  # one * other + added
-larger = written(_V, (_V, _V), _larger)  # the second if either is NaN
+larger = written(_V, (_V, _V), _larger)  # the second operand if either is NaN
 where_less = written(
     _V, (_V, _V, _V, _V), lambda b, one, other, yes, no: b.select(b.fcmp_ordered("<", one, other), yes, no)
 )
-keep_range = written(_V, (_V, _I, _I, _V), _keep_range)  # lanes low <= i < high of the first, others of the last
+keep_range = written(_V, (_V, _I, _I, _V), _keep_range)  # lanes low <= i < high of the first, else of the last
 total = written(_F, (_V,), _reduce(lambda b, one, other: b.fadd(one, other)))
 largest = written(_F, (_V,), _reduce(_larger))
 address_at = written(_I, (_I,), lambda b, at: b.load(emit_pointer(b, at, _LONG)))  # an int64 in memory
@@ -193,7 +193,7 @@ put_address = written(types.void, (_I, _I), lambda b, value, at: b.store(value, 
 index_at = written(_I, (_I,), lambda b, at: b.sext(b.load(emit_pointer(b, at, _INT)), _LONG))  # an int32 in memory
 number_at = written(_F, (_I,), lambda b, at: b.load(emit_pointer(b, at, _FLOAT)))
 put_number = written(types.void, (_F, _I), lambda b, value, at: b.store(value, emit_pointer(b, at, _FLOAT)))
-put_low_bytes = written(types.void, (_V, _I), _put_low_bytes)  # of each lane's bits
+put_low_bytes = written(types.void, (_V, _I), _put_low_bytes)  # the low byte of each lane's bits
 prefetch = written(types.void, (_I,), emit_prefetch)  # the cache line at an address, into level 2
 # Atomically increment a kernel's first value, which all threads share, to take the next piece of work.
 take_next = written(_I, (_VALUES,), lambda b, values: b.atomic_rmw("add", values, ir.Constant(_LONG, 1), "monotonic"))
@@ -277,7 +277,7 @@ def store_some(vector: Any, address: int, count: int, code: int) -> None:
 
 @inlined
 def exponential(x: Any) -> Any:
-    """Return e**x with a relative error of 1e-7. Return 0 below -87, and never infinity. As in Cephes' expf."""
+    """Return e**x with a relative error of 1e-7, as in Cephes' expf. Return 0 below -87, and never infinity."""
     least, most = splat(-87.0), splat(88.0)
     clamped = where_less(most, x, most, where_less(x, least, least, x))
     # Adding 1.5 * 2**23 leaves the rounded integer in the low bits.
@@ -298,7 +298,7 @@ def exponential(x: Any) -> Any:
 @inlined
 def two_to_the(x: Any) -> Any:
     """Return 2**x for x <= 0, with a relative error of 2e-7 down to -126. Return 0 below -126.5. Uses Cephes' exp2f."""
-    least = splat(-127.0)  # the exponent's bits of its power are 0
+    least = splat(-127.0)  # the exponent bits of 2**-127 are 0
     shift = splat(12582912.0)  # leaves the rounded integer in the low bits, as in `exponential`
     clamped = where_less(x, least, least, x)
     shifted = clamped + shift

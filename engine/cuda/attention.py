@@ -19,7 +19,7 @@ SHORT = 8  # a slice of at most this many queries is treated as a decode
 MAX_ITEMS = 2**16  # maximum number of decodes in a step; their list is allocated once, so that CUDA graphs may read it
 SPLIT_TOKENS = 256  # a split of fewer tokens costs more time than it saves
 FEW_SPLITS, MAX_SPLITS = 16, 64  # the merge holds all splits of a head in registers
-PROGRAMS_A_PROCESSOR = 2
+PROGRAMS_PER_PROCESSOR = 2
 H200_PROCESSORS = 132
 
 
@@ -81,13 +81,13 @@ class TritonAttention:
         """Plan a step's attention.
 
         If all slices are decodes or padding, the plan depends only on shapes, so a CUDA graph may contain it. With
-        chunks, it depends on the host copies, and a list of tiles is copied to the device.
+        chunks, it depends on the batch's host copies, and a list of tiles is copied to the device.
         """
         return TritonPlan(self, batch)
 
     def splits(self, num_decodes: int, most_tokens: int) -> int:
         """Return how many programs share a context: enough to fill the device twice, if the context is long enough."""
-        wanted = -(-PROGRAMS_A_PROCESSOR * self.processors // (num_decodes * self.pool.layout.kv_heads))
+        wanted = -(-PROGRAMS_PER_PROCESSOR * self.processors // (num_decodes * self.pool.layout.kv_heads))
         return max(1, min(wanted, -(-most_tokens // self._split_tokens), MAX_SPLITS))
 
 
@@ -95,7 +95,7 @@ class TritonPlan:
     """The attention of one step on a GPU: the kernel launches for its slices. Experimental.
 
     Made by `TritonAttention.plan` for one batch and used by each layer on the engine's thread. It owns the lists of
-    slices on the device; decodes of long contexts are split and merged, prompts are cut into tiles.
+    slices on the device. It splits the long contexts of decodes, merges the parts, and cuts prompts into tiles.
     """
 
     def __init__(self, backend: TritonAttention, batch: Batch) -> None:
@@ -110,7 +110,7 @@ class TritonPlan:
         self._tiles: tuple[int, Tile, Tensor] | None = None  # cut when the number of heads is known
 
     def _listed(self, short: list[int]) -> Tensor:
-        """Return the work list of decodes, int32 [decodes, 2]. Leading decodes use the preallocated list."""
+        """Return the work list of decodes, int32 [decodes, 2]. If the decodes come first, the list is preallocated."""
         if len(short) > MAX_ITEMS:
             raise ValueError(f"{len(short)} decodes in one step; --max-num-seqs may be {MAX_ITEMS} at most")
         if not short or short[-1] + 1 == len(short):
@@ -123,7 +123,7 @@ class TritonPlan:
 
     def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
         out = q.new_empty(q.shape)
-        out[self._covered :].zero_()  # padding behind the last slice
+        out[self._covered :].zero_()  # padding after the last slice
         if len(self._decodes):
             self._attend_decodes(layer, q, window, out)
         if self._chunks:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803 (Triton writes what is constant when compiled in capitals)
+# ruff: noqa: N803 (compile-time constants of Triton are in capitals)
 """Triton kernels of paged attention. One computes tiles of prompts and decodes, and the other merges splits.
 
 The queries of a tile and the heads that share a KV head (GQA) are the rows of one matrix, so keys and values are read
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _absorb(
-    acc,  # float32 [BLOCK_M, BLOCK_D]: values weighed so far
+    acc,  # float32 [BLOCK_M, BLOCK_D]: sum of the weighted values so far
     peak,  # float32 [BLOCK_M]: highest score so far, in powers of 2
     total,  # float32 [BLOCK_M]: sum of the weights
     q, keys, values,
@@ -61,8 +61,8 @@ def _absorb(
 
 @triton.jit
 def attend(
-    out,  # [T, heads, HEAD_DIM]; where SPLIT float32 [items, kv_heads, splits, QUERIES * GROUP, HEAD_DIM]
-    weight_of,  # float32 [items, kv_heads, splits, QUERIES * GROUP]: log2 of each split's sum of weights; else unused
+    out,  # [T, heads, HEAD_DIM]; with SPLIT, float32 [items, kv_heads, splits, QUERIES * GROUP, HEAD_DIM]
+    weight_of,  # float32 [items, kv_heads, splits, QUERIES * GROUP]: log2 of each split's sum of weights, if SPLIT
     q,  # [T, heads, HEAD_DIM]
     keys, values,
     work,  # int32 [items, 2]: slice, and first query that the item computes
@@ -71,13 +71,13 @@ def attend(
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride, block_stride, head_stride,
     token_stride,
     GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,  # of an item; QUERIES * GROUP <= BLOCK_M
+    QUERIES: tl.constexpr,  # per item; QUERIES * GROUP <= BLOCK_M
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: items x kv heads x splits. It depends only on shapes, so a CUDA graph may contain the launch.
 
-    The number of splits is not a compile-time constant, because requests would wait for compilation for each number.
+    The number of splits is not a compile-time constant, because requests would wait for a compilation per number.
     """
     item, kv_head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which = tl.load(work + 2 * item)

@@ -34,8 +34,8 @@ GRAPH_BYTES = GIB  # allowance for graphs; the memory that they take is logged
 def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: CudaAccelerator) -> EngineComponents:
     """Build the components on `gpu`. Experimental.
 
-    `options.max_model_len` must be set. Raises ValueError, with the fix in its message, if a setting, a package or the
-    memory does not suffice. Raises OSError if the driver fails for another reason.
+    `options.max_model_len` must be set. Raises ValueError, with the fix in its message, if a setting or a package is
+    unsuitable or memory is short. Raises OSError if the driver fails for another reason.
     """
     log.warning("CUDA support is experimental: no GPU has run this code yet")
     dtype = _dtype(options, path)
@@ -57,7 +57,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
         memory = gpu.allocate(layout.num_blocks, layout.block_bytes)
         runner = _runner(options, model, KVPool(layout, memory), gpu, triton)
     if not options.enforce_eager:
-        with _stage(gpu, "capturing CUDA graphs", f"{LESS_KV}, or give --enforce-eager", "try --enforce-eager"):
+        with _stage(gpu, "capturing CUDA graphs", f"{LESS_KV}, or use --enforce-eager", "try --enforce-eager"):
             _capture(runner, gpu)
     attributes = {
         "runner": "torch",
@@ -70,8 +70,8 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
     }
-    print_ = exchange_fingerprint("torch", path, layout, memory.sums)
-    return EngineComponents(runner, memory, layout, options.max_model_len, config.vocab_size, print_, attributes)
+    digest = exchange_fingerprint("torch", path, layout, memory.sums)
+    return EngineComponents(runner, memory, layout, options.max_model_len, config.vocab_size, digest, attributes)
 
 
 def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
@@ -116,7 +116,7 @@ def _capture(runner: CudaRunner, gpu: CudaAccelerator) -> None:
     before, _ = gpu.memory()
     runner.capture(gpu.graphs())
     after, _ = gpu.memory()
-    log.info("graphs take %d MiB of the GPU", (before - after) >> 20)
+    log.info("graphs take %d MiB of GPU memory", (before - after) >> 20)
 
 
 def _stage(gpu: CudaAccelerator, doing: str, if_too_large: str, otherwise: str = "") -> AbstractContextManager[None]:
@@ -128,7 +128,7 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-# ---- how much memory KV may have --------------------------------------------------------------------------------
+# ---- memory for KV ----------------------------------------------------------------------------------------------
 
 
 def _one_block(options: BuildOptions, model: Decoder) -> KVLayout:
@@ -146,14 +146,14 @@ def _room(options: BuildOptions, one: KVLayout, held: int, gpu: CudaAccelerator)
     given = f"--gpu-memory-utilization {options.gpu_memory_utilization}"
     if share - most < 2 * one.block_bytes:
         raise ValueError(
-            f"{given}: {share / GIB:.1f} of {total / GIB:.1f} GiB, of which weights and a step take "
-            f"{most / GIB:.1f}, leave no room for KV: increase it, lower --max-num-batched-tokens, or use a "
+            f"{given}: weights and a step take {most / GIB:.1f} of {share / GIB:.1f} GiB (the GPU has "
+            f"{total / GIB:.1f}) and leave no room for KV: increase it, lower --max-num-batched-tokens, or use a "
             f"smaller model"
         )
     if share - most > free:
         raise ValueError(
             f"{given}: {(share - most) / GIB:.1f} GiB are needed for KV, but other processes leave "
-            f"{free / GIB:.1f} GiB of {gpu.name} free: lower it, so that all nodes of a GPU share less than 1"
+            f"{free / GIB:.1f} GiB of {gpu.name} free: lower it, so that the sum over a GPU's nodes is less than 1"
         )
     return share - most
 

@@ -18,7 +18,7 @@ log = logging.getLogger("baton.engine")
 class CudaAccelerator:
     """The CUDA device `name`. Raises ValueError if torch does not find it.
 
-    If `borrowed` is given, its KV memory of another process is used, and none is allocated.
+    If `borrowed` is given, `allocate` returns this KV memory of another process.
     """
 
     def __init__(self, name: str, borrowed: PoolClient | None = None) -> None:
@@ -39,7 +39,7 @@ class CudaAccelerator:
         return torch.cuda.mem_get_info(self.device)
 
     def most_held(self, work: Callable[[], object]) -> int:
-        """Run `work`. Return the maximum bytes that torch held in this process during it, including earlier memory."""
+        """Run `work`. Return the peak of the bytes that torch held in this process, including earlier memory."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         work()
@@ -67,7 +67,7 @@ class CudaAccelerator:
             return driver.active.utils is not None
         except AssertionError as error:  # `ldconfig -p` does not list libcuda.so.1
             fix = ": set TRITON_LIBCUDA_PATH to the directory of libcuda.so.1"
-            log.warning("no Triton kernels, but torch's, which are slower: %s%s", cause(error), fix)
+            log.warning("using torch's kernels, which are slower than Triton's: %s%s", cause(error), fix)
         except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-            log.warning("no Triton kernels, but torch's, which are slower: %s", cause(error))
+            log.warning("using torch's kernels, which are slower than Triton's: %s", cause(error))
         return False

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803 (Triton writes what is constant when compiled in capitals)
+# ruff: noqa: N803 (compile-time constants of Triton are in capitals)
 """The draw of `engine.sampling` on a GPU, in three launches, without sorting and without waiting for the device.
 
 The filters of a row are equivalent to one number, the lowest score kept. A search over all float32 values finds it:
@@ -56,15 +56,15 @@ def _number(parameters, row, word):
 
 @triton.jit
 def _scores(logits, first, vocab, temperature, BLOCK: tl.constexpr):
-    """Return scores, float32 [BLOCK]. The division is IEEE's, because another rounding could change their order."""
+    """Return scores, float32 [BLOCK]. The division follows IEEE 754; another rounding could change their order."""
     column = first + tl.arange(0, BLOCK)
     return tl.div_rn(tl.load(logits + column, mask=column < vocab, other=float("-inf")), temperature)
 
 
 @triton.jit
 def _ordered(scores):
-    """Return int32 keys with the same order as the scores. Applied to the bits twice, the mapping is the identity."""
-    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    """Return int32 keys with the same order as the scores. The mapping of the bits is its own inverse."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # map -0.0 to 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -110,7 +110,7 @@ def find_least(
         highest = tl.full([BLOCK], float("-inf"), tl.float32)
         for first in range(0, vocab, BLOCK):
             highest = tl.maximum(highest, _scores(logits, first, vocab, divisor, BLOCK))
-        # Make it finite, so that the search ends for broken rows and rows without tokens; `choose_part` reports them.
+        # Keep `best` finite, so that the search ends for rows that `choose_part` reports (broken or without tokens).
         best = tl.minimum(tl.maximum(tl.max(highest, 0), -LARGEST), LARGEST)
         if min_p > 0.0:
             floor = best + tl.log(min_p).to(tl.float32)
@@ -127,7 +127,7 @@ def find_least(
 
 @triton.jit
 def _mass(logits, vocab, temperature, best, least, top_k, BLOCK: tl.constexpr):
-    """Return the mass of the top_k largest scores at or above a key. Ties at the end count only up to top_k scores."""
+    """Return the mass of the top_k largest scores at or above a key. Scores equal to the key count only up to top_k."""
     above, count = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
     alike, weight = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocab, BLOCK):
@@ -143,7 +143,7 @@ def _mass(logits, vocab, temperature, best, least, top_k, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gumbel(key, tokens):
-    """Do the same as `engine.counter_rng.gumbel`, with unsigned integers."""
+    """Compute `engine.counter_rng.gumbel` with unsigned integers."""
     value = key + (tokens + 1).to(tl.uint64) * GOLDEN_RATIO
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
@@ -183,7 +183,7 @@ def draw_part(
         value = tl.where(better, ranked, value)
         token = tl.where(better, column, token)
     top = tl.max(value, 0)
-    chosen = tl.min(tl.where(value == top, token, vocab), 0)  # the first of equal scores, as torch's argmax on a CPU
+    chosen = tl.min(tl.where(value == top, token, vocab), 0)  # the first of equal scores, like torch's argmax on a CPU
     place = row * tl.num_programs(1) + part
     tl.store(best + place, top)
     tl.store(tokens + place, tl.where(tl.max(broken, 0) > 0, BROKEN, chosen))

@@ -76,7 +76,7 @@ class FlashVersion:
     load: Callable[[], ModuleType]
     functions: tuple[str, ...]
     attend: Callable[[Functions, Tensor, Tensor, Tensor, FlashRows, int], Tensor]
-    decodes: bool  # it splits long contexts on Hopper, which decodes need
+    decodes: bool  # whether it splits long contexts on Hopper, as decodes need
     runs_on: Collection[int]  # major compute capabilities
     supports: Callable[[int], bool] = lambda size: True  # whether a block may have this many tokens
     limit: str = ""  # the reason why other block sizes are not supported

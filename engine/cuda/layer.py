@@ -9,7 +9,7 @@ from engine.cuda import layer_kernels as triton_rows
 from engine.kernels import Kernels
 
 SILU_BLOCK = 1024
-ELEMENTS_A_WARP = 256  # per warp: with fewer elements, lanes are idle; with more, registers are spilled
+ELEMENTS_PER_WARP = 256  # with fewer elements, lanes are idle; with more, registers are spilled
 
 
 class TritonKernels(Kernels):
@@ -71,4 +71,4 @@ class TritonStep:
 
 
 def _warps(elements: int, least: int) -> int:
-    return int(min(16, max(least, triton.next_power_of_2(elements // ELEMENTS_A_WARP))))
+    return int(min(16, max(least, triton.next_power_of_2(elements // ELEMENTS_PER_WARP))))

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803 (Triton writes what is constant when compiled in capitals)
+# ruff: noqa: N803 (compile-time constants of Triton are in capitals)
 """Triton kernels of a layer's element-wise work. Each reads and writes a row once and computes in float32."""
 
 import triton

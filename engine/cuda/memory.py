@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.cuda.kv.driver import CudaDevice, CudaRegion, PinnedStaging
 from shared.kv.memory import Staging
 
-PIECE_BYTES = 16 << 20  # summed at once: the piece and its products fit into the L2 cache of an H200 (50 MB)
+PIECE_BYTES = 16 << 20  # bytes summed at once: the piece and its products fit into the L2 cache of an H200 (50 MB)
 WORD_BYTES = 8
 
 
@@ -22,7 +22,7 @@ class DeviceMemory:
     The node owns it: the engine's thread computes in it, and KV channels read and write rows from other threads and
     streams. A channel may read a row only after the step that filled it has ended. The memory is a new allocation of
     zeros or, if given, `region` of a peer. Raises ValueError if a size is not positive or rows are not a multiple of 8
-    bytes. Raises OSError (`CudaError`) if the driver fails, for example for lack of memory.
+    bytes. Raises OSError (`CudaError`) if the driver fails, for example if memory is short.
     """
 
     sums: ClassVar[str] = "linear64"

@@ -28,7 +28,7 @@ MIXED = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 
 @dataclass(slots=True)
 class Captured:
-    """A pass captured at one size. If `decodes` is true, the graph includes attention, and a slice has one token."""
+    """A pass captured at one size. If `decodes` is true, the graph includes attention, and each slice has one token."""
 
     shape: StepShape
     decodes: bool
@@ -71,7 +71,7 @@ class Passes:
     def choose(self, step: Batch) -> tuple[StepShape, Captured | None]:
         """Return the shape to pad a step to, and the pass to replay, or None to run the step uncaptured."""
         own = StepShape.of(step)
-        if step.scored:  # unlimited rows of logits
+        if step.scored:  # it needs any number of logit rows
             return own, None
         if own.tokens == own.slices and (found := _least(self._decodes, own.tokens)) is not None:
             return found.shape, found
@@ -129,7 +129,7 @@ class Passes:
     def _decodes_at(self, pool: CudaGraphPool, size: int) -> Captured:
         shape = StepShape(size, size, size)
         batch = self._buffers.clear(shape)
-        # The host copies of a captured batch have upper bounds of the values in all later steps.
+        # The host copies of a captured batch hold upper bounds of the values in all later steps.
         most = self._buffers.most_tokens
         batch = replace(batch, starts=[most - 1] * size, kv_lens=[most] * size, sampled=list(range(size)))
 
@@ -137,7 +137,7 @@ class Passes:
             return self._model.forward(batch, self._kernels.begin(batch), self._attention.plan(batch))
 
         recording = GraphRecording(pool)
-        pool.run(work)  # compiles kernels and allocates lasting memory, which a capture may not
+        pool.run(work)  # compiles kernels and allocates lasting memory, which is not allowed in a capture
         return Captured(shape, True, recording, recording.capture(work))
 
     def _mixed_at(self, pool: CudaGraphPool, size: int, rows: int) -> Captured:

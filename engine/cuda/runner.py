@@ -182,7 +182,7 @@ class CudaRunner(TorchRunner):
         tokens.copy_(drawn)
         launched.drawn.copy_(tokens, non_blocking=True)
         wanted = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None]
-        if wanted:  # this waits
+        if wanted:  # this waits for the device
             chosen = tokens.clamp(min=0).tolist()
             tops = [rows[at].sampling.logprobs or 0 for at in wanted]
             for at, entry in zip(wanted, describe(logits[wanted], [chosen[at] for at in wanted], tops), strict=True):
@@ -190,7 +190,7 @@ class CudaRunner(TorchRunner):
 
 
 def _event() -> "torch.cuda.Event":
-    """Return an event whose `wait` sleeps. Spinning would take a core from other nodes."""
+    """Return an event whose `synchronize` sleeps. Spinning would take a core from other nodes."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""Selects attention and kernels of a node on a GPU: the requested ones, or the fastest that this GPU supports."""
+"""Selects attention and kernels for a node on a GPU: the requested ones, or the fastest that this GPU supports."""
 
 import logging
 
@@ -48,7 +48,7 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
         raise ValueError(NO_FLASH_ATTN)
     if not suits:
         raise ValueError(
-            f"--attention-backend flash_attn: KV in {pool.layout.dtype} under activations in {computed}: omit "
+            f"--attention-backend flash_attn: KV in {pool.layout.dtype} does not match activations in {computed}: omit "
             "--kv-cache-dtype, or use triton"
         )
     return FlashAttention(pool, found[0], ours)
@@ -63,7 +63,7 @@ def usable_on_cuda(name: str, device: torch.device) -> str:
         try:
             load(FLASH_3)
         except ValueError as error:
-            log.warning("our own attention kernels instead of FlashAttention 3: %s", error)
+            log.warning("using Baton's attention kernels instead of FlashAttention 3: %s", error)
             return OWN
     return name
 
@@ -72,7 +72,7 @@ def _flash_3_or(ours: AttentionBackend, pool: KVPool) -> AttentionBackend:
     try:
         return FlashAttention(pool, FLASH_3, ours)
     except ValueError as error:
-        log.info("%s instead of FlashAttention 3: %s", ours.name, error)
+        log.info("using %s attention instead of FlashAttention 3: %s", ours.name, error)
         return ours
 
 

@@ -14,13 +14,13 @@ from engine.counter_rng import WORDS
 from engine.sampling import SamplingRow, parameters_of
 
 NOWHERE = -1  # slot of a padding token
-ALIGNED_WORDS = 2  # of 8 bytes
-NUM_REGIONS = 9  # of a block: six tensors of a batch, carried tokens, sampling parameters, the block table
+ALIGNED_WORDS = 2  # alignment of a region, in words of 8 bytes
+NUM_REGIONS = 9  # in a block: six tensors of a batch, carried tokens, sampling parameters, the block table
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The size of a pass: that of a step, or that to which the step is padded."""
+    """The size of a step, or the size to which the step is padded."""
 
     tokens: int
     slices: int
@@ -33,7 +33,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepCapacity:
-    """The largest step that the buffers hold. A larger one (a prompt that may not be chunked) has its own buffers."""
+    """The largest step that the buffers hold. A larger step (a prompt that may not be chunked) gets others."""
 
     slices: int
     tokens: int

@@ -127,7 +127,7 @@ class ConfigReader:
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(token) is not int or not 0 <= token < vocab_size for token in ids):
-            self.refuse(key, f"it must be a token id below vocab_size ({vocab_size}), or a list of them")
+            self.refuse(key, f"it must be a token id below vocab_size ({vocab_size}), or a list of such ids")
         return tuple(ids)
 
     def nested(self, key: str) -> "ConfigReader":
@@ -149,7 +149,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes")
     try:
         values = json.loads(data)
-    except (ValueError, RecursionError) as error:  # ValueError: also a number with more than 4,300 digits
+    except (ValueError, RecursionError) as error:  # a number with more than 4,300 digits is a ValueError too
         raise ValueError(f"{file}: not valid JSON ({str(error)[:100]}); copy it again from the model") from None
     if not isinstance(values, dict):
         raise ValueError(f"{file}: not a JSON object")
@@ -206,8 +206,8 @@ def _windows(keys: ConfigReader, architecture: str, layers: int) -> tuple[int, .
         return (0,) * layers
     if architecture == "MistralForCausalLM":
         # A missing key means transformers' default, 4096; null means no window.
-        absent = "sliding_window" in keys.values and keys.values["sliding_window"] is None
-        return (0 if absent else keys.size("sliding_window", 4096),) * layers
+        unlimited = "sliding_window" in keys.values and keys.values["sliding_window"] is None
+        return (0 if unlimited else keys.size("sliding_window", 4096),) * layers
     if not keys.flag("use_sliding_window"):
         return (0,) * layers
     window = keys.size("sliding_window", 4096)

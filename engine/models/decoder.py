@@ -86,11 +86,11 @@ class Decoder:
         rows: Tensor,
         kernels: StepKernels,
         attention: AttentionPlan,
-        asked: Tensor | None = None,
+        selected: Tensor | None = None,
     ) -> Tensor:
-        """Return [T, num_heads * head_dim]. If `asked` is given, return only these rows, as planned in `attention`."""
+        """Return [T, num_heads * head_dim]. If `selected` is given, return only these rows, which `attention` plans."""
         q = kernels.rotate_and_store(index, layer.qkv(rows), layer.q_norm, layer.k_norm)
-        return attention.attend(index, q if asked is None else q[asked], layer.window).flatten(1)
+        return attention.attend(index, q if selected is None else q[selected], layer.window).flatten(1)
 
     def _mlp(self, layer: DecoderLayer, rows: Tensor, kernels: StepKernels) -> Tensor:
         """Return the MLP's output for `rows` [T, hidden_size]; may overwrite them."""
@@ -106,7 +106,7 @@ class Decoder:
         return self.head(hidden).float()
 
 
-Take = Callable[..., Tensor]  # (name, *shape) -> the tensor; each is taken once
+Take = Callable[..., Tensor]  # (name, *shape) -> the tensor; called once per tensor
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: LinearFormat | None = None) -> Decoder:
@@ -123,7 +123,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
 
 
 def assemble(take: Take, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat) -> Decoder:
-    """Build a decoder from the tensors that `take` returns for the names of Hugging Face."""
+    """Build a decoder from the tensors that `take` returns for Hugging Face's names."""
     embed, head = _load_vocabulary(take, config, linear)  # first, so that a tied matrix is freed before the rest
     layers = [_load_layer(take, config, index, dtype, linear) for index in range(config.num_layers)]
     norm = take("model.norm.weight", config.hidden_size).to(dtype)

@@ -42,13 +42,13 @@ class QueueEntry:
     the slot until its last sample ends."""
 
     tenant: str
-    priority: int  # smaller goes first
+    priority: int  # smaller numbers are served first
     prompt_tokens: int
     sample_tokens: int  # expected tokens of one sample
     num_left: int
     expires: float
     deadline: float = inf  # for the whole answer
-    granted_at: float | None = None  # also None after a pause, which would distort the measured time
+    granted_at: float | None = None  # None before the grant, and after a pause, which distorts the measurement
     has_pending_prefill: bool = True
     granted: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -14,7 +14,7 @@ from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
 HANDOFF = "handoff: "  # prefix of the errors by which nodes report a failed handoff
-UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas, without those in buffers of the connection
+UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas; buffers of the connection do not count
 FULL_S = 0.05  # how long the limit may be exceeded, so that the event loop can first read a burst
 SLOW_S = 30.0  # how long a paused request waits for its client to read before it fails
 
@@ -143,7 +143,7 @@ class AdmittedRequest:
         if self._num_reads > num_reads:
             self._watch()
             return
-        self._error = UnavailableError(f"Nothing was read for {SLOW_S:g} s.", status=408, code="slow_reader")
+        self._error = UnavailableError(f"The client has read nothing for {SLOW_S:g} s.", status=408, code="slow_reader")
         for sample in self.samples:
             if sample.attempt is not None:
                 sample.attempt.close(self._error)
@@ -173,7 +173,7 @@ class Attempt:
         self._is_prompt_computed = False
         self._handed_off = False
         self._producers: set[NodeConnection] = set()
-        self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # not yet due, by position
+        self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # waiting for earlier ones, by position
         self._prompt_logprobs: list[Logprobs] = []
         self._ready: deque[tuple[int, TokenDelta]] = deque()  # with their sizes
         self._is_over = False

@@ -40,7 +40,7 @@ log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # how long a new request waits for a node before it is refused
 WAIT_UNDER_WAY_S = 30.0  # how long an accepted request waits for a node before it fails
 RETRY_PAUSE_S = 0.05  # multiplied by the number of attempts so far, with a jitter of 50 %
-NEWS_S = 0.2  # wait after a failed handoff, in which the router usually notices a lost node
+NEWS_S = 0.2  # wait after a failed handoff; the router usually notices a lost node in this time
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two samples (the golden ratio, as in splitmix64)
 COUNTS = (
     *("running", "total", "finished", "cancelled", "failed"),
@@ -237,8 +237,8 @@ class Dispatcher:
     def _check_slo(self, placement: Placement, computes: NodeConnection) -> None:
         """Raise AdmissionRefusedError if the first token is predicted later than the SLO.
 
-        A request without a prediction is admitted. So is one with a stale prediction, because a node that was once
-        measured as too slow would otherwise get no more requests and never be measured again.
+        A request without a prediction, or with a stale one, is admitted. Otherwise, a node that was once measured as
+        too slow would get no more requests, and would never be measured again.
         """
         slo_s, estimate = self._rules.ttft_slo_s, placement.estimate
         if not slo_s or estimate is None or estimate.first_token_s <= slo_s or computes.load.is_stale:

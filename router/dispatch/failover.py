@@ -19,8 +19,8 @@ MAX_RETRY_WAIT_S = 10.0
 
 
 class RetryBudget:
-    """The retry budget that all requests share: one retry for every ten requests, and 3 per second. It works like that
-    of Finagle, except that a retry over the budget waits instead of failing."""
+    """The retry budget that all requests share: one retry for every ten requests, and 3 per second. It works as in
+    Finagle, except that a retry over the budget waits instead of failing."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -65,7 +65,7 @@ class Failover:
             node = next(node for node in attempt.nodes if node.info.id == failure.node)
             self._record_crash(attempt, node)
         if self.failures >= self.max_attempts:
-            raise UnavailableError(f"The request was given up after {self.max_attempts} attempts.", code="node_lost")
+            raise UnavailableError(f"The request failed after {self.max_attempts} attempts.", code="node_lost")
 
     def _assign_fault(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str]) -> None:
         """Decide which node to avoid after a failure.
@@ -100,7 +100,7 @@ class Failover:
         self._crashed.append(node)
         if len(self._crashed) >= MAX_CRASHES:
             raise RequestError(
-                f"{MAX_CRASHES} nodes died while they computed this request; it is not tried again.",
+                f"{MAX_CRASHES} nodes died while they computed this request; it is not retried.",
                 code="poison",
                 status=422,
             )

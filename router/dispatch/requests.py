@@ -35,7 +35,7 @@ class GenerationRequest:
     stop_tokens: frozenset[int] = frozenset()
     n: int = 1
     salt: bytes = b""
-    priority: int = 0  # smaller runs first
+    priority: int = 0  # smaller numbers run first
     share_prefix: bool = True
     traceparent: str = ""  # W3C trace context of the client's request
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set

@@ -33,7 +33,7 @@ class RoleBody(BaseModel):
 
 
 class Admin:
-    """The handlers of the admin routes. It tracks role changes, so that two at once cannot remove the last node."""
+    """The handlers of the admin routes. It tracks role changes, so that two of them cannot remove the last node."""
 
     def __init__(self, pool: NodePool, drain_s: float) -> None:
         self._pool = pool
@@ -77,11 +77,11 @@ class Admin:
         changing its role, or if no node would be left to take requests."""
         name = connection.info.id
         if name in self._becoming:
-            raise RequestError(f"Node {name} is becoming a {self._becoming[name]} node already.", "role", status=409)
+            raise RequestError(f"Node {name} is already becoming a {self._becoming[name]} node.", "role", status=409)
         others = [info for info, _, is_alive in self._pool.nodes() if is_alive and info.id != name]
         roles = {self._becoming.get(info.id, info.role) for info in others} | {role}
         if self._pool.mode == "colocated" and "decode" not in roles:
-            raise RequestError("Mode colocated uses decode nodes only, and it is the last one.", "role", status=409)
+            raise RequestError("Mode colocated uses decode nodes only, and this is the last one.", "role", status=409)
         if "decode" not in roles:
             return "no decode node is left: prefill nodes generate too"
         return "" if "prefill" in roles else "no prefill node is left: decode nodes compute prompts too"

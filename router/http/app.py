@@ -1,4 +1,4 @@
-"""The routes of the REST API and their handlers. This is the only place where errors become HTTP statuses."""
+"""The routes of the REST API and their handlers."""
 
 import asyncio
 import time
@@ -51,7 +51,7 @@ def build_app(
 ) -> Starlette:
     """Build the whole REST API as an ASGI app.
 
-    `/metrics` shows `registry`. `observer` is the one to which the dispatcher and the nodes report. `slo` returns the
+    `/metrics` shows `registry`. The dispatcher and the node pool must report to the same `observer`. `slo` returns the
     targets for a request that arrives now. `more_routes` require an admin's key.
 
     For servers with two ports, `state.api` has only the routes for tenants, and `state.admin` only those that observe
@@ -97,7 +97,7 @@ class ApiHandlers:
     """The handlers of the API's routes, and the state that they share.
 
     `build_app` creates one for the app, and every handler runs on the router's event loop. It holds the model's card,
-    the count of requests in progress, which `JsonEndpoint` limits, and the request metrics. Errors pass through: the
+    the request metrics, and the number of requests in progress, which `JsonEndpoint` limits. Errors pass through: the
     endpoint or the app's exception handler converts them to responses.
     """
 

@@ -193,7 +193,7 @@ class ResponseWriter:
         await self.end(body)
 
     async def events(self, data: bytes) -> None:
-        """Send a part of a stream. The first part sends the status, so that an earlier failure can send its own."""
+        """Send a part of a stream. The status is sent with the first part, so an earlier failure can have its own."""
         if not self._streams:
             self._streams = True
             await self._start(200, STREAM_HEADERS)
@@ -206,7 +206,7 @@ class ResponseWriter:
         self._is_complete, self._outcome = True, "answered"
 
     async def fail(self, error: Exception) -> None:
-        """Send an error, as a status or, if the stream has started, as its last event."""
+        """Send an error: as the response or, if a stream has started, as the stream's last event."""
         status, value, headers = described(error, self._label)
         if self._is_complete:
             return

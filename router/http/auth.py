@@ -28,7 +28,7 @@ LINE = re.compile(r"(?P<tenant>[\w.-]{1,64}):(?P<hash>[0-9a-f]{64})(?P<admin>:ad
 LINE_FORM = "must be tenant:sha256 or tenant:sha256:admin; `baton key TENANT` makes such a line"
 MAX_KEYS = 1024  # each request's key is compared with all of them, at 0.05 us each
 MAX_FILE_BYTES = 256 << 10
-LOOK_S = 1.0  # between checks for a change of the file
+LOOK_S = 1.0  # time between checks for a change of the file
 LOG_EVERY_S = 10.0
 NO_KEY_NEEDED = frozenset({"/health", "/ready"})  # they reveal only whether the router is up and ready
 
@@ -69,11 +69,11 @@ class ApiKeys:
             self._entries = self._read()
         except ConfigError as error:  # try again later: the cause may be a permission or our descriptor limit
             if str(error) != self._logged:
-                log.error("%s; the keys read before stay in force", error)
+                log.error("%s; the previous keys remain valid", error)
             self._logged = str(error)
             return
         self._stamp, self._logged = stamp, ""
-        log.info("%d API keys in force", len(self._entries))
+        log.info("read %d API keys", len(self._entries))
 
     def _stamped(self) -> tuple[int, ...]:
         """Return a value that changes when the file is written or replaced."""
@@ -156,13 +156,13 @@ class AuthMiddleware:
                 log.warning("rejected a request without a valid API key from %s", (scope.get("client") or "?")[0])
             raise RequestError("An API key is needed: Authorization: Bearer KEY.", code="invalid_api_key", status=401)
         if not identity.is_admin and not is_for_tenants:
-            raise RequestError("This needs the key of an admin.", code="admin_key_needed", status=403)
+            raise RequestError("This path needs the key of an admin.", code="admin_key_needed", status=403)
         return identity
 
 
 def key_of(scope: Scope) -> bytes:
-    """Return the key of a request, or b"" if it has none. A Basic header has the key as its password. It is only
-    accepted for GET and HEAD, because browsers add the header to requests that other sites cause."""
+    """Return the key of a request, or b"" if it has none. In a Basic header, the key is the password. Basic is accepted
+    only for GET and HEAD, because browsers add the header to requests that other sites cause."""
     given = Headers(scope=scope).getlist("authorization")
     scheme, _, value = (given[0] if len(given) == 1 else "").partition(" ")
     value = value.strip()

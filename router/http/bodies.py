@@ -27,12 +27,12 @@ UNSUPPORTED |= {"functions": ([],), "tools": ([],), "function_call": ("none",), 
 UNSUPPORTED |= {"modalities": (["text"],), "response_format": ({"type": "text"},)}
 # Error messages of fields that accept several forms. Pydantic's own message would explain only one of the forms.
 EXPECTED = {
-    "prompt": f"must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these; none empty",
+    "prompt": f"must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these, and not empty",
     "stop": f"must be a string or a list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_CHARACTERS} characters",
     "stop_token_ids": f"must be a list of at most {MAX_STOP_TOKENS} token ids",
     "logit_bias": f"must be an object of at most {MAX_LOGIT_BIASES} token ids, with values from -100 to 100",
     "content": f"must be a string or a list of 1 to {MAX_PARTS} text parts, each with `type` and `text`; "
-    "nothing is fetched or decoded",
+    "images, files and URLs are not supported",
 }
 NESTED = {"messages": 3, "stream_options": 2}  # how many parts of an error's location name the field
 
@@ -40,7 +40,7 @@ NESTED = {"messages": 3, "stream_options": 2}  # how many parts of an error's lo
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError("neither JSON nor a float has this number")
+        raise ValueError("this number is not finite")
     return value
 
 

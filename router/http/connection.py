@@ -27,9 +27,9 @@ from router.http.asgi import to_response
 from shared.errors import BatonError, RequestError, UnavailableError
 
 LINE_BYTES, HEAD_BYTES, MAX_HEADERS = 8 << 10, 32 << 10, 100
-PIECE_BYTES = 8 << 10  # parsed at a time; an exceeded limit may be noticed this many bytes late
+PIECE_BYTES = 8 << 10  # bytes parsed at a time; a limit may be exceeded by this number before it is noticed
 MAX_CHUNKS = 10_000
-FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # chunk sizes and their extensions, trailers
+FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # limits for chunk sizes, their extensions, and trailers
 MAX_PIPELINED = 16  # parsed requests that wait for an earlier response; the bytes after them stay unparsed
 CLOSE_S = 30.0  # how long a client may take to read the last response
 SPARE_FILES = 256  # file descriptors for everything except clients' connections
@@ -53,7 +53,7 @@ class ConnectionLimits:
 @dataclass(slots=True)
 class IdleConnections:
     """The connections of one server that wait for a request, oldest first. If there are too many connections, the
-    server closes idle ones to admit new ones. It closes those that never sent a request first."""
+    server closes idle ones to admit new ones. It first closes those that never sent a request."""
 
     is_draining: bool = False  # each connection closes after its next response
     silent: dict["HttpConnection", None] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class HttpConnection(HttpToolsProtocol):
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
-            self._stay(piece[upgrade.args[0] :])
+            self._ignore_upgrade(piece[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, RequestError):
                 raise error.__context__ from None
@@ -174,7 +174,7 @@ class HttpConnection(HttpToolsProtocol):
             if self._num_framing_bytes > FRAMING_BYTES + FRAMING_BYTES_A_CHUNK * self._num_chunks:
                 raise RequestError("The framing of the body's chunks is too large.", code="invalid_http")
 
-    def _stay(self, rest: bytes) -> None:
+    def _ignore_upgrade(self, rest: bytes) -> None:
         """Parse the request again without its Upgrade header.
 
         llhttp assumes that the bytes after such a head belong to another protocol. The clients of Java and curl send

@@ -1,4 +1,4 @@
-"""The output of one HTTP request: converts the tokens of its choices to text, and ends choices at stop strings."""
+"""Converts the tokens of one HTTP request's choices to text, and ends choices at stop strings."""
 
 import asyncio
 import time
@@ -47,13 +47,13 @@ class PromptOutput:
             await self.has_logprobs.wait()
             return
         if len(delta.prompt_logprobs) < len(self.request.prompt) - 1:
-            raise UnavailableError("A node left out the prompt's logprobs.", status=500, code="no_prompt_logprobs")
+            raise UnavailableError("A node omitted the prompt's logprobs.", status=500, code="no_prompt_logprobs")
         self.logprobs = delta.prompt_logprobs
         self.has_logprobs.set()
 
 
 class OutputProcessor:
-    """Detokenizes one choice, and searches its text for stop strings. The last delta that it returns has `finish`."""
+    """Detokenizes one choice, and searches its text for stop strings. The last delta that it returns sets `finish`."""
 
     def __init__(
         self, index: int, prompt: PromptOutput, tokenizer: Tokenizer, body: GenerateBody, timings: SampleTimings
@@ -80,7 +80,7 @@ class OutputProcessor:
             if delta.logprobs:
                 added.logprobs.append(delta.logprobs[place])
             if delta.finish == "stop" and place == last and not self._include_stop:
-                continue  # the text does not include the token that ends it
+                continue  # the text does not include a stop token
             added.text += self._without_stop(self._detokenizer.push((token,)))
             if self._stops.matched is not None:
                 break

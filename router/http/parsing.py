@@ -130,7 +130,7 @@ def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
         limit = rest if isinstance(body, ChatBody) else min(rest, max(COMPLETION_TOKENS, body.min_tokens))
     if (wanted := max(limit, body.min_tokens)) > rest:
         raise RequestError(
-            f"This model's context is {context} tokens; you asked for {num_prompt + wanted}: "
+            f"This model's context is {context} tokens; you requested {num_prompt + wanted}: "
             f"{num_prompt} in the prompt and {wanted} to generate.",
             "max_tokens" if body.token_limit is not None else "min_tokens",
             "context_length_exceeded",
@@ -140,7 +140,7 @@ def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
 
 def _too_long(num_tokens: str, model: ModelCard, param: str) -> RequestError:
     return RequestError(
-        f"The prompt has {num_tokens} tokens; this model's context is {model.max_model_len} tokens, answer included.",
+        f"The prompt has {num_tokens} tokens; the context is {model.max_model_len} tokens, including the answer.",
         param,
         "context_length_exceeded",
     )

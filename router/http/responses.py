@@ -1,6 +1,6 @@
 """Formats OpenAI's responses, as whole objects or as server-sent events, with the API's three formats of logprobs.
 
-An event is built from strings, so that a token only costs escaping and concatenating them.
+Events are built by escaping and concatenating strings, because encoding an object for each token would cost more.
 """
 
 import codecs
@@ -15,7 +15,7 @@ from router.text.tokenizer import Tokenizer
 from shared.rpc.messages import Logprobs
 
 DONE = b"data: [DONE]\n\n"
-FLOOR = -9999.0  # the least logprob, as in vLLM; JSON has no -Infinity
+FLOOR = -9999.0  # replaces lower logprobs, as in vLLM, because JSON has no -Infinity
 
 
 def dump(value: object) -> str:
@@ -173,7 +173,7 @@ class ResponseFormatter:
 
 
 class CompletionLogprobs:
-    """Formats logprobs for completions. It counts the text's characters for the offsets, so each sample has its own."""
+    """Formats logprobs for completions. Each sample has its own instance, which counts characters for the offsets."""
 
     def __init__(self, tokenizer: Tokenizer, num_top: int, skipped: frozenset[int], num_stripped: int) -> None:
         """Tokens in `skipped` add no text. The first `num_stripped` leading spaces are not part of the text."""
@@ -217,7 +217,7 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> dict[str, Any]:
-    """Format logprobs for chat completions. From `bytes`, clients can assemble characters split across tokens."""
+    """Format logprobs for chat completions. With `bytes`, clients can assemble characters that span tokens."""
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
         data = list(tokenizer.vocabulary.bytes_of(token))
@@ -232,7 +232,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: in
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> list[dict[str, Any] | None]:
     """Format a prompt's logprobs as vLLM does: for each token, a map from token id to entry. The map has the prompt's
-    token and the most likely ones. The first token has no logprobs."""
+    token and the most likely tokens. The first token has no logprobs."""
 
     def shown(token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token)}

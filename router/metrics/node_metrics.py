@@ -1,4 +1,4 @@
-"""Prometheus metrics of the dispatcher, and of the nodes as last reported by them.
+"""Prometheus metrics of the dispatcher, and of the nodes' latest reports.
 
 The series of a node that left are dropped. Label values are node ids, roles and members of fixed sets.
 """
@@ -14,7 +14,7 @@ from shared.rpc.messages import NodeInfo, NodeStats
 
 NodeRow = tuple[NodeInfo, NodeStats, bool]
 LABELS = ("engine", "role", "model_name")
-MAX_REASONS = 64  # of placements, exported as labels
+MAX_REASONS = 64  # limit of the placement reasons that are exported as labels
 
 
 def _usage(stats: NodeStats) -> float:
@@ -53,7 +53,7 @@ STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
 # From the counts in the dispatcher's status.
 COUNTS = {
     "moved": ("baton_request_migrations_total", "Attempts migrated to another node."),
-    "refused": ("baton_requests_rejected_total", "Requests rejected for a too long predicted wait."),
+    "refused": ("baton_requests_rejected_total", "Requests rejected because their predicted wait was too long."),
     "retried": ("baton_requests_retried_total", "Attempts retried without the loss of a node."),
     "paused": ("baton_client_backpressure_total", "Attempts ended because a client did not read."),
 }

@@ -15,9 +15,9 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-WINDOW_S, NUM_SLICES = 60.0, 12  # of the percentiles in `/v1/status`
+WINDOW_S, NUM_SLICES = 60.0, 12  # the time that percentiles in `/v1/status` cover, and its parts
 SLICE_S = WINDOW_S / NUM_SLICES
-LEAST_S, BUCKET_RATIO = 1e-7, 1.05  # the least time, recorded for 0; the ratio of the bounds of adjacent buckets
+LEAST_S, BUCKET_RATIO = 1e-7, 1.05  # the time that is recorded for 0; the ratio between bucket bounds
 SCALE = 1 / math.log(BUCKET_RATIO)
 TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
@@ -52,7 +52,7 @@ COUNTERS = {
     "tenant_prompt": ("baton_tenant_prompt_tokens_total", "Prompt tokens, by tenant.", ["model_name", "tenant"]),
     "tenant_cached": ("baton_tenant_cached_tokens_total", "Cached tokens, by tenant.", ["model_name", "tenant"]),
     "tenant_generation": ("baton_tenant_generation_tokens_total", "Tokens sent, by tenant.", ["model_name", "tenant"]),
-    "without_key": ("baton_requests_without_key_total", "Requests rejected for the lack of a valid API key.", []),
+    "without_key": ("baton_requests_without_key_total", "Requests rejected because they had no valid API key.", []),
 }
 UNLABELED = (("prompt",), ("generation",), ("without_key",))
 SHOWN_AS_0 = (*UNLABELED, *(("ended", reason) for reason in FINISHES), ("slo", "no"), ("slo", "yes"))
@@ -102,7 +102,7 @@ def _renamed(family: Metric, name: str) -> Metric:
 
 
 class Buckets:
-    """A histogram without a lock. It takes 0.2 us for each token, and that of the client library takes 2 us."""
+    """A histogram without a lock. It takes 0.2 us for each token; the client library's histogram takes 2 us."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -125,7 +125,7 @@ class SlidingCounts:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._number, self._current = -1, Counter[int]()  # of the current slice
+        self._number, self._current = -1, Counter[int]()  # the current slice
         self._slices: deque[tuple[int, Counter[int]]] = deque(maxlen=NUM_SLICES)
 
     def add(self, key: int, times: int = 1) -> None:

@@ -126,7 +126,7 @@ class NodeConnection:
             except (*PEER_FAILURES, ValueError) as error:  # ValueError: malformed token ids
                 is_silent = isinstance(error, TimeoutError) or self._silent_intervals >= LIVENESS_INTERVALS
                 level = logging.WARNING if self.is_alive else logging.DEBUG
-                log.log(level, "node %s: %s", self.info.id, str(error) or "no sign of life")
+                log.log(level, "node %s: %s", self.info.id, str(error) or "no message arrived in time")
             finally:
                 self.stream_ended(is_silent=is_silent)
             await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
@@ -192,7 +192,7 @@ class NodeConnection:
     def process(self, update: NodeUpdate) -> None:
         """Process one message. Raises ValueError, which ends the stream, if it is malformed or from another node."""
         if update.stats is not None and update.stats.incarnation_id not in {"", self.info.incarnation_id}:
-            raise ValueError("another node, or another incarnation of it, answers at its address")
+            raise ValueError("another node, or another incarnation of this node, answers at its address")
         if update.stats is not None or update.steps or update.events:
             self._observer.node_updated(self.info, update)
         if update.stats is not None:
@@ -230,7 +230,7 @@ class NodeConnection:
         """Notify every listener that the node dropped its request. Abort the requests if the node is connected."""
         listeners, self.listeners = self.listeners, {}
         if what and (listeners or not self.is_alive):
-            log.warning("node %s %s with %d requests on it", self.info.id, what, len(listeners))
+            log.warning("node %s %s; it had %d requests", self.info.id, what, len(listeners))
         if self.is_alive:
             self._command.submits = []  # all of them belong to these listeners
             self._command.aborts += listeners
@@ -240,7 +240,7 @@ class NodeConnection:
 
 
 def _parts(command: RouterCommand) -> Iterator[RouterCommand]:
-    """Split a command into messages of limited size. The first has the aborts; the tokens of submits count as size."""
+    """Split a command into messages of limited size. The first has the aborts. Only the tokens count as size."""
     part, size = RouterCommand(command.router, aborts=command.aborts), 0
     for submit in command.submits:
         if size > MAX_COMMAND_BYTES:

@@ -1,4 +1,4 @@
-"""Outlier ejection: a node that fails gets no requests for some time. No clock is read: the time is an argument.
+"""Outlier ejection: a node that fails gets no requests for some time. Callers pass the current time.
 
 It works as in Envoy, except that the time doubles with each ejection instead of growing by a constant.
 """

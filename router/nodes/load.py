@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.metrics.request_metrics import SloTargets
-from scheduler.cost import MOST, CostModel
+from scheduler.cost import MAX_COEFFICIENT, CostModel
 from scheduler.disaggregate import NodeView
 from shared.rpc.messages import NodeInfo, NodeStats
 
@@ -33,11 +33,11 @@ class NodeLoad:
     outstanding_tokens: int = 0  # prompt tokens sent to the node that are not computed yet
     outstanding_pairs: int = 0  # their query-key pairs
     kv_tokens: int = 0  # tokens whose KV is, or will be, on the node
-    prefilling: int = 0  # requests whose prompt is not computed yet, and that will generate on the node
+    prefilling: int = 0  # requests that will generate on the node, and whose prompt is not computed yet
     num_placed: int = 0  # all attempts that were placed on the node
     cost: CostModel | None = None  # its step-time model
-    push_s: float = 0.0  # of a push of KV, without its bytes
-    byte_s: float = 0.0
+    push_s: float = 0.0  # constant part of the time of a push of KV
+    byte_s: float = 0.0  # additional time for each byte
     last_active: float = field(default_factory=time.monotonic)  # when it last ran a step or got a request
 
     def read_stats(self, stats: NodeStats, has_stepped: bool) -> None:
@@ -45,7 +45,7 @@ class NodeLoad:
         self.cost = CostModel.unpacked(stats.cost)
         if self.cost is None:
             stats.cost = []
-        is_valid = len(stats.transfer) == 2 and all(0 <= number < MOST for number in stats.transfer)
+        is_valid = len(stats.transfer) == 2 and all(0 <= number < MAX_COEFFICIENT for number in stats.transfer)
         self.push_s, self.byte_s = stats.transfer if is_valid else (0.0, 0.0)
         if has_stepped:
             self.last_active = time.monotonic()
@@ -123,7 +123,7 @@ def node_status(info: NodeInfo, stats: NodeStats, alive: bool) -> dict[str, Any]
     }
 
 
-def promised(ttft_slo_ms: float, nodes: Iterable[NodeInfo]) -> SloTargets:
+def slo_targets(ttft_slo_ms: float, nodes: Iterable[NodeInfo]) -> SloTargets:
     """Return the SLO targets: the router's for the first token, the strictest decode node's for the other tokens."""
     tbt_ms = [slo for info in nodes if info.role == "decode" and (slo := attribute(info, "tbt_slo_ms", 0.0)) > 0]
     return SloTargets(ttft_slo_ms / 1000, min(tbt_ms, default=0.0) / 1000)

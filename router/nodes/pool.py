@@ -36,7 +36,7 @@ class PoolCapacity(NamedTuple):
     requests: int = 0
     kv_tokens: int = 0
     prompt_tokens: int = 0  # of prompts that are not computed yet
-    prompts: int = 0  # this many uncomputed prompts are admitted, whatever their length
+    prompts: int = 0  # number of uncomputed prompts that are admitted regardless of their length
 
 
 class PlacementCandidate(NamedTuple):
@@ -184,7 +184,7 @@ class NodePool:
     # ---- outliers -----------------------------------------------------------------------------------------------
 
     def failed(self, *connections: NodeConnection) -> None:
-        """Count a failure for each of these nodes, since it is unknown which one was at fault."""
+        """Count a failure for each of these nodes, because it is unknown which of them caused it."""
         now = time.monotonic()
         for connection in connections:
             if self.outliers[connection.info.id].failed(now):

@@ -3,8 +3,8 @@
 A template is a program that comes with the model. Jinja's sandbox denies it access to the file system, but does not
 limit its time or memory, and Python cannot stop a thread. Therefore this module also runs as a child process (`python
 -m router.text.chat_template`). The child reads a JSON line with the template, then one line for each conversation, and
-writes one line with each result. It has a memory limit, and an alarm that kills it. Rendering in a child also prevents
-long conversations from holding the interpreter lock while the router streams tokens.
+writes one line with each result. Its memory is limited, and an alarm kills it if it takes too long. A child
+process also prevents long conversations from holding the interpreter lock while the router streams tokens.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from shared.errors import ConfigError, RequestError
 
 MAX_SOURCE_BYTES = 1 << 20
 MEMORY_BYTES = 512 << 20  # address space of the child; an interpreter with Jinja takes 50 MiB
-MAX_CHARACTERS = 8 << 20  # of a rendered prompt; more than fit any model's context
+MAX_CHARACTERS = 8 << 20  # limit of a rendered prompt; no model's context has room for more
 RENDER_S = 2  # time limit for one conversation, after which the child is killed
 
 # One message of a conversation: `role`, `content` and, if given, `name`.
@@ -54,7 +54,7 @@ def _source(directory: Path, config: dict[str, Any]) -> str | None:
     file = directory / "chat_template.jinja"
     if file.is_file():
         if file.stat().st_size > MAX_SOURCE_BYTES:
-            raise ConfigError(f"{file} is over {MAX_SOURCE_BYTES} bytes: not a chat template")
+            raise ConfigError(f"{file} is larger than {MAX_SOURCE_BYTES} bytes, so it is not a chat template")
         try:
             return file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -82,7 +82,7 @@ class ChatTemplate:
         self._source = source
         self._tokens = tokens
         names = sorted((re.escape(name) for name in special if name), key=len, reverse=True)
-        self._special = re.compile("|".join(names) or "(?!)")  # the latter matches nothing
+        self._special = re.compile("|".join(names) or "(?!)")  # "(?!)" matches nothing
         self._lock = threading.Lock()
         self._start()
 
@@ -135,7 +135,7 @@ class ChatTemplate:
             raise ConfigError(f"the model's chat template does not compile: {next(iter(reasons.values()))}")
 
     def _ask(self, question: object) -> dict[str, str]:
-        """Return the child's answer. A child that gives no answer exceeded its time or memory, and was killed."""
+        """Return the child's answer. If there is none, it exceeded its time or memory: kill it and report that."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

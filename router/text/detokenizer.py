@@ -39,7 +39,7 @@ BYTE_ALPHABET = _byte_alphabet()
 
 class TokenVocabulary:
     """The text or bytes that each token id stands for. It reads the tokenizer's decoder once, and caches each token on
-    first use. A Tokenizer owns it; it is thread-safe."""
+    first use. It belongs to one Tokenizer, and is thread-safe."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -50,9 +50,9 @@ class TokenVocabulary:
         )
         self._replacements: list[tuple[str, str]] = []
         self.byte_level = False
-        self.strip_start = 0  # how many leading spaces a whole text loses
+        self.strip_start = 0  # the number of leading spaces that decoding removes from a whole text
         self._read_decoder(written["decoder"] or {"type": None})
-        self.most_bytes = _most_bytes(written)
+        self.max_token_bytes = _max_token_bytes(written)
         self.piece = cache(self._read_piece)
         self.bytes_of = cache(self._read_bytes)
 
@@ -93,14 +93,14 @@ class TokenVocabulary:
         return piece.encode()
 
 
-def _most_bytes(written: dict[str, Any]) -> int:
+def _max_token_bytes(written: dict[str, Any]) -> int:
     """Return the maximum number of bytes of text that one token can stand for, or 0 if there is no bound.
 
     There is no bound if the tokenizer drops or rewrites text before splitting, or if a token absorbs adjacent spaces.
     `written` is the content of tokenizer.json.
     """
     cutter, model, added = written["pre_tokenizer"] or {}, written["model"], written["added_tokens"]
-    # NFC shrinks text at most from 7 bytes to 2: U+1FBE U+0308 U+0301.
+    # In the worst case, NFC shrinks 7 bytes of text to 2: U+1FBE U+0308 U+0301.
     shrinks = {None: 1, "NFC": 4}.get((written["normalizer"] or {"type": None})["type"])
     steps = cutter.get("pretokenizers", [cutter])
     keeps_all = all(
@@ -205,7 +205,7 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """Return the text that is final. A match sets `matched`; after that, no more text may be pushed."""
-        assert self.matched is None, "text after the stop string"
+        assert self.matched is None, "text was pushed after the stop string"
         if not self._stops:
             return text
         text = self._held + text

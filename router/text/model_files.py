@@ -48,7 +48,7 @@ def read_object(file: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Return the file's JSON object. Raises ConfigError, naming the file, if it cannot be read or is anything else."""
     try:
         if file.stat().st_size > limit:
-            raise ConfigError(f"{file} is over {limit} bytes: not a model's configuration")
+            raise ConfigError(f"{file} is larger than {limit} bytes, so it is not a model's configuration")
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; --model must name a Hugging Face model directory") from None

@@ -13,7 +13,7 @@ from router.text.model_files import read_object
 from router.text.regex_safety import check_patterns
 from shared.errors import ConfigError, RequestError
 
-MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20  # some models have 35 MB and 1.2 MB
+MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20  # some models' files have 35 MB and 1.2 MB
 
 
 class Tokenizer:
@@ -42,9 +42,9 @@ class Tokenizer:
         """
         file = directory / "tokenizer.json"
         if not file.is_file():
-            raise ConfigError(f"{file} does not exist (only tokenizers in tokenizer.json form are supported)")
+            raise ConfigError(f"{file} does not exist (only tokenizers in the format of tokenizer.json are supported)")
         if file.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise ConfigError(f"{file} is over {MAX_TOKENIZER_BYTES} bytes: not a tokenizer")
+            raise ConfigError(f"{file} is larger than {MAX_TOKENIZER_BYTES} bytes, so it is not a tokenizer")
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(file))
             check_patterns(tokenizer)
@@ -66,13 +66,13 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens that `encode` returns, without encoding."""
-        most = self.vocabulary.most_bytes
-        return len(text.encode(errors="replace")) // most if most else 0
+        max_bytes = self.vocabulary.max_token_bytes
+        return len(text.encode(errors="replace")) // max_bytes if max_bytes else 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`. As in other servers, the names of special tokens in it become those tokens. The
-        call takes about a second per megabyte; other threads can run during this time."""
-        # Only the batch call releases the interpreter lock; without offsets it is faster.
+        """Return the ids of `text`. As in other servers, the name of a special token becomes that token. The call
+        takes about a second per megabyte, and other threads can run during this time."""
+        # Only batch calls release the interpreter lock. This one is faster because it returns no offsets.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if not add_special_tokens:
             return ids
@@ -96,18 +96,18 @@ class Tokenizer:
         """
         if self._template is None:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")
-        text, spelt = self._template.render(
+        text, name_offsets = self._template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        if not spelt:
+        if not name_offsets:
             return self.encode(text, add_special_tokens)
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            place = bisect_left(spelt, start)
-            if token in self.vocabulary.special and place < len(spelt) and spelt[place] < end:
+            place = bisect_left(name_offsets, start)
+            if token in self.vocabulary.special and place < len(name_offsets) and name_offsets[place] < end:
                 ids += self._as_text.encode(text[start:end], add_special_tokens=False).ids
             else:
                 ids.append(token)
@@ -140,7 +140,7 @@ class Tokenizer:
 
 
 def _missing_affixes(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Return the first and last tokens that the config requires, if tokenizer.json does not add them itself."""
+    """Return the first and last tokens that the config requires. A token that tokenizer.json adds itself is None."""
     bare = tokenizer.encode("").ids
     names = special_tokens(config)
     front = tokenizer.token_to_id(names.get("bos_token", "")) if config.get("add_bos_token") else None

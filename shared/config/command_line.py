@@ -51,7 +51,7 @@ def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
 
 
 def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..., Any]:
-    """Return a function for Typer: a command with an option for each field, which calls `run` with the settings.
+    """Return a Typer command that has an option for each field and calls `run` with the settings.
 
     A ConfigError, from the settings or from `run`, prints one line on stderr and exits with status 2.
     """

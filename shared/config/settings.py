@@ -171,7 +171,7 @@ class CommonSettings(Settings):
         "loopback.",
     )
     failpoint: str = setting("", "For tests: where this process fails; see shared/failpoints.py.")
-    allow_failpoints: bool = setting(False, "For tests: without it, --failpoint is refused.")
+    allow_failpoints: bool = setting(False, "For tests: allow --failpoint.")
 
 
 class ServingSettings(CommonSettings):
@@ -216,7 +216,7 @@ class ServingSettings(CommonSettings):
     )
     node_timeout_s: Seconds = setting(2.5, "Treat a node as lost after this many seconds without a message.")
     max_connections: Count = setting(
-        10_000, "Maximum HTTP connections. Beyond it, the one that has been idle longest is closed."
+        10_000, "Maximum HTTP connections. Beyond it, the connection that has been idle longest is closed."
     )
     max_concurrent_requests: Count = setting(1024, "Maximum requests in progress. Further ones get status 429.")
     max_attempts: Annotated[int, Field(ge=1, le=100)] = setting(
@@ -233,7 +233,7 @@ class ComputingSettings(CommonSettings):
     )
     weight_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto",
-        "Data type of weights; auto: --dtype on a GPU, that of the checkpoint on the CPU, which computes in float32.",
+        "Data type of weights; auto: --dtype on a GPU, that of the checkpoint on the CPU (computes in float32).",
     )
     quantization: Literal["none", "int8"] = setting(
         "none", "int8: compute matrix products with 8-bit weights and activations (CPU only)."
@@ -254,7 +254,7 @@ class ComputingSettings(CommonSettings):
     kv_cache_memory: Size = setting(
         0, "Memory for KV blocks, as in 2GB; 0: 512MiB on the CPU, the free memory on a GPU."
     )
-    num_blocks: CountOrNone = setting(0, "Number of KV blocks, instead of their memory; 0: as many as fit.")
+    num_blocks: CountOrNone = setting(0, "Number of KV blocks; 0: as many as fit into --kv-cache-memory.")
     block_size: Annotated[int, Field(ge=0, le=1024)] = setting(0, "Tokens per KV block; 0: 16 on the CPU, 64 on a GPU.")
     max_num_batched_tokens: Count = setting(512, "Maximum tokens computed in one step.")
     max_num_seqs: Count = setting(64, "Maximum requests that run at the same time.")
@@ -264,9 +264,9 @@ class ComputingSettings(CommonSettings):
     max_num_partial_prefills: Count = setting(1, "Maximum prompts that are partially computed at the same time.")
     policy: Policy = setting("stall_free", "How prompts and decodes share steps; see docs/policies.md.")
     tbt_slo_ms: Milliseconds = setting(
-        0.0, "Target for the longest time between two tokens, which sets the tokens of each step; 0: a fixed number."
+        0.0, "Target for the longest time between two tokens, which limits the tokens of a step; 0: a fixed limit."
     )
-    emulate: str = setting("", "Cost model (a name or a JSON file) whose step times are slept instead of computing.")
+    emulate: str = setting("", "Cost model (name or JSON file). Steps sleep for its times and compute nothing.")
     enable_prefix_caching: bool = setting(True, "Reuse the KV of prompts that share a prefix.")
     kv_channel: Literal["auto", "pool", "cuda_ipc", "shm", "tcp"] = setting(
         "auto", "How KV is transferred, see docs/operations.md; auto: the fastest that both nodes support."
@@ -280,7 +280,7 @@ class ComputingSettings(CommonSettings):
     push_timeout_s: Seconds = setting(2.0, "Fail a KV transfer after this many seconds without a byte.")
     stuck_s: Seconds = setting(
         5.0,
-        "Exit, for the supervisor to restart the node, after this many seconds without progress. Slow steps get more.",
+        "Exit after this many seconds without progress, to be restarted by a supervisor. Slow steps get more.",
     )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = setting(0.5, "Seconds between two heartbeats.")
     cpus: Cpus = setting((), "CPUs to run on, as in 0,2-3; empty: all.")

@@ -31,11 +31,11 @@ from shared.kv.memory import KVMemory
 
 MAGIC = b"BTKV"
 VERSION = 3
-# Magic, version, row bytes, the incarnation ids of the writer and of the process that it wants to reach, reservation.
+# Magic, version, row bytes, incarnation id of the writer, incarnation id of the receiver, and reservation id.
 HELLO = struct.Struct("<4sHxxI32s32s16s")
 ANSWER = struct.Struct("<4sHH")  # magic, version, verdict
 MAX_CONNECTIONS_PER_ADDRESS = 64  # enough for all nodes of a host; each connection has a thread
-MAX_CONNECTIONS_PER_WRITER = 4  # a writer uses one, but lost ones may remain until their end is noticed
+MAX_CONNECTIONS_PER_WRITER = 4  # a writer uses one; broken ones may remain until their end is detected
 
 Memory = TypeVar("Memory", bound=KVMemory)
 
@@ -151,7 +151,7 @@ class ChannelListener:
         self._thread.start()
 
     def close(self) -> None:
-        """Close all connections and wait until their threads end, which they do at once. Idempotent."""
+        """Close all connections, which ends their threads, and wait for the threads. Idempotent."""
         with self._lock:
             self._closing = True
             threads = dict(self._threads)
@@ -183,7 +183,7 @@ class ChannelListener:
         with self._lock:
             if not self._closing and self._take(address, MAX_CONNECTIONS_PER_ADDRESS):
                 try:
-                    thread.start()  # it removes itself under this lock, so it is added first
+                    thread.start()  # it needs this lock to remove itself, so it is added first
                     self._threads[connection] = thread
                     return
                 except RuntimeError:  # no more threads can be started
@@ -292,7 +292,7 @@ class _Peer:
             if not moving.cancelled():
                 moving.exception()  # mark it as retrieved; the caller gets the cancellation
             raise cancelled
-        finally:  # break the cycle between an error and this frame, which would keep memory until the next collection
+        finally:  # break the reference cycle of the error and this frame, so that memory is freed at once
             del call, moving, cancelled
 
     async def close(self) -> None:

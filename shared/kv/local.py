@@ -22,7 +22,7 @@ SWEEP_AGE_S = 60.0  # a younger socket may be bound but not listening yet
 
 class LocalChannel(SocketChannel[Memory]):
     """See KVChannel. A subclass defines the message that gives a writer access (`_offer`) and the link of a writer
-    (`_link`). It may override the location of our memory (`_place`) and those that we can write to (`_reaches`).
+    (`_link`). It may override the location of our memory (`_place`) and the check of other locations (`_reaches`).
     """
 
     def __init__(
@@ -132,7 +132,7 @@ def _listening(directory: Path) -> socket.socket:
 def private(directory: str | Path) -> Path:
     """Create the directory if needed, and return it. Raises OSError if other users can create files in it.
 
-    They could create sockets and descriptors, to which writers would send their prompts. A directory that belongs to
+    Such users could create sockets and receive the prompts of writers. A directory that belongs to
     root, such as a mounted volume, is trusted.
     """
     path = Path(directory)

@@ -23,7 +23,7 @@ from shared.errors import ConfigError
 from shared.logs import peer_log
 
 HANDSHAKE_S = 4.0
-MAX_HANDSHAKES = 512  # incomplete at the same time; without this limit, a stranger could leave any number incomplete
+MAX_HANDSHAKES = 512  # maximum of incomplete handshakes, since a stranger may leave any number incomplete
 MAX_FILE_BYTES = 1 << 16
 PRIVATE_KEY = re.compile(rb"-----BEGIN ([A-Z ]*PRIVATE KEY)-----([A-Za-z0-9+/=\s]+)-----END \1-----")
 REGISTRY_PURPOSE = b"baton registry 1"

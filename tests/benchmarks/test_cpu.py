@@ -31,14 +31,14 @@ def ours(models: Path) -> Iterator[PeerProcess]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_shape_is_a_config_that_the_engine_takes(shape: str, tmp_path: Path) -> None:
+def test_the_engine_accepts_the_config_of_every_shape(shape: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
     config = ModelConfig.from_directory(tmp_path)
     assert config.head_dim * config.num_heads == config.hidden_size
     assert config.qkv_bias == (shape == "0.5b")
 
 
-def test_a_checkpoint_is_made_once(models: Path) -> None:
+def test_a_checkpoint_is_generated_once(models: Path) -> None:
     path = checkpoint("tiny", models)
     made = (path / "model.safetensors").stat().st_mtime_ns
     assert checkpoint("tiny", models) == path
@@ -47,7 +47,7 @@ def test_a_checkpoint_is_made_once(models: Path) -> None:
         checkpoint("7b", models)
 
 
-def test_our_worker_times_each_kind_of_work_and_is_stopped_in_between(ours: PeerProcess) -> None:
+def test_our_worker_times_each_kind_of_work_and_is_stopped_between_calls(ours: PeerProcess) -> None:
     assert ours.call("prefill", tokens=64) > 0
     assert ours.call("decode", batch=3, context=32, steps=4) > 0
     assert ours.peak_bytes > 50e6
@@ -57,7 +57,7 @@ def test_our_worker_times_each_kind_of_work_and_is_stopped_in_between(ours: Peer
         time.sleep(0.01)
 
 
-def test_our_logprobs_do_not_depend_on_the_call_before(ours: PeerProcess) -> None:
+def test_our_logprobs_do_not_depend_on_the_previous_call(ours: PeerProcess) -> None:
     first = ours.call("logprobs", tokens=[5, 6, 7])
     ours.call("decode", batch=2, context=16, steps=2)
     assert len(first) == 20
@@ -76,7 +76,9 @@ def test_a_failure_is_reported_in_one_line_and_the_worker_continues(ours: PeerPr
         PeerProcess("benchmarks.peers.baton", {}, python="/no-such-python")
 
 
-def test_a_run_keeps_the_rows_of_the_run_before(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_the_rows_of_the_previous_run(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "cpu.json"
     for name in ("BATON_PEER_LLAMA", "BATON_PEER_VLLM"):
         monkeypatch.delenv(name, raising=False)

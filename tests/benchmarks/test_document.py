@@ -34,12 +34,12 @@ def test_a_block_is_replaced_and_the_prose_around_it_stays(tmp_path: Path) -> No
         document(["# Speed\n"], tmp_path)
 
 
-def test_a_row_of_another_width_than_its_table_is_refused() -> None:
+def test_a_row_with_the_wrong_number_of_cells_is_refused() -> None:
     with pytest.raises(ValueError, match="not have one cell for each"):
         Table("t", ["a", "b"], [["only one"]])
 
 
-def test_arms_take_turns_backwards_every_other_time_and_are_compared_within_a_repeat() -> None:
+def test_the_order_of_arms_alternates_and_ratios_are_within_a_repeat() -> None:
     order: list[str] = []
     in_turn({name: lambda name=name: order.append(name) for name in "abc"}, 3)
     assert "".join(order) == "abccbaabc"
@@ -49,5 +49,5 @@ def test_arms_take_turns_backwards_every_other_time_and_are_compared_within_a_re
 @pytest.mark.parametrize(
     ("cell", "text"), [(12345, "12,345"), (0.012345, "0.0123"), (999.9, "1,000"), (True, "met"), ("x", "x")]
 )
-def test_cells_are_shown_briefly(cell: str | float, text: str) -> None:
+def test_numbers_in_cells_are_rounded(cell: str | float, text: str) -> None:
     assert shown(cell) == text

@@ -110,7 +110,7 @@ def test_invalid_flags_are_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they would run here")
-def test_the_checks_run_without_the_plugins_that_the_project_names() -> None:
+def test_the_checks_run_without_the_plugins_of_the_project() -> None:
     rows: Any = script.checks(GpuScene(torch.device("cpu"), True)).tables[0].rows
     assert [row[0] for row in rows] == list(script.SUITES)
     assert all(row[1:3] == [0, 0] and row[3] > 20 and row[4] == "none" for row in rows)

@@ -80,9 +80,9 @@ def main(arguments: list[str]) -> int:
     ]
     result = Result(
         "soak",
-        f"{chosen.minutes:g} minutes: {CLIENTS} clients send requests half of the time, with one fault every {chosen.fault_every_s:g} "
-        f"s (kill, end or freeze a node). The counts include a warm-up of {chosen.warm_up:g} minutes with a fault every "
-        f"{WARM_FAULT_S:g} s. The router's history is short, so that it is full when the slopes begin.",
+        f"For {chosen.minutes:g} minutes, {CLIENTS} clients send requests half of the time, and a node is killed, ended or "
+        f"frozen every {chosen.fault_every_s:g} s. The counts include {chosen.warm_up:g} minutes before that, with a fault "
+        f"every {WARM_FAULT_S:g} s. The router's history is short, so that it is full when the slopes begin.",
         [Table("Soak", ["what", "number"], counts), table],
         [[s.name, round(s.at_s), s.count.pid, s.count.rss_mib, s.count.num_descriptors, s.count.threads]
          for s in soaked.samples],

@@ -148,5 +148,5 @@ def test_a_running_stack_is_compared_with_itself_and_a_full_disk_ends_the_sessio
     assert report["tokens"]["compared"] > 0
     assert "against itself" in report["verdict"]["sentence"] or report["problems"], said
     assert process.returncode == 1, full
-    assert "cannot write what was measured: No space left on device" in full
+    assert "cannot write the measurements: No space left on device" in full
     assert not report_in(tmp_path)["valid"]

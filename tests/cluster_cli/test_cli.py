@@ -131,7 +131,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["status", "surplus"], "baton status: "),
     ],
 )
-def test_wrong_usage_is_one_line_and_status_2(argv: list[str], start: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_2_and_one_line(argv: list[str], start: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
@@ -176,14 +176,14 @@ def test_status_is_a_table_at_a_terminal(serve: Callable[[Answering], str]) -> N
     [
         (404, b"{}", "status 404"),
         (401, b'{"error": {"message": "An API key is needed."}}', "give --api-key"),
-        (200, b"hello", "is it one?"),
-        (200, b"[]", "is it one?"),
-        (200, b'{"nodes": 1}', "is it one?"),
-        (200, b'{"nodes": [{"role": "decode"}]}', "is it one?"),
+        (200, b"hello", "is it a router?"),
+        (200, b"[]", "is it a router?"),
+        (200, b'{"nodes": 1}', "is it a router?"),
+        (200, b'{"nodes": [{"role": "decode"}]}', "is it a router?"),
         (500, b"", "status 500"),
     ],
 )
-def test_an_unexpected_answer_is_one_line_and_status_1(
+def test_an_unexpected_answer_prints_one_line_and_exits_with_1(
     serve: Callable[[Answering], str],
     capsys: pytest.CaptureFixture[str],
     command: list[str],
@@ -301,10 +301,10 @@ def test_chat_options_reach_the_router(serve: Callable[[Answering], str], monkey
         ("fail", "baton chat: Too long. (status 400)"),
         ("crash", "status 500"),
         ("break", "baton chat: Lost."),
-        ("babble", "is it one?"),
+        ("babble", "is it a router?"),
     ],
 )
-def test_a_failed_answer_is_one_line_and_leaves_the_conversation_as_it_was(
+def test_a_failed_answer_prints_one_line_and_leaves_the_conversation_unchanged(
     serve: Callable[[Answering], str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

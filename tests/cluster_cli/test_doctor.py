@@ -114,7 +114,7 @@ def test_a_running_cluster_with_redis_passes(tmp_path: Path, capsys: pytest.Capt
     assert [line.split()[1] for line in lines if "tokens" in line] == ["replays"]
 
 
-def test_a_router_and_a_redis_that_do_not_answer_are_two_failed_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_router_and_a_silent_redis_give_two_failed_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--url", "http://127.0.0.1:9", "--registry", "redis://127.0.0.1:9"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("failed")] == ["registry", "cluster"]

@@ -121,9 +121,9 @@ def test_a_signal_restarts_the_nodes_in_turn_and_another_ends_the_router_before_
     watcher.wait_for(r"router +\| up", r"prefill-0 +\| up", r"decode-0 +\| up")
     watcher.process.send_signal(signal.SIGUSR1)
     watcher.wait_for(r"every node was restarted", r"decode-0 +\| starts again", r"prefill-0 +\| starts again")
-    order = [watcher.index(rf"{name} +\| {what}") for name in ("prefill-0", "decode-0") for what in ("is rest", "bye")]
+    order = [watcher.index(rf"{name} +\| {word}") for name in ("prefill-0", "decode-0") for word in ("restart", "bye")]
     assert order == sorted(order)
-    assert sum("all ready" in line for line in watcher.lines) == 3, "before the first, and after each"
+    assert sum("all ready" in line for line in watcher.lines) == 3, "before the first restart, and after each"
     while sum(bool(re.search(r"-0 +\| up", line)) for line in watcher.lines) < 4:
         watcher.read()
     watcher.lines.clear()
@@ -201,7 +201,7 @@ def test_restarts_back_off_and_are_at_most_five_a_minute(lives_s: list[float]) -
     assert restart_delay_s([now - 61], now) == 0.5
 
 
-async def test_lines_come_whole_long_ones_in_parts_and_the_last_needs_no_end() -> None:
+async def test_lines_are_whole_long_lines_are_split_and_the_last_needs_no_line_end() -> None:
     stream = asyncio.StreamReader(limit=16)
     for chunk in (b"fi", b"rst\r\nsecond\n", b"x" * 40 + b"y\n", b"last\xff"):
         stream.feed_data(chunk)

@@ -151,7 +151,7 @@ def test_nodes_take_the_devices_in_turn_and_share_the_memory_of_one(
         ({"devices": "cuda:0,cuda:1,cuda:2"}, "are more than the 2 nodes; name fewer"),
         (
             {"kv_channel": "pool", "decode": 2},
-            "--kv-channel pool: one decode node per device can share its pool, not on auto",
+            "--kv-channel pool: only one decode node per device can share its pool; auto has more",
         ),
         (
             {"kv_channel": "pool", "devices": "cuda:0,cuda:1"},
@@ -188,7 +188,7 @@ def test_a_model_that_lacks_a_file_is_refused(model: Path, missing: str) -> None
         file.unlink()
     with pytest.raises(ConfigError) as refused:
         checked(LocalSettings(model=str(model), port=0))
-    assert str(refused.value) == f"--model {model}: has no {missing} in it"
+    assert str(refused.value) == f"--model {model}: contains no {missing}"
 
 
 @pytest.mark.parametrize("name", ["/nowhere", "./nowhere/x", "~/no where", "a/b/c", "{model}/config.json"])
@@ -203,5 +203,5 @@ def test_an_address_that_cannot_be_bound_is_refused(model: Path) -> None:
         for given in ({"port": port}, {"port": 0, "registry_port": port}, {"port": 0, "host": "192.0.2.1"}):
             with pytest.raises(ConfigError, match="cannot listen on"):
                 checked(LocalSettings.model_validate({"model": str(model)} | given))
-    with pytest.raises(ConfigError, match="is that of --port already"):
+    with pytest.raises(ConfigError, match="is also the --port"):
         checked(LocalSettings(model=str(model), port=port, registry_port=port))

@@ -42,7 +42,7 @@ def test_an_invalid_arm_is_refused_with_one_line(arms: list[str], complaint: str
     assert "\n" not in str(caught.value)
 
 
-def test_common_settings_name_their_flag_when_they_are_wrong():
+def test_errors_in_common_settings_name_their_flag():
     with pytest.raises(ConfigError, match=r"--set: .*runner 'bash'"):
         parse_arms(["colocated:2", "colocated:1"], ["runner=bash"])
     with pytest.raises(ConfigError, match="write SETTING=VALUE"):
@@ -75,7 +75,7 @@ def test_the_command_line_of_an_arm_is_complete():
         ("colocated:2@device=cuda:1", None),
     ],
 )
-def test_nodes_of_an_arm_take_a_gpu_each_as_far_as_there_are_some(arm: str, devices: str | None):
+def test_each_node_of_an_arm_gets_a_gpu_until_none_is_left(arm: str, devices: str | None):
     command = LaunchOptions("/models/m", gpus=3).command(parse_arm(arm))
     assert (command[command.index("--devices") + 1] if "--devices" in command else None) == devices
     assert "--devices" not in LaunchOptions("/models/m").command(parse_arm(arm))

@@ -73,7 +73,7 @@ def test_the_interval_over_seeds_covers_the_capacity() -> None:
     assert 0.90 <= covered / draws <= 0.99
 
 
-def test_an_interval_is_open_where_seeds_cross_beyond_the_rates_that_were_measured() -> None:
+def test_an_interval_has_no_bounds_if_seeds_cross_beyond_the_measured_rates() -> None:
     """The capacities of the seeds are up to 36 % apart, but the rates cover only 8 % on each side."""
     points = [
         CapacityPoint(rate, seed, attainment(rate, capacity))

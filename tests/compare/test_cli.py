@@ -39,16 +39,16 @@ def in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--preset", "poetry"], "--preset poetry: must be chat, code, rag-long, agentic or mix"),
         (["--on", "paper"], "--on paper: must be live or emulated"),
         (["--too-long", "no"], "--too-long no: must be error, cut or drop"),
-        (["--rate", "3", "--find-capacity"], "--rate and --find-capacity: give one of them"),
+        (["--rate", "3", "--find-capacity"], "--rate and --find-capacity: give only one of them"),
         (["--rate", "0"], "--rate 0.0: must be over 0"),
-        (["--trace", "t.csv", "--preset", "chat"], "--trace and --preset: give one of them"),
+        (["--trace", "t.csv", "--preset", "chat"], "--trace and --preset: give only one of them"),
         (["--trace", "missing.csv"], "missing.csv: No such file"),
         (["--trace", str(DEMO_MODEL / "config.json"), "--trace-format", "excel"], "excel is not a trace format"),
-        (["--url", "http://127.0.0.1:9", "--arms", "colocated:2"], "--url and --arms: give one of them"),
+        (["--url", "http://127.0.0.1:9", "--arms", "colocated:2"], "--url and --arms: give only one of them"),
         (["--url", "http://127.0.0.1:9"], "--url: a comparison needs two"),
-        (["--emulate", "h200-llama-3.1-8b"], "--emulate: is for --on emulated"),
+        (["--emulate", "h200-llama-3.1-8b"], "--emulate: needs --on emulated"),
         (["--model", "./nowhere"], "--model"),
-        (["--scale-tokens", "9"], "requests are over the model's 8192 tokens"),
+        (["--scale-tokens", "9"], "requests exceed the model's 8192 tokens"),
     ],
 )  # fmt: skip
 def test_invalid_options_are_refused(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]):
@@ -57,7 +57,7 @@ def test_invalid_options_are_refused(arguments: list[str], complaint: str, capsy
     assert not list(Path().iterdir())
 
 
-def test_an_out_below_a_file_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_an_output_directory_below_a_file_is_refused(capsys: pytest.CaptureFixture[str]):
     Path("file").write_text("")
     assert "--out file/report" in refused(["--out", "file/report"], capsys)
 

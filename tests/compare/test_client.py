@@ -65,7 +65,7 @@ async def test_without_ids_the_recording_names_how_tokens_are_counted(model: str
     ("model", "error"),
     [
         ("full", "HTTP 429: too many requests"),
-        ("short", "2 tokens came of 3 asked for"),
+        ("short", "2 of 3 requested tokens arrived"),
         ("hangs", "timeout"),
         ("garbled", "the answer is not a stream of completions: 'list' object has no attribute 'get'"),
         ("no-ids-bundled", "bundled: 3 tokens in 2 events"),
@@ -107,11 +107,11 @@ async def test_a_server_that_does_not_answer_fails_every_request_and_the_run() -
     await drive(spec_of(url, "plain", 0.0, 0.05), recording)
     assert len(recording.outcomes) == 2
     assert all("Connect" in outcome.error for outcome in recording.outcomes)
-    assert "went away, in 2 of 2 requests" in " ".join(recording.problems)
+    assert "disconnected in 2 of 2 requests" in " ".join(recording.problems)
 
 
 @pytest.mark.parametrize("crashes", [False, True])
-async def test_a_load_generator_that_is_ended_keeps_what_it_can(crashes: bool) -> None:
+async def test_a_recording_stays_usable_if_the_load_generator_crashes_or_is_cancelled(crashes: bool) -> None:
     recording = LoadRecording()
     async with serving() as (url, bodies):
         driving = asyncio.create_task(drive(spec_of(url, "plain", 0.0, 0.0, 0.5, 60.0), recording))
@@ -138,7 +138,7 @@ def test_a_connection_that_breaks_occasionally_is_a_miss_and_does_not_invalidate
     outcomes[4] = Outcome(4, "", 4.0, sent_s=4.0, error="ServerDisconnectedError: Server disconnected")
     assert problems_of(outcomes, LatencySlo()) == []
     outcomes[8].error = outcomes[4].error
-    assert "went away, in 2 of 9 requests" in problems_of(outcomes, LatencySlo())[0]
+    assert "disconnected in 2 of 9 requests" in problems_of(outcomes, LatencySlo())[0]
 
 
 @pytest.mark.parametrize(("lag_s", "slo_ms", "is_valid"), [(0.0015, 0, True), (0.003, 0, False), (0.003, 1000, True)])
@@ -164,7 +164,7 @@ def event(text: str, finish: str | None = None, **more: object) -> dict[str, obj
     return {"choices": [{"text": text, "finish_reason": finish}], **more}
 
 
-def test_the_running_usage_counts_where_nothing_else_does() -> None:
+def test_the_running_usage_counts_if_there_is_nothing_else() -> None:
     rows = [event(" w", usage={"completion_tokens": count, "prompt_tokens": 7}) for count in (2, 3)]
     outcome, reader = read_events(*rows, event("", "length"))
     assert outcome.token_s == [1.0, 1.0, 2.0]
@@ -172,7 +172,7 @@ def test_the_running_usage_counts_where_nothing_else_does() -> None:
     assert outcome.finished
 
 
-def test_usage_that_only_comes_at_the_end_does_not_make_up_for_bundles() -> None:
+def test_usage_at_the_end_does_not_excuse_bundled_tokens() -> None:
     """Two tokens arrived at second 1. Counting one then, and two at second 2, would give a false time between tokens."""
     outcome, _ = read_events(event("a b"), event("c", "length", usage={"completion_tokens": 3}))
     assert outcome.error == "bundled: 3 tokens in 2 events"
@@ -184,7 +184,7 @@ def test_usage_that_only_comes_at_the_end_does_not_make_up_for_bundles() -> None
     ("answer", "error"),
     [
         ({"error": {"message": "the node was lost"}}, "the node was lost"),
-        ({"choices": [{"text": "", "finish_reason": "stop"}]}, "an answer without a token"),
+        ({"choices": [{"text": "", "finish_reason": "stop"}]}, "the answer has no tokens"),
         ({"choices": [{"text": "a", "finish_reason": "stop"}], "error": None}, ""),
     ],
 )
@@ -195,12 +195,12 @@ def test_an_error_in_the_stream_is_the_outcome(answer: dict[str, object], error:
 
 
 @pytest.mark.parametrize("usage", [{}, {"usage": {"completion_tokens": 10**12}}])
-def test_a_stream_that_never_ends_is_given_up_after_the_tokens_asked_for(usage: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="more than the 3 tokens asked for"):
+def test_an_endless_stream_fails_after_the_requested_tokens(usage: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="more than the 3 requested tokens"):
         read_events(*[event(" w", **usage)] * 9)
 
 
-def test_a_line_without_end_is_given_up() -> None:
+def test_an_endless_line_fails() -> None:
     reader = CompletionReader(Outcome(0, "", 0.0), exact=True)
     for _ in range(16):
         reader.feed(b"x" * (1 << 20), 1.0)

@@ -167,7 +167,7 @@ def test_a_capacity_beyond_the_highest_rate_is_a_bound():
     report = reported(made, found)
     assert not report["valid"]
     assert report["verdict"]["sentence"] == (
-        "no verdict: disaggregated:1p1d carries at least 11.5 req/s, the highest measured rate"
+        "no verdict: disaggregated:1p1d sustains at least 11.5 req/s, the highest measured rate"
     )
     bound = report["summary"]["disaggregated:1p1d"]["capacity_rps"]
     assert (bound["mean"], bound["low"], bound["high"], bound["bounded"]) == (11.5, None, None, "above")
@@ -204,7 +204,7 @@ def swamp(one: Period) -> None:
         outcome.ended_s = outcome.token_s[-1]
 
 
-def test_latencies_of_overloaded_periods_are_nowhere():
+def test_latencies_of_overloaded_periods_are_left_out():
     made, found = session()
     swamped = next(one for one in found.periods if one.trial == ("disaggregated:1p1d", 1, one.trial.position, None))
     swamp(swamped)

@@ -48,7 +48,7 @@ def test_only_settings_that_differ_between_arms_are_declared():
     assert not check_parity(arms, facts_by_arm({"max_num_seqs": "8"}, {"max_num_seqs": "9"})).equal
 
 
-def test_a_stack_that_is_not_batons_cannot_be_verified():
+def test_a_stack_other_than_baton_cannot_be_verified():
     facts = facts_by_arm(facts_of(Endpoint("http://x"), status({})), facts_of(Endpoint("http://y"), None))
     assert any("engine" in problem for problem in check_parity(ARMS, facts).problems)
 

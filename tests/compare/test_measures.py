@@ -59,7 +59,7 @@ def test_latencies_of_one_request() -> None:
     assert tpot_s(failed(0.0, [], max_tokens=1)) is None
 
 
-def test_fluidity_counts_deadlines_kept_and_tokens_that_never_came_as_late() -> None:
+def test_fluidity_counts_missing_tokens_as_late() -> None:
     # The deadlines are 0.5, 0.55, 0.6 and 0.65. Only the second token is late.
     assert fluidity(request(0.0, [0.4, 0.58, 0.59, 0.65]), STRICT) == (3, 4)
     assert fluidity(failed(0.0, [0.4], max_tokens=4), STRICT) == (1, 4)
@@ -78,7 +78,7 @@ def test_fluidity_counts_deadlines_kept_and_tokens_that_never_came_as_late() -> 
         (request(0.0, [0.6, 0.7], slo=LatencySlo(ttft_ms=700, tbt_ms=200)), []),
     ],
 )
-def test_a_good_request_finished_and_kept_every_slo(outcome: Outcome, missed: list[str]) -> None:
+def test_a_good_request_finished_and_met_every_slo(outcome: Outcome, missed: list[str]) -> None:
     assert misses(outcome, STRICT) == missed
 
 
@@ -99,7 +99,7 @@ def metrics_of(*outcomes: Outcome, summaries: dict[str, Any] | None = None, over
     return measure(outcomes, STRICT, summaries or {}, WINDOW, overloaded=overloaded).metrics
 
 
-def test_attainment_and_goodput_are_over_all_that_arrived_in_the_window() -> None:
+def test_attainment_and_goodput_count_all_arrivals_in_the_window() -> None:
     outcomes = [
         request(5.0, [5.1]),  # warm-up
         request(10.0, [10.1, 10.12]),
@@ -117,7 +117,7 @@ def test_attainment_and_goodput_are_over_all_that_arrived_in_the_window() -> Non
     assert metrics_of(outcomes[0])["attainment"] is None, "nothing arrived in the window"
 
 
-def test_throughput_counts_tokens_inside_the_window_and_neither_drain_nor_warm_up() -> None:
+def test_throughput_leaves_out_the_warm_up_and_the_drain() -> None:
     """20 tokens arrive in the window of 10 s, 10 before it, and 30 after it, while the run drains."""
     early = request(8.0, [9.0 + 0.1 * index for index in range(10)])
     steady = request(11.0, [11.0 + 0.4 * index for index in range(20)])
@@ -143,13 +143,13 @@ def test_failures_count_in_percentiles_and_every_figure_is_a_number_or_none() ->
     assert all(value is None or math.isfinite(value) for value in metrics.values())
 
 
-def test_the_latest_gap_of_a_request_that_failed_never_ended() -> None:
+def test_the_last_gap_of_a_failed_request_is_infinite() -> None:
     values = values_ms([request(10.0, [10.1, 10.2]), failed(10.0, [10.1, 10.3])])
     assert values["tbt"] == pytest.approx([100, 200, math.inf])
     assert ecdf(values["tbt"]) == {"x": pytest.approx([100, 200]), "y": pytest.approx([1 / 3, 2 / 3])}
 
 
-def test_a_curve_counts_ties_whole_and_keeps_the_longest_apart() -> None:
+def test_a_curve_merges_equal_values_and_keeps_the_largest_separate() -> None:
     assert ecdf([1.0] * 1000 + [2.0] * 3, points=5) == {"x": [1.0, 2.0], "y": [1000 / 1003, 1.0]}
     found = ecdf([float(value) for value in range(100_000)])
     assert len(found["x"]) <= 400

@@ -40,7 +40,7 @@ def test_the_page_of_a_long_session_stays_small() -> None:
     assert '"num_different":9000' in page
 
 
-def test_text_of_others_never_becomes_markup() -> None:
+def test_text_from_users_and_servers_never_becomes_markup() -> None:
     report = hostile()
     page = page_of(report)
     assert "<img" not in page
@@ -67,7 +67,7 @@ def test_a_long_strip_is_cut_to_the_period_with_the_longest_wait() -> None:
     assert page["strip"]["colocated:2"]["requests"] == [], "the requests were all over before this period"
 
 
-def test_a_short_strip_is_whole_and_begins_at_zero_in_every_arm() -> None:
+def test_a_short_strip_is_complete_and_begins_at_zero_in_every_arm() -> None:
     report = page_report()
     page = thinned(report)
     for arm, strip in report["strip"].items():

@@ -99,7 +99,7 @@ def test_every_section_is_drawn_and_all_text_has_enough_contrast(opened: Callabl
 
 
 @pytest.mark.parametrize("made", [page_report, hostile, bare])
-def test_nothing_sticks_out_at_360_pixels(opened: Callable[..., Any], made: Callable[[], dict[str, Any]]) -> None:
+def test_nothing_overflows_at_360_pixels(opened: Callable[..., Any], made: Callable[[], dict[str, Any]]) -> None:
     page = opened(made(), width=360)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.evaluate(BLANK) == 0
@@ -114,7 +114,7 @@ def test_markup_in_names_is_shown_as_text(opened: Callable[..., Any]) -> None:
     assert page.locator("pre").inner_text() == HOSTILE
 
 
-def test_every_section_without_data_says_so(opened: Callable[..., Any]) -> None:
+def test_every_section_without_data_shows_the_reason(opened: Callable[..., Any]) -> None:
     page = opened(bare())
     assert ids(page) == SECTIONS
     assert page.locator(".banner strong").all_inner_texts() == ["Invalid", "Not comparable"]
@@ -148,7 +148,7 @@ def test_a_report_without_a_verdict_names_facts_answers_and_runs(opened: Callabl
     assert "No spans were recorded." in lost
 
 
-def test_the_strip_moves_and_zooms_and_is_walked_by_keyboard(opened: Callable[..., Any]) -> None:
+def test_the_strip_can_be_moved_zoomed_and_used_by_keyboard(opened: Callable[..., Any]) -> None:
     page = opened(page_report())
     shown, readout = page.locator("#strip output"), page.locator("#strip .readout")
     first = shown.inner_text()
@@ -184,7 +184,7 @@ def test_a_clicked_step_shows_its_figures(opened: Callable[..., Any]) -> None:
     assert readout == "prefill-0: 800 ms at 0.1 s, 512 prompt tokens, 0 decodes, predicted 790 ms"
 
 
-def test_the_page_says_what_it_does_not_draw_or_count(opened: Callable[..., Any]) -> None:
+def test_the_page_states_what_it_leaves_out(opened: Callable[..., Any]) -> None:
     report = page_report()
     strip = report["strip"]["colocated:2"]
     strip["requests"] = [{**strip["requests"][0], "id": f"cmpl-{number:06}"} for number in range(40)]
@@ -200,7 +200,7 @@ def test_the_page_says_what_it_does_not_draw_or_count(opened: Callable[..., Any]
     assert "24 more requests with a timeline not drawn here" in arm.inner_text()
     assert report["notes"][0] in page.locator("#verdict").inner_text()
     phases = page.locator("#phases").inner_text()
-    assert "mean of the 2,350 finished of 2,400" in phases
+    assert "mean of the 2,350 that finished, of 2,400" in phases
     assert "mean of the 7 that missed" in phases
     assert page.locator("#arms tr", has_text="Capacity").locator("td").first.inner_text() == "≥ 12"
 

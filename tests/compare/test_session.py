@@ -41,7 +41,7 @@ def experiment(out: Path, *, control: bool = False) -> Experiment:
 # ---- order and time ------------------------------------------------------------------------------------------------
 
 
-def test_arms_take_turns_forwards_and_backwards():
+def test_the_order_of_arms_alternates():
     order = [trial for number, seed in enumerate((1, 2, 3)) for trial in trials_of(["a", "b", "c"], seed, number)]
     assert "".join(trial.arm for trial in order) == "abccbaabc"
     assert [trial.seed for trial in order] == [1] * 3 + [2] * 3 + [3] * 3
@@ -84,7 +84,7 @@ ONE_BLOCK = {"handoffs": 1, "blocks_moved": 1, "bytes_moved": 64}
         (status(node("n")), None, None),
         (status(node("n", **ONE_BLOCK)), None, None),
         (status(node("n")), True, "no KV was handed off"),
-        (status(node("n", **ONE_BLOCK | {"bytes_moved": 63})), True, "63 bytes of KV moved, and its blocks are 64"),
+        (status(node("n", **ONE_BLOCK | {"bytes_moved": 63})), True, "63 bytes of KV moved, but its blocks have 64"),
         (status(node("n", **ONE_BLOCK)), False, "co-located, but 1 requests"),
         (status(node("n", steps=4)), None, "node n was restarted"),
         (status(node("n") | {"alive": False}), None, "node n was lost"),

@@ -64,7 +64,7 @@ def test_pairs_by_seed_find_a_difference_that_unpaired_runs_would_hide() -> None
         ("ttft_p50_ms", [100.0, 100.0, 100.0, 100.0], TOO_CLOSE),
     ],
 )
-def test_a_difference_is_called_when_it_is_sure_and_large(metric: str, ours: list[float], says: str) -> None:
+def test_a_difference_counts_if_it_is_significant_and_large(metric: str, ours: list[float], says: str) -> None:
     assert compare(metric, ("ours", ours), ("theirs", [100.0] * 4)).says == says
 
 
@@ -82,7 +82,7 @@ def test_a_pair_or_a_seed_without_a_figure_decides_nothing() -> None:
     assert (found.difference, found.low, found.says, found.note) == (-90.0, None, TOO_CLOSE, "one pair of runs")
 
     found = compare("ttft_p50_ms", ("ours", [10.0, None, 10.0]), ("theirs", [100.0, 101.0, 99.0]))
-    note = "1 of 3 pairs of runs have no such figure"
+    note = "1 of 3 pairs of runs lack this figure"
     assert (found.difference, found.says, found.note) == (None, TOO_CLOSE, note)
     with pytest.raises(ValueError, match="2 runs of a and 1 of b are not pairs"):
         compare("ttft_p50_ms", ("a", [1.0, 2.0]), ("b", [1.0]))
@@ -90,7 +90,7 @@ def test_a_pair_or_a_seed_without_a_figure_decides_nothing() -> None:
     assert (found.percent, found.says) == (None, "worse")
 
 
-def test_holm_multiplies_the_smallest_by_all_and_never_turns_the_order() -> None:
+def test_holm_multiplies_the_smallest_by_the_count_and_keeps_the_order() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
@@ -110,12 +110,12 @@ def queue(load: float, count: int, seed: int, rate: float = 10.0) -> list[Outcom
     return outcomes
 
 
-def test_outstanding_requests_are_due_and_not_over() -> None:
+def test_outstanding_requests_were_scheduled_and_have_not_ended() -> None:
     outcomes = [Outcome(0, "", 1.0, ended_s=3.0), Outcome(1, "", 2.0, ended_s=None)]
     assert list(outstanding(outcomes, np.array([0.0, 1.0, 2.5, 3.0, 9.0]))) == [0, 1, 2, 1, 1]
 
 
-def test_mser_cuts_the_beginning_that_is_unlike_the_rest() -> None:
+def test_mser_cuts_a_beginning_that_differs_from_the_rest() -> None:
     random = np.random.default_rng(1)
     ramp = np.linspace(0, 20, 100)
     series = np.concatenate([ramp, np.full(400, 20.0)]) + random.normal(0, 1, 500)
@@ -128,7 +128,7 @@ def test_mser_cuts_the_beginning_that_is_unlike_the_rest() -> None:
 @pytest.mark.parametrize(
     ("load", "least", "most"), [(0.5, 0.0, 0.02), (0.7, 0.0, 0.1), (1.5, 0.95, 1.0), (2.0, 0.99, 1.0)]
 )
-def test_a_run_is_overloaded_when_its_queue_grows_all_through(load: float, least: float, most: float) -> None:
+def test_a_run_is_overloaded_if_its_queue_keeps_growing(load: float, least: float, most: float) -> None:
     share = np.mean([measured_window(queue(load, 600, seed))[1] for seed in range(100)])
     assert least <= share <= most
 
@@ -142,7 +142,7 @@ def test_the_window_ends_with_the_last_arrival_and_not_with_the_drain() -> None:
     assert measured_window([Outcome(index, "", index / 10) for index in range(200)])[1], "no request ends"
 
 
-def test_the_cut_leaves_half_of_the_requests_however_they_came() -> None:
+def test_the_window_has_half_of_the_requests_even_if_most_arrive_early() -> None:
     """Otherwise, a run with nearly all requests in its first half would be measured only by its last few."""
     due = [*np.linspace(0.0, 4.0, 16), 6.0, 7.0, 8.0, 10.0]
     outcomes = [Outcome(index, "", float(at_s), ended_s=float(at_s) + 3 * (at_s < 5)) for index, at_s in enumerate(due)]
@@ -150,7 +150,7 @@ def test_the_cut_leaves_half_of_the_requests_however_they_came() -> None:
     assert sum(at_s >= begin_s for at_s in due) >= 10
 
 
-def test_requests_that_are_given_up_are_an_overload() -> None:
+def test_requests_that_time_out_count_as_overload() -> None:
     """At twice the capacity, each request times out after 2 s, so the number of requests at the server stays constant."""
     outcomes = queue(2.0, 300, 1)
     for outcome in outcomes:

@@ -102,13 +102,11 @@ def test_every_format_is_recognised_and_read(tmp_path: Path, lines: tuple[str, .
         ((own(slo={"tbt_of": "p50"}),), "line 1, read as own: slo: tbt_of is 'p50'; it must be p99, max or mean"),
         ((own(t=float("nan")),), "line 1, read as own: nan is not a time"),
         ((own(), '{"t": 1, "prompt": ' + "[" * 100_000), "line 2, read as own: maximum recursion depth"),
-        (("a,b,c", "1,2,3"), "its first line is of no known trace"),
+        (("a,b,c", "1,2,3"), "its first line matches no known format"),
         ((BURSTGPT[0], BURSTGPT[2]), "contains no request"),
     ],
 )
-def test_a_trace_that_cannot_be_read_is_refused_by_its_line(
-    tmp_path: Path, lines: tuple[str, ...], complaint: str
-) -> None:
+def test_the_error_for_an_invalid_trace_names_the_line(tmp_path: Path, lines: tuple[str, ...], complaint: str) -> None:
     path = written(tmp_path, *lines)
     with pytest.raises(ConfigError, match=re.escape(complaint)) as refused:
         read_trace(path)
@@ -125,7 +123,7 @@ def test_dos_line_ends_a_byte_order_mark_and_blank_lines_are_accepted(tmp_path: 
 # ---- times ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_traces_own_times_are_taken_as_they_are_and_only_a_window_of_them(tmp_path: Path) -> None:
+def test_a_window_of_a_trace_keeps_its_own_times(tmp_path: Path) -> None:
     path = written(tmp_path, *(own(t=at_s) for at_s in (0, 1.25, 2.5, 3, 7)))
     assert [arrival.at_s for arrival in draw(path, 2.0, start=1.0).arrivals] == [0.25, 1.5]
     assert [arrival.at_s for arrival in draw(path, 2.0, start=1.0, seed=2).arrivals] == [0.0]
@@ -133,7 +131,7 @@ def test_a_traces_own_times_are_taken_as_they_are_and_only_a_window_of_them(tmp_
 
 
 @pytest.mark.parametrize("preset", ["chat", "mix", "agentic"])
-def test_two_rates_of_a_seed_have_the_same_requests_in_another_unit_of_time(preset: str) -> None:
+def test_two_rates_of_a_seed_have_the_same_requests_at_scaled_times(preset: str) -> None:
     slow = draw(preset, 20.0, rate=2.0, seed=3).arrivals
     fast = draw(preset, 20.0, rate=4.0, seed=3).arrivals
     assert 20 < len(slow) < len(fast)
@@ -143,14 +141,14 @@ def test_two_rates_of_a_seed_have_the_same_requests_in_another_unit_of_time(pres
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
-def test_gaps_have_the_rate_and_the_burstiness_asked_for(tmp_path: Path, burstiness: float, variation: float) -> None:
+def test_gaps_have_the_given_rate_and_burstiness(tmp_path: Path, burstiness: float, variation: float) -> None:
     path = written(tmp_path, *[own()] * 10)
     gaps = np.diff([arrival.at_s for arrival in draw(path, 800.0, rate=5.0, burstiness=burstiness).arrivals])
     assert np.mean(gaps) == pytest.approx(0.2, rel=0.1)
     assert np.std(gaps) / np.mean(gaps) == pytest.approx(variation, rel=0.1)
 
 
-def test_a_short_trace_is_gone_through_again_with_other_tokens(tmp_path: Path) -> None:
+def test_a_short_trace_is_repeated_with_other_tokens(tmp_path: Path) -> None:
     path = written(tmp_path, *(own(prefix_id="a", prefix_len=6, prompt_len=8) for _ in range(3)))
     traffic = draw(path, 7.0, rate=1.0)
     count = len(traffic.arrivals)
@@ -169,7 +167,7 @@ def test_a_short_trace_is_gone_through_again_with_other_tokens(tmp_path: Path) -
         ({"duration": 0.01, "rate": 0.01}, "chat: no request is left to send"),
     ],
 )
-def test_an_impossible_option_is_refused_with_its_flag(options: dict[str, float], complaint: str) -> None:
+def test_the_error_for_an_impossible_option_names_its_flag(options: dict[str, float], complaint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         draw("chat", **options)
 
@@ -177,7 +175,7 @@ def test_an_impossible_option_is_refused_with_its_flag(options: dict[str, float]
 # ---- tokens --------------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_always_draws_the_same_and_two_seeds_do_not() -> None:
+def test_traffic_is_the_same_for_one_seed_and_differs_between_seeds() -> None:
     one, again, two = (draw("mix", 4.0, rate=5.0, seed=seed).arrivals for seed in (1, 1, 2))
     assert one == again
     assert [arrival.at_s for arrival in one] != [arrival.at_s for arrival in two]
@@ -241,7 +239,7 @@ def test_prompts_over_the_context_are_refused_cut_or_dropped_and_counted(tmp_pat
     """A request that fits is left as it is, also if its answer is longer than half of the context."""
     path = written(tmp_path, own(max_tokens=50), own(t=1, prompt_len=100, max_tokens=20), own(t=2, max_tokens=90))
     with pytest.raises(
-        ConfigError, match=r"2 of 3 requests are over the model's 64 tokens .* --scale-tokens 0\.53 or less"
+        ConfigError, match=r"2 of 3 requests exceed the model's 64 tokens .* --scale-tokens 0\.53 or less"
     ):
         draw(path, limit=64)
     cut, dropped, scaled = (

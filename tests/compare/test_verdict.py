@@ -55,7 +55,7 @@ def test_there_is_no_verdict_without_two_arms_or_without_pairs():
     assert interval is None
 
 
-def test_the_cause_is_the_most_common_of_the_arm_that_is_furthest_behind():
+def test_the_cause_is_the_most_common_cause_of_the_last_arm():
     causes = {"poor": {"TBT: behind prompt chunks": 71, "TTFT: prefill queue": 29}, "good": {"failed": 1}}
     text = leading_cause(found(good=GOOD, poor=POOR), causes)
     assert text == "71% of the 100 misses of poor are TBT: behind prompt chunks"
@@ -171,7 +171,7 @@ def test_latencies_and_the_control_are_corrected_for_the_number_of_metrics():
     assert compare_control("b", "a", {"tbt_p99_ms": MARGINAL} | rest | {"tpot_p50_ms": even})[1] == "no difference"
 
 
-def test_of_several_close_arms_the_other_is_named_and_beaten_arms_are_left_out():
+def test_latencies_name_both_arms_of_several_and_leave_out_beaten_arms():
     text = latency_differences(
         found(a=GOOD, b=list(reversed(GOOD)), c=POOR), {"tbt_p99_ms": {"a": SLOW, "b": FAST, "c": [1.0] * 6}}
     )

@@ -190,7 +190,7 @@ async def test_a_reservation_waits_for_blocks_up_to_its_timeout(tmp_path: Path) 
         await here.empty()
 
 
-async def test_a_renewal_names_what_is_in_quarantine_until_the_writer_has_stopped(tmp_path: Path) -> None:
+async def test_a_renewal_lists_quarantined_reservations_until_their_writer_has_stopped(tmp_path: Path) -> None:
     async with bench("shm", tmp_path) as here:
         renewal = RenewRequest(WRITER, b"")
         assert await here.receiver.renew(renewal) == RenewReply()
@@ -227,7 +227,7 @@ async def test_a_frozen_writer_that_wakes_up_after_its_lease_cannot_write_any_mo
             await here.push(reserved)
 
 
-async def test_a_writer_that_missed_the_grant_gives_the_blocks_back_by_the_requests_id(tmp_path: Path) -> None:
+async def test_a_writer_that_missed_the_grant_stops_the_reservation_by_request_id(tmp_path: Path) -> None:
     async with bench("shm", tmp_path, num_blocks=8) as here:
         reserved = await here.reserve()
         await here.push(reserved)  # connects the writer, so that the end of the lease would not free the blocks

@@ -100,7 +100,7 @@ class Reservations(RuleBasedStateMachine):
         assert len(self.table) == len(kept)
 
     @invariant()
-    def each_writer_learns_what_it_has_to_stop(self) -> None:
+    def each_writer_gets_the_reservations_to_stop(self) -> None:
         kept = [entry for entry in self.reservations.values() if entry.phase is ReservationPhase.QUARANTINED]
         for writer in WRITERS:
             mine = {entry.reservation_id for entry in kept if entry.writer == writer}

@@ -87,7 +87,7 @@ def test_a_failed_call_raises_the_name_of_the_call_and_of_the_error() -> None:
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a driver")
 def test_a_machine_without_a_driver_raises_one_line() -> None:
-    with pytest.raises(CudaError, match="no CUDA driver to use here"):
+    with pytest.raises(CudaError, match="no CUDA driver is available"):
         Driver.load()
 
 

@@ -108,7 +108,7 @@ def test_auto_takes_flash_attention_3_if_the_dtypes_allow_it() -> None:
     chosen = [attention_on_cuda("auto", pool_of(64, dtype), triton=False).name for dtype in ("bfloat16", "float32")]
     assert chosen == ["flash_attn 3", "torch"]
     assert attention_on_cuda("auto", pool_of(64), triton=False, computed=torch.bfloat16).name == "torch"
-    with pytest.raises(ValueError, match=r"KV in float16 under activations in torch\.bfloat16: omit --kv-cache-dtype"):
+    with pytest.raises(ValueError, match=r"KV in float16 does not match activations in torch\.bfloat16: omit"):
         attention_on_cuda("flash_attn", pool_of(256), triton=False, computed=torch.bfloat16)
 
 

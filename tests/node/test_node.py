@@ -54,7 +54,7 @@ def test_only_running_time_without_progress_counts() -> None:
 # ---- what routers send -----------------------------------------------------------------------------------------------
 
 
-async def test_a_malformed_submit_is_refused_with_the_fields_name() -> None:
+async def test_the_rejection_of_a_malformed_submit_names_the_field() -> None:
     """tests/bad_input/test_messages.py covers all fields."""
     here = hash_node(DECODE)
     async with attached(here) as line:
@@ -73,7 +73,7 @@ async def test_a_flood_is_bounded_and_may_be_retried_on_another_node(rules: Requ
         assert await wait_until(lambda: len(line.errors()) == 190, 5.0)
         assert all(retry and "no more fit" in error for error, retry in line.errors())
         await here.empty()
-        assert here.scheduler.counters.generated_tokens == 40, "those within the limit are served"
+        assert here.scheduler.counters.generated_tokens == 40, "requests within the limit are served"
 
 
 async def test_a_router_aborts_only_its_own_requests_and_ids_are_unique() -> None:
@@ -115,7 +115,7 @@ async def test_a_router_that_does_not_read_loses_its_requests_and_its_stream() -
         await asyncio.wait_for(session, 10.0)
         assert not here.node.sessions.is_attached("other")
         await here.empty()
-        second = asyncio.ensure_future(here.node.attach(again))  # it reconnects, and again while this stream is open
+        second = asyncio.ensure_future(here.node.attach(again))  # still open when the router reconnects once more
         again.say_hello()
         await asyncio.sleep(0)
         third = asyncio.ensure_future(here.node.attach(last))
@@ -128,7 +128,7 @@ async def test_a_router_that_does_not_read_loses_its_requests_and_its_stream() -
 
 
 @pytest.mark.usefixtures("quiet")
-async def test_a_node_with_a_broken_ledger_takes_nothing_more_and_ends_nothing() -> None:
+async def test_a_node_with_a_broken_ledger_rejects_new_requests_and_finishes_others() -> None:
     here = large_node()
     async with attached(here) as line:
         line.submit(submission("runs", max_tokens=2000))
@@ -138,7 +138,7 @@ async def test_a_node_with_a_broken_ledger_takes_nothing_more_and_ends_nothing()
         line.submit(submission("late"))
         assert await wait_until(lambda: bool(line.errors()), 5.0)
         assert ("block ledger is broken" in line.errors()[0][0], line.errors()[0][1]) == (True, True)
-        assert await wait_until(lambda: line.finishes("runs") == ["length"], 20.0), "what runs continues"
+        assert await wait_until(lambda: line.finishes("runs") == ["length"], 20.0), "running requests continue"
         assert not here.node.fatal_error.done()
 
 

@@ -87,7 +87,7 @@ def test_a_node_that_listens_everywhere_advertises_its_address_towards_the_regis
     assert advertised(NodeSettings(model="m", host=host, registry=registry)) == address
 
 
-def test_a_registry_of_the_other_address_family_is_one_line() -> None:
+def test_a_registry_of_the_other_address_family_is_a_one_line_error() -> None:
     with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0: .* --registry ::1 .* --advertise .* --host ::$"):
         advertised(NodeSettings(model="m", host="0.0.0.0", registry="redis://[::1]:6379"))
 
@@ -125,7 +125,7 @@ ERRORS = [
 
 @pytest.mark.usefixtures("_logging_as_before")
 @pytest.mark.parametrize(("stage", "error"), list(zip(STAGES.values(), ERRORS, strict=True)), ids=STAGES)
-def test_a_failure_at_any_stage_of_the_start_is_one_line_and_status_2(
+def test_a_failure_at_any_stage_of_the_start_prints_one_line_and_exits_with_2(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

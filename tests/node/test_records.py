@@ -213,7 +213,7 @@ async def test_prompt_logprobs_are_published_once_for_each_request() -> None:
     publisher = OutputPublisher(scheduler, StepRecorder())
     publisher.subscribe(mock.Mock())
     first, step, event = scored(scheduler, 8)
-    for expected in ([0.1, 0.2], []):  # the second time as after a preemption
+    for expected in ([0.1, 0.2], []):  # the second result is that of a preempted request
         output = SliceOutput(None, prompt_logprobs=[0.1, 0.2])
         publisher.on_step(step, [event], [output])
         assert output.prompt_logprobs == expected

@@ -113,12 +113,12 @@ async def test_a_node_that_ends_while_it_drains_does_not_rejoin() -> None:
         await asyncio.sleep(0.05)
         assert await here.set_role("decode", 0.3) == Ack("the node is draining")
         here.ending.set()
-        assert await changing == Ack("the node ends")
+        assert await changing == Ack("the node is shutting down")
         assert here.announcer.infos == [("prefill", "draining")]
         assert here.line.errors() == [("node prefill-0 becomes a decode node", True)]
 
 
-async def test_of_two_concurrent_switches_one_is_refused() -> None:
+async def test_one_of_two_concurrent_switches_is_refused() -> None:
     async with stage() as here:
         first, second = await asyncio.gather(here.set_role("decode", 0.3), here.set_role("decode", 0.3))
         assert (first, second) == (Ack(), Ack("the node is draining"))

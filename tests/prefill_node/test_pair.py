@@ -31,22 +31,22 @@ def unwatched() -> Iterator[None]:
     failpoints.watcher = None
 
 
-async def only_the_victim_fails(here: Pair, what: str) -> None:
+async def only_the_victim_fails(here: Pair, site: str) -> None:
     """Run other requests before and after the victim. Check their tokens, and that both nodes are empty at the end."""
-    victim_name = f"{VICTIM}-{what}"
-    names = [f"mate-0-{what}", victim_name, f"mate-1-{what}", f"mate-2-{what}"]
+    victim_name = f"{VICTIM}-{site}"
+    names = [f"other-0-{site}", victim_name, f"other-1-{site}", f"other-2-{site}"]
     rows = [[3 + (7 * index + at) % 90 for at in range(10 + index)] for index in range(4)]
     for name, row in zip(names, rows, strict=True):
         here.submit(name, row, 5)
-    mates = [here.sent[name] for name in names if name != victim_name]
-    assert await wait_until(lambda: all(mate.is_over for mate in mates), 20.0, 0.005), f"{what}: a mate waits forever"
-    for mate in mates:
-        assert (mate.row(), mate.errors) == (expected(mate.prompt, 5), []), what
+    others = [here.sent[name] for name in names if name != victim_name]
+    assert await wait_until(lambda: all(other.is_over for other in others), 20.0, 0.005), f"{site}: a request is stuck"
+    for other in others:
+        assert (other.row(), other.errors) == (expected(other.prompt, 5), []), site
     victim = here.sent[victim_name]
     victim.row()
-    if what != "decode.received":  # this exception loses only the reply to the prefill node
-        assert await wait_until(lambda: victim.is_over, 20.0), f"{what}: no node reported how it ended"
-        assert all(delta.retry or delta.error == "internal" for delta in victim.errors), what
+    if site != "decode.received":  # this exception loses only the reply to the prefill node
+        assert await wait_until(lambda: victim.is_over, 20.0), f"{site}: no node reported how it ended"
+        assert all(delta.retry or delta.error == "internal" for delta in victim.errors), site
     here.abort(victim_name)
     await here.empty()
 
@@ -57,7 +57,7 @@ async def test_an_exception_at_any_failpoint_fails_its_request_alone(tmp_path: P
     def watch(site: str, passed: str, detail: str) -> None:
         if passed == site and detail.startswith(VICTIM):
             reached.add(site)
-            raise FailpointError("planted")
+            raise FailpointError("injected")
 
     async with pair("tcp", tmp_path) as here:
         for site in SITES:

@@ -280,7 +280,7 @@ async def test_a_request_that_ends_at_its_first_token_is_not_committed() -> None
         assert (here.stats().handoffs, here.stats().handoffs_failed) == (0, 0)
 
 
-async def test_what_a_lost_answer_may_have_granted_is_given_back() -> None:
+async def test_a_reservation_whose_grant_may_be_lost_is_stopped() -> None:
     async with bench(reserve_s=0.05, call_s=0.05) as here:
         here.decoder.waits[ReserveRequest] = asyncio.Event()
         here.submit()
@@ -320,7 +320,7 @@ async def test_a_reservation_stopped_before_its_reply_is_received_is_never_writt
         reply.set()
         stops = [await here.decoder.receives(StopRequest, count) for count in (1, 2)]
         assert {stop.reservation_id for stop in stops} == {here.decoder.next_id}
-        assert "gave the reservation up before its answer came" in (await here.failure()).error
+        assert "gave up the reservation before its reply arrived" in (await here.failure()).error
         await here.empty()
         assert not here.decoder.all(PushedNotice) + here.decoder.all(CommitRequest)
 
@@ -344,7 +344,7 @@ async def test_a_channel_that_fails_costs_one_handoff_and_the_next_uses_another_
         assert await wait_until(lambda: here.stats().handoffs_failed == 2, 5.0), "a new descriptor is tried"
 
 
-async def test_a_grant_of_the_wrong_size_is_given_back() -> None:
+async def test_a_grant_of_the_wrong_size_is_stopped() -> None:
     async with bench() as here:
         here.decoder.targets = TARGETS[:4]
         here.submit()

@@ -74,7 +74,7 @@ class ScriptedDispatcher:
         self.script = script
         self.fails_after: int | None = None
         self.hangs_after: int | None = None
-        self.hanging = asyncio.Semaphore(0)  # released by each stream that waits forever
+        self.hanging = asyncio.Semaphore(0)  # released once by each stream that never ends
         self.refuses: Exception | None = None
         self.tokens_per_piece = 1
         self.cached_tokens = 0

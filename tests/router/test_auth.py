@@ -98,7 +98,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_ignored(file: Path, ca
     file.write_text("nonsense")
     now[0] += 1
     assert keys.identify(b"n") == Identity("new")
-    assert "the keys read before stay in force" in caplog.text
+    assert "the previous keys remain valid" in caplog.text
     file.unlink()
     now[0] += 1
     assert keys.identify(b"n") == Identity("new")
@@ -122,7 +122,7 @@ def test_reading_the_file_is_retried_after_an_error(file: Path, caplog: Any) -> 
 
 
 def test_every_key_is_compared_with_all_of_them(file: Path, monkeypatch: Any) -> None:
-    """Every key needs the same number of comparisons, so that the time they take reveals nothing."""
+    """Every key needs the same number of comparisons, so that the duration reveals nothing."""
     keys, compared = ApiKeys(str(file)), []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda one, other: compared.append(len(other)) or compare(one, other))
@@ -254,7 +254,7 @@ async def test_the_admin_routes_can_have_a_port_of_their_own(app: Starlette) -> 
 # ---- wrong keys --------------------------------------------------------------------------------------------------------
 
 
-async def test_requests_without_a_valid_key_are_counted_and_logged_once_in_a_while(
+async def test_requests_without_a_valid_key_are_counted_and_logged_at_intervals(
     client: httpx.AsyncClient, caplog: Any
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -73,14 +73,14 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 # ---- one client --------------------------------------------------------------------------------------------------------
 
 
-def check_form(answer: Answer, asked: bytes = b"") -> None:
+def check_form(answer: Answer, request: bytes = b"") -> None:
     """Check OpenAI's error form, the request id, and that the text reveals neither internals nor the prompt."""
     assert answer.headers["content-type"].startswith("application/json")
     error = json.loads(answer.body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert 0 < len(error["message"]) < 300
     assert error["type"].endswith("_error")
-    assert [found for found in INTERNALS.findall(answer.body) if found not in asked] == []
+    assert [found for found in INTERNALS.findall(answer.body) if found not in request] == []
     assert SECRET not in answer.body.decode()
     assert answer.headers["x-request-id"]
 
@@ -254,7 +254,7 @@ async def impatient(byte_level: Any, **limits: float) -> AsyncIterator[Served]:
         yield Served(port, dispatcher, server, idle)
 
 
-ASKED = post(b'{"prompt":"x"}')
+REQUEST = post(b'{"prompt":"x"}')
 RESET = b"<reset>"
 
 
@@ -313,12 +313,12 @@ async def test_a_connection_with_a_request_is_not_closed_for_another(byte_level:
     async with impatient(byte_level, connections=2, idle_s=60.0) as served:
         served.dispatcher.hangs_after = 0
         (_, at_work), (idle, at_rest) = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(2)]
-        at_work.write(ASKED)
+        at_work.write(REQUEST)
         await served.dispatcher.hanging.acquire()
         at_rest.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         await idle.readuntil(b"\r\n\r\n")
         _, late = await asyncio.open_connection("127.0.0.1", served.port)
-        late.write(ASKED)
+        late.write(REQUEST)
         await served.dispatcher.hanging.acquire()
         await idle.read()  # until the router closes it
         assert (await ended(served.port)).startswith(b"HTTP/1.1 503 "), "all other connections have requests"
@@ -331,9 +331,9 @@ async def test_every_request_on_a_lost_connection_is_cancelled(byte_level: Any) 
     """The request in progress is cancelled even if a pipelined request waits behind it."""
     async with impatient(byte_level) as served:
         served.dispatcher.hangs_after = 1
-        asked = post(b'{"prompt":"x","stream":true}')
+        request = post(b'{"prompt":"x","stream":true}')
         writer = (await asyncio.open_connection("127.0.0.1", served.port))[1]
-        writer.write(asked + asked)
+        writer.write(request + request)
         await served.dispatcher.hanging.acquire()
         writer.close()
         async with asyncio.timeout(20):
@@ -352,7 +352,7 @@ async def test_a_client_that_is_rejected_while_it_sends_can_read_the_error(byte_
 async def test_an_error_is_not_sent_in_place_of_another_response(byte_level: Any) -> None:
     async with impatient(byte_level) as served:
         served.dispatcher.hangs_after = 0
-        assert await ended(served.port, ASKED, b"garbage\r\n\r\n", gap_s=0.1) == b""
+        assert await ended(served.port, REQUEST, b"garbage\r\n\r\n", gap_s=0.1) == b""
         async with asyncio.timeout(20):
             await served.dispatcher.answers[0].gone.wait()
 
@@ -364,9 +364,9 @@ async def test_pipelined_requests_are_bounded(byte_level: Any, hangs: bool) -> N
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         if hangs:
             served.dispatcher.hangs_after = 0
-            writer.write(ASKED * (1 + MAX_PIPELINED))  # as many as the router parses ahead
+            writer.write(REQUEST * (1 + MAX_PIPELINED))  # as many as the router parses ahead
             await served.dispatcher.hanging.acquire()
-        writer.write(ASKED * 200_000)
+        writer.write(REQUEST * 200_000)
         for _ in range(0 if hangs else 50):
             await asyncio.wait_for(reader.readuntil(b'"cached_tokens":0}}}'), 20)
         await asyncio.sleep(0.2)
@@ -379,12 +379,12 @@ async def test_pipelined_requests_are_bounded(byte_level: Any, hangs: bool) -> N
 async def test_a_draining_server_answers_connected_clients(byte_level: Any) -> None:
     async with impatient(byte_level, head_s=20.0, idle_s=20.0, drain_s=20.0) as served:
         (idle, begun, new) = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
-        begun[1].write(ASKED[:30])  # the router reads this before it answers the next request
-        idle[1].write(ASKED)
+        begun[1].write(REQUEST[:30])  # the router reads this before it answers the next request
+        idle[1].write(REQUEST)
         await asyncio.wait_for(idle[0].readuntil(b'"cached_tokens":0}}}'), 20)
         served.drain()
         assert await asyncio.wait_for(idle[0].read(), 20) == b"", "it is idle"
-        for (reader, writer), rest in ((new, ASKED), (begun, ASKED[30:])):
+        for (reader, writer), rest in ((new, REQUEST), (begun, REQUEST[30:])):
             writer.write(rest)
             assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 200 OK")
         for _, writer in (idle, begun, new):

@@ -200,7 +200,7 @@ async def test_a_request_that_does_not_fit_the_model_is_rejected(byte_level, fie
 async def test_the_context_is_filled_exactly_and_errors_state_both_numbers(byte_level):
     requests = await requests_of(byte_level, prompt=[1] * 60, max_tokens=40)
     assert requests[0].max_tokens == 40
-    with pytest.raises(RequestError, match=r"100 tokens; you asked for 101: 60 in the prompt and 41"):
+    with pytest.raises(RequestError, match=r"100 tokens; you requested 101: 60 in the prompt and 41"):
         await requests_of(byte_level, prompt=[1] * 60, max_tokens=41)
     assert (await requests_of(byte_level, prompt=[1] * 99))[0].max_tokens == 1
 

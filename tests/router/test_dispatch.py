@@ -13,25 +13,25 @@ from hypothesis import strategies as st
 
 from router.dispatch import dispatcher as dispatch_module
 from router.dispatch.requests import GenerationRequest
-from router.nodes import health as standing
+from router.nodes import health as health_module
 from router.nodes import load as load_module
 from scheduler.cost import CostModel
 from scheduler.prefix import block_hashes
 from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import Logprobs, NodeStats, SamplingParams, TokenDelta, pack_ids, unpack_ids
-from tests.router.played import (
+from tests.router.simulated import (
     ANSWER,
     PROMPT,
-    Played,
     Reader,
+    SimulatedNode,
     Stage,
     collect,
     generated,
     no_pauses,
+    settle,
     stage,
     token,
     tokens_of,
-    turns,
 )
 
 __all__ = ["no_pauses"]  # a fixture that every test here uses
@@ -55,7 +55,7 @@ def test_deltas_in_any_order_repeated_or_late_give_the_tokens_in_order(data: st.
         late = data.draw(st.integers(first_of_decode + 1, len(deltas)))
         deltas.insert(late, (p0, TokenDelta(submit.id, error="handoff: no answer", retry=True)))
         for node, delta in deltas:
-            node.say(delta)
+            node.send(delta)
             if data.draw(st.booleans()):
                 await asyncio.sleep(0)
         pieces = await collect(run)
@@ -71,8 +71,8 @@ def test_deltas_in_any_order_repeated_or_late_give_the_tokens_in_order(data: st.
 async def test_a_request_of_one_token_needs_no_decode_node() -> None:
     here = stage()
     run = await here.submit(max_tokens=1)
-    here.p0.say(TokenDelta("r.0.0", 0, pack_ids([5]), finish="length"))
-    here.d0.say(TokenDelta("r.0.0", error="handoff: the prefill node stopped", retry=True))
+    here.p0.send(TokenDelta("r.0.0", 0, pack_ids([5]), finish="length"))
+    here.d0.send(TokenDelta("r.0.0", error="handoff: the prefill node stopped", retry=True))
     assert [(piece.tokens, piece.finish) for piece in await collect(run)] == [([5], "length")]
     here.check_over()
 
@@ -80,7 +80,7 @@ async def test_a_request_of_one_token_needs_no_decode_node() -> None:
 async def test_a_finish_may_come_without_tokens() -> None:
     here = stage("d0")
     run = await here.submit()
-    here.d0.say(TokenDelta("r.0.0", 0, pack_ids([5])), TokenDelta("r.0.0", 1, finish="stop"))
+    here.d0.send(TokenDelta("r.0.0", 0, pack_ids([5])), TokenDelta("r.0.0", 1, finish="stop"))
     assert [(piece.tokens, piece.finish) for piece in await collect(run)] == [([5], None), ([], "stop")]
     here.check_over()
 
@@ -88,7 +88,7 @@ async def test_a_finish_may_come_without_tokens() -> None:
 # ---- failures ---------------------------------------------------------------------------------------------------
 
 FAULTS = ("p_lost", "d_lost", "p_error", "d_error", "p_handoff")
-PROGRESS = ("", "token", "land", "token land", "land token", "land token token", "token land token")
+PROGRESS = ("", "token", "hand_off", "token hand_off", "hand_off token", "hand_off token token", "token hand_off token")
 
 
 @dataclass
@@ -99,35 +99,35 @@ class Play:
     number: int = 0
     base: int = 0  # tokens that the client received before this attempt
     delivered: int = 0
-    landed: bool = False
+    is_handed_off: bool = False
     failed: set[str] = field(default_factory=set)  # nodes that failed in any attempt so far
-    handed: set[str] = field(default_factory=set)  # prefill nodes whose handoff failed
-    out: set[str] = field(default_factory=set)  # nodes that died and came back: placement prefers others
-    gone: list[Played] = field(default_factory=list)  # nodes that died during this attempt
+    handoff_failed: set[str] = field(default_factory=set)  # prefill nodes whose handoff failed
+    returned: set[str] = field(default_factory=set)  # nodes that died and came back: placement prefers others
+    gone: list[SimulatedNode] = field(default_factory=list)  # nodes that died during this attempt
 
     def usable(self, role: str) -> set[str]:
         names = {f"{role}{number}" for number in range(3)}
-        return names - self.out or names
+        return names - self.returned or names
 
     def check_attempt(self) -> None:
         p, d, submit = self.here.attempt(self.number)
         assert unpack_ids(submit.tokens) == PROMPT + ANSWER[: self.base]
         assert (submit.num_prompt, submit.max_tokens) == (len(PROMPT), len(ANSWER))
         assert d.load.kv_tokens == len(PROMPT) + self.base + (len(ANSWER) - self.base) // 2
-        self.landed = p is d
-        assert self.landed is (self.usable("p") <= self.failed), "only after the failure of all prefill nodes"
-        assert self.landed or p.info.id in self.usable("p") - self.failed
+        self.is_handed_off = p is d
+        assert self.is_handed_off is (self.usable("p") <= self.failed), "only after the failure of all prefill nodes"
+        assert self.is_handed_off or p.info.id in self.usable("p") - self.failed
         assert d.info.id in (self.usable("d") - self.failed or self.usable("d"))
 
     def advance(self, act: str) -> None:
         """Report the next token or the end of the handoff, if that can happen now."""
         p, d, submit = self.here.attempt(self.number)
         is_first = self.delivered == self.base
-        if act == "land" and not self.landed:
-            self.landed = True
-            d.say(TokenDelta(submit.id, handed_off=True))
-        elif act == "token" and (is_first or self.landed) and not (is_first and p in self.gone):
-            (p if is_first else d).say(token(submit.id, self.delivered))
+        if act == "hand_off" and not self.is_handed_off:
+            self.is_handed_off = True
+            d.send(TokenDelta(submit.id, handed_off=True))
+        elif act == "token" and (is_first or self.is_handed_off) and not (is_first and p in self.gone):
+            (p if is_first else d).send(token(submit.id, self.delivered))
             self.delivered += 1
 
     async def fail(self, act: str) -> None:
@@ -137,19 +137,19 @@ class Play:
             failed.die()
             failed.revive()
             self.gone.append(failed)
-            self.out.add(failed.info.id)
+            self.returned.add(failed.info.id)
         else:
-            failed.say(TokenDelta(submit.id, error="handoff: no" if how == "handoff" else "no", retry=True))
-        await turns()
-        if failed is not d and self.landed and (self.delivered > self.base or how != "lost"):
+            failed.send(TokenDelta(submit.id, error="handoff: no" if how == "handoff" else "no", retry=True))
+        await settle()
+        if failed is not d and self.is_handed_off and (self.delivered > self.base or how != "lost"):
             return  # the attempt no longer needs this node
         for node in (p, d):
             assert (submit.id in node.aborts) is (node not in self.gone), "every live node of the attempt aborts it"
         self.failed.add(d.info.id if how == "handoff" else failed.info.id)
         if how == "handoff" and p is not d:
-            if p.info.id in self.handed or self.usable("d") <= self.failed:
+            if p.info.id in self.handoff_failed or self.usable("d") <= self.failed:
                 self.failed.add(p.info.id)
-            self.handed.add(p.info.id)
+            self.handoff_failed.add(p.info.id)
         self.number, self.base = self.number + 1, self.delivered
         self.gone.clear()
         self.check_attempt()
@@ -159,7 +159,7 @@ class Play:
 
 @settings(max_examples=200)
 @given(script=st.lists(st.tuples(st.sampled_from(PROGRESS), st.sampled_from(FAULTS)), min_size=1, max_size=8))
-@example(script=[("token land", "p_lost"), ("token", "d_lost")])
+@example(script=[("token hand_off", "p_lost"), ("token", "d_lost")])
 @example(script=[("", "d_lost"), ("", "d_lost"), *[("", "p_handoff")] * 5])
 def test_after_any_failures_each_token_is_delivered_once_and_all_resources_are_released(
     script: list[tuple[str, str]],
@@ -169,7 +169,7 @@ def test_after_any_failures_each_token_is_delivered_once_and_all_resources_are_r
         run = await it.here.submit()
         it.check_attempt()
         acts = [act for progress, fault in script for act in (*progress.split(), fault)]
-        for act in [*acts, "land", *["token"] * len(ANSWER)]:
+        for act in [*acts, "hand_off", *["token"] * len(ANSWER)]:
             if it.delivered == len(ANSWER):
                 break
             if act in FAULTS:
@@ -181,7 +181,7 @@ def test_after_any_failures_each_token_is_delivered_once_and_all_resources_are_r
         it.here.check_over()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standing, "MAX_FAILURES", 100)  # so that failed handoffs eject no node
+        patch.setattr(health_module, "MAX_FAILURES", 100)  # so that failed handoffs eject no node
         asyncio.run(play())
 
 
@@ -189,8 +189,8 @@ async def test_a_request_fails_after_its_last_attempt() -> None:
     here = stage("p0 d0", max_attempts=2)
     run = await here.submit()
     for number in range(2):
-        here.attempt(number)[0].say(TokenDelta(f"r.0.{number}", error="handoff: no", retry=True))
-        await turns()
+        here.attempt(number)[0].send(TokenDelta(f"r.0.{number}", error="handoff: no", retry=True))
+        await settle()
     with pytest.raises(UnavailableError, match="after 2 attempts") as caught:
         await collect(run)
     assert caught.value.status == 503
@@ -203,13 +203,13 @@ async def test_a_first_token_that_was_lost_with_the_prefill_node_is_generated_ag
     here = stage("p0 p1 d0 d1")
     run = await here.submit()
     p, d, submit = here.attempt(0)
-    d.say(TokenDelta(submit.id, handed_off=True), *generated(submit.id, 1)[:2])
+    d.send(TokenDelta(submit.id, handed_off=True), *generated(submit.id, 1)[:2])
     p.die()
-    d.say(*generated(submit.id, 3))
-    await turns()
+    d.send(*generated(submit.id, 3))
+    await settle()
     p, d, submit = here.attempt(1)
-    p.say(token(submit.id, 0))
-    d.say(*generated(submit.id, 1))
+    p.send(token(submit.id, 0))
+    d.send(*generated(submit.id, 1))
     assert tokens_of(await collect(run)) == ANSWER
     here.check_over()
 
@@ -218,7 +218,7 @@ async def test_a_first_token_that_was_lost_with_the_prefill_node_is_generated_ag
 async def test_a_failure_of_the_model_is_a_server_error_without_a_retry(reason: str) -> None:
     here = stage("p0 d0 d1")
     run = await here.submit()
-    here.p0.say(TokenDelta("r.0.0", error=reason))
+    here.p0.send(TokenDelta("r.0.0", error=reason))
     with pytest.raises(UnavailableError, match=reason) as caught:
         await collect(run)
     assert (caught.value.status, len(here.sent())) == (500, 1)
@@ -228,10 +228,10 @@ async def test_a_failure_of_the_model_is_a_server_error_without_a_retry(reason: 
 async def test_a_request_that_a_node_rejects_is_the_clients_error() -> None:
     here = stage()
     run = await here.submit(n=2)
-    here.p0.say(token("r.0.0", 0))
-    here.d0.say(TokenDelta("r.0.0", 1, handed_off=True))
-    await turns()
-    here.d0.say(TokenDelta("r.1.0", error="beyond the vocabulary"))
+    here.p0.send(token("r.0.0", 0))
+    here.d0.send(TokenDelta("r.0.0", 1, handed_off=True))
+    await settle()
+    here.d0.send(TokenDelta("r.1.0", error="beyond the vocabulary"))
     with pytest.raises(RequestError, match="beyond the vocabulary"):
         await collect(run)
     assert "r.0.0" in here.d0.aborts, "its other samples end too"
@@ -243,15 +243,15 @@ async def test_without_nodes_new_requests_fail_and_running_ones_wait(monkeypatch
     monkeypatch.setattr(dispatch_module, "WAIT_NEW_S", 0.02)
     here = stage("d0")
     run = await here.submit()
-    here.d0.say(*[token("r.0.0", position) for position in range(3)])
+    here.d0.send(*[token("r.0.0", position) for position in range(3)])
     here.d0.die()
-    await turns()
+    await settle()
     with pytest.raises(UnavailableError, match="No node"):
         await Reader(here.dispatch, GenerationRequest("late", PROMPT, 4, SamplingParams())).admitted()
     assert not here.dispatch.ready()
     here.d0.revive()
-    await turns()
-    here.d0.say(*generated("r.0.1", 3))
+    await settle()
+    here.d0.send(*generated("r.0.1", 3))
     assert tokens_of(await collect(run)) == ANSWER
     monkeypatch.setattr(dispatch_module, "WAIT_UNDER_WAY_S", 0.02)
     run = await here.submit(name="waiting")
@@ -270,11 +270,11 @@ async def test_waiting_for_a_node_does_not_count_as_an_attempt(monkeypatch: pyte
         for _ in range(3):
             for change in (here.d0.fall_silent, here.d0.revive):
                 change()
-                await turns()
+                await settle()
     assert here.sent() == []
     here.p0.fall_silent()
-    await turns()
-    here.d0.say(*generated("r.0.0"))
+    await settle()
+    here.d0.send(*generated("r.0.0"))
     assert tokens_of(await collect(run)) == ANSWER
     assert here.counts()["moved"] == 0
     here.check_over()
@@ -292,19 +292,19 @@ async def test_prompt_logprobs_are_delivered_once_and_complete_after_a_failure(c
     for number, count in ((0, chunks_before), (1, 2)):
         p, _, submit = here.attempt(number)
         assert submit.sampling.prompt_logprobs == 1
-        p.say(*[TokenDelta(submit.id, prompt_logprobs=chunk) for chunk in chunks[:count]])
+        p.send(*[TokenDelta(submit.id, prompt_logprobs=chunk) for chunk in chunks[:count]])
         if number == 0:
             p.die()
-            await turns()
-    p.say(token("r.0.1", 0, prompt_logprobs=chunks[2]))
+            await settle()
+    p.send(token("r.0.1", 0, prompt_logprobs=chunks[2]))
     here.d0.die()
     here.d0.revive()
-    await turns()
+    await settle()
     p, _, submit = here.attempt(2)
     assert submit.sampling.prompt_logprobs is None, "they were delivered with the first token"
-    p.say(token(submit.id, 1))
-    here.d0.say(TokenDelta(submit.id, prompt_logprobs=chunks[0]))  # it was preempted, and computes the prompt again
-    here.d0.say(*generated(submit.id, 2))
+    p.send(token(submit.id, 1))
+    here.d0.send(TokenDelta(submit.id, prompt_logprobs=chunks[0]))  # it was preempted, and computes the prompt again
+    here.d0.send(*generated(submit.id, 2))
     pieces = await collect(run)
     assert tokens_of(pieces) == ANSWER
     assert [entry.token for entry in pieces[0].delta.prompt_logprobs] == PROMPT[1:]
@@ -320,17 +320,17 @@ async def test_further_samples_start_on_the_node_that_has_the_prompts_kv() -> No
     run = await here.submit(n=3, prompt_logprobs=0)
     assert [submit.id for _, submit in here.sent()] == ["r.0.0"]
     p0, home, first = here.attempt(0)
-    p0.say(token("r.0.0", 0))
-    await turns()
+    p0.send(token("r.0.0", 0))
+    await settle()
     assert len(here.sent()) == 1, "the prompt's KV is not at the decode node yet"
-    home.say(TokenDelta("r.0.0", 1, handed_off=True))
-    await turns()
+    home.send(TokenDelta("r.0.0", 1, handed_off=True))
+    await settle()
     siblings = [here.attempt(0, sample) for sample in (1, 2)]
     for node, _, submit in siblings:
         assert (node, submit.decode_node, submit.sampling.prompt_logprobs) == (home, "", None)
     assert len({submit.sampling.seed for _, _, submit in [(p0, home, first), *siblings]}) == 3
     assert all(0 <= submit.sampling.seed < 2**63 for _, _, submit in siblings)
-    home.say(*generated("r.0.0", 1), *generated("r.2.0"), *generated("r.1.0"))
+    home.send(*generated("r.0.0", 1), *generated("r.2.0"), *generated("r.1.0"))
     pieces = await collect(run)
     assert [tokens_of(pieces, index) for index in range(3)] == [ANSWER] * 3
     assert here.counts()["finished"] == 3
@@ -341,18 +341,18 @@ async def test_after_the_loss_of_their_node_samples_are_retried_with_their_seeds
     here = stage("p0 d0 d1")
     run = await here.submit(n=2, seed=7)
     _, home, first = here.attempt(0)
-    here.p0.say(token("r.0.0", 0))
-    home.say(TokenDelta("r.0.0", 1, handed_off=True))
-    await turns()
+    here.p0.send(token("r.0.0", 0))
+    home.send(TokenDelta("r.0.0", 1, handed_off=True))
+    await settle()
     home.die()
-    await turns()
+    await settle()
     for sample, seed in ((0, first.sampling.seed), (1, here.attempt(0, 1)[2].sampling.seed)):
         p, d, submit = here.attempt(1, sample)
         assert (p, submit.sampling.seed) == (here.p0, seed)
         assert d is not home
         start = len(unpack_ids(submit.tokens)) - len(PROMPT)
-        p.say(token(submit.id, start))
-        d.say(*generated(submit.id, start + 1))
+        p.send(token(submit.id, start))
+        d.send(*generated(submit.id, start + 1))
     pieces = await collect(run)
     assert [tokens_of(pieces, index) for index in range(2)] == [ANSWER, ANSWER]
     here.check_over()
@@ -363,35 +363,35 @@ async def test_closing_one_sample_ends_it_on_every_node_and_leaves_the_others() 
     run = await here.submit(n=3)
     run.enough(0)
     run.enough(2)
-    here.p0.say(token("r.0.0", 0))
-    await turns()
+    here.p0.send(token("r.0.0", 0))
+    await settle()
     assert ("r.0.0" in here.p0.aborts, "r.0.0" in here.d0.aborts) == (True, True)
     for sample in (1, 2):
         p, d, submit = here.attempt(0, sample)
-        p.say(token(submit.id, 0))
-        await turns()
+        p.send(token(submit.id, 0))
+        await settle()
         if sample == 2:
             assert submit.id in d.aborts
         else:
-            d.say(*generated(submit.id, 1))
+            d.send(*generated(submit.id, 1))
     pieces = await collect(run)
     assert [tokens_of(pieces, index) for index in range(3)] == [ANSWER[:1], ANSWER, ANSWER[:1]]
     assert (here.counts()["total"], here.counts()["finished"]) == (3, 3), "a sample closed by its client is finished"
     here.check_over()
 
 
-@pytest.mark.parametrize("landed", [False, True])
-async def test_closing_a_request_ends_every_sample_on_its_nodes(landed: bool) -> None:
+@pytest.mark.parametrize("is_handed_off", [False, True])
+async def test_closing_a_request_ends_every_sample_on_its_nodes(is_handed_off: bool) -> None:
     here = stage()
     run = await here.submit(n=2)
-    if landed:
-        here.p0.say(token("r.0.0", 0))
-        here.d0.say(TokenDelta("r.0.0", 1, handed_off=True))
-        await turns()
+    if is_handed_off:
+        here.p0.send(token("r.0.0", 0))
+        here.d0.send(TokenDelta("r.0.0", 1, handed_off=True))
+        await settle()
     await run.close()
     await run.close()
-    assert (here.p0.aborts, sorted(here.d0.aborts)) == (["r.0.0"], ["r.0.0", "r.1.0"] if landed else ["r.0.0"])
-    here.d0.say(*generated("r.0.0", 1))  # late, so it changes nothing
+    assert (here.p0.aborts, sorted(here.d0.aborts)) == (["r.0.0"], ["r.0.0", "r.1.0"] if is_handed_off else ["r.0.0"])
+    here.d0.send(*generated("r.0.0", 1))  # late, so it changes nothing
     assert all(piece.index == 0 for piece in await collect(run))
     here.check_over()
 
@@ -435,10 +435,10 @@ async def test_placement_follows_the_mode_or_the_prediction_and_fails_over_in_ea
     assert local_s == pytest.approx(0.001 + 1e-5 * len(PROMPT))
     assert remote_s == (0.0 if mode == "never" else pytest.approx(1.0))
     generates.die()
-    await turns()
+    await settle()
     computes, generates, submit = here.attempt(1)
-    (computes if computes is not generates else generates).say(token(submit.id, 0))
-    generates.say(TokenDelta(submit.id, handed_off=True), *generated(submit.id, 1))
+    (computes if computes is not generates else generates).send(token(submit.id, 0))
+    generates.send(TokenDelta(submit.id, handed_off=True), *generated(submit.id, 1))
     assert tokens_of(await collect(run)) == ANSWER
     here.check_over()
 
@@ -447,17 +447,17 @@ async def test_a_new_request_whose_first_token_would_be_late_is_refused() -> Non
     here = stage("p0 p1 d0", disaggregate="always", ttft_slo_s=1.5)
     run = await here.submit()
     p, d, submit = here.attempt(0)
-    p.say(token(submit.id, 0))
+    p.send(token(submit.id, 0))
     learn(here, p0=CostModel(overhead=4.0), p1=CostModel(overhead=4.0), d0=QUICK)
     with pytest.raises(UnavailableError, match="predicted in 4000 ms, later than the 1500 ms") as caught:
         await collect(await here.submit())
     assert (caught.value.status, caught.value.retry_after_s) == (429, pytest.approx(2.5))
     assert here.counts()["refused"] == 1
     p.die()
-    await turns()
+    await settle()
     p, d, submit = here.attempt(1)
-    p.say(token(submit.id, 1))
-    d.say(TokenDelta(submit.id, handed_off=True), *generated(submit.id, 2))
+    p.send(token(submit.id, 1))
+    d.send(TokenDelta(submit.id, handed_off=True), *generated(submit.id, 2))
     assert tokens_of(await collect(run)) == ANSWER
     learn(here, p0=SLOW, p1=SLOW)
     await (await here.submit()).close()
@@ -489,8 +489,8 @@ async def test_a_request_counts_as_a_decode_after_its_prefill() -> None:
     run = await here.submit()
     p, d, submit = here.attempt(0)
     assert (d.view().running, d.view().num_decodes) == (1, 0), "its prompt is not computed yet"
-    p.say(token(submit.id, 0))
-    d.say(TokenDelta(submit.id, handed_off=True))
+    p.send(token(submit.id, 0))
+    d.send(TokenDelta(submit.id, handed_off=True))
     assert (d.view().running, d.view().num_decodes) == (1, 1)
     await run.close()
     here.check_over()
@@ -502,11 +502,11 @@ async def test_migrations_with_progress_do_not_count_as_failures() -> None:
     last = len(ANSWER) - 1
     for number in range(last):
         _, d, submit = here.attempt(number)
-        d.say(token(submit.id, number), TokenDelta(submit.id, error="becomes a prefill node", retry=True))
-        await turns()
+        d.send(token(submit.id, number), TokenDelta(submit.id, error="becomes a prefill node", retry=True))
+        await settle()
     assert here.counts()["moved"] == last
     _, d, submit = here.attempt(last)
-    d.say(token(submit.id, last))
+    d.send(token(submit.id, last))
     assert tokens_of(await collect(run)) == ANSWER
     here.check_over()
 

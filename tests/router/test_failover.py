@@ -17,7 +17,7 @@ from router.nodes.health import EJECT_S, MAX_EJECT_S, MAX_FAILURES, OutlierDetec
 from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import TokenDelta
 from tests.cluster.harness import cluster, expected, wait_for
-from tests.router.played import ANSWER, Stage, collect, generated, no_pauses, stage, token, tokens_of, turns
+from tests.router.simulated import ANSWER, Stage, collect, generated, no_pauses, settle, stage, token, tokens_of
 
 __all__ = ["no_pauses"]
 
@@ -34,13 +34,13 @@ async def test_the_loss_of_a_node_may_be_noticed_after_the_failed_handoff(
     run = await here.submit()
     p, d, submit = here.attempt(0)
     if victim == "decode":
-        p.say(TokenDelta(submit.id, error="handoff: /baton.Decode/Commit: Connection lost", retry=True))
+        p.send(TokenDelta(submit.id, error="handoff: /baton.Decode/Commit: Connection lost", retry=True))
     else:
-        d.say(TokenDelta(submit.id, error="handoff: the prefill node is gone", retry=True))
-    await turns()
+        d.send(TokenDelta(submit.id, error="handoff: the prefill node is gone", retry=True))
+    await settle()
     assert len(here.sent()) == 1, "the router waits for a change of a node"
     (d if victim == "decode" else p).die()
-    await turns()
+    await settle()
     again, other, _ = here.attempt(1)
     if victim == "decode":
         assert again is p
@@ -59,14 +59,14 @@ async def test_after_the_loss_of_every_node_the_first_that_returns_gets_the_requ
     run = await here.submit()
     for name in lost.split():
         here.nodes[name].fall_silent()
-        await turns()
+        await settle()
     assert len(here.sent()) == 2
     node = here.nodes[back]
     node.revive()
-    await turns()
+    await settle()
     computes, generates, submit = here.attempt(2)
     assert (computes, generates) == (node, node)
-    node.say(*generated(submit.id))
+    node.send(*generated(submit.id))
     assert tokens_of(await collect(run)) == ANSWER
     assert here.counts()["moved"] == 2
     here.check_over()
@@ -75,33 +75,33 @@ async def test_after_the_loss_of_every_node_the_first_that_returns_gets_the_requ
 # ---- a request that kills nodes --------------------------------------------------------------------------------------
 
 
-async def killed(here: Stage, said: list[int], dies: Any) -> Any:
-    """Submit one request to decode nodes alone. The node of attempt i generates `said[i]` tokens, then dies."""
+async def killed(here: Stage, num_generated: list[int], dies: Any) -> Any:
+    """Submit one request to decode nodes alone. The node of attempt i generates `num_generated[i]` tokens, then dies."""
     run = await here.submit()
     position = 0
-    for number, count in enumerate(said):
+    for number, count in enumerate(num_generated):
         _, d, submit = here.attempt(number)
         for _ in range(count):
-            d.say(token(submit.id, position))
+            d.send(token(submit.id, position))
             position += 1
         dies(d)
-        await turns()
+        await settle()
     return run
 
 
-@pytest.mark.parametrize("said", [[0, 0], [2, 0, 0]], ids=["at its prompt", "at its third token"])
-async def test_a_request_that_crashed_two_nodes_is_not_retried(said: list[int]) -> None:
+@pytest.mark.parametrize("num_generated", [[0, 0], [2, 0, 0]], ids=["at its prompt", "at its third token"])
+async def test_a_request_that_crashed_two_nodes_is_not_retried(num_generated: list[int]) -> None:
     here = stage("d0 d1 d2 d3", max_attempts=9)
-    run = await killed(here, said, lambda d: d.die())
+    run = await killed(here, num_generated, lambda d: d.die())
     with pytest.raises(RequestError, match="2 nodes died") as caught:
         await collect(run)
     assert (caught.value.code, caught.value.status) == ("poison", 422)
-    assert len(here.sent()) == len(said)
+    assert len(here.sent()) == len(num_generated)
     here.check_over()
 
 
 @pytest.mark.parametrize(
-    ("said", "dies"),
+    ("num_generated", "dies"),
     [
         ([2, 0], lambda d: d.die()),
         ([0, 1], lambda d: d.die()),
@@ -117,11 +117,11 @@ async def test_a_request_that_crashed_two_nodes_is_not_retried(said: list[int]) 
         "draining nodes",
     ],
 )
-async def test_two_losses_that_the_request_did_not_cause_do_not_end_it(said: list[int], dies: Any) -> None:
+async def test_two_losses_that_the_request_did_not_cause_do_not_end_it(num_generated: list[int], dies: Any) -> None:
     here = stage("d0 d1 d2 d3", max_attempts=9)
-    run = await killed(here, said, dies)
+    run = await killed(here, num_generated, dies)
     _, d, submit = here.attempt(2)
-    d.say(*generated(submit.id, sum(said)))
+    d.send(*generated(submit.id, sum(num_generated)))
     assert tokens_of(await collect(run)) == ANSWER
     here.check_over()
 
@@ -172,29 +172,29 @@ def test_each_ejection_is_longer_until_the_node_is_healthy_for_a_minute(
 ) -> None:
     monkeypatch.setattr("router.nodes.health.EJECT_S", EJECT_S)  # undo the fixture's change
     monkeypatch.setattr("router.nodes.health.MAX_EJECT_S", MAX_EJECT_S)
-    standing, now, times = OutlierDetector(), 0.0, []
+    detector, now, times = OutlierDetector(), 0.0, []
     for _ in range(9):
-        standing.died(now)
-        times.append(standing.ejected_until - now)
-        assert standing.is_ejected(now)
-        now = standing.ejected_until + 5.0
-        assert not standing.is_ejected(now)
+        detector.died(now)
+        times.append(detector.ejected_until - now)
+        assert detector.is_ejected(now)
+        now = detector.ejected_until + 5.0
+        assert not detector.is_ejected(now)
     assert times == [min(MAX_EJECT_S, EJECT_S * 2**number) for number in range(9)]
     now += 61.0
-    assert standing.is_forgotten(now)
-    standing.died(now)
-    assert standing.ejected_until - now == EJECT_S
+    assert detector.is_forgotten(now)
+    detector.died(now)
+    assert detector.ejected_until - now == EJECT_S
 
 
 def test_consecutive_failures_eject_a_node() -> None:
-    standing = OutlierDetector()
+    detector = OutlierDetector()
     for number in range(MAX_FAILURES - 1):
-        assert not standing.failed(float(number))
-    standing.succeeded()
-    assert not standing.failed(4.0)
-    assert not any(standing.failed(20.0 * number) for number in range(1, 9)), "too far apart"
-    assert not standing.is_forgotten(200.0)
-    assert standing.is_forgotten(221.0), "although its last request failed"
+        assert not detector.failed(float(number))
+    detector.succeeded()
+    assert not detector.failed(4.0)
+    assert not any(detector.failed(20.0 * number) for number in range(1, 9)), "too far apart"
+    assert not detector.is_forgotten(200.0)
+    assert detector.is_forgotten(221.0), "although its last request failed"
     fresh = OutlierDetector()
     assert [fresh.failed(0.1 * number) for number in range(MAX_FAILURES)] == [False] * (MAX_FAILURES - 1) + [True]
     assert fresh.is_ejected(1.0)
@@ -208,7 +208,7 @@ async def test_an_ejected_node_gets_no_requests_unless_all_are_ejected(
     here = stage("d0 d1")
     here.d0.die()
     here.d0.revive()
-    await turns()
+    await settle()
     assert here.fleet.routable()[1] == [here.d1]
     here.d1.die()
     assert here.fleet.routable()[1] == [here.d0], "all are ejected"
@@ -218,7 +218,7 @@ async def test_an_ejected_node_gets_no_requests_unless_all_are_ejected(
     assert len(here.fleet.routable()[1]) == 2
 
 
-async def test_a_node_that_comes_back_is_given_little_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_comes_back_gets_few_requests_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     here = stage("d0 d1")
     now = [1000.0]
     monkeypatch.setattr(fleet_module.time, "monotonic", lambda: now[0])
@@ -236,7 +236,7 @@ async def test_a_node_that_comes_back_is_given_little_at_first(monkeypatch: pyte
     for number in range(6, 12):
         here.d0.load.kv_tokens = 3000
         runs.append(await here.submit(name=f"r{number}"))
-    assert len(d1.submits) == 5, "half of what it can run, and one"
+    assert len(d1.submits) == 5, "half of the requests that it can run, and one more"
     now[0] += 6.0
     here.d0.load.kv_tokens = 3000
     runs.append(await here.submit(name="last"))
@@ -296,8 +296,8 @@ async def test_retries_on_a_busy_cluster_are_bounded(
     while len(here.sent()) > num_sent:
         num_sent = len(here.sent())
         for name, submit in here.sent():
-            here.nodes[name].say(TokenDelta(submit.id, error="this node has 8192 requests: no more fit", retry=True))
-        await turns()
+            here.nodes[name].send(TokenDelta(submit.id, error="this node has 8192 requests: no more fit", retry=True))
+        await settle()
     assert 40 + 30 <= num_sent <= 40 + 45, "each once, and the retries of the budget"
     for run in runs:
         with pytest.raises(UnavailableError, match="fail on the nodes at once"):

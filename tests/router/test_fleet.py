@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-import router.nodes.connection as link_of_router
+import router.nodes.connection as router_connection
 from router.http.admin import admin_routes
 from router.http.asgi import to_response
 from router.nodes.connection import NodeConnection
@@ -22,7 +22,7 @@ from router.observer import RouterObserver
 from scheduler.cost import CostModel
 from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import wait_until
-from shared.rpc import connection as grpc_connection
+from shared.rpc import connection as rpc_connection
 from shared.rpc.messages import (
     NodeInfo,
     NodeStats,
@@ -64,7 +64,7 @@ class Listing:
         self.changed()
 
 
-class Played:
+class StreamingNode:
     """A node that reports its load every 20 ms, unless the test makes it silent or ends its stream."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Played:
         async for command in stream:
             self.commands.append(command)
 
-    async def say(self, *deltas: TokenDelta) -> None:
+    async def send(self, *deltas: TokenDelta) -> None:
         await self._stream.send_message(NodeUpdate(list(deltas)))
 
     def end_stream(self) -> None:
@@ -125,7 +125,7 @@ class Recorder:
 class Stage:
     fleet: NodePool
     listing: Listing
-    nodes: dict[str, Played]
+    nodes: dict[str, StreamingNode]
 
     async def alive(self, *names: str) -> None:
         def are_alive() -> bool:
@@ -143,7 +143,7 @@ async def stage(
     names: str, mode: str = "disaggregated", timeout_s: float = 30.0, **prints: str
 ) -> AsyncIterator[Stage]:
     """Start nodes named p… (prefill) or d… (decode). With the default timeout, no test loses a silent node."""
-    listing, nodes, servers = Listing(), {name: Played() for name in names.split()}, []
+    listing, nodes, servers = Listing(), {name: StreamingNode() for name in names.split()}, []
     fleet = NodePool("router", listing, mode, timeout_s, RouterObserver())
     await fleet.start()
     for name, node in nodes.items():
@@ -181,9 +181,9 @@ async def test_a_silent_node_is_lost_after_the_timeout_until_it_reports_again() 
 
 async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     """The RPC ping may time out before the link's own limit. A node that is cut off is silent, not crashed."""
-    monkeypatch.setattr(grpc_connection, "PING_S", 0.05)
-    monkeypatch.setattr(link_of_router, "ANSWER_S", 0.15)
-    monkeypatch.setattr(link_of_router, "PING_S", 30.0)  # so that the link's own pings detect nothing
+    monkeypatch.setattr(rpc_connection, "PING_S", 0.05)
+    monkeypatch.setattr(router_connection, "ANSWER_S", 0.15)
+    monkeypatch.setattr(router_connection, "PING_S", 30.0)  # so that the link's own pings detect nothing
     with Relays() as relays:
         async with stage("p0 d0") as here:
             port = int(here.fleet.connections["d0"].info.address.split(":")[1])
@@ -236,7 +236,7 @@ async def test_commands_reach_the_node_and_its_deltas_only_the_listeners() -> No
         assert await wait_until(lambda: len(node.commands) == 3, 5.0)
         assert node.commands[2] == RouterCommand("router", aborts=["first"])
         link.listen("third", third := Recorder())
-        await node.say(TokenDelta("first", 1), TokenDelta("second", 1), TokenDelta("third", 1), TokenDelta("third", 2))
+        await node.send(TokenDelta("first", 1), TokenDelta("second", 1), TokenDelta("third", 1), TokenDelta("third", 2))
         assert await wait_until(lambda: len(third.deltas) == 2, 5.0)
         assert (first.deltas, second.deltas) == ([], [])
         assert link.view().placed == 3
@@ -263,7 +263,7 @@ async def test_an_unlisted_node_stays_until_its_stream_ends() -> None:
         listener = Recorder()
         here.fleet.connections["d0"].submit(submit("r"), listener)
         here.listing.unlist("d0")
-        await here.nodes["d0"].say(TokenDelta("r", 1))
+        await here.nodes["d0"].send(TokenDelta("r", 1))
         assert await wait_until(lambda: len(listener.deltas) == 1, 5.0)
         assert here.usable() == (["p0"], ["d0"])
         here.nodes["d0"].end_stream()
@@ -306,7 +306,7 @@ async def test_a_draining_node_gets_no_new_requests_and_keeps_its_own(reported_b
             here.listing.put(replace(link.info, state="draining"))
         assert await wait_until(lambda: here.usable() == ([], ["d1"]), 5.0)
         assert link.is_alive
-        await node.say(TokenDelta("r", 1))
+        await node.send(TokenDelta("r", 1))
         assert await wait_until(lambda: len(listener.deltas) == 1, 5.0)
         link.abort("r")
         assert await wait_until(lambda: node.commands[-1].aborts == ["r"], 5.0)
@@ -328,8 +328,8 @@ async def test_a_request_without_a_listener_is_aborted() -> None:
         link, node = here.fleet.connections["d0"], here.nodes["d0"]
         link.submit(submit("r"), Recorder())
         link.abort("r")  # before it was sent
-        await node.say(TokenDelta("other", 0, handed_off=True), TokenDelta("over", 3, b"\1\0\0\0", "length"))
-        await node.say(TokenDelta("r", 0, b"\1\0\0\0"))
+        await node.send(TokenDelta("other", 0, handed_off=True), TokenDelta("over", 3, b"\1\0\0\0", "length"))
+        await node.send(TokenDelta("r", 0, b"\1\0\0\0"))
         assert await wait_until(lambda: node.commands[-1] == RouterCommand("router", aborts=["r"]), 5.0)
         assert node.commands[1] == RouterCommand("router")
 
@@ -383,7 +383,7 @@ async def test_malformed_tokens_end_the_stream() -> None:
     async with stage("d0 d1") as here:
         link, listener = here.fleet.connections["d0"], Recorder()
         link.submit(submit("r"), listener)
-        await here.nodes["d0"].say(TokenDelta("r", 0, b"odd"))
+        await here.nodes["d0"].send(TokenDelta("r", 0, b"odd"))
         assert await wait_until(lambda: listener.losses == [link], 5.0)
         await here.alive("d0", "d1")
 

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from router.http.asgi import ANONYMOUS, SCOPE_KEY, ResponseWriter
 from router.metrics.request_metrics import RequestMetrics, SlidingCounts, SlidingPercentiles, SloTargets
-from router.nodes.load import promised
+from router.nodes.load import slo_targets
 from shared.errors import UnavailableError
 from shared.rpc.messages import NodeInfo
 from tests.router.scrape import samples_of
@@ -62,8 +62,8 @@ def test_percentiles_are_right_to_three_percent_and_expire(values):
 # ---- what clients see ------------------------------------------------------------------------------------------------
 
 
-def asked(slo: SloTargets, gaps: list[float], reason: str = "length", arrived: float = 0.0) -> RequestMetrics:
-    """Record one sample whose token i comes gaps[i] seconds after the previous one."""
+def metrics_of(slo: SloTargets, gaps: list[float], reason: str = "length", arrived: float = 0.0) -> RequestMetrics:
+    """Record one sample whose token i arrives gaps[i] seconds after the previous one."""
     metrics = RequestMetrics("tiny", lambda: slo, Clock())
     pace, now = metrics.pace(arrived), arrived
     metrics.accepted(7, 99)
@@ -113,7 +113,7 @@ def test_tokens_are_counted_not_messages():
     ],
 )
 def test_the_slo_limits_the_first_token_and_the_99th_percentile_of_gaps(gaps, reason, attainment):
-    metrics = asked(SloTargets(1.0, 0.1), gaps, reason)
+    metrics = metrics_of(SloTargets(1.0, 0.1), gaps, reason)
     assert metrics.attainment() == attainment
     assert (("baton_slo_attainment_ratio", "model_name=tiny") in shown(metrics)) is (attainment is not None)
     assert metrics.latency()["slo"] == {"ttft_ms": 1000, "tbt_ms": 100, "attainment": attainment}
@@ -129,14 +129,14 @@ def test_a_client_that_disconnects_after_a_late_first_token_counts_as_missed():
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_unfinished_sample_is_counted_by_its_reason_without_latency(reason):
-    seen = shown(asked(SloTargets(1.0), [0.1, 0.2], reason))
+    seen = shown(metrics_of(SloTargets(1.0), [0.1, 0.2], reason))
     assert seen["vllm:request_success_total", f"finished_reason={reason}", "model_name=tiny"] == 1
     for name in ("vllm:e2e_request_latency_seconds_count", "vllm:request_generation_tokens_count"):
         assert seen[name, "model_name=tiny"] == 0
 
 
 def test_the_status_shows_latencies_of_the_last_minute():
-    latency = asked(SloTargets(), [0.4, 0.1, *[0.02] * 98]).latency()
+    latency = metrics_of(SloTargets(), [0.4, 0.1, *[0.02] * 98]).latency()
     assert latency["ttft_ms"] == {"p50": pytest.approx(400, rel=0.03), "p99": pytest.approx(400, rel=0.03), "n": 1}
     assert latency["tbt_ms"]["p50"] == pytest.approx(20, rel=0.03)
     assert latency["tbt_ms"]["n"] == 99
@@ -149,8 +149,8 @@ def test_the_strictest_decode_node_sets_the_slo_between_tokens():
         NodeInfo("n", "b", role, "h:1", "m", "f", 16, 64, 9, 512, 8, attributes={"tbt_slo_ms": slo})
         for role, slo in slos
     ]
-    assert promised(500, nodes) == SloTargets(0.5, 0.04)
-    assert promised(0, []) == SloTargets()
+    assert slo_targets(500, nodes) == SloTargets(0.5, 0.04)
+    assert slo_targets(0, []) == SloTargets()
 
 
 # ---- the access log ---------------------------------------------------------------------------------------------------

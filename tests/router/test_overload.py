@@ -23,7 +23,7 @@ from shared import failpoints
 from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import wait_until
 from shared.rpc.messages import TokenDelta, pack_ids, unpack_ids
-from tests.router.played import (
+from tests.router.simulated import (
     ANSWER,
     PROMPT,
     Piece,
@@ -31,10 +31,10 @@ from tests.router.played import (
     collect,
     generated,
     no_pauses,
+    settle,
     stage,
     token,
     tokens_of,
-    turns,
 )
 
 __all__ = ["no_pauses"]
@@ -58,7 +58,7 @@ class Model:
         self.held: list[QueueEntry] = []
         self.now = 0.0
 
-    def took(self, granted: list[QueueEntry]) -> None:
+    def grant(self, granted: list[QueueEntry]) -> None:
         for each in granted:
             assert each.is_granted
             self.waiting.remove(each)
@@ -99,13 +99,13 @@ def test_held_and_waiting_requests_add_up_and_all_are_served(acts: list[tuple[An
         if act == "offer":
             new = entry(*given_)
             it.waiting.append(new)
-            it.took(it.admission.offer(new, it.now))
+            it.grant(it.admission.offer(new, it.now))
         elif act == "resize":
             it.is_smaller = True
-            it.took(it.admission.resize(PoolCapacity(*given_, 30, 2), it.now))
+            it.grant(it.admission.resize(PoolCapacity(*given_, 30, 2), it.now))
         elif act == "leave" and it.waiting:
             one = it.waiting[given_[0] % len(it.waiting)]
-            it.took(it.admission.release(one, 0, it.now))
+            it.grant(it.admission.release(one, 0, it.now))
             if not one.num_left:
                 it.waiting.remove(one)
         elif act in {"end", "computed", "known"} and it.held:
@@ -113,14 +113,14 @@ def test_held_and_waiting_requests_add_up_and_all_are_served(acts: list[tuple[An
             if act == "known":
                 it.admission.credit_prefix_hit(one, given_[0])
             elif act == "computed":
-                it.took(it.admission.prompt_computed(one, it.now))
+                it.grant(it.admission.prompt_computed(one, it.now))
             else:
-                it.took(it.admission.release(one, 3, it.now))
+                it.grant(it.admission.release(one, 3, it.now))
         it.held = [each for each in it.held if each.num_left]
         it.check()
     while it.held:
         one = it.held[0]
-        it.took(it.admission.release(one, 3, it.now))
+        it.grant(it.admission.release(one, 3, it.now))
         it.held = [each for each in it.held if each.num_left]
         it.check()
     assert not it.waiting
@@ -130,7 +130,7 @@ def test_held_and_waiting_requests_add_up_and_all_are_served(acts: list[tuple[An
 @settings(max_examples=25)
 @given(sizes=st.lists(st.integers(1, 60), min_size=30, max_size=60))
 def test_tenants_share_tokens_equally(sizes: list[int]) -> None:
-    """A tenant that asks for ten times as many tokens as another tenant gets only half of the capacity."""
+    """A tenant that requests ten times as many tokens as another tenant gets only half of the capacity."""
     it = AdmissionQueue(max_queued_tokens=10**9)
     it.resize(SMALL, 0.0)
     held: list[QueueEntry] = []
@@ -142,7 +142,7 @@ def test_tenants_share_tokens_equally(sizes: list[int]) -> None:
     counted = False
     while "modest" in it.queued_tenants:
         one = held.pop(0)
-        counted = counted or one.tenant == "modest"  # count once both tenants wait
+        counted = counted or one.tenant == "modest"  # start to count when both tenants wait
         served[one.tenant] += one.cost if counted else 0
         held += it.release(one, one.sample_tokens, 0.0)
     assert abs(served["greedy"] - served["modest"]) <= 2 * 100 + 65
@@ -276,8 +276,8 @@ async def fill(here: Stage, count: int = 3) -> list[Any]:
 
 
 async def finish(here: Stage, name: str) -> None:
-    here.d0.say(*generated(f"{name}.0.0"))
-    await turns()
+    here.d0.send(*generated(f"{name}.0.0"))
+    await settle()
 
 
 async def test_requests_beyond_the_nodes_capacity_wait_in_the_router() -> None:
@@ -345,7 +345,7 @@ async def test_the_queue_shrinks_when_a_client_leaves_or_capacity_grows() -> Non
     assert here.queue.queued_requests == 1
     here.d0.info = replace(here.d0.info, max_num_seqs=8)
     here.fleet.notify()
-    await turns()
+    await settle()
     assert here.d0.submits[-1].id == "stayer.0.0"
     for run in [*runs, stayer]:
         await run.close()
@@ -363,13 +363,13 @@ async def test_a_request_ends_at_its_deadline_in_every_phase(phase: str) -> None
         await here.submit(deadline=time.monotonic() - 1, name="expired")
     run = await here.submit(deadline=time.monotonic() + 0.1)
     if phase in {"decoding", "landed"}:
-        here.p0.say(token("r.0.0", 0))
+        here.p0.send(token("r.0.0", 0))
     if phase == "landed":
-        here.d0.say(TokenDelta("r.0.0", 1, handed_off=True), token("r.0.0", 1))
+        here.d0.send(TokenDelta("r.0.0", 1, handed_off=True), token("r.0.0", 1))
     if phase == "no_node":
         here.p0.die()
         here.d0.die()
-    await turns()
+    await settle()
     with pytest.raises(UnavailableError, match="timed out") as caught:
         await collect(run)
     assert (caught.value.status, caught.value.code) == (504, "deadline")
@@ -394,7 +394,7 @@ async def test_generation_pauses_while_a_client_does_not_read() -> None:
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     while not here.d0.aborts:
-        here.d0.say(*deltas_of("r.0.0", sent, 50))
+        here.d0.send(*deltas_of("r.0.0", sent, 50))
         sent += 50
         assert sent < 3000, "generation is not paused"
         await asyncio.sleep(0.01)
@@ -405,11 +405,11 @@ async def test_generation_pauses_while_a_client_does_not_read() -> None:
     received: list[Piece] = []
     while len(here.d0.submits) == 1:
         received.append(await anext(run))
-        await turns()
+        await settle()
     again = here.d0.submits[1]
     resumed_at = len(unpack_ids(again.tokens)) - len(PROMPT)
     assert sent - 50 <= resumed_at <= sent
-    here.d0.say(*deltas_of(again.id, resumed_at, 5), TokenDelta(again.id, resumed_at + 5, finish="stop"))
+    here.d0.send(*deltas_of(again.id, resumed_at, 5), TokenDelta(again.id, resumed_at + 5, finish="stop"))
     received += await collect(run)
     assert tokens_of(received) == [position % 1000 for position in range(resumed_at + 5)]
     assert (here.counts()["paused"], here.counts()["moved"], here.counts()["finished"]) == (1, 0, 1)
@@ -419,7 +419,7 @@ async def test_generation_pauses_while_a_client_does_not_read() -> None:
 async def test_a_burst_that_is_read_does_not_pause() -> None:
     here = stage("d0")
     run = await here.submit(max_tokens=3000)
-    here.d0.say(*deltas_of("r.0.0", 0, 2999), TokenDelta("r.0.0", 2999, finish="length"))
+    here.d0.send(*deltas_of("r.0.0", 0, 2999), TokenDelta("r.0.0", 2999, finish="length"))
     assert len(tokens_of(await collect(run))) == 2999
     assert here.counts()["paused"] == 0
     here.check_over()
@@ -429,9 +429,9 @@ async def test_a_request_fails_if_its_client_does_not_read_for_long(monkeypatch:
     monkeypatch.setattr(attempt_module, "SLOW_S", 0.1)
     here = stage("d0")
     run = await here.submit(n=2, max_tokens=3000, slowly=True)
-    here.d0.say(*deltas_of("r.0.0", 0, 2000))
+    here.d0.send(*deltas_of("r.0.0", 0, 2000))
     assert await wait_until(lambda: not here.counts()["running"], 10.0)
-    with pytest.raises(UnavailableError, match="Nothing was read") as caught:
+    with pytest.raises(UnavailableError, match="read nothing") as caught:
         await collect(run)
     assert caught.value.code == "slow_reader"
     here.check_over()
@@ -470,7 +470,7 @@ def test_every_request_is_counted_once_however_it_ends(endings: list[tuple[str, 
             await end(here, ending, name, run)
         for _, _, run in runs:
             await run.close()
-        await turns()
+        await settle()
         assert here.counts()["total"] == total
         here.check_over()
 
@@ -478,32 +478,32 @@ def test_every_request_is_counted_once_however_it_ends(endings: list[tuple[str, 
 
 
 async def end(here: Stage, how: str, name: str, run: Any) -> None:
-    def say(delta: TokenDelta) -> None:
+    def deliver(delta: TokenDelta) -> None:
         for node in here.nodes.values():
             if delta.id in node.listeners:
-                node.say(delta)
+                node.send(delta)
 
     match how:
         case "finish":
             for delta in generated(f"{name}.0.0"):
-                say(delta)
+                deliver(delta)
         case "cancel":
             run.enough(0)
-            say(token(f"{name}.0.0", 0))
+            deliver(token(f"{name}.0.0", 0))
         case "reject" | "internal":
-            say(TokenDelta(f"{name}.0.0", error="internal" if how == "internal" else "invalid"))
+            deliver(TokenDelta(f"{name}.0.0", error="internal" if how == "internal" else "invalid"))
         case "kill":
             here.d0.die()
             here.d0.revive()
         case "bug":
             failpoints.configure(f"router.received@{name}.0.0=raise", allowed=True)
-            say(token(f"{name}.0.0", 0))
+            deliver(token(f"{name}.0.0", 0))
             failpoints.configure("", allowed=False)
         case "late":
             await asyncio.wait([run.task])
         case "leave":
             await run.close()
-    await turns()
+    await settle()
 
 
 async def test_an_exception_fails_only_its_own_request() -> None:
@@ -513,7 +513,7 @@ async def test_an_exception_fails_only_its_own_request() -> None:
     failpoints.configure("router.received:2@bad.0.0=raise", allowed=True)
     try:
         for position in range(len(ANSWER)):
-            here.d0.say(token("good.0.0", position), token("bad.0.0", position))
+            here.d0.send(token("good.0.0", position), token("bad.0.0", position))
     finally:
         failpoints.configure("", allowed=False)
     with pytest.raises(failpoints.FailpointError):

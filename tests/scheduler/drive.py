@@ -141,9 +141,9 @@ class Driver:
     def finish(self, limit: int = 20_000) -> None:
         while self.scheduler.has_work or self.in_flight or self.receiving or self.sending:
             self.iterate()
-            assert self.idle < 3, "nothing moves"
+            assert self.idle < 3, "the requests make no progress"
             limit -= 1
-            assert limit, "no end in sight"
+            assert limit, "the requests do not end"
 
 
 def request(name: str, prompt: list[int], max_tokens: int, **fields: object) -> Request:

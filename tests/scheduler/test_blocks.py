@@ -37,7 +37,7 @@ class Pool(RuleBasedStateMachine):
         named_before = dict(self.names)
         blocks = self.pool.take(count)
         self._fresh(blocks)
-        assert len(named_before) - len(self.names) == max(0, count - unnamed), "empty blocks go first"
+        assert len(named_before) - len(self.names) == max(0, count - unnamed), "empty blocks are allocated first"
         self.owned.append(blocks)
 
     def _num_busy_and_unnamed(self) -> int:
@@ -78,7 +78,7 @@ class Pool(RuleBasedStateMachine):
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), how=st.sampled_from(["settle", "stopped", "unknown"]))
-    def end_of_a_landing(self, data: st.DataObject, how: str) -> None:
+    def end_of_a_reservation(self, data: st.DataObject, how: str) -> None:
         row = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
         if how == "settle":
             self.pool.settle(row)
@@ -105,7 +105,7 @@ class Pool(RuleBasedStateMachine):
         assert self.pool.audit([*self.owned, *self.reserved]) == ""
 
     @invariant()
-    def what_is_remembered_is_found_and_nothing_else(self) -> None:
+    def only_remembered_blocks_are_found(self) -> None:
         for block, name in self.names.items():
             assert self.pool.match([name]) == [block]
         assert self.pool.match([b"never given"]) == []

@@ -81,7 +81,7 @@ def test_steps_keep_the_target_soon_after_the_device_changes_and_waste_nothing(a
     assert served.p99(600) <= target_s
     fixed = [serve(Budget(tokens), changing(after)) for tokens in (32, 64, 96, 128, 192, 256, 512)]
     holding = [run.seconds for run in fixed if run.p99(100, 500) <= target_s and run.p99(600) <= target_s]
-    assert len(holding) < len(fixed), "the target has to rule something out"
+    assert len(holding) < len(fixed), "the target must exclude some steps"
     assert served.seconds <= min(holding) / 0.95
 
 
@@ -134,7 +134,7 @@ def test_a_request_that_receives_kv_counts_as_waiting() -> None:
     assert scheduler.schedule().reason == "no model yet"
 
 
-def test_growth_waits_for_evidence_and_shrinking_for_nothing() -> None:
+def test_the_budget_grows_only_with_new_models_and_shrinks_at_once() -> None:
     budget, work = SloBudget(0.1, 8192), StepWork()
     work.add_decode(100)
     sizes = []
@@ -144,7 +144,7 @@ def test_growth_waits_for_evidence_and_shrinking_for_nothing() -> None:
             done = StepWork(**{name: getattr(work, name) for name in StepWork.__slots__})
             done.add_chunk(0, budget.room(work, 0))
             sizes.append(budget.end(done)[0] - 1)
-    assert sizes[:10] == [64] * 10, "one model is believed for what it was fitted on"
+    assert sizes[:10] == [64] * 10, "a model is trusted only near the steps that it was fitted to"
     assert sizes[10] == 96
     assert max(b / a for a, b in pairwise(sizes)) <= 1.5
     assert sizes[29] > 8 * sizes[30], "a slower device counts at once"

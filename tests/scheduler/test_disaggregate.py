@@ -34,12 +34,12 @@ def placed(prompt: int, p: NodeView, d: NodeView, cached: dict[str, int] | None 
 
 SITUATIONS = [
     # situation, prompt tokens, fields of the prefill node, fields of the decode node, cached tokens, reason
-    ("a short prompt, nobody decodes", 100, {}, {}, {}, "local_sooner"),
-    ("a long prompt, nobody decodes", 8000, {}, {}, {}, "local_sooner"),
-    ("a long prompt, everybody decodes", 8000, {}, {"decodes": 128}, {}, "remote_sooner"),
+    ("a short prompt, no decodes", 100, {}, {}, {}, "local_sooner"),
+    ("a long prompt, no decodes", 8000, {}, {}, {}, "local_sooner"),
+    ("a long prompt, many decodes", 8000, {}, {"decodes": 128}, {}, "remote_sooner"),
     ("tokens below the knee are nearly free", 20, {}, {"decodes": 8}, {}, "local_sooner"),
-    ("a prompt that the decode node has", 8000, {}, {"decodes": 64}, {"d0": 7990}, "local_sooner"),
-    ("a prompt that both have, behind decodes", 8000, {"byte_s": 0.0, "push_s": 0.0}, {"decodes": 128},
+    ("a prompt cached at the decode node", 8000, {}, {"decodes": 64}, {"d0": 7990}, "local_sooner"),
+    ("a prompt cached at both, many decodes", 8000, {"byte_s": 0.0, "push_s": 0.0}, {"decodes": 128},
      {"d0": 7000, "p0": 7990}, "remote_sooner"),
     ("a queue at the prefill node", 3000, {"outstanding_tokens": 200_000}, {"decodes": 8}, {}, "prefill_overloaded"),
     ("queues at both", 3000, {"outstanding_tokens": 100_000}, {"decodes": 8, "outstanding_tokens": 100_000}, {},
@@ -67,7 +67,7 @@ def test_each_situation_has_its_choice(
 
 
 @pytest.mark.parametrize("mode", ["always", "never"])
-def test_a_mode_that_decides_is_obeyed_and_still_predicts(mode: str) -> None:
+def test_a_fixed_mode_is_obeyed_and_the_latencies_are_still_predicted(mode: str) -> None:
     for decodes in (0, 128):
         for prompt in (10, 8000):
             found = place(prompt, [prefill_node()], [decode_node(decodes)], {}, mode)
@@ -103,10 +103,10 @@ def test_a_link_slower_than_the_prefill_adds_its_whole_time() -> None:
     assert slow.transfer_s == pytest.approx(4 * 5e-4 + 8192 * 131_072 * 1e-8 - hidden_s)
 
 
-def test_a_decode_node_that_has_computed_no_prompt_is_judged_by_what_prompts_cost_elsewhere() -> None:
-    ignorant = CostModel(4.6e-3, 0.0, 0.0, 0.0, 3e-8, 8e-6)  # fitted to decodes alone, so that prompts seem free
+def test_a_decode_node_without_prompts_is_predicted_from_the_prefill_nodes_model() -> None:
+    decodes_only = CostModel(4.6e-3, 0.0, 0.0, 0.0, 3e-8, 8e-6)  # fitted to decodes alone, so that prompts seem free
     for decodes in (0, 64):
-        view = decode_node(decodes, cost=ignorant, cost_is_learnt=False)
+        view = decode_node(decodes, cost=decodes_only, cost_is_learnt=False)
         taught, knowing = local_estimate(view, H200, 4000, 0), local_estimate(decode_node(decodes), H200, 4000, 0)
         assert taught is not None
         assert knowing is not None
@@ -132,19 +132,19 @@ def is_local(prompt: int, p: NodeView, d: NodeView) -> bool:
 
 
 @given(prompts, st.integers(0, 100_000), st.integers(0, 100_000), views)
-def test_a_longer_prefill_queue_never_brings_a_prompt_to_it(prompt: int, queue: int, more: int, d: NodeView) -> None:
+def test_a_longer_prefill_queue_never_attracts_a_prompt(prompt: int, queue: int, more: int, d: NodeView) -> None:
     short, long = (prefill_node(outstanding_tokens=tokens) for tokens in (queue, queue + more))
     assert not is_local(prompt, short, d) or is_local(prompt, long, d)
 
 
 @given(prompts, st.integers(0, 50_000), views)
-def test_more_prompts_waiting_at_the_decode_node_never_bring_one_more(prompt: int, more: int, d: NodeView) -> None:
+def test_more_prompts_waiting_at_the_decode_node_never_attract_another(prompt: int, more: int, d: NodeView) -> None:
     p, busier = prefill_node(outstanding_tokens=5000), replace(d, outstanding_tokens=d.outstanding_tokens + more)
     assert is_local(prompt, p, d) or not is_local(prompt, p, busier)
 
 
 @given(prompts, st.floats(1.0, 100.0), views)
-def test_a_slower_link_never_brings_a_prompt_to_it(prompt: int, factor: float, d: NodeView) -> None:
+def test_a_slower_link_never_attracts_a_prompt(prompt: int, factor: float, d: NodeView) -> None:
     fast, slow = prefill_node(), prefill_node(byte_s=LINK["byte_s"] * factor, push_s=LINK["push_s"] * factor)
     assert not is_local(prompt, fast, d) or is_local(prompt, slow, d)
 

@@ -47,7 +47,7 @@ def test_borrowed_requests_take_no_block_of_the_computing_node_and_tokens_are_ri
     for _ in range(400):
         step = owner.schedule()
         for received in step.receiving:
-            assert received.num_computed < len(received.tokens), "its last token is computed always, for its logits"
+            assert received.num_computed < len(received.tokens), "the last token is always computed, for its logits"
             borrowed[received.id] = hand_over(client, owner, received)
         if step.slices:
             run(owner, device, step)

@@ -16,7 +16,7 @@ INJECTED: dict[str, Callable[..., object]] = {
 
 
 @pytest.mark.parametrize("name", INJECTED)
-def test_a_planted_bug_is_a_breach_and_ends_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_injected_bug_is_found_and_ends_no_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some requests receive or send KV and others do neither, so that all transitions of a block occur."""
     scheduler = Scheduler(StepLimits(max_num_batched_tokens=16), 40, 4)
     injected = INJECTED[name]
@@ -31,7 +31,7 @@ def test_a_planted_bug_is_a_breach_and_ends_nothing(name: str, monkeypatch: pyte
     assert scheduler.audit() == first, "the first error is kept"
 
 
-def test_leaks_show_while_requests_run_without_a_walk_over_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaks_are_found_while_requests_run_without_a_scan_of_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler may never be idle, so sums over its requests are compared every AUDIT_STEPS steps."""
     scheduler = Scheduler(StepLimits(max_num_batched_tokens=16), 200, 4)
     driver = Driver(scheduler)

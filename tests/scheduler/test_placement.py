@@ -26,13 +26,13 @@ def test_the_least_busy_prefill_node_and_the_emptiest_decode_node_are_chosen() -
     assert placed(prefill, decode) == ("p1", "d0")
 
 
-def test_a_known_prefix_outweighs_a_queue_that_is_shorter_than_it() -> None:
+def test_a_cached_prefix_outweighs_a_shorter_queue() -> None:
     prefill = [node("p0", "prefill", outstanding_tokens=60), node("p1", "prefill")]
     assert placed(prefill, [node("d")], p0=80) == ("p0", "d")
     assert placed(prefill, [node("d")], p0=50) == ("p1", "d")
 
 
-def test_without_prefill_nodes_decode_nodes_compute_and_the_other_way_round() -> None:
+def test_a_cluster_with_one_kind_of_node_uses_that_kind() -> None:
     assert placed([], [node("d0"), node("d1")]) == (None, "d0")
     assert placed([node("p0", "prefill")], []) == (None, "p0")
     assert place(1, [], [], {}) is None
@@ -70,11 +70,11 @@ def test_the_index_records_how_much_of_a_prefix_each_node_was_sent() -> None:
     for start in (100, 200):
         index.record(rows[:1], "b")
         index.record(block_hashes(list(range(start, start + 64)), 16, b""), "c")
-    assert index.overlap(rows) == {"b": 1, "c": 1}, "what was not sent for long is forgotten"
+    assert index.overlap(rows) == {"b": 1, "c": 1}, "blocks that were not sent recently are dropped"
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), max_size=30))
-def test_the_index_agrees_with_a_record_of_all_that_was_sent(sent: list[tuple[int, int]]) -> None:
+def test_the_index_agrees_with_a_record_of_all_sent_blocks(sent: list[tuple[int, int]]) -> None:
     index, depths = PrefixIndex(), dict[str, int]()
     rows = block_hashes(array("i", range(24)), 4, b"")
     assert rows == block_hashes(list(range(24)), 4, b"")
@@ -84,7 +84,7 @@ def test_the_index_agrees_with_a_record_of_all_that_was_sent(sent: list[tuple[in
     assert index.overlap(rows) == depths
 
 
-def test_the_latest_nodes_of_a_prefix_that_all_were_sent_are_kept() -> None:
+def test_the_latest_nodes_that_were_sent_a_prefix_are_kept() -> None:
     index = PrefixIndex()
     for number in range(1000):
         index.record([b"shared"], str(number))

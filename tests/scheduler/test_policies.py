@@ -86,7 +86,7 @@ def test_split_fuse_fills_every_step_while_there_is_prompt_work(seed: int) -> No
 
 @pytest.mark.parametrize("name", ["prefill_chunks_first", "prefill_first", "static"])
 @seeds
-def test_prompts_first_means_that_decodes_stand_still_while_there_is_a_prompt(name: str, seed: int) -> None:
+def test_with_prompts_first_decodes_pause_while_there_is_a_prompt(name: str, seed: int) -> None:
     for seen in watch(name, seed, receive_kv=0.2):
         work = seen.step.work
         assert not (work.num_prefills and work.num_decodes) or not seen.decoding & seen.members
@@ -100,7 +100,7 @@ def test_whole_prompts_are_computed_in_one_step(name: str, seed: int) -> None:
     for seen in watch(name, seed):
         assert all(piece.count == seen.behind[piece.request.id] for piece in seen.step.slices)
         over = [piece.count for piece in seen.step.slices if piece.count > 1]
-        assert len(over) <= 1 or seen.step.work.tokens <= BUDGET, "only alone may a prompt exceed the budget"
+        assert len(over) <= 1 or seen.step.work.tokens <= BUDGET, "a prompt may exceed the budget only if it is alone"
 
 
 @seeds
@@ -167,6 +167,6 @@ def test_a_preempted_request_is_not_starved_by_requests_that_receive_kv(name: st
     assert scheduler.counters.preemptions > 0
 
 
-def test_the_pages_show_what_the_policies_do() -> None:
+def test_the_policy_pages_are_up_to_date() -> None:
     stale = [path.name for path, text in pages().items() if path.read_text() != text]
     assert not stale, "run python -m benchmarks.policies"

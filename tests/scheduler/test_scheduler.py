@@ -159,7 +159,7 @@ def test_chunks_end_on_tiles_where_that_does_not_stop_progress() -> None:
     assert driver.steps[-1].slices[0].end == 20
 
 
-def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic() -> None:
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     scheduler = Scheduler(StepLimits(), 11, 4)
     with pytest.raises(ValueError, match=r"41 tokens need 11 blocks of 4 tokens, and the KV cache has 10"):
         scheduler.add(request("r", list(range(30)), 11))

@@ -20,7 +20,7 @@ from shared.kv.memory import Staging, checksums
 
 NUM_GPUS = 3
 UNIT = 1 << 16  # the granularity of allocations
-MOST = 1 << 30
+MAX_ALLOCATION = 1 << 30
 NONE, ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
 FIXED, HIDDEN = 0x10, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
@@ -38,8 +38,8 @@ STRUCTURES = {
 }
 
 
-def check(fine: object, code: int = 1) -> None:
-    if not fine:
+def check(condition: object, code: int = 1) -> None:
+    if not condition:
         raise ValueError(code)
 
 
@@ -57,7 +57,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.num_failing = 0  # this number of the next copies fail
+        self.num_failing = 0  # number of the next copies that fail
         self.memories: dict[int, int] = {}  # memfds, by handle
         self.sizes: dict[int, int] = {}  # sizes of the reserved addresses
         self.streams: dict[int, list[tuple[int, int, int]]] = {}
@@ -114,7 +114,7 @@ class FakeCuda:
 
     def cuMemCreate(self, size: int, wanted: Any, flags: int) -> int:
         check(size % UNIT == 0 and wanted.requestedHandleTypes == 1 and flags == 0)
-        check(size <= MOST, 2)
+        check(size <= MAX_ALLOCATION, 2)
         return self._keep(_memfd(size))
 
     def _keep(self, descriptor: int) -> int:

@@ -81,7 +81,7 @@ async def main(kind: str, directory: str) -> None:
                 answer = peer.channel.grant(bytes.fromhex(reservation_id), rows)
             case ["read"]:
                 answer = peer.contents()
-            case ["push for ever", str(descriptor), str(reservation_id)]:
+            case ["push forever", str(descriptor), str(reservation_id)]:
                 rows = [*ALL_ROWS] * 8_000
                 push = peer.channel.push(bytes.fromhex(descriptor), bytes.fromhex(reservation_id), rows, rows)
                 pushing.add(asyncio.get_running_loop().create_task(push))

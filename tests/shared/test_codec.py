@@ -47,7 +47,7 @@ def test_missing_fields_take_their_defaults_and_extra_fields_are_skipped() -> No
         ([b"t", None, b""], "CommitRequest.first_token is NoneType"),
     ],
 )
-def test_a_value_of_a_wrong_type_is_refused_with_its_field(value: object, complaint: str) -> None:
+def test_the_error_for_a_value_of_a_wrong_type_names_the_field(value: object, complaint: str) -> None:
     with pytest.raises(DecodeError, match=complaint):
         decode(msgpack.packb(value), CommitRequest)
 
@@ -80,9 +80,9 @@ def test_random_bytes_decode_or_are_refused(data: bytes, kind: type) -> None:
     assert decode(encode(message), kind) == message
 
 
-def test_token_ids_travel_as_int32() -> None:
+def test_token_ids_are_sent_as_int32() -> None:
     assert unpack_ids(pack_ids([0, 1, 2**31 - 1])) == [0, 1, 2**31 - 1]
     with pytest.raises(ValueError, match="negative"):
         unpack_ids(b"\xff\xff\xff\xff")
-    with pytest.raises(ValueError):  # noqa: PT011 - the message is the array module's
+    with pytest.raises(ValueError):  # noqa: PT011 - the array module defines the message
         unpack_ids(b"\x00\x00\x00")

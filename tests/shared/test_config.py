@@ -31,7 +31,7 @@ def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_a_flag_is_over_the_environment_which_is_over_the_default() -> None:
+def test_a_flag_overrides_the_environment_which_overrides_the_default() -> None:
     environment = {"BATON_PORT": "7000", "BATON_HOST": "::1", "BATON_MODE": ""}  # an empty variable counts as unset
     settings, sources = resolve(RouterSettings, {"port": "9000", "host": None}, environment)
     assert (settings.port, settings.host, settings.registry_port) == (9000, "::1", 8001)
@@ -41,7 +41,7 @@ def test_a_flag_is_over_the_environment_which_is_over_the_default() -> None:
     assert list(sources) == list(RouterSettings.model_fields)
 
 
-def test_a_misspelt_variable_is_refused_and_a_foreign_one_is_not() -> None:
+def test_a_misspelt_variable_is_refused_and_an_unrelated_one_is_ignored() -> None:
     with pytest.raises(ConfigError, match="BATON_MAX_NUM_SEQ is not a setting; did you mean BATON_MAX_NUM_SEQS"):
         resolve(RouterSettings, {}, {"BATON_MAX_NUM_SEQ": "4"})
     resolve(RouterSettings, {}, {"BATON_SERVICE_HOST": "x", "BATON_PORT_8000_TCP_ADDR": "x", "BATON_URL": "x"})
@@ -66,7 +66,7 @@ def test_another_process_reads_the_same_settings_from_the_environment(kind: type
 
 
 @BOTH
-def test_settings_cannot_be_changed_and_take_no_unknown_key(kind: type[Settings]) -> None:
+def test_settings_are_frozen_and_reject_unknown_keys(kind: type[Settings]) -> None:
     with pytest.raises(ValidationError):
         kind().port = 5
     with pytest.raises(ValidationError):
@@ -101,7 +101,7 @@ BAD = [(RouterSettings, *row) for row in BAD_FOR_ROUTER] + [(NodeSettings, *row)
 
 
 @pytest.mark.parametrize(("kind", "name", "value", "words"), BAD)
-def test_a_bad_flag_is_one_line_with_what_is_allowed_and_status_2(
+def test_a_bad_flag_prints_one_line_with_the_allowed_values_and_exits_with_2(
     kind: type[Settings], name: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -114,7 +114,7 @@ def test_a_bad_flag_is_one_line_with_what_is_allowed_and_status_2(
     assert words in err
 
 
-def test_a_bad_variable_is_named_as_such(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_the_bad_variable(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_PORT", "tcp://10.0.0.1:80")  # Kubernetes sets this for a service "baton"
     with pytest.raises(SystemExit) as ended:
         settings_from_command_line(RouterSettings, ["--model", "m"], "prog")
@@ -135,7 +135,7 @@ def test_a_bad_variable_is_named_as_such(capsys: pytest.CaptureFixture[str], mon
         (["--model", "m", "--kv-directory", ""], "--kv-directory ''"),
     ],
 )
-def test_wrong_usage_is_one_line_and_status_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_2_and_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         settings_from_command_line(NodeSettings, argv, "prog")
     assert ended.value.code == 2
@@ -150,7 +150,7 @@ def test_the_command_line_gives_typed_settings() -> None:
     assert settings == NodeSettings(model="m", enable_prefix_caching=False, kv_cache_memory=2 * 10**9)
 
 
-def test_print_config_says_where_each_value_comes_from(
+def test_print_config_shows_the_source_of_each_value(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATON_REGISTRY", "redis://user:secret@h:6379/0")
@@ -176,7 +176,7 @@ def test_print_config_says_where_each_value_comes_from(
         "http://h:1?db=1&password=secret&protocol=3",
     ],
 )
-def test_a_password_is_in_no_error(url: str) -> None:
+def test_errors_do_not_contain_passwords(url: str) -> None:
     with pytest.raises(ConfigError, match="must be redis://") as refused:
         resolve(NodeSettings, {"registry": url}, {})
     assert "secret" not in str(refused.value)

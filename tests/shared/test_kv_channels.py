@@ -122,9 +122,9 @@ async def tcp_receiver(start: Start) -> Peer:
     return await start("tcp", patience_s=0.3)
 
 
-async def until(what: Callable[[], object]) -> None:
+async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not what():  # noqa: ASYNC110  (other threads change it, without an event)
+        while not condition():  # noqa: ASYNC110  (other threads change it, without an event)
             await asyncio.sleep(0.001)
 
 
@@ -139,7 +139,7 @@ async def works(writer: Peer, receiver: Peer) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_rows_arrive_in_another_process_where_they_should_and_nowhere_else(
+async def test_rows_arrive_in_another_process_at_their_targets_only(
     kind: str, start: Start, process: Callable[[str], Process]
 ) -> None:
     writer, receiver = await start(kind), process(kind)
@@ -158,7 +158,7 @@ async def test_rows_arrive_in_another_process_where_they_should_and_nowhere_else
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15)
 @given(moves=st.lists(st.tuples(st.integers(0, 31), st.integers(0, 31)), max_size=40, unique_by=lambda m: m[1]))
-async def test_any_list_of_rows_is_copied_as_numpy_would(kind: str, moves: list[tuple[int, int]]) -> None:
+async def test_any_list_of_rows_is_copied_as_by_numpy(kind: str, moves: list[tuple[int, int]]) -> None:
     source, target = [move[0] for move in moves], [move[1] for move in moves]
     async with peers(kind) as (writer, receiver):
         expected = receiver.memory.rows.copy()
@@ -204,7 +204,7 @@ async def test_rows_outside_a_pool_are_never_pushed_or_granted(pair: tuple[Peer,
         channel.revoke(known)
 
 
-async def test_a_row_size_other_than_ours_is_refused_with_both_sizes_named(pair: tuple[Peer, Peer]) -> None:
+async def test_a_different_row_size_is_refused_and_the_error_names_both(pair: tuple[Peer, Peer]) -> None:
     writer, receiver = pair
     other = receiver.described(row_bytes=ROW_BYTES // 2).pack()
     assert writer.channel.reachable(receiver.channel.descriptor())
@@ -224,7 +224,7 @@ async def test_a_descriptor_with_a_wrong_row_size_is_refused_by_the_receiver(kin
     assert receiver.contents() == AT_START
 
 
-async def test_an_address_that_leads_nowhere_is_a_channel_error(pair: tuple[Peer, Peer]) -> None:
+async def test_an_unreachable_address_is_a_channel_error(pair: tuple[Peer, Peer]) -> None:
     writer, receiver = pair
     for endpoint in ("", "x", "70000", "-1", "\0", "/no/such/socket", "9" * 30):
         nowhere = receiver.described(endpoint=endpoint, incarnation_id=secrets.token_hex(16))
@@ -255,7 +255,7 @@ async def test_a_receiver_killed_in_mid_push_fails_the_push_and_all_after_it(
     for push in pushes:
         with pytest.raises(PeerLostError):
             await asyncio.wait_for(push, PATIENCE_S)
-    await until(lambda: num_mappings() == before)  # although no push follows
+    await until(lambda: num_mappings() == before)  # without another push
     with pytest.raises(PeerLostError):
         await writer.channel.push(*arguments, [0], [0])
     await until(lambda: num_threads() == threads_before)
@@ -268,7 +268,7 @@ async def test_a_writer_killed_in_mid_push_is_reported_once(
     receiver, writer = await start(kind), process(kind)
     receiver.memory.rows[:] = 0
     incarnation, _ = await writer.do("describe")
-    await writer.do("push for ever", receiver.channel.descriptor().hex(), receiver.granted().hex())
+    await writer.do("push forever", receiver.channel.descriptor().hex(), receiver.granted().hex())
     await until(lambda: receiver.memory.rows[0, 0] == 1)
     assert receiver.lost == []
     writer.kill()
@@ -324,7 +324,7 @@ async def test_a_push_ends_with_an_error_when_its_channel_closes(pair: tuple[Pee
         await writer.push(receiver, [0], [0])
 
 
-async def test_a_cancelled_push_writes_nothing_more_and_the_next_one_is_well(pair: tuple[Peer, Peer]) -> None:
+async def test_a_cancelled_push_writes_nothing_more_and_the_next_succeeds(pair: tuple[Peer, Peer]) -> None:
     writer, receiver = pair
     moving, waiting = await long_pushes(writer, receiver)
     waiting.cancel()  # this push has not begun, so its cancellation is immediate
@@ -397,7 +397,7 @@ def num_threads() -> int:
 # The fence: tcp
 
 
-async def test_a_closed_an_unknown_or_a_foreign_reservation_moves_no_byte(start: Start) -> None:
+async def test_a_closed_unknown_or_foreign_reservation_accepts_no_byte(start: Start) -> None:
     writer, receiver = await start("tcp"), await start("tcp")
     with pytest.raises(ReservationRefusedError, match="does not know the reservation, or has closed it"):
         await writer.push(receiver, [0], [0], secrets.token_bytes(16))  # refused at the greeting
@@ -500,7 +500,7 @@ STRANGE_GREETINGS = {
 }
 
 
-async def test_a_strange_greeting_ends_that_connection_alone(pair: tuple[Peer, Peer]) -> None:
+async def test_an_invalid_greeting_ends_only_that_connection(pair: tuple[Peer, Peer]) -> None:
     writer, receiver = pair
     await works(writer, receiver)
     for words in STRANGE_GREETINGS.values():
@@ -514,7 +514,7 @@ async def test_a_strange_greeting_ends_that_connection_alone(pair: tuple[Peer, P
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15)
 @given(words=st.lists(st.binary(max_size=300), max_size=4), introduced=st.booleans())
-async def test_no_bytes_at_all_harm_a_receiver(kind: str, words: list[bytes], introduced: bool) -> None:
+async def test_random_bytes_do_not_harm_a_receiver(kind: str, words: list[bytes], introduced: bool) -> None:
     async with peers(kind) as (writer, receiver):
         receiver.granted()
         with raw_writer(receiver) if introduced else raw_connection(receiver) as raw:
@@ -537,7 +537,7 @@ async def test_no_bytes_at_all_harm_a_receiver(kind: str, words: list[bytes], in
     ],
     ids=["half a header", "half the rows' numbers", "half a row", "all but the end"],
 )
-async def test_a_writer_that_falls_silent_in_mid_push_is_given_up(tcp_receiver: Peer, words: bytes) -> None:
+async def test_a_writer_that_is_silent_during_a_push_is_disconnected(tcp_receiver: Peer, words: bytes) -> None:
     tcp_receiver.channel.grant(bytes(16), [0, 1])
     with raw_writer(tcp_receiver) as raw:
         raw.sendall(words)
@@ -546,7 +546,7 @@ async def test_a_writer_that_falls_silent_in_mid_push_is_given_up(tcp_receiver: 
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-async def test_a_writer_that_falls_silent_in_its_greeting_is_given_up(kind: str, start: Start) -> None:
+async def test_a_writer_that_is_silent_during_its_greeting_is_disconnected(kind: str, start: Start) -> None:
     receiver = await start(kind, patience_s=0.1)
     for words in (b"", greeting_to(receiver)[:20]):
         with raw_connection(receiver) as raw:
@@ -567,16 +567,16 @@ async def test_a_writer_that_sends_single_bytes_slowly_is_disconnected(tcp_recei
     await until(lambda: tcp_receiver.lost == [STRANGER])
 
 
-async def test_a_writer_that_is_silent_between_pushes_is_not_given_up(tcp_receiver: Peer) -> None:
+async def test_a_writer_that_is_silent_between_pushes_stays_connected(tcp_receiver: Peer) -> None:
     with raw_writer(tcp_receiver) as raw:
         for _ in range(2):
-            await asyncio.sleep(0.5)  # longer than the receiver's patience
+            await asyncio.sleep(0.5)  # longer than the receiver's timeout
             raw.sendall(end_of_push(bytes(16)))
             assert receive_ack(raw) == (0, 0)
     await until(lambda: tcp_receiver.lost)
 
 
-async def test_a_writer_has_few_connections_and_is_lost_with_the_last(pair: tuple[Peer, Peer]) -> None:
+async def test_a_writer_has_few_connections_and_is_lost_when_the_last_one_ends(pair: tuple[Peer, Peer]) -> None:
     writer, receiver = pair
     raws = [raw_writer(receiver) for _ in range(MAX_CONNECTIONS_PER_WRITER)]
     with raw_connection(receiver) as one_more:
@@ -601,7 +601,7 @@ async def test_a_fenced_writer_is_refused_and_others_are_not(kind: str, start: S
 
 
 @pytest.mark.usefixtures("collected")
-async def test_a_crowd_of_connections_is_turned_away_and_service_returns_with_their_end(start: Start) -> None:
+async def test_excess_connections_are_refused_until_others_end(start: Start) -> None:
     writer, receiver = await start("tcp"), await start("tcp")
     before = num_threads()
     crowd = [raw_connection(receiver) for _ in range(80)]
@@ -618,10 +618,10 @@ async def test_a_crowd_of_connections_is_turned_away_and_service_returns_with_th
 @pytest.mark.parametrize("kind", ["tcp", "shm"])
 @settings(max_examples=12)
 @given(pushes=st.lists(st.tuples(st.integers(0, 6), st.floats(0, 0.004)), min_size=1, max_size=8))
-async def test_after_cancels_at_any_moment_every_push_is_answered_for_itself(
+async def test_after_cancels_at_any_moment_every_push_gets_its_own_reply(
     kind: str, pushes: list[tuple[int, float]]
 ) -> None:
-    """After a long push is cancelled, a later push on the connection must not take its reply for its own."""
+    """A later push on the connection must not receive the reply to a cancelled push."""
     async with peers(kind) as (writer, receiver):
         rows = [*ALL_ROWS]
         for refused, after_s in pushes:
@@ -668,7 +668,7 @@ def false_receiver(kind: str, directory: str, serve: Callable[[socket.socket], o
 
 @pytest.mark.parametrize("words", [b"", b"HTTP", b"HTTP/1.1 200 OK\r\n\r\n", ANSWER.pack(MAGIC, 9, 0), WELCOME])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_peer_that_answers_otherwise_is_a_peer_lost(
+async def test_a_peer_with_invalid_replies_counts_as_lost(
     kind: str, words: bytes, directory: str, start: Start
 ) -> None:
     writer = await start(kind)
@@ -679,8 +679,8 @@ async def test_a_peer_that_answers_otherwise_is_a_peer_lost(
         await writer.channel.push(descriptor, bytes(16), [0], [0])
 
 
-@pytest.mark.parametrize("ended_by", ["patience", "cancel", "close"])
-async def test_a_receiver_that_reads_nothing_is_given_up(ended_by: str, directory: str, start: Start) -> None:
+@pytest.mark.parametrize("ended_by", ["timeout", "cancel", "close"])
+async def test_a_push_to_a_receiver_that_reads_nothing_fails(ended_by: str, directory: str, start: Start) -> None:
     writer = await start("tcp", patience_s=3 * PATIENCE_S if ended_by == "close" else 0.3)
     given_up = threading.Event()
 
@@ -697,7 +697,7 @@ async def test_a_receiver_that_reads_nothing_is_given_up(ended_by: str, director
         if ended_by == "close":
             await asyncio.wait_for(writer.channel.close(), PATIENCE_S)
         error = asyncio.CancelledError if ended_by == "cancel" else PeerLostError
-        with pytest.raises(error, match="accepted no byte for 0.3 s" if ended_by == "patience" else None):
+        with pytest.raises(error, match="accepted no byte for 0.3 s" if ended_by == "timeout" else None):
             await asyncio.wait_for(push, PATIENCE_S)
         given_up.set()
 
@@ -737,7 +737,7 @@ async def test_only_a_sealed_memory_of_the_right_size_is_mapped(
 # Starts, and which peers can be reached
 
 
-async def test_reachable_is_a_live_peer_on_this_machine(start: Start) -> None:
+async def test_only_live_peers_on_this_machine_are_reachable(start: Start) -> None:
     near, peer = await start("shm"), await start("shm")
     here = peer.described().pack()
     assert near.channel.reachable(here)
@@ -750,7 +750,7 @@ async def test_reachable_is_a_live_peer_on_this_machine(start: Start) -> None:
     assert not near.channel.reachable(here)
 
 
-async def test_a_socket_is_for_its_user_only_and_those_of_killed_processes_are_removed_later(
+async def test_a_socket_is_private_and_sockets_of_killed_processes_are_removed(
     directory: str, start: Start, process: Callable[[str], Process]
 ) -> None:
     dead, old, live = process("shm"), process("shm"), await start("shm")
@@ -772,7 +772,7 @@ async def test_a_socket_is_for_its_user_only_and_those_of_killed_processes_are_r
 
 
 @pytest.mark.usefixtures("collected")
-async def test_a_channel_that_cannot_start_says_why_and_leaves_nothing(directory: str) -> None:
+async def test_a_channel_that_cannot_start_gives_the_reason_and_leaves_nothing(directory: str) -> None:
     memory = HostMemory(2, 64)
     before, common = (num_files(), num_threads()), (memory, secrets.token_hex(16), lambda _: None)
     for bad in (f"{directory}/missing", f"{directory}/{'long' * 40}"):
@@ -806,7 +806,7 @@ def test_memory_is_zero_writable_sealed_and_gone_when_closed() -> None:
 
 
 @pytest.mark.usefixtures("collected")
-def test_memory_that_is_not_there_is_refused_before_it_is_touched() -> None:
+def test_too_large_a_memory_is_refused_before_it_is_touched() -> None:
     before, began = num_files(), time.thread_time()
     with pytest.raises(OSError, match="lower --num-blocks or --kv-cache-memory"):
         HostMemory(2**20, 2**30)

@@ -75,7 +75,7 @@ def test_an_exception_stays_in_its_line(lines):
     assert "Traceback" in line["exception"]
 
 
-async def test_every_task_names_its_own_request_and_tasks_that_it_starts_name_it_too(lines):
+async def test_log_lines_name_the_request_of_their_task_or_of_its_parent_task(lines):
     lines.configure("json")
 
     async def inner() -> None:
@@ -95,7 +95,7 @@ async def test_every_task_names_its_own_request_and_tasks_that_it_starts_name_it
 
 
 @pytest.mark.parametrize(
-    ("header", "handed_on"),
+    ("header", "forwarded"),
     [
         (GIVEN, GIVEN),
         (f"00-{TRACE}-{PARENT}-00", f"00-{TRACE}-{PARENT}-00"),
@@ -103,8 +103,8 @@ async def test_every_task_names_its_own_request_and_tasks_that_it_starts_name_it
         (f"cc-{TRACE}-{PARENT}-02-what-the-future-will-be-like", f"00-{TRACE}-{PARENT}-00"),
     ],
 )
-def test_a_valid_traceparent_is_handed_on(header, handed_on):
-    assert traceparent_of([header]) == handed_on
+def test_a_valid_traceparent_is_forwarded(header, forwarded):
+    assert traceparent_of([header]) == forwarded
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ async def joined(registry: EmbeddedRegistry, info: NodeInfo) -> AsyncIterator[An
         channel.close()
 
 
-async def test_a_nodes_stream_is_its_membership() -> None:
+async def test_a_node_is_a_member_while_its_stream_is_open() -> None:
     changes: list[dict[str, NodeInfo]] = []
     draining = replace(INFO, state="draining")
     async with embedded(changes) as registry:
@@ -65,7 +65,7 @@ async def test_a_nodes_stream_is_its_membership() -> None:
                 assert await stream.recv_message() == Ack()
             assert registry.nodes == {"d0": draining}
         assert await wait_until(lambda: registry.nodes == {}, 5.0)
-    assert changes == [{"d0": INFO}, {"d0": draining}, {}], "a heartbeat that says nothing new is no change"
+    assert changes == [{"d0": INFO}, {"d0": draining}, {}], "a heartbeat without news is not a change"
 
 
 @pytest.mark.parametrize("incarnation_id", ["boot-1", "boot-2"], ids=["reconnected", "restarted"])
@@ -83,7 +83,7 @@ async def test_the_late_end_of_an_old_stream_does_not_remove_the_node(incarnatio
         assert await wait_until(lambda: registry.nodes == {"p0": other}, 5.0)
 
 
-async def test_a_stream_is_of_one_node_and_the_number_of_nodes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_serves_one_node_and_the_number_of_nodes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "MAX_NODES", 1)
     other = replace(INFO, id="d1")
 
@@ -110,9 +110,9 @@ async def test_an_announcer_joins_updates_and_leaves() -> None:
         await node.start(INFO)
         assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
         await node.update(replace(INFO, state="draining"))
-        assert await wait_until(lambda: registry.nodes["d0"].state == "draining", 5.0), "it waits for no heartbeat"
+        assert await wait_until(lambda: registry.nodes["d0"].state == "draining", 5.0), "an update is sent at once"
         await node.update(replace(INFO, role="prefill"))
-        assert await wait_until(lambda: registry.nodes["d0"].role == "prefill", 5.0), "it may change its role"
+        assert await wait_until(lambda: registry.nodes["d0"].role == "prefill", 5.0), "a node may change its role"
         await node.close()
         assert await wait_until(lambda: registry.nodes == {}, 5.0)
 
@@ -191,7 +191,7 @@ async def test_nodes_that_announce_themselves_are_listed_and_leave_when_they_clo
 
 
 @pytest.mark.parametrize("error", [RedisTimeoutError("frozen"), ConnectionRefusedError(), ResponseError("LOADING")])
-async def test_the_last_list_stays_for_as_long_as_redis_fails(redis: ControlledRedis, error: Exception) -> None:
+async def test_the_last_list_is_kept_while_redis_fails(redis: ControlledRedis, error: Exception) -> None:
     redis.put("d0", encode(INFO))
     async with watching() as registry:
         assert await wait_until(lambda: registry.state == "ok" and registry.nodes == {"d0": INFO}, 5.0)
@@ -203,14 +203,14 @@ async def test_the_last_list_stays_for_as_long_as_redis_fails(redis: ControlledR
         assert registry.nodes == {"d0": INFO}
         redis.error = None
         await reads(redis, 2)
-        assert (registry.state, registry.nodes) == ("ok", {"d0": INFO}), "it came back empty, which is no proof"
+        assert (registry.state, registry.nodes) == ("ok", {"d0": INFO}), "an empty Redis does not prove that nodes left"
         redis.put("d0", encode(INFO))
         redis.now += LEASE_S
         await reads(redis, 2)
         assert registry.nodes == {"d0": INFO}
 
 
-async def test_entries_that_are_no_node_or_not_their_own_are_skipped_and_the_others_are_listed(
+async def test_malformed_and_misplaced_entries_are_skipped_and_the_others_are_listed(
     redis: ControlledRedis,
 ) -> None:
     redis.put("d0", encode(INFO))
@@ -226,7 +226,7 @@ async def test_entries_that_are_no_node_or_not_their_own_are_skipped_and_the_oth
         assert registry.state == "ok"
 
 
-async def test_names_of_crashed_nodes_leave_the_index_after_a_lease_and_hide_no_other(
+async def test_names_of_crashed_nodes_leave_the_index_after_a_lease(
     redis: ControlledRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry_module, "MAX_NODES", 2)
@@ -234,13 +234,13 @@ async def test_names_of_crashed_nodes_leave_the_index_after_a_lease_and_hide_no_
     redis.put("d0", encode(INFO))
     async with watching() as registry:
         await reads(redis, 2)
-        assert (registry.nodes, len(redis.names())) == ({}, 4), "hidden, but nothing was absent for a lease yet"
+        assert (registry.nodes, len(redis.names())) == ({}, 4), "no name has been absent for a whole lease"
         redis.error = RedisTimeoutError("frozen")
         assert await wait_until(lambda: registry.state == "down", 5.0)
         redis.now += LEASE_S
         redis.error = None
         await reads(redis, 2)
-        assert len(redis.names()) == 4, "no answer showed that they were absent"
+        assert len(redis.names()) == 4, "the time without answers does not count"
         redis.now += LEASE_S
         assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
         await reads(redis, 2)

@@ -82,7 +82,7 @@ def test_a_directory_in_the_layout_of_cert_manager_is_an_identity(tmp_path: Path
         read_identity(str(tmp_path))
 
 
-def met(client: ClusterIdentity, server: ClusterIdentity) -> bool:
+def accept_each_other(client: ClusterIdentity, server: ClusterIdentity) -> bool:
     """Do a TLS handshake in memory. Return whether both sides accepted it."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
@@ -103,12 +103,12 @@ def met(client: ClusterIdentity, server: ClusterIdentity) -> bool:
 def test_a_secret_is_replaced_while_all_processes_accept_each_other(tmp_path: Path) -> None:
     steps = [identity_of(tmp_path, text) for text in (PEM, PEM + OTHER_PEM, OTHER_PEM + PEM, OTHER_PEM)]
     for before, after in pairwise(steps):
-        assert met(before, after)
-        assert met(after, before)
+        assert accept_each_other(before, after)
+        assert accept_each_other(after, before)
         for one, other in ((before, after), (after, before)):
             assert unseal(seal(INFO, "k", one), "k", other) == INFO
     for one, other in ((steps[0], steps[3]), (steps[3], steps[0]), (steps[0], steps[2])):
-        assert not met(one, other)
+        assert not accept_each_other(one, other)
 
 
 def test_a_missing_file_is_refused_with_the_command_that_writes_one(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_loopback_needs_no_secret(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "2001:db8::1"])
-def test_beyond_loopback_a_secret_is_needed(tmp_path: Path, own: None, host: str) -> None:
+def test_listening_beyond_loopback_needs_a_secret(tmp_path: Path, own: None, host: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"--kv-host {host}: listening beyond this machine needs")):
         tls.configure("", {"--host": "127.0.0.1", "--kv-host": host})
     tls.configure(file_of(tmp_path, PEM), {"--kv-host": host})
@@ -222,7 +222,7 @@ def test_problems_with_a_peer_are_logged_once_until_reset(caplog: pytest.LogCapt
         complaints.warn(f"stranger {number}", "connects")
     caplog.clear()
     complaints.warn("10.0.0.1", "again")
-    assert len(caplog.records) == 1, "its entry was dropped for others, so memory is bounded"
+    assert len(caplog.records) == 1, "its entry was evicted, so memory is bounded"
 
 
 # baton secret
@@ -252,7 +252,7 @@ def test_baton_secret_writes_a_usable_file_and_never_overwrites_one(
     assert (tmp_path / "another").read_text() != written
 
 
-def test_baton_up_has_a_secret_of_its_own_in_a_directory_of_its_own(tmp_path: Path) -> None:
+def test_baton_up_writes_its_secret_in_a_private_directory(tmp_path: Path) -> None:
     first = own_secret(f"{tmp_path}/private")
     assert own_secret(f"{tmp_path}/private") == first
     read_identity(first)

@@ -72,7 +72,7 @@ async def over_a_relay() -> AsyncIterator[tuple[Proxy, RpcChannel]]:
                 yield relay, channel
 
 
-async def test_a_message_of_the_limit_is_accepted_and_one_more_byte_is_an_error_for_its_sender() -> None:
+async def test_a_message_of_the_maximum_size_is_accepted_and_a_larger_one_is_refused() -> None:
     recorder = Recorder()
     async with serving(recorder.handlers(STOP)) as address, connected(address) as channel:
         overhead = len(b"\x93\xc6....\xa0\xa0")  # an array of three: bytes with a 32-bit length, two empty strings
@@ -95,7 +95,7 @@ async def test_a_reply_over_the_limit_is_a_peer_error() -> None:
             await STOP.call(channel, StopRequest(b""), 30.0)
 
 
-async def test_both_sides_name_the_field_that_does_not_fit() -> None:
+async def test_the_errors_of_both_sides_name_the_invalid_field() -> None:
     wrong_question = Rpc(STOP.path, RenewReply, Ack)
     wrong_answer = Rpc(STOP.path, StopRequest, PushedNotice)
     async with serving(Recorder().handlers(STOP)) as address, connected(address) as channel:
@@ -133,7 +133,7 @@ async def test_an_unreachable_peer_is_disconnected_but_a_pause_of_this_process_d
         assert not channel.fell_silent
         relay.harm = Harm(silent=frozenset({"up"}))
         with pytest.raises(PeerError):
-            async with asyncio.timeout(2.0):  # before the peer notices
+            async with asyncio.timeout(2.0):  # before the peer detects the loss
                 await STOP.call(channel, StopRequest(b"", ""), 20.0)
         assert not channel.is_connected
         assert channel.fell_silent
@@ -183,7 +183,7 @@ async def test_a_client_that_reads_nothing_is_disconnected_although_bytes_for_it
     await server.close()
 
 
-async def test_a_standing_stream_carries_both_ways_and_its_end_is_seen_on_the_other_side() -> None:
+async def test_a_standing_stream_works_both_ways_and_its_end_reaches_the_other_side() -> None:
     ends: list[str] = []
 
     async def echo(stream: Any) -> None:

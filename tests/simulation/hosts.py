@@ -190,7 +190,7 @@ class RouterHost(Host):
         else:
             registry = RedisRegistry("redis://sim", "default")
         observer = RouterObserver()
-        queue = AdmissionQueue(max_wait_s=30.0)
+        queue = AdmissionQueue(max_wait_s=120.0)  # a stall of the only decode node is not an overload
         self.fleet = NodePool(identity, registry, "disaggregated", NODE_TIMEOUT_S, observer, queue.resize)
         rules = DispatchRules(disaggregate=scenario.disaggregate)
         self.dispatch = Dispatcher(self.fleet, queue, "sim", rules, observer)

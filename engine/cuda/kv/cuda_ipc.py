@@ -20,7 +20,7 @@ from shared.kv.memory import KVMemory
 from shared.kv.shm import runs
 
 OFFER = struct.Struct("<Q")  # bytes of the region
-# Copied between two checks for a stop. A copy takes half a millisecond on one GPU, and a check takes far less.
+# Bytes copied between two checks for a stop. A copy takes half a millisecond on one GPU, and a check takes far less.
 PIECE_BYTES = 1 << 30
 # The kernel may close the sockets of a killed process before the driver has ended its copies.
 SETTLE_S = 0.1
@@ -99,11 +99,11 @@ class _Copier:
         """Do nothing: a push checks `stopped` after each piece, and needs the open connection until it ends."""
 
     def close(self) -> None:
-        with contextlib.suppress(CudaError):  # the device is lost, so no copy is in progress
+        with contextlib.suppress(CudaError):  # raised if the device is lost; then no copy is in progress
             self._stream.wait()
             self._stream.close()
             self._theirs.close()
-        self.socket.close()  # last, because it shows the peer that we write no more
+        self.socket.close()  # last, because this signals to the peer that no write follows
 
 
 def attach(
@@ -119,7 +119,7 @@ def attach(
         (size,) = OFFER.unpack(data)
         if size < descriptor.num_rows * descriptor.row_bytes or not fds:
             raise PeerLostError(
-                f"what it offered is no memory of {descriptor.num_rows} rows of {descriptor.row_bytes} bytes"
+                f"it did not offer memory for {descriptor.num_rows} rows of {descriptor.row_bytes} bytes"
             )
         region = CudaRegion.attach(gpu, size, fds[0])
     return connection, region

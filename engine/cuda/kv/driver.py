@@ -31,7 +31,7 @@ class Driver:
 
             return cls(driver)
         except (ImportError, RuntimeError) as error:  # RuntimeError: libcuda is not installed
-            raise CudaError(f"no CUDA driver to use here: {error}; see the extra `gpu`") from error
+            raise CudaError(f"no CUDA driver is available: {error}; install the extra `gpu`") from error
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a function and return its result, or None if it has none. Raises CudaError."""
@@ -64,7 +64,7 @@ class CudaDevice:
         return self.driver
 
     def reaches(self, uuid: str) -> bool:
-        """Return whether it can copy to the GPU with this UUID: to itself, or to a peer that this process sees."""
+        """Return whether this GPU can copy to the one with `uuid`: itself, or a peer that this process sees."""
         uuids = self.driver.uuids()
         if uuid not in uuids or uuid == self.uuid:
             return uuid == self.uuid
@@ -118,7 +118,7 @@ class CudaRegion:
         return cls(gpu, size, driver.call("cuMemImportFromShareableHandle", descriptor, driver.by_descriptor))
 
     def close(self) -> None:
-        """Unmap the memory. Idempotent. No copy of this process may be using it."""
+        """Unmap the memory. Idempotent. No copy of this process may be in progress."""
         address, self.address = self.address, 0
         if not address:
             return
@@ -144,7 +144,7 @@ class CudaStream:
         self._driver.call("cuMemsetD8Async", address, 0, size, self._stream)
 
     def copy(self, target: int, source: int, size: int) -> None:
-        """Start a copy within GPUs."""
+        """Start a copy between addresses on GPUs."""
         self._driver.call("cuMemcpyDtoDAsync", target, source, size, self._stream)
 
     def to_host(self, target: int, source: int, size: int) -> None:

@@ -2,8 +2,8 @@
 
 The decode node shares its memory (`PoolOwner`) and writes its descriptor to a file in a common directory. A prefill
 node has no pool of its own. It maps this memory at its start (`PoolClient`), and computes each prompt in the blocks
-that the decode node reserved. Clients keep a connection of `shm` or `cuda_ipc` open, which ends when they end. The
-channel is not `fenced`.
+that the decode node reserved. A client keeps a connection of `shm` or `cuda_ipc` open until it ends. The channel is
+not `fenced`.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from shared.kv.memory import InPlaceStaging, Rows, Staging, checksums
 
 log = logging.getLogger("baton.kv")
 NAME = "pool"
-LOOK_S = 0.2
+POLL_S = 0.2
 
 
 def descriptor_file(directory: str | Path, gpu: CudaDevice | None) -> Path:
-    """Return the file with the descriptor of a device's pool owner. The host has one, and each GPU has one."""
+    """Return the file with the descriptor of a device's pool owner. The host has one file, and each GPU has one."""
     return Path(directory) / f"{NAME}-{gpu.uuid if gpu is not None else 'host'}"
 
 
@@ -48,7 +48,7 @@ class PoolOwner:
         self._path = path
         if _is_live(inner, path):
             raise OSError(
-                f"{path}: another decode node shares its pool there; only one per device can (see --kv-directory)"
+                f"{path}: another decode node shares its pool there; only one node per device can (see --kv-directory)"
             )
         written = path.with_suffix(f".{os.getpid()}")
         written.write_bytes(inner.descriptor())
@@ -72,7 +72,7 @@ class PoolOwner:
     async def push(
         self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
     ) -> None:
-        raise ChannelError("the owner of a shared pool does not push to others")
+        raise ChannelError("the owner of a shared pool does not push KV")
 
     async def close(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -126,7 +126,7 @@ class PoolClient:
                     f"--kv-channel pool: no decode node shares its pool in {path.parent} ({reason}): start one on this "
                     "device with the same --kv-channel and --kv-directory"
                 )
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     @classmethod
     def _attached(cls, data: bytes, gpu: CudaDevice | None, incarnation_id: str, patience_s: float) -> Self:
@@ -167,7 +167,7 @@ class PoolClient:
         return b""
 
     def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
-        raise ValueError("the client of a shared pool receives nothing from others")
+        raise ValueError("the client of a shared pool receives no KV")
 
     def revoke(self, reservation_id: bytes) -> None:
         """Do nothing: no reservation is open."""

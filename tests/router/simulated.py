@@ -44,8 +44,8 @@ class AttemptLog(RouterObserver):
         self.placements.append((attempt, prefill, decode, reason, local_s, remote_s))
 
 
-class Played(NodeConnection):
-    """A simulated node. It records the router's commands, and the test makes its reports."""
+class SimulatedNode(NodeConnection):
+    """A simulated node. It records the router's commands, and the test calls its other methods."""
 
     def __init__(self, pool: NodePool, name: str, observer: RouterObserver) -> None:
         role = "prefill" if name.startswith("p") else "decode"
@@ -65,7 +65,7 @@ class Played(NodeConnection):
             self.aborts.append(identity)
         super().abort(identity)
 
-    def say(self, *deltas: TokenDelta) -> None:
+    def send(self, *deltas: TokenDelta) -> None:
         self.process(NodeUpdate(list(deltas)))
 
     def report(self, stats: NodeStats) -> None:
@@ -99,7 +99,7 @@ class Piece:
 
 
 class Reader:
-    """A client of one request. It reads as fast as it can. If `slowly`, it reads one piece ahead of `anext`."""
+    """A client of one request. It reads as fast as it can. If `slowly` is set, it reads one piece ahead of `anext`."""
 
     def __init__(self, dispatcher: Dispatcher, request: GenerationRequest, *, slowly: bool = False) -> None:
         self.pieces: list[Piece] = []
@@ -178,10 +178,10 @@ class Stage:
     fleet: NodePool
     queue: AdmissionQueue
     dispatch: Dispatcher
-    nodes: dict[str, Played]
+    nodes: dict[str, SimulatedNode]
     records: AttemptLog
 
-    def __getattr__(self, name: str) -> Played:
+    def __getattr__(self, name: str) -> SimulatedNode:
         return self.nodes[name]
 
     async def submit(
@@ -207,13 +207,13 @@ class Stage:
         )
         reader = Reader(self.dispatch, request, slowly=slowly)
         await reader.admitted()
-        await turns()
+        await settle()
         return reader
 
     def sent(self) -> list[tuple[str, SubmitRequest]]:
         return [(name, submit) for name, node in self.nodes.items() for submit in node.submits]
 
-    def attempt(self, number: int, sample: int = 0) -> tuple[Played, Played, SubmitRequest]:
+    def attempt(self, number: int, sample: int = 0) -> tuple[SimulatedNode, SimulatedNode, SubmitRequest]:
         """Return the node that computes the attempt's prompt, the node that generates, and the submitted message."""
         identity = f"r.{sample}.{number}"
         ((name, submit),) = [(name, submit) for name, submit in self.sent() if submit.id == identity]
@@ -247,7 +247,7 @@ def stage(
     log = AttemptLog()
     queue = AdmissionQueue(max_queue_s, max_queued_tokens)
     pool = NodePool("router", EmbeddedRegistry("127.0.0.1", 0), "disaggregated", 1.0, log, queue.resize)
-    nodes = {name: Played(pool, name, log) for name in names.split()}
+    nodes = {name: SimulatedNode(pool, name, log) for name in names.split()}
     for node in nodes.values():
         pool.connections[node.info.id] = node
     pool.notify()
@@ -255,7 +255,7 @@ def stage(
     return Stage(pool, queue, Dispatcher(pool, queue, "m", rules, log), nodes, log)
 
 
-async def turns() -> None:
+async def settle() -> None:
     for _ in range(12):
         await asyncio.sleep(0)
 

@@ -74,7 +74,7 @@ def test_an_invalid_change_of_a_role_is_refused_in_one_line(capsys: pytest.Captu
         assert refusal(running, "decode-0", b"[")[0] == 400
         assert refusal(running, "decode-8", b'{"role": "decode"}')[0] == 404
         status, text = refusal(running, "decode-0", b'{"role": "prefill"}')
-        assert (status, "it is the last" in text) == (409, True)
+        assert (status, "this is the last one" in text) == (409, True)
         assert change_role(running.url, "decode-0", "decode") == 0, "the role is unchanged"
         assert running.complete([5, 6], 3) == expected([5, 6], 3)
     assert change_role(running.url, "decode-0", "decode") == 1

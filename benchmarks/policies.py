@@ -99,7 +99,7 @@ def table(runs: dict[str, PolicyRun]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def strip(name: str, run: PolicyRun, most_tokens: int) -> str:
+def strip(name: str, run: PolicyRun, max_tokens: int) -> str:
     """Draw a rectangle per step, with decodes at the bottom. The height is the square root of the number of tokens."""
     pixels, name = WIDTH / SHOWN_S, name + (f" (continues until {run.ended:.1f} s)" if run.ended > SHOWN_S else "")
     paths: dict[str, list[str]] = {kind: [] for kind in COLOURS}
@@ -108,7 +108,7 @@ def strip(name: str, run: PolicyRun, most_tokens: int) -> str:
         if start_s >= SHOWN_S:
             break
         x, width = pixels * start_s, pixels * duration_s
-        height = HEIGHT * (step.work.tokens / most_tokens) ** 0.5
+        height = HEIGHT * (step.work.tokens / max_tokens) ** 0.5
         decodes = height * step.work.num_decodes / step.work.tokens
         late = duration_s > TBT_SLO_S
         parts = [("decode", bottom, decodes), ("late" if late else "prefill", bottom - decodes, height - decodes)]
@@ -133,8 +133,8 @@ def strip(name: str, run: PolicyRun, most_tokens: int) -> str:
 def pages() -> dict[Path, str]:
     """Return the content of the generated files under docs/."""
     runs = {name: serve(policy) for name, policy in POLICIES.items()}
-    most_tokens = max(step.work.tokens for run in runs.values() for *_, step in run.steps)
-    found = {DOCS / "policies" / f"{name}.svg": strip(name, run, most_tokens) for name, run in runs.items()}
+    max_tokens = max(step.work.tokens for run in runs.values() for *_, step in run.steps)
+    found = {DOCS / "policies" / f"{name}.svg": strip(name, run, max_tokens) for name, run in runs.items()}
     before, rest = PAGE.read_text().split(BEGIN)
     return found | {PAGE: before + BEGIN + table(runs) + END + rest.split(END)[1]}
 

@@ -185,8 +185,8 @@ def _nodes(status: Document) -> str:
     nodes = status["nodes"]
     if not nodes:
         raise ValueError("no nodes have joined: start some; their logs show any errors")
-    if away := [f"{node['id']} is {node['state']}" for node in nodes if node["state"] != "ready"]:
-        raise ValueError(f"{', '.join(away)}: see their logs; a supervisor should restart a lost node")
+    if not_ready := [f"{node['id']} is {node['state']}" for node in nodes if node["state"] != "ready"]:
+        raise ValueError(f"{', '.join(not_ready)}: see their logs; a supervisor should restart a lost node")
     roles = [node["role"] for node in nodes]
     return f"{roles.count('prefill')} prefill and {roles.count('decode')} decode, all ready"
 
@@ -195,13 +195,13 @@ def _fingerprints(status: Document) -> str:
     """Check that all nodes have the same fingerprint. The router uses only nodes with the most common fingerprint."""
     nodes = status["nodes"]
     prints = [node["fingerprint"] for node in nodes]
-    most = max(sorted(set(prints)), key=prints.count, default="")
-    if others := [node["id"] for node in nodes if node["fingerprint"] != most]:
+    expected = max(sorted(set(prints)), key=prints.count, default="")
+    if others := [node["id"] for node in nodes if node["fingerprint"] != expected]:
         raise ValueError(
             f"different and not used: {', '.join(others)}: give all nodes one model, dtype and block size; "
             "compare their `facts` in /v1/status"
         )
-    return f"all {most}"
+    return f"all {expected}"
 
 
 def _blocks(status: Document) -> str:
@@ -224,8 +224,8 @@ def _channels(status: Document) -> str:
 def _clocks(status: Document) -> str:
     """Check the clocks of the nodes. A router without the dashboard does not know their offsets."""
     offsets = {node["id"]: node["clock_offset_ms"] for node in status["nodes"] if "clock_offset_ms" in node}
-    if late := [f"{name} by {-offset:+.0f} ms" for name, offset in offsets.items() if abs(offset) > CLOCK_MS]:
-        raise CheckWarning(f"{', '.join(late)} from the router's clock, which confuses logs: use NTP")
+    if skewed := [f"{name} by {-offset:+.0f} ms" for name, offset in offsets.items() if abs(offset) > CLOCK_MS]:
+        raise CheckWarning(f"clocks differ from the router's: {', '.join(skewed)}: synchronize them with NTP")
     return f"at most {max(map(abs, offsets.values()), default=0):.0f} ms apart" if offsets else "not known"
 
 

@@ -74,7 +74,7 @@ async def _report_ready(
     url: str, settings: LocalSettings, say: Say, status_is: Callable[[Callable[[Any], bool]], Awaitable[None]]
 ) -> None:
     late = asyncio.get_running_loop().call_later(
-        STARTING_S, say, "baton", f"no node takes requests after {STARTING_S:g} s; still waiting"
+        STARTING_S, say, "baton", f"no node is ready after {STARTING_S:g} s; still waiting"
     )
     try:
         await until_answers(f"{url}/ready", lambda _: True)

@@ -41,10 +41,7 @@ def new_pem() -> bytes:
 
 
 def write_secret(path: Path) -> bool:
-    """Write a new secret atomically, readable only by its owner. Return False, and keep the file, if it exists.
-
-    Raises OSError.
-    """
+    """Write a new secret atomically, readable only by its owner. Return False if the file exists. Raises OSError."""
     written = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

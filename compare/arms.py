@@ -14,7 +14,7 @@ from shared.errors import ConfigError
 GRAMMAR = "colocated:N or disaggregated:XpYd, with @policy,setting=value after it"
 TOPOLOGY = re.compile(r"(colocated):(\d{1,3})|(disaggregated):(\d{1,3})p(\d{1,3})d", re.ASCII)
 # The comparison sets these settings itself, to the same values for all arms.
-OURS = frozenset(
+RESERVED = frozenset(
     {"model", "mode", "host", "port", "registry", "registry_host", "registry_port", "cluster", "served_model_name"}
     | {"cpus", "emulate", "id", "log_level", "log_format", "drain_timeout_s"}
 )
@@ -82,7 +82,7 @@ def parse_settings(source: str, text: str) -> dict[str, str]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         name, value = (name.strip().replace("-", "_"), value.strip()) if equals else ("policy", part)
-        if name in OURS:
+        if name in RESERVED:
             raise ConfigError(f"{source}: {name} is set by the comparison, equally for all arms")
         if name in settings:
             raise ConfigError(f"{source}: {name} is given twice")

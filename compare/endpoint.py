@@ -12,7 +12,7 @@ from shared.api_client import bearer
 
 REQUEST_TIMEOUT_S = 60.0
 IDLE_POLL_S = 0.2
-STILL_FOR = 3  # consecutive polls without a new step; nodes report twice a second
+IDLE_POLLS = 3  # consecutive polls without a new step; nodes report twice a second
 SUMMARIES = 4000  # a router keeps at most this many summaries
 
 Document = dict[str, Any]
@@ -81,7 +81,7 @@ class Endpoint:
             steps = sum(node["steps"] for node in status["nodes"])
             still = still + 1 if is_idle(status) and steps == seen else 0
             seen = steps
-            if still >= STILL_FOR:
+            if still >= IDLE_POLLS:
                 return True
             await asyncio.sleep(IDLE_POLL_S)
         return False

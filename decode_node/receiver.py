@@ -87,7 +87,8 @@ class HandoffReceiver(RoleAdapter):
         submit = message.request
         about(submit.id, submit.traceparent)
         if message.fingerprint != self._info.fingerprint:
-            return ReserveReply(error=f"this node has {self._info.fingerprint}, the prefill node {message.fingerprint}")
+            fingerprints = f"{self._info.fingerprint} here, {message.fingerprint} at the writer"
+            return ReserveReply(error=f"fingerprints differ: {fingerprints}")
         if not is_incarnation_id(message.writer):
             return ReserveReply(error=f"writer is {message.writer!r:.40}: it must be 32 hexadecimal digits")
         if submit.id in self._cancelled:
@@ -109,7 +110,7 @@ class HandoffReceiver(RoleAdapter):
             return ReserveReply(error=f"no free blocks within {self._reserve_timeout_s:g} s")
         finally:
             del self._waiting[request.id]
-        if request.id not in self._requests:  # it was aborted before this line ran, and its blocks are released
+        if request.id not in self._requests:  # it was aborted in the meantime, which released its blocks
             return ReserveReply(error="the request was aborted")
         try:
             failpoints.reach("decode.reserved", request.id)

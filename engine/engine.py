@@ -270,7 +270,7 @@ class Engine:
         try:
             self._runner.warm_up()
         except Exception as error:
-            raise RuntimeError("the device fails on any work") from error
+            raise RuntimeError("the device fails even in a warm-up step") from error
 
     def _run_alone(self, step: Step, slice_: Slice) -> SliceOutput:
         self.progress += 1

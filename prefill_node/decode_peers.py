@@ -25,7 +25,7 @@ from shared.rpc.methods import RENEW, STOP, PeerError
 log = logging.getLogger("baton.handoff")
 # Calls that wait for blocks share a connection with commits, and HTTP/2 allows 100 calls on a connection.
 MAX_RESERVING = 64
-STOP_TRIES = 30  # over one minute; renewals find the reservations that then remain in quarantine
+STOP_TRIES = 30  # over one minute; later, renewals find reservations that are still in quarantine
 MAX_STOPS = 64  # of reservations in quarantine, sent after one renewal
 FAILURES, WITHIN_S = 5, 10.0  # FAILURES within WITHIN_S pause the calls to a peer, until one succeeds
 PAUSE_S = 1.0

@@ -38,7 +38,7 @@ class NodeView:
     prefilling: int = 0  # running requests whose prompt is not computed yet, on this or another node
     incarnation_id: str = ""
     shared_pool_owner: str = ""  # incarnation of the only decode node to which it can hand off; "" for any
-    stale: bool = False  # it has been idle so long that its model may be out of date
+    stale: bool = False  # its model may be out of date, since it has been idle
 
     @property
     def num_decodes(self) -> int:

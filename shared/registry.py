@@ -62,7 +62,7 @@ def check_node(info: NodeInfo) -> None:
 
 
 class Registry:
-    """The router's side. It keeps `nodes` (by id) up to date, and calls `changed` after each change."""
+    """The registry as a router uses it. Keeps `nodes` (by id) up to date, and calls `changed` after each change."""
 
     kind: str
     state = "ok"  # or "down"
@@ -78,7 +78,7 @@ class Registry:
 
 
 class Announcer:
-    """A node's side. It keeps `info` in the registry, even if the registry restarts, until `close` removes it."""
+    """Keeps a node's `info` in the registry, even if the registry restarts, until `close` removes it."""
 
     info: NodeInfo
 

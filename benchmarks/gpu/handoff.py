@@ -33,7 +33,7 @@ from shared.kv.shm import ShmChannel
 PROMPT, REPEATS = 8192, 7
 COPY_GOAL, POOL_GOAL_MS = 0.7, 1.0
 CHUNKS, PREFILL_MS = 4, 189  # chunks of 2048 tokens; published prefill time of Llama-3.1-8B on an H200
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 Memory = HostMemory | DeviceMemory
 
 
@@ -58,7 +58,7 @@ class HandoffJob:
     async def channel(self, memory: Memory) -> LocalChannel[Any]:
         kind = CudaIpcChannel if self.on_gpu else ShmChannel
         incarnation_id = secrets.token_hex(16)
-        return kind(memory, incarnation_id, lambda _: None, self.directory, PATIENCE_S)  # type: ignore[arg-type]
+        return kind(memory, incarnation_id, lambda _: None, self.directory, TIMEOUT_S)  # type: ignore[arg-type]
 
 
 class HandoffPeer:
@@ -118,7 +118,7 @@ async def _pushed_s(job: HandoffJob, count: int) -> float:
 async def _handed_s(job: HandoffJob, count: int) -> float:
     """Return the seconds of a handoff of blocks in a shared pool, which needs no copy."""
     with closing(PeerProcess("benchmarks.gpu.handoff", asdict(job))) as other:
-        client = PoolClient.attach(job.directory, job.gpu(), secrets.token_hex(16), PATIENCE_S, PATIENCE_S)
+        client = PoolClient.attach(job.directory, job.gpu(), secrets.token_hex(16), TIMEOUT_S, TIMEOUT_S)
         memory: Memory | PoolClient = client
         if client.region is not None:
             memory = DeviceMemory(torch.device("cuda", 0), job.num_rows, job.row_bytes, client.region)

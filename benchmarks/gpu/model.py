@@ -26,7 +26,7 @@ from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 from shared.rpc.messages import SamplingParams
 
-CONTEXT, STEPS, SETTLE = 1024, 40, 4
+CONTEXT, STEPS, WARMUP = 1024, 40, 4
 DECODE_GOALS_MS = {1: 5.3, 64: 8.3, 256: 16.8}
 CHUNK, CHUNK_GOAL_MS, CHUNKS = 2048, 48.5, 6
 MIXED = (64, 448)  # decodes and prompt tokens of one step
@@ -48,7 +48,7 @@ class ModelBench:
 
     def _pool(self) -> KVPool:
         config = self.scene.config
-        held = cdiv(self.scene.tokens(CONTEXT) + STEPS + SETTLE, self.block_tokens)
+        held = cdiv(self.scene.tokens(CONTEXT) + STEPS + WARMUP, self.block_tokens)
         blocks = 1 + self.most * held + cdiv(self.scene.tokens(CHUNK), self.block_tokens)
         dtype = str(self.scene.dtype).removeprefix("torch.")
         layout = KVLayout(blocks, config.num_kv_heads, config.num_layers, self.block_tokens, config.head_dim, dtype)
@@ -85,10 +85,10 @@ class ModelBench:
         """Return requests whose prompts are marked as computed. Their KV is random."""
         blocks = list(range(1, self.pool.layout.num_blocks))
         Random(0).shuffle(blocks)
-        context, held = self.scene.tokens(CONTEXT), cdiv(self.scene.tokens(CONTEXT) + STEPS + SETTLE, self.block_tokens)
+        context, held = self.scene.tokens(CONTEXT), cdiv(self.scene.tokens(CONTEXT) + STEPS + WARMUP, self.block_tokens)
         made = []
         for _ in range(number):
-            request = Request(f"r{next(NUMBERS)}", [7] * context, context, STEPS + SETTLE, sampling=sampling)
+            request = Request(f"r{next(NUMBERS)}", [7] * context, context, STEPS + WARMUP, sampling=sampling)
             request.blocks = [blocks.pop() for _ in range(held)]
             request.num_scheduled = context - 1
             made.append(request)
@@ -115,7 +115,7 @@ def driven(runner: CudaRunner, next_slices: Callable[[], list[Slice]], steps: in
     ends: list[float] = []
     launches: list[float] = []
     pending: tuple[Step, PendingStep] | None = None
-    for _ in range(SETTLE + steps):
+    for _ in range(WARMUP + steps):
         step = Step(next(NUMBERS), next_slices(), [])
         began = time.perf_counter()
         launched = runner.launch(step, pending[0] if pending is not None else None)
@@ -129,7 +129,7 @@ def driven(runner: CudaRunner, next_slices: Callable[[], list[Slice]], steps: in
         ends.append(time.perf_counter())
     if pending is not None:
         _apply(*pending)
-    return (ends[-1] - ends[SETTLE - 1]) / steps, median(launches[SETTLE:])
+    return (ends[-1] - ends[WARMUP - 1]) / steps, median(launches[WARMUP:])
 
 
 def _apply(step: Step, pending: PendingStep) -> None:

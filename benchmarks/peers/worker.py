@@ -24,11 +24,11 @@ def serve(load: Callable[..., Any]) -> None:
         return
     print(json.dumps({"value": peer.facts}), file=answers)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            if asked["call"].startswith("_"):
-                raise ValueError(f"no call {asked['call']!r}")
-            answer = {"value": getattr(peer, asked["call"])(**asked["with"])}
+            if request["call"].startswith("_"):
+                raise ValueError(f"no call {request['call']!r}")
+            answer = {"value": getattr(peer, request["call"])(**request["with"])}
         except Exception as error:  # noqa: BLE001 - as above
             answer = {"error": _line(error)}
         print(json.dumps(answer), file=answers)

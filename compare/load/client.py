@@ -31,7 +31,7 @@ TICK_S = 0.01  # between two measurements of the event loop's lag
 KEEP_ALIVE_S = 2.0  # below the 5 s of servers, so that no request uses a closing connection
 PRIORITY = -10
 MAX_REFUSAL = 64 << 10  # bytes to read of an error response
-LEAST_LAG_S, SLO_SHARE = 0.002, 0.02  # allowed lateness at the 99th percentile: seconds, or a share of the TTFT SLO
+LAG_S, LAG_SHARE = 0.002, 0.02  # allowed lateness at the 99th percentile: seconds, or a share of the TTFT SLO
 ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 5.0  # from SIGTERM to SIGKILL
 
@@ -166,7 +166,7 @@ def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float 
     """
     problems = []
     lags = [outcome.sent_s - outcome.scheduled_s for outcome in outcomes if outcome.sent_s is not None]
-    allowed_s = max(LEAST_LAG_S, SLO_SHARE * slo.ttft_ms / 1000)
+    allowed_s = max(LAG_S, LAG_SHARE * slo.ttft_ms / 1000)
     send_lag_s = float(np.percentile(lags, 99)) if lags else 0.0
     for what, lag_s in (("sent 1 % of the requests", send_lag_s), ("read 1 % of the answers", loop_lag_s)):
         if lag_s > allowed_s:

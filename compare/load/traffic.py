@@ -29,11 +29,11 @@ class LengthDistribution:
 
     mu: float
     sigma: float
-    least: int
-    most: int
+    low: int
+    high: int
 
     def draw(self, random: np.random.Generator) -> int:
-        return int(np.clip(round(random.lognormal(self.mu, self.sigma)), self.least, self.most))
+        return int(np.clip(round(random.lognormal(self.mu, self.sigma)), self.low, self.high))
 
 
 @dataclass(frozen=True, slots=True)

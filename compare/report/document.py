@@ -49,8 +49,8 @@ WORST = 10
 ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
-LEAST_PAIRS = 0.75  # this share of the seeds must have a valid period in every arm
-LEAST_LOST = 2  # this many invalid periods of a single arm are not attributed to chance
+MIN_PAIRED_SHARE = 0.75  # smallest share of the seeds with valid periods in every arm that permits a verdict
+MIN_INVALID = 2  # fewer invalid periods of a single arm are attributed to chance
 
 
 @dataclass
@@ -404,7 +404,7 @@ def verdict_problems(figures: Figures, control: Document | None, ranking: Rankin
     if control and control["comparisons"] and control["says"] != "no difference":
         problems.append(f"the control, an arm against itself, shows {control['says']}: these runs cannot be trusted")
     invalid, winner = figures.invalid, ranking.winner if ranking else None
-    if winner is not None and set(invalid) == {winner} and invalid[winner] >= LEAST_LOST:
+    if winner is not None and set(invalid) == {winner} and invalid[winner] >= MIN_INVALID:
         problems.append(
             f"{winner} would lead, but all {invalid[winner]} invalid periods are its own: its load may be the cause, so"
             " the remaining seeds may favour it"
@@ -421,7 +421,7 @@ def _too_few(figures: Figures) -> list[str]:
         cause = f"{problems.total()} periods are invalid, mostly because {problems.most_common(1)[0][0]}"
     if had < 2:
         return [f"{had} paired runs are too few: {cause or 'give --seeds 2 or more'}"]
-    if had < LEAST_PAIRS * wanted and not figures.experiment.finds_capacity:
+    if had < MIN_PAIRED_SHARE * wanted and not figures.experiment.finds_capacity:
         return [f"only {had} of {wanted} seeds have a valid period in every arm: {cause or 'see `runs`'}"]
     return []
 
@@ -461,7 +461,7 @@ def caveats(figures: Figures) -> list[str]:
                 f"{arm} was overloaded in {valid - steady} of {valid} periods: its latency curves and phases are"
                 f" {'of its other periods' if steady else 'left out'}"
             )
-    if len(figures.invalid) == 1 and figures.invalid.total() >= LEAST_LOST:
+    if len(figures.invalid) == 1 and figures.invalid.total() >= MIN_INVALID:
         arm = next(iter(figures.invalid))
         notes.append(f"all invalid periods are of {arm}: its load may be the cause")
     return notes

@@ -9,7 +9,7 @@ from compare.endpoint import Document, Endpoint
 from compare.load.outcome import LoadRecording, Outcome
 
 ANSWER_TOKENS = 12
-LEAST_SHARE = 0.01  # tolerated difference, as a share of tokens, if the model decides where answers end
+MAX_DIFFERENCE = 0.01  # largest tolerated difference, as a share of tokens, if the model decides where answers end
 UNKNOWN = "unknown"  # the value of a fact that an arm does not publish
 # The settings that determine each fact. A fact with the name of a setting is determined by that setting.
 SETTINGS_OF = {
@@ -128,7 +128,7 @@ def work_differences(groups: Sequence[Mapping[str, LoadRecording]]) -> tuple[str
         return "", ""
     line = f"{sum(max(row) > min(row) for row in lengths)} of {len(shared)} answers have different lengths in the arms"
     line += f", by {apart / total:.1%} of the tokens"
-    return (f"not the same work: {line}", "") if apart > LEAST_SHARE * total else ("", line)
+    return (f"not the same work: {line}", "") if apart > MAX_DIFFERENCE * total else ("", line)
 
 
 def _by_request(

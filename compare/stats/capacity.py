@@ -16,7 +16,7 @@ from compare.stats.statistics import student
 
 CLOSE_RATES = 1.1  # largest ratio between two rates that count as adjacent
 CLIFF_DROP = 0.25  # smallest drop of attainment between adjacent rates that counts as a cliff
-ENOUGH = 0.03  # the search ends when half of the interval's width is at most this share of the capacity
+PRECISION = 0.03  # the search ends when half of the interval's width is at most this share of the capacity
 MAX_SEEDS = 20
 BRACKET_RATIO = 1.15  # bisection ends at this ratio
 STEP = 1.08
@@ -184,4 +184,4 @@ class CapacitySearch:
     def _is_narrow(self) -> bool:
         found = self._found()
         is_closed = found.low is not None and found.high is not None
-        return is_closed and (found.high - found.low) / 2 <= ENOUGH * found.rate  # type: ignore[operator]
+        return is_closed and (found.high - found.low) / 2 <= PRECISION * found.rate  # type: ignore[operator]

@@ -31,7 +31,7 @@ TREND_BATCHES = 10
 P99 = partial(np.percentile, q=99)
 TBT_FIGURES: dict[str, Callable[[Sequence[float]], Any]] = {"p99": P99, "max": max, "mean": fmean}
 TREND_LEVEL = 0.01  # probability that a steady run counts as overloaded if its batches are independent
-LEAST_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # smallest growth as a share of the mean, and in standard deviations
+MIN_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # smallest growth as a share of the mean, and in standard deviations
 
 PHASES = (
     *("client", "router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"),
@@ -51,7 +51,7 @@ BETWEEN = {
     "interference": "behind prompt chunks",
     "retry": "failed attempts",
 }
-EXPLAINS = 0.5  # a cause must account for this share of the time over the SLO
+MIN_CAUSE_SHARE = 0.5  # a cause must account for this share of the time over the SLO
 
 
 # ---- one request, in seconds ---------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def is_growing(series: Series) -> bool:
         return False
     line = stats.linregress(np.arange(TREND_BATCHES), means, alternative="greater")
     growth, mean = line.slope * TREND_BATCHES, float(means.mean())
-    matters = growth > max(LEAST_GROWTH * mean, GROWTH_DEVIATIONS * math.sqrt(mean))
+    matters = growth > max(MIN_GROWTH * mean, GROWTH_DEVIATIONS * math.sqrt(mean))
     return bool(line.pvalue < TREND_LEVEL and matters)
 
 
@@ -360,7 +360,7 @@ def miss_cause(outcome: Outcome, summary: Summary, slo: LatencySlo) -> str | Non
     limit_s = (outcome.slo or slo).tbt_ms / 1000
     over_ms = sum(max(0.0, gap - limit_s) for gap in gaps_s(outcome)) * 1000
     cause = max(BETWEEN, key=phases.__getitem__)
-    return f"TBT: {BETWEEN[cause]}" if phases[cause] >= EXPLAINS * over_ms else "TBT: decode compute"
+    return f"TBT: {BETWEEN[cause]}" if phases[cause] >= MIN_CAUSE_SHARE * over_ms else "TBT: decode compute"
 
 
 def busy_shares(steps: Sequence[StepRow], window_ms: tuple[float, float], model: CostModel | None) -> dict[str, float]:

@@ -10,7 +10,7 @@ from scipy import stats
 
 HIGHER_IS_BETTER = frozenset({"attainment", "goodput_rps", "fluidity", "throughput_tps", "capacity_rps"})
 CONFIDENCE = 0.95
-LEAST_PERCENT = 3.0  # smaller differences are too close to call, even if they are significant
+MIN_PERCENT = 3.0  # smaller differences are too close to call, even if they are significant
 ROUNDING = 1e-9  # relative rounding error of differences that count as equal
 TOO_CLOSE = "too close to call"
 
@@ -122,7 +122,7 @@ def _says(found: Comparison) -> str:
     """Return "better" or "worse" if 0 is outside the interval, p is significant, and the difference is at least 3 %."""
     if found.difference is None or found.low is None or found.high is None:
         return TOO_CLOSE
-    is_small = found.percent is not None and abs(found.percent) < LEAST_PERCENT
+    is_small = found.percent is not None and abs(found.percent) < MIN_PERCENT
     if found.low <= 0 <= found.high or found.p > 1 - CONFIDENCE or is_small:
         return TOO_CLOSE
     return "better" if (found.difference > 0) == (found.metric in HIGHER_IS_BETTER) else "worse"

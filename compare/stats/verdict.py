@@ -20,7 +20,7 @@ from compare.stats.statistics import (
 
 CEILING = 0.99  # arms with a higher attainment cannot be distinguished
 STEPS_AROUND = 6  # SLOs to try in each direction, by factors of sqrt(2): from 1/8 to 8 times the given SLO
-LEAST_STEPS = 2  # an arm must win at this many consecutive SLOs
+MIN_STEPS = 2  # a win counts if the arm wins at this many consecutive SLOs
 LATENCIES = {
     "ttft_p50_ms": "TTFT p50",
     "ttft_p99_ms": "TTFT p99",
@@ -157,7 +157,7 @@ def flips(rank_at: RankAt, ttft_ms: float, tbt_ms: float) -> list[str]:
     for name, values in ways:
         for winner, own in groupby(((next(winners), at) for at in values), key=lambda pair: pair[0]):
             reach = [at for _, at in own]
-            if winner not in {None, winner_now} and len(reach) >= LEAST_STEPS:
+            if winner not in {None, winner_now} and len(reach) >= MIN_STEPS:
                 slos = f"{_format_ms(min(reach))} to {_format_ms(max(reach))} ms"
                 found.append(f"{winner} wins with a {name} SLO of {slos}")
     span = 2.0 ** (STEPS_AROUND / 2)

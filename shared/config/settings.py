@@ -225,7 +225,7 @@ class ServingSettings(CommonSettings):
 
 
 class ComputingSettings(CommonSettings):
-    """The nodes; a setting that vLLM also has is named as in vLLM"""
+    """The nodes. Settings that vLLM also has are named as in vLLM."""
 
     device: Device = setting("auto", "Device that the node computes on.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -338,7 +338,7 @@ def resolve(kind: type[S], flags: Mapping[str, object], environment: Mapping[str
     try:
         settings = kind(**{name: value for name, (_, value) in given.items()})
     except ValidationError as error:
-        raise ConfigError(_complaint(kind, error, {name: source for name, (source, _) in given.items()})) from None
+        raise ConfigError(_describe(kind, error, {name: source for name, (source, _) in given.items()})) from None
     return settings, {name: given[name][0] if name in given else "default" for name in kind.model_fields}
 
 
@@ -356,7 +356,7 @@ def _refuse_misspelt(kind: type[Settings], environment: Mapping[str, str]) -> No
             raise ConfigError(f"{variable} is not a setting; did you mean {variable_of(close[0])}?")
 
 
-def _complaint(kind: type[Settings], error: ValidationError, sources: Mapping[str, str]) -> str:
+def _describe(kind: type[Settings], error: ValidationError, sources: Mapping[str, str]) -> str:
     """Describe the first error in one line."""
     first = error.errors(include_url=False)[0]
     is_ours = first["type"] == "value_error"

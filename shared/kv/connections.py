@@ -277,23 +277,23 @@ class _Peer:
         """Push the rows after earlier pushes have ended. If cancelled, still wait until nothing is being written."""
         stop = threading.Event()
         call = self._thread.submit(self._run, reservation_id, source, target, stop)
-        moving = asyncio.wrap_future(call)
+        pushing = asyncio.wrap_future(call)
         cancelled: asyncio.CancelledError | None = None
-        while not moving.done():
+        while not pushing.done():
             try:
-                await asyncio.wait({moving})
+                await asyncio.wait({pushing})
             except asyncio.CancelledError as error:
                 cancelled = error
                 stop.set()
                 call.cancel()  # has an effect only if the push has not started
         try:
             if cancelled is None:
-                return moving.result()
-            if not moving.cancelled():
-                moving.exception()  # mark it as retrieved; the caller gets the cancellation
+                return pushing.result()
+            if not pushing.cancelled():
+                pushing.exception()  # mark it as retrieved; the caller gets the cancellation
             raise cancelled
         finally:  # break the reference cycle of the error and this frame, so that memory is freed at once
-            del call, moving, cancelled
+            del call, pushing, cancelled
 
     async def close(self) -> None:
         self.lost = True

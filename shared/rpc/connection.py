@@ -5,7 +5,7 @@ for it are unsent. These classes replace it, using grpclib's public parts (Conne
 AbstractHandler, request_handler). Only `RpcChannel` overrides private methods; tests/shared/test_services.py fails if a
 release of grpclib stops calling them.
 
-A peer has proved with its certificate that it belongs to the cluster, or it runs on this machine.
+Every peer has proved by its certificate that it belongs to the cluster, or runs on this machine.
 """
 
 import asyncio

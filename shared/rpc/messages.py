@@ -121,7 +121,7 @@ class NodeStats:
     bytes_moved: int = 0
     channels: dict[str, str] = field(default_factory=dict)  # peer id -> channel in use
     channel_fallbacks: int = 0
-    cost: list[float] = field(default_factory=list)  # scheduler.cost.CostModel.packed; empty until one is fitted
+    cost: list[float] = field(default_factory=list)  # scheduler.cost.CostModel.packed; empty until a model is fitted
     transfer: list[float] = field(default_factory=list)  # prefill node: seconds per push, and seconds per byte
     records_dropped: int = 0  # step records and request events that were not sent to a router
     sent_ns: int = 0  # the node's Unix time when this was sent, to compute the offset of its clock
@@ -159,7 +159,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class RequestEvent:
-    """An event of one request on one node. It ended at `at_ns`, the node's Unix time, and lasted `duration_us`.
+    """An event of one request on one node. The event ended at `at_ns` (the node's Unix time) and lasted `duration_us`.
 
     The kinds, and the other fields that each sets:
     "queued"     the node accepted the request: serial (its number in step records of this node), count = its tokens

@@ -38,7 +38,7 @@ Answering = Callable[[str, Any], tuple[int, bytes]]
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Answering], str]]:
-    """Provide a function that starts a fake router and returns its URL. `answer` maps (path, body) to (status, body)."""
+    """Return a function that starts a fake router. `answer` maps (path, body) to (status, body)."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(answer: Answering) -> str:

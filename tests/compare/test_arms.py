@@ -6,7 +6,7 @@ from shared.errors import ConfigError
 
 
 def test_an_arm_is_parsed_with_the_common_settings_below_its_own():
-    """A disaggregated arm disaggregates every request, unless its settings differ."""
+    """A disaggregated arm disaggregates every request, unless its settings state otherwise."""
     assert parse_arm("colocated:2") == Arm("colocated:2", 0, 2, {})
     arm = parse_arm("disaggregated:1p3d@prefill_first,max-num-seqs=8")
     assert (arm.prefill, arm.decode, arm.devices, arm.mode, arm.policy) == (1, 3, 4, "disaggregated", "prefill_first")

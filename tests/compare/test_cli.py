@@ -17,12 +17,12 @@ from tests.compare.reports import page_report
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as caught:
         main(["compare", *arguments])
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert caught.value.code == 2
-    assert said.out == ""
-    assert said.err.startswith("baton compare: ")
-    assert said.err.count("\n") == 1
-    return said.err
+    assert captured.out == ""
+    assert captured.err.startswith("baton compare: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
 
 
 @pytest.fixture(autouse=True)

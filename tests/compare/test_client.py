@@ -143,7 +143,7 @@ def test_a_connection_that_breaks_occasionally_is_a_miss_and_does_not_invalidate
 
 @pytest.mark.parametrize(("lag_s", "slo_ms", "is_valid"), [(0.0015, 0, True), (0.003, 0, False), (0.003, 1000, True)])
 def test_a_client_that_sends_or_reads_late_invalidates_its_run(lag_s: float, slo_ms: float, is_valid: bool) -> None:
-    """The larger of 2 ms and 2 % of the TTFT SLO is allowed. A delay would count as the server's time."""
+    """The larger of 2 ms and 2 % of the TTFT SLO is allowed. A client's delay would count as the server's time."""
     outcomes = [Outcome(index, "", float(index), sent_s=index + lag_s, finish="length") for index in range(200)]
     sent, read = problems_of(outcomes, LatencySlo(slo_ms)), problems_of([], LatencySlo(slo_ms), lag_s)
     assert [not sent, not read] == [is_valid, is_valid]

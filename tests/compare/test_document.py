@@ -196,7 +196,7 @@ def test_a_capacity_that_depends_on_one_seed_has_no_verdict():
 # ---- caveats -------------------------------------------------------------------------
 
 
-def swamp(one: Period) -> None:
+def overload(one: Period) -> None:
     """Delay each request by its arrival time, so that requests wait longer and longer."""
     for outcome in one.recording.outcomes:
         late = outcome.scheduled_s
@@ -206,13 +206,13 @@ def swamp(one: Period) -> None:
 
 def test_latencies_of_overloaded_periods_are_left_out():
     made, found = session()
-    swamped = next(one for one in found.periods if one.trial == ("disaggregated:1p1d", 1, one.trial.position, None))
-    swamp(swamped)
+    delayed = next(one for one in found.periods if one.trial == ("disaggregated:1p1d", 1, one.trial.position, None))
+    overload(delayed)
     report = reported(made, found)
-    assert next(run for run in report["runs"] if run["position"] == swamped.trial.position)["overloaded"]
+    assert next(run for run in report["runs"] if run["position"] == delayed.trial.position)["overloaded"]
     assert max(report["curves"]["ecdf"]["ttft_ms"]["disaggregated:1p1d"]["x"]) < 30
     assert report["phases"]["disaggregated:1p1d"]["requests"]["arrived"] == 3 * (NUM - 1)
-    assert not any(each["id"].startswith(f"disaggregated:1p1d.{swamped.trial.position}.") for each in report["worst"])
+    assert not any(each["id"].startswith(f"disaggregated:1p1d.{delayed.trial.position}.") for each in report["worst"])
     assert report["notes"] == [
         "disaggregated:1p1d was overloaded in 1 of 4 periods: its latency curves and phases are of its other periods"
     ]
@@ -222,7 +222,7 @@ def test_an_arm_that_was_always_overloaded_has_no_latency():
     made, found = session()
     for one in found.periods:
         if one.trial.arm == "disaggregated:1p1d":
-            swamp(one)
+            overload(one)
     report = reported(made, found)
     assert report["curves"]["ecdf"]["tbt_ms"]["disaggregated:1p1d"] == {"x": [], "y": []}
     assert "disaggregated:1p1d" not in report["phases"]
@@ -242,7 +242,7 @@ def test_invalid_periods_are_noted_by_arm_with_their_reason():
 @pytest.mark.parametrize(("loser", "is_valid"), [("disaggregated:1p1d", False), ("colocated:2", True), ("", True)])
 def test_an_arm_cannot_lead_if_only_its_periods_were_invalid(loser: str, is_valid: bool):
     """The invalid periods may have been the arm's worst. If it is behind even without them, the verdict holds. Invalid
-    periods of several arms are chance."""
+    periods of several arms are attributed to chance."""
     made, found = session(num_seeds=8)
     for one in [one for one in found.periods if loser in {"", one.trial.arm}][:2]:
         one.problems.append("the load generator was late")

@@ -126,11 +126,11 @@ def test_mser_cuts_a_beginning_that_differs_from_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "least", "most"), [(0.5, 0.0, 0.02), (0.7, 0.0, 0.1), (1.5, 0.95, 1.0), (2.0, 0.99, 1.0)]
+    ("load", "low", "high"), [(0.5, 0.0, 0.02), (0.7, 0.0, 0.1), (1.5, 0.95, 1.0), (2.0, 0.99, 1.0)]
 )
-def test_a_run_is_overloaded_if_its_queue_keeps_growing(load: float, least: float, most: float) -> None:
+def test_a_run_is_overloaded_if_its_queue_keeps_growing(load: float, low: float, high: float) -> None:
     share = np.mean([measured_window(queue(load, 600, seed))[1] for seed in range(100)])
-    assert least <= share <= most
+    assert low <= share <= high
 
 
 def test_the_window_ends_with_the_last_arrival_and_not_with_the_drain() -> None:

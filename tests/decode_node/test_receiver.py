@@ -170,7 +170,7 @@ async def test_another_model_or_an_unknown_router_is_refused(tmp_path: Path) -> 
     async with bench("tcp", tmp_path) as here:
         submit = submission("r", PROMPT, 6)
         answer = await here.receiver.reserve(ReserveRequest(submit, WRITER, "other"))
-        assert answer.error == "this node has print, the prefill node other"
+        assert answer.error == "fingerprints differ: print here, other at the writer"
         submit.router = "stranger"
         assert "not attached" in (await here.receiver.reserve(ReserveRequest(submit, WRITER, "print"))).error
         submit.router, submit.tokens = "router", pack_ids([500] * 18)

@@ -1,4 +1,4 @@
-"""An engine over a small torch model that posts its own commands at given steps, with or without overlapped steps."""
+"""Runs an engine over a small torch model with commands at given steps, with or without overlapped steps."""
 
 import threading
 from collections.abc import Sequence
@@ -28,16 +28,16 @@ SAMPLINGS = [
 
 
 class Ahead(TorchRunner):
-    """A runner that counts the steps launched while another is pending, and fails in passes that the test chooses."""
+    """A runner that counts the steps launched while another is pending, and whose chosen passes fail."""
 
     def __init__(self, *given: object) -> None:
         super().__init__(*given)
         self.ahead = True
-        self.behind = self.passes = 0
+        self.num_overlapped = self.passes = 0
         self.fails_at: set[int] = set()  # numbers of the passes that fail if they have several slices
-        self.dies_after = 10**9  # all passes after this number fail
+        self.fails_after = 10**9  # all passes after this number fail
         self.poison = ""  # id of a request whose passes all fail
-        self.spoils = ""  # id of a request whose outputs are reported as broken
+        self.spoils = ""  # id of a request whose outputs have the error "numerical"
 
     def run(self, step: Step) -> list[SliceOutput]:
         if self._fails(step):
@@ -47,7 +47,7 @@ class Ahead(TorchRunner):
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         if not self.ahead:
             return super().launch(step, before)  # calls `run`
-        self.behind += before is not None
+        self.num_overlapped += before is not None
         fails, pending = self._fails(step), super().launch(step, before)
 
         def wait() -> list[SliceOutput]:
@@ -61,7 +61,7 @@ class Ahead(TorchRunner):
     def _fails(self, step: Step) -> bool:
         self.passes += 1
         once = self.passes in self.fails_at and len(step.slices) > 1
-        return once or self.passes > self.dies_after or any(s.request.id == self.poison for s in step.slices)
+        return once or self.passes > self.fails_after or any(s.request.id == self.poison for s in step.slices)
 
     def _spoilt(self, step: Step, outputs: list[SliceOutput]) -> list[SliceOutput]:
         broken = SliceOutput(error="numerical")
@@ -78,11 +78,11 @@ class Drive(EngineListener):
         self.scheduler = scheduler
         self.todo = dict(sorted(todo.items()))
         self.steps = 0
-        self.rans: list[StepTiming] = []
+        self.timings: list[StepTiming] = []
         self.errors: list[str] = []
         self.left = sum(kind == "add" for items in todo.values() for kind, _ in items)
         self.over = threading.Event()
-        self.death: BaseException | None = None
+        self.failure: BaseException | None = None
 
     def run(self) -> None:
         self.engine.start()
@@ -127,10 +127,10 @@ class Drive(EngineListener):
         self._look()
 
     def on_timing(self, timing: StepTiming) -> None:
-        self.rans.append(timing)
+        self.timings.append(timing)
 
     def on_failure(self, error: BaseException) -> None:
-        self.death = error
+        self.failure = error
         self.over.set()
 
 
@@ -149,7 +149,8 @@ def workload(seed: int) -> list[Request]:
                 min_tokens=rng.choice([0, 0, 4]),
                 stop_tokens=frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 8]))),
                 needs_prompt_logprobs=rng.random() < 0.1,
-                sampling=SAMPLINGS[rng.randrange(5 if seed % 2 else 3)],  # loads with an even seed have no penalties
+                # Workloads with an even seed have no penalties.
+                sampling=SAMPLINGS[rng.randrange(5 if seed % 2 else 3)],
             )
         )
     return rows
@@ -167,7 +168,7 @@ def driven(model: Decoder, rows: list[Request], seed: int, num_blocks: int, *, a
     drive = Drive(scheduler_of(num_blocks, rng.choice([6, 16, 64])), runner_of(model, num_blocks), todo)
     drive.runner.ahead = ahead
     drive.run()
-    assert drive.death is None
+    assert drive.failure is None
     ledger = drive.scheduler.ledger()
     assert (ledger.owned, ledger.reserved, ledger.free + ledger.cached) == (0, 0, ledger.total)
     assert not drive.scheduler.requests

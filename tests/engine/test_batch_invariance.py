@@ -61,7 +61,7 @@ def alone(model: Decoder) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("budget", "block_tokens"), thinned(product([1, 3, 10, 4096], [1, 4, 16]), 5))
-def test_chunks_other_requests_and_block_size_change_nothing(
+def test_tokens_do_not_depend_on_chunks_other_requests_or_block_size(
     model: Decoder, alone: list[list[int]], budget: int, block_tokens: int
 ) -> None:
     runner, _, blocks = torch_runner(model, 200, block_tokens)
@@ -71,20 +71,20 @@ def test_chunks_other_requests_and_block_size_change_nothing(
     assert generate(runner, requests, budget) == alone
 
 
-def test_a_preempted_and_a_handed_over_request_continue_as_before(model: Decoder, alone: list[list[int]]) -> None:
+def test_preemption_and_handoff_do_not_change_tokens(model: Decoder, alone: list[list[int]]) -> None:
     for index, (prompt, sampling) in enumerate(zip(prompts(), SAMPLINGS, strict=True)):
         runner, pool, blocks = torch_runner(model)
         request = blocks.request(prompt, sampling, NUM_TOKENS)
         for _ in range(5):
             run_step(runner, [piece(request)])
-        # Preempt it: its blocks are lost, and all its tokens are computed again in chunks, in other blocks.
+        # Preempt the request: its blocks are lost, and all its tokens are computed again in chunks, in other blocks.
         request.blocks = blocks.request(prompt, sampling, NUM_TOKENS).blocks
         request.num_computed = 0
         pool.tensor[blocks.request(prompt).blocks] = torch.nan
         while request.num_computed < len(request.tokens) - 3:
             run_step(runner, [piece(request, 3)])
         run_step(runner, [piece(request)])
-        # Hand it over: its rows are copied to other blocks of another pool.
+        # Hand the request over: its rows are copied to other blocks of another pool.
         other, target, others = torch_runner(model)
         landed = others.request(prompt, sampling, NUM_TOKENS)
         landed.blocks.reverse()
@@ -104,7 +104,7 @@ def scored(model: Decoder, prompt: list[int], sizes: list[int]) -> list[Logprobs
         assert outputs[0].prompt_logprobs == []
         found += outputs[1].prompt_logprobs
     assert request.num_generated == 1
-    assert run_step(runner, [piece(request)])[0].prompt_logprobs == []  # a generated token is no prompt token
+    assert run_step(runner, [piece(request)])[0].prompt_logprobs == []  # a generated token is not a prompt token
     return found
 
 
@@ -149,7 +149,7 @@ def test_a_request_whose_kv_is_broken_fails_alone(
     assert requests[0].tokens[len(prompts()[0]) :] == alone[0][:2]
 
 
-def test_a_request_that_may_draw_nothing_fails_alone(model: Decoder, alone: list[list[int]]) -> None:
+def test_a_request_with_every_token_banned_fails_alone(model: Decoder, alone: list[list[int]]) -> None:
     runner, _, blocks = torch_runner(model)
     stuck = blocks.request([1, 2], GREEDY, stop_tokens=frozenset(range(VOCABULARY)), min_tokens=1)
     fine = blocks.request(prompts()[0], GREEDY)
@@ -157,7 +157,7 @@ def test_a_request_that_may_draw_nothing_fails_alone(model: Decoder, alone: list
     assert [(output.token, output.error) for output in outputs] == [(None, "no_token"), (alone[0][0], "")]
 
 
-def test_an_unfinished_chunk_gives_nothing_and_an_empty_step_too(model: Decoder) -> None:
+def test_an_unfinished_chunk_and_an_empty_step_give_no_output(model: Decoder) -> None:
     runner, _, blocks = torch_runner(model)
     (output,) = run_step(runner, [piece(blocks.request(range(9)), 4)])
     assert (output.token, output.logprobs, output.prompt_logprobs, output.error) == (None, None, [], "")

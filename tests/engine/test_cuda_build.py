@@ -1,4 +1,4 @@
-"""The build of a node on a fake GPU: its dtype, its room for KV, and the settings that it rejects."""
+"""The build of a node on a fake GPU: the dtype, the memory for KV, and the settings that are rejected."""
 
 import json
 import sys
@@ -67,7 +67,7 @@ def config() -> ModelConfig:
     return ModelConfig.from_directory(MODEL)
 
 
-def test_it_answers_as_the_cpu_does() -> None:
+def test_a_node_on_a_gpu_generates_the_tokens_of_one_on_a_cpu() -> None:
     ours = build_on_cuda(replace(OPTIONS, dtype="float32", num_blocks=40), config(), MODEL, HostGpu())
     theirs = build(replace(OPTIONS, device="cpu", num_blocks=40, block_size=64))
     assert ours.fingerprint == theirs.fingerprint
@@ -87,7 +87,7 @@ def test_it_answers_as_the_cpu_does() -> None:
     )
 
 
-def test_kv_gets_the_rest_of_the_share() -> None:
+def test_kv_gets_the_memory_that_weights_and_steps_leave() -> None:
     gpu = HostGpu(total=8 * GIB, held=GIB)
     with pytest.raises(ValueError, match="rows x bytes"):  # the fake allocates fewer rows
         build_on_cuda(replace(OPTIONS, gpu_memory_utilization=0.5), config(), MODEL, gpu)
@@ -111,13 +111,15 @@ def test_kv_gets_the_rest_of_the_share() -> None:
         (HostGpu(), {"attention_backend": "triton", "num_blocks": 9}, "triton is not installed"),
     ],
 )
-def test_impossible_settings_are_one_clear_line(gpu: HostGpu, options: dict[str, object], message: str) -> None:
+def test_an_impossible_setting_raises_an_error_of_one_line(
+    gpu: HostGpu, options: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         build_on_cuda(replace(OPTIONS, **options), config(), MODEL, gpu)
     assert "\n" not in str(raised.value)
 
 
-def test_a_driver_library_that_triton_does_not_find_is_named_with_the_variable_that_helps(
+def test_the_log_names_the_variable_that_helps_triton_find_libcuda(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Driver:
@@ -199,7 +201,7 @@ def test_an_error_in_any_operation_of_a_start_is_one_line_with_the_stage_and_the
         ("graphs", DEVICE_LOST, "capturing CUDA graphs .*illegal memory access .*try --enforce-eager"),
     ],
 )
-def test_what_the_device_refuses_is_one_line(method: str, error: Exception, words: str) -> None:
+def test_an_error_of_the_device_is_reported_in_one_line(method: str, error: Exception, words: str) -> None:
     def refuse(*_: object) -> NoReturn:
         raise error
 
@@ -231,12 +233,12 @@ def test_a_capture_that_fails_is_not_hidden_by_the_end_of_its_graph() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_gpu_is_refused_on_a_machine_without_one() -> None:
+def test_device_cuda_is_refused_on_a_machine_without_a_gpu() -> None:
     with pytest.raises(ValueError, match="finds no CUDA device; use --device cpu"):
         build(OPTIONS)
 
 
-def test_a_gpu_that_cannot_be_opened_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_opened_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> NoReturn:
         raise torch.AcceleratorError("CUDA error: all CUDA-capable devices are busy or unavailable\nadvice")
 
@@ -249,13 +251,13 @@ def test_a_gpu_that_cannot_be_opened_is_one_line(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("options", [{"runner": "hash"}, {"emulate": "h200-qwen3-8b"}])
-def test_runners_without_a_model_take_no_gpu(options: dict[str, str]) -> None:
+def test_runners_without_a_model_refuse_a_gpu(options: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="needs no GPU; use --device cpu"):
         build(replace(OPTIONS, **options))
 
 
 @pytest.mark.parametrize(
-    ("stored", "asked", "held"),
+    ("stored", "requested", "held"),
     [
         (torch.float32, "auto", "bfloat16"),
         (torch.float16, "auto", "float16"),
@@ -263,11 +265,11 @@ def test_runners_without_a_model_take_no_gpu(options: dict[str, str]) -> None:
         (torch.bfloat16, "float32", "float32"),
     ],
 )
-def test_16_bits_stay_as_they_are_stored(tmp_path: Path, stored: torch.dtype, asked: str, held: str) -> None:
+def test_auto_keeps_a_stored_16_bit_dtype(tmp_path: Path, stored: torch.dtype, requested: str, held: str) -> None:
     tensors = {name: tensor.to(stored) for name, tensor in load_file(MODEL / "model.safetensors").items()}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(json.loads((MODEL / "config.json").read_text())))
-    options = replace(OPTIONS, dtype=asked, num_blocks=8, enforce_eager=True)
+    options = replace(OPTIONS, dtype=requested, num_blocks=8, enforce_eager=True)
     computer = build_on_cuda(options, config(), tmp_path, HostGpu())
     assert (computer.attributes["dtype"], computer.layout.dtype) == (held, held)
     assert computer.attributes["graphs"] == "none"

@@ -86,7 +86,7 @@ def test_a_failed_call_raises_the_name_of_the_call_and_of_the_error() -> None:
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a driver")
-def test_a_machine_without_a_driver_raises_one_line() -> None:
+def test_a_missing_driver_raises_an_error_of_one_line() -> None:
     with pytest.raises(CudaError, match="no CUDA driver is available"):
         Driver.load()
 
@@ -98,7 +98,7 @@ def device_memory(num_rows: int = 6, row_bytes: int = 1024) -> DeviceMemory:
     return DeviceMemory(CPU, num_rows, row_bytes, CudaRegion.allocate(gpu(), num_rows * row_bytes))
 
 
-def test_a_pool_sees_what_the_driver_copies_into_its_memory() -> None:
+def test_copies_by_the_driver_appear_in_the_pool() -> None:
     layout = KVLayout(4, 2, 3, 8, 16, "bfloat16")
     ours = device_memory(layout.num_blocks, layout.block_bytes)
     pool = KVPool(layout, ours)
@@ -120,7 +120,7 @@ def test_a_pool_sees_what_the_driver_copies_into_its_memory() -> None:
 @given(
     rows=st.lists(st.integers(0, 5), max_size=9), word=st.integers(0, 127), bit=st.integers(0, 63), seed=st.integers(0)
 )
-def test_checksums_are_per_row_and_show_any_changed_bit(rows: list[int], word: int, bit: int, seed: int) -> None:
+def test_checksums_are_per_row_and_detect_any_changed_bit(rows: list[int], word: int, bit: int, seed: int) -> None:
     ours = device_memory()
     ours.rows[:] = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, ours.rows.shape, np.uint8))
     assert ours.checksums(rows) == b"".join(ours.checksums([row]) for row in rows)
@@ -130,7 +130,7 @@ def test_checksums_are_per_row_and_show_any_changed_bit(rows: list[int], word: i
     ours.close()
 
 
-def test_words_that_change_places_change_the_checksum() -> None:
+def test_the_position_of_a_word_affects_the_checksum() -> None:
     ours = device_memory(4096, 8 * 4096)  # row i has a one in word i
     ours.rows.view(torch.int64)[:] = torch.eye(4096, dtype=torch.int64)
     sums = ours.checksums(range(4096))
@@ -152,7 +152,7 @@ async def start(directory: str | Path, device: CudaDevice | None = None) -> tupl
     return memory, CudaIpcChannel(memory, new_id(), lambda _: None, directory, 0.5)
 
 
-async def test_only_a_gpu_that_this_one_reaches_is_reachable(tmp_path: Path) -> None:
+async def test_a_receiver_is_reachable_only_if_its_gpu_is(tmp_path: Path) -> None:
     ours, writer = await start(tmp_path, gpu(0))
     for ordinal, reaches in ((0, True), (1, True), (2, False)):
         theirs, receiver = await start(tmp_path, gpu(ordinal))
@@ -169,7 +169,7 @@ async def test_only_a_gpu_that_this_one_reaches_is_reachable(tmp_path: Path) -> 
         assert not writer.reachable(receiver.descriptor())
         theirs.close()
     near = PeerDescriptor.unpack(writer.descriptor(), "cuda_ipc")
-    place = f"elsewhere {ours.region.gpu.uuid}"
+    place = f"another-host {ours.region.gpu.uuid}"
     far = PeerDescriptor("cuda_ipc", place, near.endpoint, near.incarnation_id, ROW_BYTES, NUM_ROWS)
     assert not writer.reachable(far.pack())
     await writer.close()
@@ -246,7 +246,7 @@ async def share(directory: Path, lost: list[str] | None = None, row_bytes: int =
         raise
 
 
-async def test_a_client_computes_in_the_rows_of_the_owner_which_notices_its_end(tmp_path: Path) -> None:
+async def test_a_client_computes_in_the_owners_rows_and_the_owner_notices_its_end(tmp_path: Path) -> None:
     lost: list[str] = []
     memory, _, owner = await share(tmp_path, lost)
     incarnation_id = new_id()
@@ -261,7 +261,7 @@ async def test_a_client_computes_in_the_rows_of_the_owner_which_notices_its_end(
         await owner.push(b"", bytes(16), (), ())
     with pytest.raises(ValueError, match="KV blocks have 4096 bytes, ours 512: both need the same --model"):
         client.fitting(512)
-    assert not owner.fence_writer(incarnation_id), "it is connected, and may write"
+    assert not owner.fence_writer(incarnation_id), "the client is connected and may write"
     assert lost == []
     for _ in range(2):
         await client.close()
@@ -273,7 +273,7 @@ async def test_a_client_computes_in_the_rows_of_the_owner_which_notices_its_end(
     memory.close()
 
 
-async def test_a_client_notices_the_end_of_its_owner_and_hands_nothing_to_it(tmp_path: Path) -> None:
+async def test_a_client_notices_the_end_of_its_owner_and_cannot_push(tmp_path: Path) -> None:
     memory, _, owner = await share(tmp_path)
     client = await asyncio.to_thread(PoolClient.attach, tmp_path, None, new_id(), 1.0, 1.0)
     gone = asyncio.Event()
@@ -296,7 +296,7 @@ async def test_a_device_has_one_shared_pool_and_a_killed_owner_is_replaced(row_b
     with pytest.raises(OSError, match="another decode node shares its pool there"):
         await share(tmp_path)
     assert path.read_bytes() == owner.descriptor()
-    await inner.close()  # leaves the descriptor file, as a killed owner does
+    await inner.close()  # the descriptor file remains, as after a kill
     for left in (path.read_bytes(), b"half a de"):
         path.write_bytes(left)
         next_memory, next_inner, next_owner = await share(tmp_path)

@@ -1,5 +1,5 @@
-"""The CUDA runner on a CPU, over fake CUDA graphs that poison all memory that a replay does not write again. It gives
-the tokens of the reference runner, whatever is captured, padded, carried over or in flight."""
+"""The CUDA runner on a CPU, over fake CUDA graphs that poison all memory that a replay does not write again. It generates
+the tokens of the reference runner, however steps are captured, padded and overlapped."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,7 +53,7 @@ CAPTURES = ["nothing", "pieces", "decodes whole"]
 
 
 class StaticAttention:
-    """Attention that a CUDA graph can capture, because it reads only tensors of the batch, and all of the block table."""
+    """Attention that a CUDA graph can capture, because it reads only the batch's tensors and the whole block table."""
 
     name = "static"
 
@@ -99,7 +99,7 @@ def cuda_runner(model: Decoder, captures: str) -> tuple[CudaRunner, Blocks, KVPo
 
 @pytest.fixture(scope="module")
 def expected(model: Decoder) -> dict[int, Answer]:
-    """Return the answers of the reference runner by seed, computed in other steps."""
+    """Return the answers of the reference runner by seed, computed with other steps."""
     answers = {}
     for seed in SEEDS:
         reference, _, blocks = torch_runner(model, NUM_BLOCKS, BLOCK_TOKENS)
@@ -121,7 +121,9 @@ def test_random_workloads_give_the_tokens_of_the_reference(
 
 
 @pytest.mark.parametrize(("seed", "tight", "aborts"), thinned(product(range(3), [False, True], [False, True]), 5))
-def test_under_the_real_engine_with_preemption_and_aborts(model: Decoder, seed: int, tight: bool, aborts: bool) -> None:
+def test_the_real_engine_gives_the_same_tokens_with_preemption_and_aborts(
+    model: Decoder, seed: int, tight: bool, aborts: bool
+) -> None:
     expected = overlap.expected_of(model, seed)
     rows, random = overlap.workload(seed), Random(seed)
     todo: dict[int, list[tuple[str, Request]]] = {}
@@ -139,7 +141,7 @@ def test_under_the_real_engine_with_preemption_and_aborts(model: Decoder, seed: 
     runner.capture(FakeGraphPool())
     drive = overlap.Drive(overlap.scheduler_of(num_blocks, random.choice([6, 16, 64])), runner, todo)
     drive.run()
-    assert drive.death is None
+    assert drive.failure is None
     for row, (tokens, finish) in zip(rows, expected, strict=True):
         found = row.tokens[row.num_prompt :]
         assert found == tokens[: len(found)]
@@ -164,8 +166,8 @@ def test_each_number_of_decodes_replays_the_next_larger_size(model: Decoder, siz
 
 
 @pytest.mark.parametrize("num_tokens", [CAPACITY.tokens + 8, 3])
-def test_a_step_beyond_the_buffers_gets_its_own(model: Decoder, num_tokens: int) -> None:
-    """The step has too many tokens for the buffers or, in the case of 3 tokens, its request has too many blocks."""
+def test_a_step_larger_than_the_buffers_gets_its_own_buffers(model: Decoder, num_tokens: int) -> None:
+    """The step has too many tokens for the buffers. In the case of 3 tokens, the request has too many blocks."""
     runner, blocks, pool = cuda_runner(model, "decodes whole")
     if num_tokens < CAPACITY.tokens:
         narrow = replace(CAPACITY, blocks=1)
@@ -197,7 +199,7 @@ def test_broken_logits_end_their_request_alone(model: Decoder, captures: str) ->
     assert runner.run(Step(3, [piece(banned)], []))[0].error == "no_token"
 
 
-class Watched(TorchAttention):
+class RecordingAttention(TorchAttention):
     seen: list[int]
 
     def plan(self, batch: Batch) -> TorchPlan:
@@ -205,9 +207,9 @@ class Watched(TorchAttention):
         return super().plan(batch)
 
 
-def test_decodes_come_first_whatever_the_order_of_a_step(model: Decoder) -> None:
+def test_decodes_come_first_for_any_order_of_slices(model: Decoder) -> None:
     _, blocks, pool = cuda_runner(model, "nothing")
-    attention = Watched(pool)
+    attention = RecordingAttention(pool)
     runner = CudaRunner(model, pool, attention, TorchKernels(CONFIG, pool), CPU, CAPACITY)
     long, short = blocks.request(range(3, 12), GREEDY), blocks.request([5], GREEDY)
     outputs = runner.run(Step(1, [piece(long), piece(short)], []))
@@ -216,7 +218,7 @@ def test_decodes_come_first_whatever_the_order_of_a_step(model: Decoder) -> None
     assert [output.token for output in outputs] == [output.token for output in alone]
 
 
-def test_sizes_cover_all_that_fits(model: Decoder) -> None:
+def test_a_step_is_padded_to_the_next_captured_size(model: Decoder) -> None:
     runner, blocks, _ = cuda_runner(model, "decodes whole")
     passes = runner.passes
     for request in (requests := requests_of(blocks, 5, [GREEDY] * 9)):
@@ -227,9 +229,8 @@ def test_sizes_cover_all_that_fits(model: Decoder) -> None:
     requests[0].num_computed = 0
     long = piece(requests[0], 30)
     assert passes.choose(_built([long]))[0] == StepShape(32, 1, 9)
-    assert (
-        passes.num_graphs == 5 + 3 * 3
-    )  # 1, 2, 4, 8 and 9 decodes, and three pieces for each mixed size of 16, 32 and 40
+    # One graph each for 1, 2, 4, 8 and 9 decodes, and three pieces for each mixed size (16, 32 and 40).
+    assert passes.num_graphs == 5 + 3 * 3
 
 
 def _built(slices: list[Slice]) -> Batch:
@@ -270,7 +271,7 @@ def test_a_warm_up_touches_the_dummy_block_only(model: Decoder, captures: str) -
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7])
-def test_tensors_on_the_device_begin_at_16_bytes_whatever_the_shape(tokens: int) -> None:
+def test_tensors_on_the_device_are_aligned_to_16_bytes(tokens: int) -> None:
     """Triton compiles its kernels again for a pointer without this alignment."""
     buffers = StepBuffers(CAPACITY, CPU)
     batch = buffers.clear(StepShape(tokens, tokens, tokens))

@@ -1,4 +1,4 @@
-"""Faults inside an engine: slow steps, and requests whose code raises or whose logits are NaN."""
+"""Faults inside an engine: slow steps, and requests that cause errors or NaN."""
 
 import time
 from collections.abc import Callable
@@ -35,12 +35,12 @@ def test_the_deadline_of_a_step_follows_earlier_steps_and_has_a_minimum() -> Non
     assert deadline.seconds(step_of(512)) == FIRST_S, "no step was observed"
     deadline.observe(1, 0.08)  # a decode on a laptop
     assert deadline.seconds(step_of(1)) == 5.0
-    assert deadline.seconds(step_of(512)) == pytest.approx(10 * 512 * 0.08), "its first chunk may take 20 s"
+    assert deadline.seconds(step_of(512)) == pytest.approx(10 * 512 * 0.08), "the first chunk after decodes may be slow"
     deadline.observe(512, 15.0)
     assert deadline.seconds(step_of(512)) == pytest.approx(150.0)
     deadline.observe(64, 0.01)
     assert deadline.seconds(step_of(512)) == 5.0
-    assert deadline.seconds(step_of(512, predicted_s=2.0)) == 20.0, "the step-time model counts, too"
+    assert deadline.seconds(step_of(512, predicted_s=2.0)) == 20.0, "a longer prediction extends the deadline"
 
 
 def test_an_idle_engine_makes_progress_more_often_than_its_deadline() -> None:
@@ -56,7 +56,7 @@ def test_an_idle_engine_makes_progress_more_often_than_its_deadline() -> None:
 
 
 class Raises:
-    """A value of a request whose use raises an error: in a comparison, in arithmetic and as a container."""
+    """A value that raises an error if it is compared, used in arithmetic or used as a container."""
 
     def fail(self, *_: object) -> Any:
         raise ValueError("injected")
@@ -93,7 +93,7 @@ def expected_once(model: Decoder) -> list[tuple[list[int], str | None]]:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("breaks", [break_draw, break_logprobs, break_update, break_tokens, None])
-def test_a_request_whose_code_raises_or_whose_logits_are_broken_fails_alone(
+def test_a_request_that_causes_an_error_or_broken_logits_fails_alone(
     model: Decoder, breaks: Callable[[Request], None] | None, ahead: bool
 ) -> None:
     expected, rows, runner = expected_once(model), workload(8), runner_of(model, 200)
@@ -107,7 +107,7 @@ def test_a_request_whose_code_raises_or_whose_logits_are_broken_fails_alone(
         breaks(victim)
     drive = Drive(scheduler_of(200), runner, {0: [("add", row) for row in rows]})
     drive.run()
-    assert drive.death is None
+    assert drive.failure is None
     assert victim.finish == "error"
     assert answers(rows[:4] + rows[5:]) == expected[:4] + expected[5:], "the others' tokens are unchanged"
     assert drive.scheduler.audit() == ""

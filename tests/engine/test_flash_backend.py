@@ -26,7 +26,7 @@ every_failure = pytest.mark.parametrize("failure", thinned(FAILURES, 4))
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """Return a function that installs packages by name, of which some fail to be imported, and returns their place."""
+    """Return a function that installs packages by name, of which some cannot be imported, and returns their directory."""
 
     def write(*names: str, **failing: str) -> Path:
         for name in (*names, *failing):
@@ -75,7 +75,7 @@ MIXES = {
 @pytest.mark.parametrize(
     ("name", "mix", "window", "apart"), thinned(product(BLOCK_TOKENS, MIXES, [0, 9], [False, True]), 5)
 )
-def test_every_generation_gives_the_reference_answer(name: str, mix: str, window: int, apart: bool) -> None:
+def test_every_generation_gives_the_reference_result(name: str, mix: str, window: int, apart: bool) -> None:
     pool = pool_of(BLOCK_TOKENS[name])
     batch = build(slices_of(BLOCK_TOKENS[name], MIXES[mix]), BLOCK_TOKENS[name], CPU)
     q = torch.randn(len(batch.tokens), 6, 32, generator=torch.Generator().manual_seed(5)).half()
@@ -150,7 +150,7 @@ def test_a_flash_attn_3_that_cannot_be_loaded_is_logged_once_by_auto(
 
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])
 @every_failure
-def test_a_requested_flash_attn_that_cannot_be_loaded_is_one_line(
+def test_a_requested_flash_attn_that_cannot_be_loaded_is_reported_in_one_line(
     install: Callable[..., Path], failure: str, name: str
 ) -> None:
     install(**{name: failure})
@@ -177,6 +177,6 @@ def test_without_any_package_the_error_says_how_to_get_one() -> None:
         (10, ["flash_attn 4", "flash_attn 2"]),
     ],
 )
-def test_each_generation_is_for_certain_gpus(monkeypatch: pytest.MonkeyPatch, major: int, found: list[str]) -> None:
+def test_each_generation_runs_on_certain_gpus(monkeypatch: pytest.MonkeyPatch, major: int, found: list[str]) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
     assert flash_attn_here(torch.device("cuda")) == found

@@ -51,7 +51,7 @@ def test_tokens_do_not_depend_on_chunks_or_other_requests(kind: str, budget: int
 
 
 @every_kind
-def test_every_token_its_place_and_the_salt_change_all_later_tokens(kind: str) -> None:
+def test_every_token_its_position_and_the_salt_change_all_later_tokens(kind: str) -> None:
     base = list(range(40))
     rows = [[*base[:changed], base[changed] + 1, *base[changed + 1 :]] for changed in range(40)]
     rows += [[base[1], base[0], *base[2:]], base]
@@ -96,7 +96,7 @@ def test_a_handoff_a_preemption_and_a_repeated_step_change_nothing(kind: str) ->
 
 
 @every_kind
-def test_a_reused_request_id_is_another_request(kind: str) -> None:
+def test_requests_with_equal_ids_share_no_state(kind: str) -> None:
     device, blocks = runner(kind, pool()), Blocks(NUM_BLOCKS, BLOCK_TOKENS)
     first, second = blocks.request([1, 2, 3], max_tokens=4), blocks.request([4, 5, 6], max_tokens=4)
     second.id = first.id
@@ -160,7 +160,7 @@ class Silent(KVChannel):
         self.pushed.append(len(source))
 
 
-async def test_pushes_of_one_node_share_its_link_in_their_order() -> None:
+async def test_pushes_of_one_node_share_its_link_in_order() -> None:
     inner, loop = Silent(), asyncio.get_running_loop()
     link = EmulatedLink(inner, FREE, block_tokens=16)  # 2.1 ms per block, and 1 ms per push
     ended: list[tuple[int, float]] = []
@@ -196,7 +196,7 @@ def test_a_link_is_chosen_by_name() -> None:
     slow, fast = load_emulation("h200-llama-3.1-8b@100gbe"), load_emulation("h200-llama-3.1-8b")
     assert slow.link.bytes_per_s < fast.link.bytes_per_s
     assert slow.cost == fast.cost
-    assert slow.name != fast.name, "nodes of different links are not of one kind"
+    assert slow.name != fast.name, "nodes with different links are of different kinds"
 
 
 BROKEN: list[tuple[str, Any, str]] = [
@@ -211,7 +211,7 @@ BROKEN: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("field", "value", "complaint"), BROKEN)
-def test_a_bad_file_is_refused_by_its_field(field: str, value: object, complaint: str, tmp_path: Path) -> None:
+def test_an_error_in_a_file_names_the_field(field: str, value: object, complaint: str, tmp_path: Path) -> None:
     data = json.loads((COSTS / "h200-llama-3.1-8b.json").read_text()) | {field: value}
     path = tmp_path / "device.json"
     path.write_text(json.dumps(data))
@@ -221,7 +221,7 @@ def test_a_bad_file_is_refused_by_its_field(field: str, value: object, complaint
     assert "device.json" in str(caught.value)
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_name_lists_the_known_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"one of h200-llama-3\.1-8b, h200-qwen3-32b, h200-qwen3-8b"):
         load_emulation("h100-gpt-5")
     (tmp_path / "x.json").write_text("{")

@@ -24,6 +24,6 @@ print(len(found))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_a_tensor_lies_where_that_of_the_layer_before_lay() -> None:
+def test_each_layer_reuses_the_memory_of_the_previous_layers_tensor() -> None:
     found = subprocess.run([sys.executable, "-c", LAYERS], capture_output=True, text=True, check=True, timeout=600)
     assert int(found.stdout) <= 2

@@ -1,4 +1,4 @@
-"""Compiled kernels: their cache, which cache directories are trusted, their threads, and the fallback without them."""
+"""Compiled kernels: the cache and its trusted directories, the threads, and the fallback to torch."""
 
 import importlib.util
 import os
@@ -17,10 +17,10 @@ from engine.cpu.jit import cache_directory, cache_places, is_ours
 
 ROOT = Path(__file__).parents[2]
 
-x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs all convert float16")
+x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="all other CPUs convert float16")
 
 
-def test_the_threads_are_those_that_torch_has() -> None:
+def test_kernels_run_on_the_threads_of_torch() -> None:
     """The threads of a second OpenMP runtime would spin and slow down those of the first."""
     code = """
 import torch
@@ -46,7 +46,7 @@ assert len(found) == 1, found
     assert run.returncode == 0, run.stderr
 
 
-def test_code_is_not_loaded_from_where_others_may_write(tmp_path: Path) -> None:
+def test_a_directory_that_others_can_write_is_not_trusted(tmp_path: Path) -> None:
     assert is_ours(tmp_path / "ours")
     assert os.stat(tmp_path / "ours").st_mode & 0o077 == 0
     (tmp_path / "open").mkdir()
@@ -57,7 +57,7 @@ def test_code_is_not_loaded_from_where_others_may_write(tmp_path: Path) -> None:
         assert not is_ours(tmp_path / other)
 
 
-def test_a_directory_of_ours_in_one_of_others_is_not_trusted(tmp_path: Path) -> None:
+def test_our_directory_inside_a_writable_one_is_not_trusted(tmp_path: Path) -> None:
     """The owner of the outer directory can replace the inner one."""
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -68,7 +68,7 @@ def test_a_directory_of_ours_in_one_of_others_is_not_trusted(tmp_path: Path) -> 
     assert cache_directory(Path(__file__), places[:2]) is None
 
 
-def test_a_user_without_a_home_has_a_place_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_a_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(_: int) -> None:
         raise KeyError("uid not found")
 
@@ -102,7 +102,7 @@ def probed(where: Path) -> str:
     return run.stderr
 
 
-def test_kernels_are_compiled_once_and_again_when_what_was_kept_is_damaged(tmp_path: Path) -> None:
+def test_kernels_are_compiled_once_and_again_after_the_cache_is_damaged(tmp_path: Path) -> None:
     for package in ("engine", "shared"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "probe.py").write_text(PROBE)
@@ -121,7 +121,7 @@ def test_kernels_are_compiled_once_and_again_when_what_was_kept_is_damaged(tmp_p
         pytest.param({"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+sse2"}, "", "F16C", marks=x86),
     ],
 )
-def test_a_machine_that_cannot_compile_serves_by_torch(
+def test_a_machine_that_cannot_compile_falls_back_to_torch(
     environment: dict[str, str], preparation: str, reason: str
 ) -> None:
     code = (

@@ -32,7 +32,7 @@ def test_sizes_and_dtypes(dtype: str, size: int) -> None:
     assert tuple(pool.tensor.shape) == layout.shape
 
 
-def test_peers_agree_on_everything_but_the_number_of_blocks() -> None:
+def test_the_description_of_a_layout_omits_only_the_number_of_blocks() -> None:
     assert LAYOUT.describe() == KVLayout(9, 2, 3, 4, 6, "float32").describe()
     others = [(4, 3, 4, 6, "float32"), (2, 4, 4, 6, "float32"), (2, 3, 8, 6, "float32"), (2, 3, 4, 8, "float32")]
     texts = {KVLayout(5, *rest).describe() for rest in [*others, (2, 3, 4, 6, "bfloat16")]}
@@ -53,6 +53,6 @@ def test_memory_of_another_layout_is_refused() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1, 1, 1, "float32"), (1, -1, 1, 1, 1, "float32"), (1, 1, 1, 1, 1, "int3")])
-def test_senseless_layouts_are_refused(sizes: tuple[int, int, int, int, int, str]) -> None:
+def test_invalid_layouts_are_refused(sizes: tuple[int, int, int, int, int, str]) -> None:
     with pytest.raises(ValueError, match="KV"):
         KVLayout(*sizes)

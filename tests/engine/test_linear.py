@@ -52,7 +52,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("linear", FLOATS, ids=lambda linear: linear.name)
 @pytest.mark.parametrize(("out", "width"), thinned(SHAPES, 4))
-def test_a_product_is_that_of_the_weights_as_held(linear: LinearFormat, out: int, width: int) -> None:
+def test_a_product_uses_the_stored_weights(linear: LinearFormat, out: int, width: int) -> None:
     weight, bias, rows = matrix(out, width), matrix(1, out, 1)[0], matrix(600, width, 2, 1.0)
     for offset in (None, bias):
         made = linear.make(weight.clone(), offset)
@@ -66,7 +66,7 @@ def test_a_product_is_that_of_the_weights_as_held(linear: LinearFormat, out: int
 @compiled
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("linear", [*PANELS, *EIGHT_BITS[1:]], ids=lambda linear: linear.name)
-def test_in_panels_not_a_bit_of_a_row_depends_on_other_rows(linear: LinearFormat, threads: int) -> None:
+def test_in_panels_no_bit_of_a_row_depends_on_other_rows(linear: LinearFormat, threads: int) -> None:
     """The result does not depend on the number of threads either, because all sums run in the order of the depth."""
     made, rows = linear.make(matrix(3 * PANEL + 5, 1100), matrix(1, 3 * PANEL + 5, 3)[0]), matrix(400, 1100, 2, 1.0)
     torch.set_num_threads(1)
@@ -97,7 +97,7 @@ def test_bfloat16_keeps_its_range(size: float) -> None:
 
 @pytest.mark.parametrize("given", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("linear", [*FLOATS, *EIGHT_BITS], ids=lambda linear: linear.name)
-def test_weights_are_looked_up_as_they_were_given_or_not_at_all(linear: LinearFormat, given: torch.dtype) -> None:
+def test_a_format_has_a_lookup_only_for_unrounded_weights(linear: LinearFormat, given: torch.dtype) -> None:
     weight = matrix(150, 37).to(given)
     lookup = linear.make(weight.clone(), None).lookup()
     keeps = linear.name.split()[0] in {"float32", str(given).removeprefix("torch.")}
@@ -124,7 +124,9 @@ def test_weights_that_float16_cannot_hold_are_refused(bad: float) -> None:
 @pytest.mark.parametrize("levels", [LEVELS, LEVELS_OF_7_BITS])
 @pytest.mark.parametrize("linear", EIGHT_BITS, ids=lambda linear: type(linear).__name__)
 @pytest.mark.parametrize(("out", "width"), thinned(SHAPES, 4))
-def test_int8_is_within_a_rounding_of_both_sides(out: int, width: int, linear: LinearFormat, levels: int) -> None:
+def test_int8_errors_are_bounded_by_the_rounding_of_both_factors(
+    out: int, width: int, linear: LinearFormat, levels: int
+) -> None:
     """The bound assumes an error of half a level in each weight and activation, by the triangle inequality."""
     if isinstance(linear, Int8):
         if levels > Int8().levels:
@@ -168,7 +170,7 @@ def test_a_broken_row_spoils_only_itself() -> None:
 
 
 @pytest.mark.parametrize("linear", [*FLOATS, *EIGHT_BITS], ids=lambda linear: type(linear).__name__ + linear.name)
-def test_no_rows_and_rows_that_do_not_lie_together(linear: LinearFormat) -> None:
+def test_empty_and_strided_rows_are_multiplied(linear: LinearFormat) -> None:
     made = linear.make(matrix(20, 12), None)
     rows = matrix(9, 30, 1)
     assert made(rows[:0, :12]).shape == (0, 20)
@@ -178,7 +180,7 @@ def test_no_rows_and_rows_that_do_not_lie_together(linear: LinearFormat) -> None
 
 @compiled
 @pytest.mark.parametrize(
-    ("asked", "name"),
+    ("settings", "name"),
     [
         (("auto", "none"), "float32 packed"),
         (("float32", "none"), "float32 packed"),
@@ -186,9 +188,9 @@ def test_no_rows_and_rows_that_do_not_lie_together(linear: LinearFormat) -> None
         (("float16", "none"), "float16 packed (float32 arithmetic)"),
     ],
 )
-def test_the_requested_format_is_chosen(asked: tuple[str, str], name: str) -> None:
-    linear = linear_on_cpu(*asked)
-    assert isinstance(linear, AsStored if asked[0] == "auto" else Panels)
+def test_the_requested_format_is_chosen(settings: tuple[str, str], name: str) -> None:
+    linear = linear_on_cpu(*settings)
+    assert isinstance(linear, AsStored if settings[0] == "auto" else Panels)
     assert linear.name == name
     assert linear_on_cpu("auto", "int8").name == "int8"
 
@@ -199,13 +201,13 @@ def test_contradicting_settings_are_refused() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("asked", [("auto", "none"), ("bfloat16", "none"), ("float16", "none"), ("auto", "int8")])
-def test_a_model_generates_the_same_alone_and_in_a_batch(asked: tuple[str, str]) -> None:
+@pytest.mark.parametrize("settings", [("auto", "none"), ("bfloat16", "none"), ("float16", "none"), ("auto", "int8")])
+def test_a_model_generates_the_same_alone_and_in_a_batch(settings: tuple[str, str]) -> None:
     config = ModelConfig(
         "LlamaForCausalLM", 64, 100, 2, 4, 2, 16, 97, 1e-5, Rope(), True, False, False,
         False, False, (0, 0), 4096, None, (),
     )  # fmt: skip
-    model = random_decoder(config, torch.float32, CPU, linear_on_cpu(*asked), deviation=0.1)
+    model = random_decoder(config, torch.float32, CPU, linear_on_cpu(*settings), deviation=0.1)
     prompts = [[Random(seed).randrange(97) for _ in range(count)] for seed, count in enumerate((1, 17, 160))]
     runner, _, blocks = torch_runner(model, num_blocks=400)
     together = generate(runner, [blocks.request(prompt, max_tokens=12) for prompt in prompts], budget=500)

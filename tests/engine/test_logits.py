@@ -170,7 +170,7 @@ def test_the_last_layer_attends_only_for_rows_that_draw(name: str, tmp_path: Pat
     assert torch.equal(stored, same)
 
 
-def test_a_batch_of_decodes_or_with_prompt_logprobs_has_no_other() -> None:
+def test_a_batch_of_decodes_or_with_prompt_logprobs_has_no_drawing_batch() -> None:
     blocks = Blocks(96, 4)
     decode, scored = blocks.request([1]), blocks.request([1, 2, 3], needs_prompt_logprobs=True)
     assert build([piece(decode, 1)], 4, CPU).drawing() is None

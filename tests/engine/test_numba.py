@@ -74,7 +74,7 @@ def test_many_heads_may_share_a_key(name: str, group: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 900])
-def test_few_long_contexts_are_shared_out_and_merged(dtype: torch.dtype, window: int, threads: int) -> None:
+def test_few_long_contexts_are_divided_and_merged(dtype: torch.dtype, window: int, threads: int) -> None:
     batch = batch_of([(1499, 1500), (0, 40), (2000, 2011)], 16, 300, CPU)
     pool = pool_of(1, 64, 16, dtype, 300, CPU)
     work = AttentionWork(batch, 1, 3, window, threads)
@@ -109,7 +109,7 @@ def test_norms_and_silu_equal_their_definitions(name: str, width: int) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "head_dim", "norms"), thinned(product(BACKENDS, DTYPES, [16, 20, 64, 128], [False, True]), 7)
 )
-def test_rotation_stores_what_it_should_and_nothing_else(
+def test_rotation_stores_kv_only_in_the_slots_of_the_batch(
     name: str, dtype: torch.dtype, head_dim: int, norms: bool
 ) -> None:
     for block_tokens in (1, 4, 64):
@@ -143,7 +143,7 @@ def computed(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tenso
     return out
 
 
-def test_the_exponential_is_exact_to_its_last_bits_and_lets_nan_through() -> None:
+def test_the_exponential_is_accurate_and_propagates_nan() -> None:
     x = torch.linspace(-87, 88, 100_003)
     expected = x.double().exp()
     assert ((computed(x).double() - expected) / expected).abs().max() < 2e-7
@@ -151,7 +151,7 @@ def test_the_exponential_is_exact_to_its_last_bits_and_lets_nan_through() -> Non
     assert edges[:3].tolist() == [0.0, 0.0, 0.0]
     assert edges[3].isnan()
     assert edges[4] == 1.0
-    # NaN stays NaN whatever its other bits are, such as those of memory filled with ones.
+    # NaN stays NaN for any of its bit patterns, such as that of memory filled with ones.
     assert (
         computed(torch.tensor([-1, 0x7FC00001, 0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32))
         .isnan()
@@ -159,7 +159,7 @@ def test_the_exponential_is_exact_to_its_last_bits_and_lets_nan_through() -> Non
     )
 
 
-def test_a_power_of_two_is_exact_to_its_last_bits_and_lets_nan_through() -> None:
+def test_a_power_of_two_is_accurate_and_propagates_nan() -> None:
     x = torch.cat((torch.linspace(-126, 0, 100_003), torch.tensor([-torch.inf, -1e30, -127.0, torch.nan, -8.0])))
     out = torch.empty_like(x)
     powers_of_two(0, x.data_ptr(), out.data_ptr(), len(x))
@@ -175,7 +175,7 @@ def test_16_bit_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> 
     assert torch.equal(computed(x, dtype)[:-2], computed(x)[:-2].to(dtype))
 
 
-def test_threads_may_become_more_between_plan_and_attention() -> None:
+def test_the_number_of_threads_may_grow_between_plan_and_attention() -> None:
     batch = batch_of([(0, 90), (10, 50), (79, 80)], 16, 20, CPU)
     pool = pool_of(2, 64, 16, torch.float32, 20, CPU)
     fill(pool, batch, 1)
@@ -186,7 +186,7 @@ def test_threads_may_become_more_between_plan_and_attention() -> None:
     torch.testing.assert_close(plan.attend(1, q, 0), expected, rtol=0, atol=1e-6)
 
 
-def test_the_backend_that_is_named_is_the_one_that_runs() -> None:
+def test_the_named_backend_runs() -> None:
     pool = pool_of(2, 16, 4, torch.float32, 9, CPU)
     assert [attention_on_cpu(name, pool).name for name in ("auto", "numba", "torch")] == ["numba", "numba", "torch"]
     with pytest.raises(ValueError, match="triton: does not run on a CPU"):

@@ -38,17 +38,17 @@ def test_tokens_are_the_same_with_and_without_overlap(model: Decoder, seed: int,
             found = row.tokens[row.num_prompt :]
             assert found == tokens[: len(found)]
             assert row.finish == finish if len(found) == len(tokens) else aborts
-        assert len(drive.rans) == drive.steps
-        starts = [ran.start_ns for ran in drive.rans]
+        assert len(drive.timings) == drive.steps
+        starts = [timing.start_ns for timing in drive.timings]
         assert starts == sorted(starts)
-        assert all(ran.device_ns >= 0 <= ran.host_ns for ran in drive.rans)
+        assert all(timing.device_ns >= 0 <= timing.host_ns for timing in drive.timings)
 
 
-def test_steps_are_launched_behind_pending_ones_(model: Decoder) -> None:
+def test_steps_are_launched_while_another_is_pending(model: Decoder) -> None:
     rows = [Request(f"r{index}", [index, 2, 3], 3, 12, sampling=GREEDY) for index in range(3)]
     drive = driven(model, rows, 1, 200, ahead=True, aborts=False)
     runner = drive.runner
-    assert runner.behind > 10
+    assert runner.num_overlapped > 10
     assert drive.scheduler.counters.generated_tokens == 36
 
 
@@ -60,11 +60,11 @@ def test_a_tight_pool_really_preempts_with_a_step_in_flight(model: Decoder) -> N
     assert drive.scheduler.counters.preemptions > 0
 
 
-def test_a_step_with_penalties_leads_no_other(model: Decoder) -> None:
+def test_a_step_with_penalties_ends_before_the_next_is_launched(model: Decoder) -> None:
     rows = [Request("r", [1, 2, 3], 3, 12, sampling=SAMPLINGS[3])]
     drive = driven(model, rows, 1, 200, ahead=True, aborts=False)
     runner = drive.runner
-    assert runner.behind == 0
+    assert runner.num_overlapped == 0
     request = rows[0]
     assert leads(Step(0, [Slice(request, 0, 2, False, 0)], []))
     assert not leads(Step(0, [Slice(request, 0, 3, True, 0)], []))
@@ -79,7 +79,7 @@ def test_a_step_that_fails_once_changes_no_request(model: Decoder, ahead: bool, 
     runner.ahead, runner.fails_at = ahead, fails_at
     drive = Drive(scheduler_of(18), runner, {0: [("add", row) for row in rows]})
     drive.run()
-    assert drive.death is None
+    assert drive.failure is None
     assert answers(rows) == expected
     assert runner.passes > max(fails_at)
     assert not drive.errors
@@ -93,7 +93,7 @@ def test_a_request_that_fails_every_pass_fails_alone(model: Decoder, ahead: bool
     runner.ahead, runner.poison = ahead, "r4"
     drive = Drive(scheduler_of(200), runner, {0: [("add", row) for row in rows]})
     drive.run()
-    assert drive.death is None
+    assert drive.failure is None
     assert drive.errors == ["internal"]
     assert [found for found in answers(rows) if found[1] != "error"] == expected[:4] + expected[5:]
 
@@ -105,10 +105,10 @@ def test_a_device_on_which_every_pass_fails_ends_the_engine(
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     rows = [Request(f"r{index}", [1, 2, index], 3, 12, sampling=GREEDY) for index in range(6)]
     runner = runner_of(model, 200)
-    runner.ahead, runner.dies_after = ahead, 2
+    runner.ahead, runner.fails_after = ahead, 2
     drive = Drive(scheduler_of(200), runner, {2 * at: [("add", row)] for at, row in enumerate(rows)})
     drive.run()
-    assert "the device fails on any work" in str(drive.death)
+    assert "the device fails even in a warm-up step" in str(drive.failure)
     assert not drive.errors, "no request is blamed: all are retried on other nodes"
 
 
@@ -123,7 +123,7 @@ def test_a_request_that_sends_kv_is_not_scheduled_beyond_its_first_token(model: 
     assert (rows[0].num_scheduled, rows[0].num_generated) == (3, 1)
 
 
-def test_a_batch_names_the_draws_of_the_pending_step_that_are_its_tokens() -> None:
+def test_a_batch_lists_the_pending_draws_that_it_reads() -> None:
     blocks = Blocks(64, 4)
     first, second, chunk = (blocks.request([5, 6, 7, index], GREEDY) for index in range(3))
     before = [Slice(chunk, 0, 2, False, 0), Slice(first, 3, 1, True, 0), Slice(second, 3, 1, True, 0)]
@@ -136,7 +136,7 @@ def test_a_batch_names_the_draws_of_the_pending_step_that_are_its_tokens() -> No
         build(after, 4, CPU, before[:2])
 
 
-def test_async_scheduling_follows_the_setting_where_the_runner_can(model: Decoder) -> None:
+def test_async_scheduling_follows_the_setting_if_the_runner_supports_it(model: Decoder) -> None:
     runner, _, _ = torch_runner(model)
     for mode, ahead in (("on", True), ("auto", True), ("off", False), ("auto", False)):
         set_ahead(runner, mode)

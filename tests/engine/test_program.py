@@ -46,12 +46,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def decoder(config: ModelConfig, asked: tuple[str, str]) -> Decoder:
-    return random_decoder(config, torch.float32, CPU, linear_on_cpu(*asked), deviation=0.2)
+def decoder(config: ModelConfig, settings: tuple[str, str]) -> Decoder:
+    return random_decoder(config, torch.float32, CPU, linear_on_cpu(*settings), deviation=0.2)
 
 
 def contexts(count: int) -> list[tuple[int, int]]:
-    """Return decodes. One context is so long that threads share it, and the other contexts determine how."""
+    """Return decodes. One context is long enough to be divided among threads."""
     rng = Random(count)
     ends = [900, *(rng.randrange(1, 120) for _ in range(count - 1))]
     return [(end - 1, end) for end in rng.sample(ends, count)]
@@ -63,17 +63,17 @@ def drawing(spans: list[tuple[int, int]]) -> Batch:
     return replace(batch, sampled=list(range(len(spans))), logit_rows=batch.cu_q[1:].long() - 1)
 
 
-@pytest.mark.parametrize(("shape", "asked"), CASES, ids=lambda value: "".join(value))
-def test_not_a_bit_differs(shape: str, asked: tuple[str, str]) -> None:
+@pytest.mark.parametrize(("shape", "settings"), CASES, ids=lambda value: "".join(value))
+def test_the_fused_pass_gives_the_same_bits(shape: str, settings: tuple[str, str]) -> None:
     config = SHAPES[shape]
-    model = decoder(config, asked)
+    model = decoder(config, settings)
     pool = pool_of(config.num_kv_heads, config.head_dim, 16, torch.float32, 700, CPU, config.num_layers)
     kernels, attention = NumbaKernels(config, pool), NumbaAttention(pool)
     program = fused_decode_of(model, kernels, attention)
-    if asked == BYTES and not HAS_INT8:
+    if settings == BYTES and not HAS_INT8:
         pytest.skip("this CPU has no instruction for products of 8 bits")
     assert program is not None
-    for count in (5, 1, 17):  # the program's buffers keep values of earlier steps
+    for count in (5, 1, 17):  # the buffers keep values of earlier steps
         batch = drawing(contexts(count))
         for layer in range(config.num_layers):
             fill(pool, batch, layer)
@@ -105,7 +105,7 @@ def test_only_decodes_that_draw_are_taken() -> None:
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": 2 * PANEL + 4}, {"intermediate_size": PANEL + 2}])
-def test_widths_that_fill_no_whole_panel_are_not_fused(change: dict[str, int]) -> None:
+def test_widths_with_padded_panels_are_not_fused(change: dict[str, int]) -> None:
     config = replace(LLAMA, **change)
     pool = pool_of(2, PANEL, 16, torch.float32, 8, CPU, 3)
     model = decoder(config, FLOATS)

@@ -62,7 +62,7 @@ def test_filters_leave_exactly_the_defined_tokens(vocab: int, scale: float) -> N
         assert left[index].nonzero()[:, 0].tolist() == expected, sampling
 
 
-def test_tokens_as_likely_as_the_last_one_kept_are_kept() -> None:
+def test_ties_with_the_last_kept_token_are_kept() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 0.0, 2.0]])
     assert restrict(logits, [SamplingParams(top_k=1)]).isfinite()[0].tolist() == [False, True, False, False, True]
     assert restrict(logits, [SamplingParams(top_k=3)]).isfinite()[0].tolist() == [True, True, True, False, True]
@@ -214,11 +214,11 @@ def test_a_row_with_every_token_banned_fails_alone(sampling: SamplingParams) -> 
     assert [draw.token for draw in (draws[0], draws[2])] == drawn(logits[[0, 2]], [row(sampling), row(sampling)])
 
 
-def test_no_rows_are_no_draws() -> None:
+def test_no_rows_give_no_draws() -> None:
     assert sample(torch.empty(0, 9), []) == []
 
 
-def test_a_large_vocabulary_draws_inside_its_filters() -> None:
+def test_draws_from_a_large_vocabulary_pass_the_filters() -> None:
     """The logits are so flat that top_p keeps more tokens than the candidates that are sorted first."""
     random = Random(5)
     logits = random_logits(24, 8 * CANDIDATES, scale=0.3)
@@ -235,7 +235,7 @@ def rows_of(sampling: SamplingParams, count: int) -> list[SamplingRow]:
 
 @pytest.mark.parametrize("vocab", [1, 7, 33, CANDIDATES - 1, CANDIDATES + 1, 3000])
 @pytest.mark.parametrize("scale", [0.0, 0.1, 5.0])
-def test_the_compiled_draw_is_the_defined_one(vocab: int, scale: float) -> None:
+def test_the_compiled_draw_equals_the_reference(vocab: int, scale: float) -> None:
     compiled = compiled_draw()
     if compiled is None:
         pytest.skip("needs numba")
@@ -251,14 +251,14 @@ def test_the_compiled_draw_is_the_defined_one(vocab: int, scale: float) -> None:
             assert compiled(raw, adjusted, parameters) == draw(raw, adjusted, rows), sampling
 
 
-@pytest.mark.timeout(60, method="thread")  # compiled code handles no signals
+@pytest.mark.timeout(60, method="thread")  # compiled code does not handle signals
 @pytest.mark.parametrize("low", [2.0, math.inf])
-def test_scores_that_overflow_are_drawn_as_defined_and_in_no_endless_loop(low: float) -> None:
+def test_scores_that_overflow_are_drawn_like_the_reference(low: float) -> None:
     """A repetition penalty near 0, which a client may send, makes scores infinite, so that their weights are NaN."""
     compiled = compiled_draw()
     if compiled is None:
         pytest.skip("needs numba")
-    logits = random_logits(1, 9000)  # so many that the kernel uses several threads
+    logits = random_logits(1, 9000)  # enough for the kernel to use several threads
     logits[0, 5] = 3.0
     for sampling in (
         SamplingParams(min_p=1e-300),
@@ -283,7 +283,7 @@ def test_threads_share_the_rows_of_a_compiled_draw() -> None:
         torch.set_num_threads(1)
 
 
-def test_top_p_counts_within_top_k_however_many_that_are() -> None:
+def test_top_p_applies_within_a_large_top_k() -> None:
     logits = torch.zeros(1, 2 * CANDIDATES + 100)
     logits[0] -= torch.arange(logits.shape[1]) * 1e-4  # nearly flat, but all different
     sampling = SamplingParams(top_k=2 * CANDIDATES, top_p=0.5)

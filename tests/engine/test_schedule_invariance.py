@@ -68,7 +68,7 @@ def run_alone(model: Decoder, rows: Sequence[Request]) -> list[list[int]]:
 
 
 def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> list[list[int]]:
-    """Run all requests on `here`. If `there` is given, compute the prompts there and copy their rows to `here`."""
+    """Run all requests on `here`. If `there` is given, compute the prompts on `there` and copy their rows to `here`."""
     pending: list[tuple[Request, Request]] = []
     for row in rows:
         if there is None:
@@ -108,7 +108,7 @@ def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> lis
     policy=st.sampled_from(list(POLICIES.values())),
     seed=st.integers(0, 9),
 )
-def test_tokens_do_not_depend_on_what_the_scheduler_decides(
+def test_tokens_do_not_depend_on_the_decisions_of_the_scheduler(
     model: Decoder,
     budget: int,
     block_tokens: int,

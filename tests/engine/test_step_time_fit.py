@@ -37,7 +37,7 @@ def error(model: CostModel, rng: random.Random, speed: float = 1.0) -> float:
 
 
 @pytest.mark.parametrize("stalls", [0.0, 0.02])
-def test_it_learns_what_steps_cost_whether_or_not_the_system_stalls(stalls: float) -> None:
+def test_the_model_becomes_accurate_with_and_without_stalls(stalls: float) -> None:
     rng = random.Random(5)
     fit = CostFit()
     assert error(watch(fit, rng, 50, stalls=stalls), rng) < 0.15
@@ -46,7 +46,7 @@ def test_it_learns_what_steps_cost_whether_or_not_the_system_stalls(stalls: floa
     assert model.knee_tokens == 64
 
 
-def test_the_margin_is_how_much_longer_one_step_in_a_hundred_lasts() -> None:
+def test_the_margin_covers_about_99_of_100_steps() -> None:
     late = total = 0
     for seed in range(10):
         rng = random.Random(seed)
@@ -59,7 +59,7 @@ def test_the_margin_is_how_much_longer_one_step_in_a_hundred_lasts() -> None:
 
 
 @pytest.mark.parametrize("speed", [2.0, 0.5, 5.0])
-def test_it_follows_a_device_that_changes_its_speed_within_a_hundred_steps(speed: float) -> None:
+def test_the_model_follows_a_change_of_speed_within_a_hundred_steps(speed: float) -> None:
     rng = random.Random(6)
     fit = CostFit()
     before = watch(fit, rng, 500)
@@ -67,7 +67,7 @@ def test_it_follows_a_device_that_changes_its_speed_within_a_hundred_steps(speed
     assert error(watch(fit, rng, 100, speed), rng, speed) < 0.12
 
 
-def test_on_a_busy_machine_what_is_remembered_stays_within_bounds() -> None:
+def test_rescaled_measurements_stay_bounded_on_a_busy_machine() -> None:
     """The speed of a busy machine changes all the time, and each change rescales old measurements. Without a bound, the
     product of these factors would diverge."""
     rng = random.Random(12)
@@ -101,7 +101,7 @@ def test_a_kind_of_step_that_became_rare_is_remembered() -> None:
     assert model.seconds(chunk) == pytest.approx(TRUE.seconds(chunk), rel=0.3)
 
 
-def test_a_kind_of_step_that_is_new_is_not_taken_for_a_device_that_changed() -> None:
+def test_a_new_kind_of_step_is_not_mistaken_for_a_change_of_speed() -> None:
     rng = random.Random(8)
     fit = CostFit()
 
@@ -115,7 +115,7 @@ def test_a_kind_of_step_that_is_new_is_not_taken_for_a_device_that_changed() -> 
     assert model.seconds(chunk_alone) == pytest.approx(TRUE.seconds(chunk_alone), rel=0.1)
 
 
-def test_there_is_no_model_before_there_are_steps_and_one_object_between_fits() -> None:
+def test_the_model_is_missing_before_the_first_fit_and_unchanged_between_fits() -> None:
     rng = random.Random(1)
     fit = CostFit()
     assert fit.model() is None
@@ -136,6 +136,6 @@ def test_the_number_of_samples_is_limited() -> None:
 @pytest.mark.parametrize(
     "wrong", [[], [1.0] * 6, [1.0] * 6 + [-1.0], [1.0, float("nan"), *[1.0] * 5], [float("inf")] * 7]
 )
-def test_numbers_that_are_no_model_are_refused(wrong: list[float]) -> None:
+def test_numbers_that_are_not_a_model_are_refused(wrong: list[float]) -> None:
     assert CostModel.unpacked(wrong) is None
     assert CostModel.unpacked(TRUE.packed()) == TRUE

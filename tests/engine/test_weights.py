@@ -108,7 +108,7 @@ def test_a_wrong_config_is_refused_naming_file_key_and_fix(
         (b" " * (MAX_CONFIG_BYTES + 1), "larger than 1048576 bytes"),
     ],
 )
-def test_a_file_that_is_no_config_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_config_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=f"config.json: {message}"):
@@ -224,7 +224,7 @@ def test_shard_names_may_not_leave_the_directory(name: str, directory: Path) -> 
         load_model(directory, torch.float32, CPU)
 
 
-def test_links_out_of_the_directory_are_refused_unless_they_are_the_hubs(directory: Path) -> None:
+def test_links_out_of_the_directory_are_refused_except_in_a_hub_snapshot(directory: Path) -> None:
     snapshot, blobs = directory / "snapshots" / "abc", directory / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -237,7 +237,7 @@ def test_links_out_of_the_directory_are_refused_unless_they_are_the_hubs(directo
         load_model(directory, torch.float32, CPU)
 
 
-def test_missing_shards_and_doubled_tensors_are_refused(directory: Path) -> None:
+def test_missing_shards_and_duplicate_tensors_are_refused(directory: Path) -> None:
     (directory / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "b.safetensors"}}))
     with pytest.raises(ValueError, match=r"b\.safetensors: missing, though"):
         load_model(directory, torch.float32, CPU)
@@ -264,7 +264,7 @@ def test_a_directory_without_weights_is_an_error(tmp_path: Path) -> None:
 # ---- finding and recognizing a model ---------------------------------------------------------------------------
 
 
-def test_a_fingerprint_is_of_the_content_not_of_the_place(directory: Path, tmp_path_factory: Any) -> None:
+def test_a_fingerprint_depends_on_the_content_but_not_on_the_directory(directory: Path, tmp_path_factory: Any) -> None:
     first = fingerprint(directory)
     other = tmp_path_factory.mktemp("other")
     for file in directory.iterdir():
@@ -285,12 +285,12 @@ def test_a_directory_resolves_to_itself(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["/no/such/place", "./here", "a/b/c", "../x/y", "gpt2", "", "owner/na me"])
-def test_what_is_neither_directory_nor_hub_id_is_refused(model: str) -> None:
+def test_a_name_that_is_neither_a_directory_nor_a_hub_id_is_refused(model: str) -> None:
     with pytest.raises(ValueError, match="neither a directory nor a hub id"):
         resolve(model)
 
 
-def test_a_hub_id_without_the_package_or_the_network_says_what_is_missing(
+def test_the_error_for_a_hub_id_names_the_missing_package_or_the_failed_download(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

@@ -109,7 +109,7 @@ def test_draws_the_tokens_of_the_cpu(vocab: int, scale: float) -> None:
     assert draw(logits, parameters_of(rows, DEVICE)).tolist() == expected(logits, rows)
 
 
-def test_broken_rows_and_bans_touch_no_other_row() -> None:
+def test_broken_rows_and_bans_do_not_affect_other_rows() -> None:
     logits = logits_of(5, 50_000, 1.0, DEVICE)
     logits[0, 43_210], logits[1, 3], logits[2, 0] = torch.nan, -torch.inf, torch.inf
     adjusted = logits.clone()

@@ -109,7 +109,7 @@ def test_a_launch_does_not_wait_for_the_device(gpu: CudaAccelerator, model: Deco
     assert pending()[0].token is not None
 
 
-def test_capacity_of_real_size_captures_in_the_memory_that_is_set_aside(gpu: CudaAccelerator) -> None:
+def test_capturing_at_a_real_size_fits_in_the_reserved_memory(gpu: CudaAccelerator) -> None:
     config = replace(CONFIG, hidden_size=1024, intermediate_size=3072, num_layers=28, windows=(0,) * 28, head_dim=128)
     decoder = random_decoder(config, torch.bfloat16, gpu.device)
     layout = replace(layout_of(decoder, 64, 64), dtype="bfloat16")

@@ -53,7 +53,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return found
 
 
-def test_nothing_spills_and_all_fits(kernels: list[dict[str, Any]]) -> None:
+def test_no_kernel_spills_or_exceeds_the_limits_of_a_processor(kernels: list[dict[str, Any]]) -> None:
     for kernel in kernels:
         allowed = ANGLES_STACK if kernel["kernel"] == "rotate_and_store" else 0
         if kernel["label"] != SPILLS:
@@ -63,7 +63,7 @@ def test_nothing_spills_and_all_fits(kernels: list[dict[str, Any]]) -> None:
         assert kernel["shared"] <= SHARED_BYTES, kernel
 
 
-def test_a_spill_would_be_seen(kernels: list[dict[str, Any]]) -> None:
+def test_a_spill_is_detected(kernels: list[dict[str, Any]]) -> None:
     assert [kernel["stack"] > 0 for kernel in kernels if kernel["label"] == SPILLS] == [True]
 
 

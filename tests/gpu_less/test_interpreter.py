@@ -1,5 +1,5 @@
-"""The kernels' contract under Triton's interpreter, in a separate process, as Triton chooses the interpreter when it
-defines a kernel. test_compile.py and the GPU tests cover races, shared memory and registers."""
+"""The kernels' contract under Triton's interpreter, in a separate process, because Triton chooses the interpreter
+when it defines a kernel. test_compile.py and the GPU tests cover races, shared memory and registers."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("marks", thinned(["not exhaustive", "exhaustive"], 2))
-def test_kernels_are_right_under_the_interpreter(marks: str) -> None:
+def test_kernels_are_correct_under_the_interpreter(marks: str) -> None:
     files = [str(file) for file in FILES if file.stem != "conftest"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *files]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

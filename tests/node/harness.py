@@ -1,4 +1,4 @@
-"""Nodes with the hash model in the test's process, and a router's end of their standing stream."""
+"""Nodes that run the hash model in the test's process, and the router's end of their standing stream."""
 
 import asyncio
 import logging
@@ -74,7 +74,7 @@ class RouterLine:
     updates: list[NodeUpdate] = field(default_factory=list)
     on_delta: Callable[[TokenDelta], None] = lambda _: None
 
-    # ---- what the node calls ----
+    # ---- called by the node ----
 
     async def recv_message(self) -> RouterCommand | None:
         return await self.commands.get()
@@ -93,7 +93,7 @@ class RouterLine:
         for delta in update.deltas:
             self.on_delta(delta)
 
-    # ---- what the test calls ----
+    # ---- called by the test ----
 
     def say_hello(self) -> None:
         self.commands.put_nowait(RouterCommand(self.name))

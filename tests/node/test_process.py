@@ -99,7 +99,7 @@ def settings_of(tmp_path: Path) -> NodeSettings:
 
 
 @pytest.fixture
-def _logging_as_before() -> Iterator[None]:
+def _restore_logging() -> Iterator[None]:
     root, interval_s = logging.getLogger(), sys.getswitchinterval()
     handlers, level = root.handlers[:], root.level
     yield
@@ -123,7 +123,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.usefixtures("_logging_as_before")
+@pytest.mark.usefixtures("_restore_logging")
 @pytest.mark.parametrize(("stage", "error"), list(zip(STAGES.values(), ERRORS, strict=True)), ids=STAGES)
 def test_a_failure_at_any_stage_of_the_start_prints_one_line_and_exits_with_2(
     tmp_path: Path,

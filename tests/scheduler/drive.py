@@ -1,6 +1,6 @@
 """Drive a scheduler without a device. KV is a dictionary of slots, and the next token is a hash of the slots read.
 
-A slot that is missing, outdated or another request's changes the tokens, so right tokens prove the block accounting.
+A missing, outdated or foreign slot changes the tokens, so correct tokens prove that the block accounting is correct.
 """
 
 import hashlib
@@ -54,8 +54,8 @@ class Device:
 
 
 class Driver:
-    """A loop with up to `depth` scheduled steps in flight: 1 is a plain loop, 2 overlaps steps. A request's KV arrives
-    RECEIVING_ITERATIONS iterations after its blocks were allocated. Sent KV is released SENDING_ITERATIONS iterations after its token."""
+    """A loop with up to `depth` steps in flight. KV arrives RECEIVING_ITERATIONS iterations after its blocks were
+    allocated. The blocks of sent KV are released SENDING_ITERATIONS iterations after the request's token."""
 
     def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
         self.scheduler = scheduler
@@ -110,7 +110,7 @@ class Driver:
         seen: set[str] = set()
         for piece in step.slices:
             assert piece.count > 0
-            assert piece.request.id not in seen, "one slice a request and step"
+            assert piece.request.id not in seen, "a step has one slice per request"
             seen.add(piece.request.id)
             assert len(piece.request.blocks) * self.scheduler.block_tokens >= piece.end
         if self.scheduler.policy.chunked:
@@ -152,8 +152,8 @@ def request(name: str, prompt: list[int], max_tokens: int, **fields: object) -> 
 
 @st.composite
 def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]:
-    """Draw a scheduler, requests with the iterations at which they arrive, and the driver's depth. Some requests receive or
-    send KV, some are resumed, and some need the logprobs of their prompt."""
+    """Draw a scheduler, requests with their arrival iterations, and the driver's depth. The requests may receive or
+    send KV, may be resumed, and may need prompt logprobs."""
     block_tokens = draw(st.sampled_from([1, 2, 4, 16]))
     limits = StepLimits(
         max_num_batched_tokens=draw(st.integers(1, 40)),

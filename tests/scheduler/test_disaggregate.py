@@ -1,4 +1,4 @@
-"""Where a prompt is computed: a table of situations with the right choice, and changes that must not flip a choice."""
+"""Where a prompt is computed: a table of situations with the right choices, and changes that must not reverse a choice."""
 
 from dataclasses import replace
 from math import ceil

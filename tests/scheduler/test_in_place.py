@@ -18,7 +18,7 @@ def run(scheduler: Scheduler, device: Device, step: Step) -> list[int | None]:
 
 
 def hand_over(client: Scheduler, owner: Scheduler, received: Request) -> Request:
-    """Do what the two nodes do between the grant and the first chunk: add the request with its blocks to `client`."""
+    """Add the request with its blocks to `client`, as two nodes do between the grant and the first chunk."""
     borrowing = Request(
         received.id, list(received.tokens), received.num_prompt, received.max_tokens, send_kv=True, shared_pool=True
     )

@@ -84,7 +84,7 @@ def test_decodes_never_wait_for_a_prompt(name: str, case: tuple[Scheduler, list[
         for when, arrival in arrivals:
             if when == iteration:
                 scheduler.add(arrival)
-        # The last token of a prompt whose KV is sent is no decode, so it may wait for a block.
+        # The last token of a prompt whose KV is sent is not a decode, so it may wait for a block.
         decoding = {r.id for r in scheduler.running if r.num_tokens - r.num_scheduled == 1 and not r.send_kv}
         before = scheduler.counters.preemptions
         driver.iterate()

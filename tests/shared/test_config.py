@@ -26,7 +26,7 @@ BOTH = pytest.mark.parametrize("kind", [RouterSettings, NodeSettings])
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clear_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("BATON_")]:
         monkeypatch.delenv(name)
 

@@ -11,8 +11,8 @@ from tests.gpu_less.contract import batch_of, check_attention, pool_of
 CPU = torch.device("cpu")
 NUM_BLOCKS = 400
 MIXED = [(39, 40), (0, 37), (15, 16), (28, 33), (-1, 0), (13, 77), (0, 1)]
-# (block size, GQA group, head_dim, window), with unusual values of each
 SPANS = [[(99, 100), (-1, 0), (0, 1), (64, 65)], [(199, 202), (60, 68)]]
+# (block size, GQA group, head_dim, window), with unusual values of each
 SHAPES = [(16, 1, 64, 0), (64, 3, 20, 0), (1, 4, 16, 0), (4, 2, 32, 13), (128, 7, 16, 30), (20, 1, 80, 1)]
 
 
@@ -47,8 +47,8 @@ def test_a_group_wider_than_a_tile_of_float32() -> None:
     check_attention(TritonAttention(pool), pool, batch_of([(0, 9), (4, 5)], 16, NUM_BLOCKS, CPU), 40, torch.float32)
 
 
-def test_a_replay_reads_what_the_batch_holds_then() -> None:
-    """As for a CUDA graph, the plan is made once for a bucket, from upper bounds instead of the actual lengths."""
+def test_a_replay_reads_the_current_content_of_the_batch() -> None:
+    """As with a CUDA graph, the plan is made once, from upper bounds instead of the actual lengths."""
     pool = pool_of(2, 16, 16, torch.float32, NUM_BLOCKS, CPU)
     backend, batch = TritonAttention(pool, split_tokens=32), batch_of([(9, 10), (79, 80)], 16, NUM_BLOCKS, CPU)
     plan = backend.plan(replace(batch, starts=[99, 99], kv_lens=[100, 100]))
@@ -62,7 +62,7 @@ def test_a_replay_reads_what_the_batch_holds_then() -> None:
     check_attention(Planned(), pool, batch, 4, torch.float32)
 
 
-def test_the_contract_sees_one_key_too_few() -> None:
+def test_the_contract_detects_a_missing_key() -> None:
     pool = pool_of(2, 16, 16, torch.float32, NUM_BLOCKS, CPU)
     batch = batch_of([(39, 40), (0, 20)], 16, NUM_BLOCKS, CPU)
     backend = TritonAttention(pool)
@@ -77,6 +77,6 @@ def test_the_contract_sees_one_key_too_few() -> None:
         check_attention(Short(), pool, batch, 4, torch.float32)
 
 
-def test_heads_that_no_tile_holds_are_refused() -> None:
+def test_heads_larger_than_any_tile_are_refused() -> None:
     with pytest.raises(ValueError, match="head_dim of 288"):
         TritonAttention(pool_of(1, 288, 16, torch.float32, 2, CPU))

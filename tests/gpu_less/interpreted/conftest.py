@@ -1,4 +1,4 @@
-"""A fix of Triton's interpreter. test_interpreter.py runs the files here in a process with the interpreter enabled."""
+"""A fix for Triton's interpreter. test_interpreter.py runs the files here in a process with the interpreter enabled."""
 
 import os
 

@@ -33,7 +33,7 @@ def test_zeros_of_either_sign_are_equal() -> None:
     assert set(draw(logits, parameters_of(rows, CPU)).tolist()) == {0, 1, 2, 3}
 
 
-def test_broken_rows_and_bans_touch_no_other_row() -> None:
+def test_broken_rows_and_bans_do_not_affect_other_rows() -> None:
     logits = logits_of(5, 4200, 1.0, CPU)
     logits[0, 4101], logits[1, 3], logits[2, 0] = torch.nan, -torch.inf, torch.inf
     adjusted = logits.clone()
@@ -45,7 +45,7 @@ def test_broken_rows_and_bans_touch_no_other_row() -> None:
     assert draw(logits, parameters_of(greedy, CPU), adjusted).tolist() == [-1, -1, -1, -2, 4199]
 
 
-def test_of_equally_good_tokens_greedy_takes_the_first() -> None:
+def test_greedy_takes_the_first_of_equal_scores() -> None:
     logits = torch.zeros(1, 4200)
     logits[0, [17, 4100, 4199]] = 1.0
     assert draw(logits, parameters_of(rows_of(FILTERS[:1]), CPU)).tolist() == [17]

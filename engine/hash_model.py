@@ -105,7 +105,7 @@ class EmulatedRunner(HashRunner):
 def expected_tokens(
     prompt: Iterable[int], num_tokens: int, vocab_size: int, salt: bytes = b"", emulated: bool = False
 ) -> list[int]:
-    """Return the tokens that a `HashRunner` (or `EmulatedRunner`) must generate after `prompt`, with any KV channel."""
+    """Return the tokens that a `HashRunner` (or `EmulatedRunner`) must generate after `prompt`."""
     pending, state, position, read = list(prompt), _root(salt), 0, hashlib.blake2b(digest_size=8)
     generated: list[int] = []
     while len(generated) < num_tokens:

@@ -30,7 +30,7 @@ class KVPool:
     def __init__(self, layout: KVLayout, memory: PoolMemory) -> None:
         wanted = (layout.num_blocks, layout.block_bytes)
         if tuple(memory.rows.shape) != wanted:
-            raise ValueError(f"KV memory has {tuple(memory.rows.shape)} rows x bytes, the layout needs {wanted}")
+            raise ValueError(f"KV memory has {tuple(memory.rows.shape)} rows x bytes, but the layout needs {wanted}")
         self.layout = layout
         self.memory = memory  # keeps the mapping alive as long as the view
         rows = memory.rows if isinstance(memory.rows, Tensor) else torch.from_numpy(memory.rows)

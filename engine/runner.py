@@ -103,7 +103,7 @@ class TorchRunner(Runner):
         config, layout = model.config, pool.layout
         wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
         if (layout.layers, layout.kv_heads, layout.head_dim) != wanted:
-            raise ValueError(f"the KV pool has the layout of another model: {layout}; the model has {wanted}")
+            raise ValueError(f"the KV pool has the layout of another model: {layout}; this model needs {wanted}")
         self._model = model
         self._block_tokens = layout.block_tokens
         self._backend = backend

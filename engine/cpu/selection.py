@@ -42,7 +42,7 @@ def linear_on_cpu(weight_dtype: str, quantization: str) -> LinearFormat:
     """
     why_not = why_not_compiled()
     if quantization != "none" and weight_dtype != "auto":
-        raise ValueError(f"--weight-dtype {weight_dtype}: with --quantization {quantization} weights have 8 bits")
+        raise ValueError(f"--weight-dtype {weight_dtype}: with --quantization {quantization}, weights have 8 bits")
     if quantization == "int8":
         return _int8(why_not)
     if why_not:

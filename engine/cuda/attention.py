@@ -16,7 +16,7 @@ from engine.cuda.attention_kernels import attend, merge
 from engine.kv_pool import KVPool
 
 SHORT = 8  # a slice of at most this many queries is treated as a decode
-MAX_ITEMS = 2**16  # maximum number of decodes in a step; their list is allocated once, so that CUDA graphs may read it
+MAX_ITEMS = 2**16  # maximum number of decodes in a step; CUDA graphs read a list that is allocated once
 SPLIT_TOKENS = 256  # a split of fewer tokens costs more time than it saves
 FEW_SPLITS, MAX_SPLITS = 16, 64  # the merge holds all splits of a head in registers
 PROGRAMS_PER_PROCESSOR = 2

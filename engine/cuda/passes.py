@@ -71,7 +71,7 @@ class Passes:
     def choose(self, step: Batch) -> tuple[StepShape, Captured | None]:
         """Return the shape to pad a step to, and the pass to replay, or None to run the step uncaptured."""
         own = StepShape.of(step)
-        if step.scored:  # it needs any number of logit rows
+        if step.scored:  # a graph has a fixed number of logit rows
             return own, None
         if own.tokens == own.slices and (found := _least(self._decodes, own.tokens)) is not None:
             return found.shape, found

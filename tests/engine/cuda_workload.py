@@ -79,7 +79,7 @@ def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -
             finish(*before)
         elif pending is None:
             return list(outputs_of.values())
-    raise AssertionError("requests that never end")
+    raise AssertionError("the requests did not end")
 
 
 Answer = tuple[list[list[int]], list[list[float]]]  # the tokens and the logprobs of each request

@@ -177,7 +177,7 @@ def check_rotation(
     blocks, offsets = batch.slots[stored] // pool.layout.block_tokens, batch.slots[stored] % pool.layout.block_tokens
     close(pool.tensor[:, :, layer][blocks, :, offsets], expected[stored], pool.tensor.dtype)
     numbers = expected[stored].numel()
-    assert int(pool.tensor.isfinite().sum()) == numbers, "stored beyond the batch's slots"
+    assert int(pool.tensor.isfinite().sum()) == numbers, "KV was stored outside the batch's slots"
 
 
 def padded(batch: Batch, rows: int) -> Batch:

@@ -82,7 +82,7 @@ CASES ?= 50000
 schemathesis: .venv/tested
 	$(BIN)/python -m tests.bad_input.conformance --cases $(CASES)
 
-# Resolve the libraries that the image installs from pyproject.toml again, with their hashes.
+# Lock the versions and hashes of the libraries that the image installs.
 lock: .venv/installed .venv/tools
 	$(BIN)/python deploy/lock.py | .venv/tools/bin/uv pip compile - --quiet --universal --python-version 3.11.3 \
 	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file requirements.lock

@@ -100,7 +100,7 @@ def main() -> None:
     Result(
         "handoff",
         "One request at a time on a prefill and a decode node, compared with a single co-located node.",
-        [Table("Handoff over shared memory", columns, rows, f"{args.threads} threads per node. Figures are medians.")],
+        [Table("Handoff over shared memory", columns, rows, f"Threads per node: {args.threads}. Figures are medians.")],
         {name: {str(size): found for size, found in sizes.items()} for name, sizes in runs.items()},
         versions("torch", "numpy", "numba"),
     ).finish(args.out)

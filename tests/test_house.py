@@ -7,7 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = [
+FOLDERS = [
     "router", "node", "prefill_node", "decode_node", "scheduler", "engine", "shared",
     "dashboard", "compare", "cluster", "benchmarks", "demo", "deploy",
 ]  # fmt: skip
@@ -22,8 +22,8 @@ MAX_FUNCTION_LINES = 60
 KERNELS = ("engine/cpu/", "engine/cuda/")
 
 
-def sources(*rooms: str) -> list[Path]:
-    return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+def sources(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def num_lines(paths: list[Path]) -> int:
@@ -48,13 +48,13 @@ def length(item: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def test_sizes_stay_below_their_caps() -> None:
     core = num_lines([path for path in sources(*CORE) if not is_optional(path)])
     assert core <= MAX_CORE_LINES, f"the serving path has {core} lines"
-    assert (total := num_lines(sources(*ROOMS))) <= MAX_LINES, f"all Python outside tests has {total} lines"
+    assert (total := num_lines(sources(*FOLDERS))) <= MAX_LINES, f"all Python outside tests has {total} lines"
     assert (tests := num_lines(sources("tests"))) <= MAX_TEST_LINES, f"the tests have {tests} lines"
 
 
 def test_a_public_class_name_exists_once() -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
-    for path in sources(*ROOMS):
+    for path in sources(*FOLDERS):
         for item in classes(path):
             if not item.name.startswith("_"):
                 places[item.name].append(str(path.relative_to(ROOT)))
@@ -64,7 +64,7 @@ def test_a_public_class_name_exists_once() -> None:
 def test_large_classes_have_a_docstring() -> None:
     assert not [
         f"{path.relative_to(ROOT)}:{item.name}"
-        for path in sources(*ROOMS)
+        for path in sources(*FOLDERS)
         for item in classes(path)
         if length(item) > DOCUMENTED_LINES and not ast.get_docstring(item)
     ]
@@ -73,7 +73,7 @@ def test_large_classes_have_a_docstring() -> None:
 def test_functions_outside_kernels_are_short() -> None:
     assert not [
         f"{path.relative_to(ROOT)}:{item.name} has {length(item)} lines"
-        for path in sources(*ROOMS)
+        for path in sources(*FOLDERS)
         if not str(path.relative_to(ROOT)).startswith(KERNELS)
         for item in ast.walk(ast.parse(path.read_text()))
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and length(item) > MAX_FUNCTION_LINES
@@ -90,10 +90,10 @@ MAY_IMPORT = {
     "router": {"scheduler", "shared"},
     "dashboard": {"router", "scheduler", "shared"},
     "compare": {"dashboard", "router", "engine", "scheduler", "shared"},
-    "cluster": set(ROOMS) - {"benchmarks", "demo", "deploy"},
+    "cluster": set(FOLDERS) - {"benchmarks", "demo", "deploy"},
     "demo": {"engine", "scheduler", "shared"},
     "deploy": set(),
-    "benchmarks": set(ROOMS),
+    "benchmarks": set(FOLDERS),
 }
 ROUTER_TAKES_OF_SCHEDULER = {"cost", "disaggregate", "placement", "prefix"}
 
@@ -109,7 +109,7 @@ def imported(path: Path) -> Iterator[str]:
             continue
         for name in names:
             parts = name.split(".")
-            if parts[0] in ROOMS:
+            if parts[0] in FOLDERS:
                 while not ((place := ROOT.joinpath(*parts)).is_dir() or place.with_suffix(".py").exists()):
                     parts.pop()
                 yield ".".join(parts)
@@ -117,17 +117,21 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_packages_import_only_what_they_may() -> None:
     wrong = []
-    for room in ROOMS:
-        for path in sources(room):
+    for folder in FOLDERS:
+        for path in sources(folder):
             for module in imported(path):
                 other = module.split(".")[0]
                 # An entry point may also import the other role of a node, or the router's optional observer.
                 is_main = path.name == "__main__.py" and (
-                    {room, other} == {"prefill_node", "decode_node"} or (room, other) == ("router", "dashboard")
+                    {folder, other} == {"prefill_node", "decode_node"} or (folder, other) == ("router", "dashboard")
                 )
-                if other != room and other not in MAY_IMPORT[room] and not is_main:
+                if other != folder and other not in MAY_IMPORT[folder] and not is_main:
                     wrong.append(f"{path.relative_to(ROOT)} imports {module}")
-                if room == "router" and other == "scheduler" and module.split(".")[1] not in ROUTER_TAKES_OF_SCHEDULER:
+                if (
+                    folder == "router"
+                    and other == "scheduler"
+                    and module.split(".")[1] not in ROUTER_TAKES_OF_SCHEDULER
+                ):
                     wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert not wrong
 
@@ -136,8 +140,8 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     """The check includes imports in functions and imports for types only."""
     graph = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): set(imported(path))
-        for room in ROOMS
-        for path in sources(room)
+        for folder in FOLDERS
+        for path in sources(folder)
         if path.name != "__init__.py"
     }
     order = TopologicalSorter({module: found & graph.keys() - {module} for module, found in graph.items()})

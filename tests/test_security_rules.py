@@ -24,7 +24,7 @@ CALLS |= {"subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn", "os
 SWITCHES = {"shell", "allow_pickle", "trust_remote_code"}  # only the constant False is allowed
 # The allowed exceptions, by path prefix and rule, with their reasons.
 EXCEPTIONS = {
-    ("engine/cpu/jit.py", "imports pickle"): "the error that numba raises for a damaged file; we unpickle nothing",
+    ("engine/cpu/jit.py", "imports pickle"): "only to catch the error that numba raises for a damaged file",
     ("tests/cluster/harness.py", "imports multiprocessing"): "forks the processes of tests",
 }
 
@@ -82,7 +82,7 @@ def test_nothing_runs_bytes_that_it_has_read() -> None:
         for file, what in sorted(done)
         if not any(file.startswith(place) and what == named for place, named in needed)
     ] == []
-    assert needed == set(EXCEPTIONS), "an exception that is not needed any more"
+    assert needed == set(EXCEPTIONS), "an exception is no longer needed"
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,11 @@ def test_nothing_runs_bytes_that_it_has_read() -> None:
         ("AutoModel.from_pretrained(name, trust_remote_code=True)", "passes trust_remote_code"),
     ],
 )
-def test_the_rule_sees_each_way(source: str, what: str) -> None:
+def test_the_rule_detects_each_forbidden_import_and_call(source: str, what: str) -> None:
     assert what in set(forbidden(ast.parse(source)))
 
 
-def test_no_path_of_the_product_knows_of_remote_code() -> None:
+def test_only_the_config_reader_mentions_remote_code() -> None:
     """These names occur only in the file that rejects remote code."""
     naming = {str(file.relative_to(ROOT)) for file in python_files(*PRODUCT)
               if re.search("trust_remote|auto_map|remote_code", file.read_text())}  # fmt: skip
@@ -141,7 +141,7 @@ def test_no_answer_contains_the_text_of_an_exception() -> None:
     assert exposed == set()
 
 
-def test_the_rule_of_exceptions_sees_one() -> None:
+def test_the_rule_detects_an_exposed_exception() -> None:
     source = 'try:\n    f()\nexcept ValueError as error:\n    raise RequestError(f"no: {error}") from None'
     assert list(exposed_exceptions(ast.parse(source))) == [4]
     fine = source.replace("{error}", "{error.status}")
@@ -171,7 +171,7 @@ def direct() -> dict[str, tuple[int, ...]]:
     """Return the lowest release of each library that pyproject.toml allows."""
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     split = [text.partition(">=") for text in wanted]
-    assert all(floor for _, _, floor in split), "every dependency has a floor"
+    assert all(floor for _, _, floor in split), "a dependency has no minimum version"
     return {name: release(floor) for name, _, floor in split}
 
 
@@ -181,7 +181,7 @@ def locked() -> dict[str, str]:
     return {entry.partition("==")[0]: entry for entry in entries}
 
 
-def test_no_library_may_be_older_than_its_last_known_hole() -> None:
+def test_no_library_may_have_a_known_vulnerability() -> None:
     for name, floor in direct().items():
         assert floor >= FLOORS.get(name, ()), f"pyproject.toml: {name}"
     versions = {name: release(PIN.match(entry)[2]) for name, entry in locked().items()}
@@ -205,7 +205,7 @@ def services() -> dict[str, dict[str, Any]]:
     return dict(yaml.safe_load(COMPOSE.read_text())["services"])
 
 
-def test_only_the_router_and_the_board_are_published_and_only_on_loopback() -> None:
+def test_only_the_router_and_grafana_are_published_and_only_on_loopback() -> None:
     published = {name: service["ports"] for name, service in services().items() if "ports" in service}
     assert set(published) == {"router", "grafana"}
     for ports in published.values():

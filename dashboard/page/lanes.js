@@ -129,7 +129,7 @@ export class Lanes {
 const passOf = (row) => [row[START], row[DURATION], row[PREFILL_TOKENS], row[DECODES], row];
 
 function describe(id, row, sloMs) {
-  const parts = [`${ms(row[DURATION])} ms on the device, ${ms(row[HOST])} ms around it`];
+  const parts = [`${ms(row[DURATION])} ms on the device, ${ms(row[HOST])} ms on the host`];
   if (row[PREDICTED]) parts.push(`${ms(row[PREDICTED])} ms predicted`);
   if (row[PREFILLS]) parts.push(`${number(row[PREFILL_TOKENS])} prompt tokens in ${number(row[PREFILLS])} chunk(s)`);
   if (row[DECODES]) parts.push(`${number(row[DECODES])} decodes`);

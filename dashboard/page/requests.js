@@ -87,7 +87,7 @@ export class Requests {
     const cell = row.detail?.firstChild;
     if (!cell) return;
     if (timeline) showTimeline(cell, timeline);
-    else cell.replaceChildren("Its timeline is no longer kept.");
+    else cell.replaceChildren("The timeline of this request is no longer kept.");
     if (row.isStale) this.load(row);
   }
 

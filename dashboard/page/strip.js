@@ -1,5 +1,5 @@
-/* The strip (forward passes on a time axis) and the Gantt chart of requests, on a canvas. A plain script without
-   dependencies, so that a report can inline it. It keeps no state.
+/* The strip (forward passes on a time axis) and the Gantt chart of requests, on a canvas. It is a plain script
+   without dependencies, so that a report can inline it. It keeps no state.
 
    A pass is [start_ms, duration_ms, prefill_tokens, num_decodes, …]; passes are sorted by start.
    view = {passes, from, to (ms), sloMs (0: none), maxTokens (0: that of the view), selected (index or -1)}.

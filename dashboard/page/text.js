@@ -54,15 +54,15 @@ export function sayWithCode(element, text) {
 const byAge = (rows) => [...rows.values()].sort((a, b) => a.one.accepted_ms - b.one.accepted_ms);
 
 /* Whether the table is full and `one` is older than all its rows. */
-export const isOlder = (rows, most, one) => rows.size >= most && one.accepted_ms < byAge(rows)[0].one.accepted_ms;
+export const isOlder = (rows, limit, one) => rows.size >= limit && one.accepted_ms < byAge(rows)[0].one.accepted_ms;
 
 export function place(body, rows, row) {
   body.insertBefore(row.root, byAge(rows).findLast((each) => each.one.accepted_ms <= row.one.accepted_ms)?.root ?? null);
 }
 
-/* Removes the oldest rows beyond `most`, except those with an open detail. */
-export function keepNewest(rows, most) {
-  for (const { one, root } of byAge(rows).slice(0, Math.max(0, rows.size - most)).filter((row) => !row.detail)) {
+/* Removes the oldest rows beyond `limit`, except those with an open detail. */
+export function keepNewest(rows, limit) {
+  for (const { one, root } of byAge(rows).slice(0, Math.max(0, rows.size - limit)).filter((row) => !row.detail)) {
     root.remove();
     rows.delete(one.id);
   }

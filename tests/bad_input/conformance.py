@@ -51,7 +51,7 @@ def asking_for(model: str, document: Document) -> Document:
     return document
 
 
-def hold(app: Any, document: Document, cases: int, base: str = "http://router") -> Counter[int]:
+def check(app: Any, document: Document, cases: int, base: str = "http://router") -> Counter[int]:
     """Send `cases` requests of each operation and mode to an ASGI app. Return the number of answers by status."""
     schema = schemathesis.openapi.from_dict(document)
     schema.app = app
@@ -79,8 +79,8 @@ def hold(app: Any, document: Document, cases: int, base: str = "http://router") 
 def main() -> int:
     """Run the command line of schemathesis for each document. Return the highest exit status."""
     options = argparse.ArgumentParser(description=str(__doc__).split("\n\n", maxsplit=1)[0])
-    options.add_argument("--cases", type=int, default=1000, help="of all operations of a document together")
-    options.add_argument("--seed", type=int, default=1, help="another one makes other cases")
+    options.add_argument("--cases", type=int, default=1000, help="requests per document, over all operations")
+    options.add_argument("--seed", type=int, default=1, help="seed of the generated requests")
     chosen = options.parse_args()
     documents = {"ours": openapi(Dashboard.queries)} | ({"OpenAI's": openai_document()} if OPENAI.is_file() else {})
     worst = 0

@@ -69,7 +69,7 @@ def test_only_rows_of_a_granted_reservation_change(
             receiver.channel.revoke(RESERVATIONS[reservation])
 
 
-def test_a_frame_cut_anywhere_changes_no_row_that_is_not_its_own(receiver: FakeReceiver) -> None:
+def test_a_truncated_frame_changes_only_its_own_rows(receiver: FakeReceiver) -> None:
     receiver.channel.grant(RESERVATIONS[0], [2])
     whole = packed((0, [2, 3], 7))
     for length in range(len(whole)):

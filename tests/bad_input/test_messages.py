@@ -40,8 +40,8 @@ BOMBS: dict[str, tuple[bytes, type]] = {
     "10 M empty maps in a field of a later version": (b"\x92\xa0" + array(10 * MIB) + b"\x80" * 10 * MIB, Ack),
     "16 M fields": (array(16 * MIB - 9) + b"\xa0" * (16 * MIB - 9), Ack),
     "a list of 16 M numbers": (b"\x91" + array(15 * MIB) + b"\x00" * 15 * MIB, RouterCommand),
-    "arrays of a million in one another": (b"\x91" + array(MIB) * 3 * MIB, Ack),
-    "arrays of a million in one another, skipped": (b"\x92\xa0" + array(MIB) * 3 * MIB, Ack),
+    "nested arrays of a million": (b"\x91" + array(MIB) * 3 * MIB, Ack),
+    "nested arrays of a million, skipped": (b"\x92\xa0" + array(MIB) * 3 * MIB, Ack),
     "depth 100,000": (b"\x91" * 100_000 + b"\x00", Ack),
     "a map of 4 G": (b"\x92\xa1x\xdf\xff\xff\xff\xff", NodeStats),
     "a text of 4 G": (b"\x91\xdb\xff\xff\xff\xff", Ack),
@@ -55,7 +55,7 @@ def test_a_bomb_is_rejected_before_it_is_built(data: bytes, kind: type) -> None:
     with pytest.raises(DecodeError, match=kind.__name__):
         decode(data, kind)
     took_s = time.thread_time() - began
-    assert took_s < 0.010 * max(1.0, len(data) / MIB) + 0.05, "10 ms a MiB"
+    assert took_s < 0.010 * max(1.0, len(data) / MIB) + 0.05, "10 ms per MiB"
     tracemalloc.start()
     with pytest.raises(DecodeError):
         decode(data, kind)
@@ -77,7 +77,7 @@ def test_the_most_expensive_valid_message_is_cheap() -> None:
 STRANGE: dict[str, tuple[object, type, str]] = {
     "an extension": (msgpack.ExtType(1, b"x"), Ack, "Ack"),
     "a timestamp": ([msgpack.Timestamp(1), False], Ack, "Ack.error"),
-    "an array for a text": ([["x"], False], Ack, "Ack.error"),
+    "an array instead of a text": ([["x"], False], Ack, "Ack.error"),
     "a map for a message": ({"error": ""}, Ack, "Ack is not an array"),
     "bytes for a text": ([b"x", False], Ack, "Ack.error is bytes, not str"),
     "a text for bytes": (["t", 1, b""], CommitRequest, "CommitRequest.reservation_id is str, not bytes"),

@@ -10,7 +10,7 @@ from router.http.app import build_app
 from router.http.openapi import openapi
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
-from tests.bad_input.conformance import asking_for, hold, openai_document
+from tests.bad_input.conformance import asking_for, check, openai_document
 from tests.router.conftest import CHATML, byte_level_tokenizer
 from tests.router.scripted import EOS, MODEL, ScriptedDispatcher
 
@@ -29,13 +29,13 @@ def app() -> Any:
 
 
 def test_the_api_conforms_to_its_document(app: Any) -> None:
-    statuses = hold(app, asking_for(MODEL.name, openapi(Dashboard.queries)), CASES)
+    statuses = check(app, asking_for(MODEL.name, openapi(Dashboard.queries)), CASES)
     assert statuses[200] > CASES, "both kinds of answers occur"
     assert statuses[400] > CASES
 
 
 def test_the_api_conforms_to_openais_document(app: Any) -> None:
-    statuses = hold(app, asking_for(MODEL.name, openai_document()), CASES, "http://router/v1")
+    statuses = check(app, asking_for(MODEL.name, openai_document()), CASES, "http://router/v1")
     assert statuses[200]
     assert statuses[400] > CASES
 
@@ -45,6 +45,6 @@ def test_the_document_is_served_and_describes_every_field(app: Any) -> None:
     assert document == openapi(Dashboard.queries)
     for name, schema in document["components"]["schemas"].items():
         for field, described in schema.get("properties", {}).items():
-            assert set(described) - {"title", "default"}, f"{name}.{field} says nothing"
+            assert set(described) - {"title", "default"}, f"{name}.{field} has no description"
     routes = {route.path.replace(":path", "") for route in app.routes}
     assert set(document["paths"]) <= routes

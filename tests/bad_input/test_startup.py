@@ -84,30 +84,30 @@ FOR_ROUTERS: dict[str, tuple[Breaking, str]] = {
     "config a list": (written("config.json", "[1]"), "config.json is not a JSON object"),
     "config too deep": (written("config.json", DEEP), "config.json is not JSON"),
     "config of long numbers": (written("config.json", DIGITS), "config.json is not JSON"),
-    "config of 10 MiB": (of_size("config.json", 10 << 20), "config.json is over 1048576 bytes"),
+    "config of 10 MiB": (of_size("config.json", 10 << 20), "config.json is larger than 1048576 bytes"),
     "no vocabulary": (changed("config.json", vocab_size=0), "config.json: vocab_size is 0: it must be from 1"),
     "vocabulary true": (changed("config.json", vocab_size=True), "config.json: vocab_size is True"),
     "positions text": (changed("config.json", max_position_embeddings="8"), "max_position_embeddings is '8'"),
     "end token negative": (changed("generation_config.json", eos_token_id=-1), "eos_token_id must be a token id"),
-    "end token beyond": (changed("generation_config.json", eos_token_id=[1, 9999]), "eos_token_id must be a token id"),
+    "end token outside the vocabulary": (changed("generation_config.json", eos_token_id=[1, 9999]), "eos_token_id must be a token id"),
     "end token too deep": (written("generation_config.json", DEEP), "generation_config.json is not JSON"),
     "no tokenizer": (without("tokenizer.json"), "tokenizer.json does not exist"),
     "tokenizer not UTF-8": (written("tokenizer.json", b'{"version": "\xff"}'), "tokenizer.json: "),
     "tokenizer empty": (written("tokenizer.json", "{}"), "tokenizer.json: "),
     "tokenizer too deep": (written("tokenizer.json", DEEP), "tokenizer.json: "),
-    "tokenizer of 1 GiB": (of_size("tokenizer.json", 1 << 30), "tokenizer.json is over 134217728 bytes"),
-    "merge of the unknown": (
+    "tokenizer of 1 GiB": (of_size("tokenizer.json", 1 << 30), "tokenizer.json is larger than 134217728 bytes"),
+    "a merge of unknown tokens": (
         tokenizer(lambda value: value["model"]["merges"].append(["\u2603", "\u2603"])), "tokenizer.json: "
     ),
     "ids beyond the vocabulary": (
         tokenizer(lambda value: value["model"]["vocab"].update({"\u2603": 5000})), "token id 5000 is beyond the vocab_size 2048"
     ),
-    "a pattern that never ends": (regex("(a+)+$"), "'(a+)+$' repeats a group"),
-    "a decoder unknown": (tokenizer(lambda value: value.update(decoder={"type": "WordPiece", "prefix": "#", "cleanup": True})), "WordPiece"),
+    "a pattern that backtracks": (regex("(a+)+$"), "'(a+)+$' repeats a group"),
+    "an unknown decoder": (tokenizer(lambda value: value.update(decoder={"type": "WordPiece", "prefix": "#", "cleanup": True})), "WordPiece"),
     "tokenizer config a list": (written("tokenizer_config.json", "[1]"), "tokenizer_config.json is not a JSON object"),
     "tokenizer config too deep": (written("tokenizer_config.json", DEEP), "tokenizer_config.json is not JSON"),
     "template not UTF-8": (written("chat_template.jinja", b"\xff"), "chat_template.jinja is not UTF-8 text"),
-    "template of 2 MiB": (written("chat_template.jinja", " " * (2 << 20)), "chat_template.jinja is over 1048576 bytes"),
+    "template of 2 MiB": (written("chat_template.jinja", " " * (2 << 20)), "chat_template.jinja is larger than 1048576 bytes"),
     "template not Jinja": (written("chat_template.jinja", "{% if %}"), "chat template does not compile: Expected an expr"),
     "template of blocks in blocks": (
         written("chat_template.jinja", "{% if a %}" * 200 + "{% endif %}" * 200), "does not compile: "
@@ -168,15 +168,15 @@ FOR_NODES: dict[str, tuple[Breaking, str]] = {
     "config of long numbers": (written("config.json", DIGITS), "config.json: not valid JSON"),
     "code with the model": (changed("config.json", auto_map={"AutoModel": "x.Y"}), "auto_map"),
     "sizes beyond memory": (changed("config.json", hidden_size=2**31 - 2, head_dim=128), "the config needs"),
-    "vocabulary unlike the embedding": (changed("config.json", vocab_size=2047), "'model.embed_tokens.weight' is [2048, "),
+    "a vocabulary that differs from the embedding": (changed("config.json", vocab_size=2047), "'model.embed_tokens.weight' is [2048, "),
     "a tensor missing": (with_tensor(lambda tensors: tensors.pop(NORM)), f"tensor '{NORM}' is missing"),
     "a tensor too many": (with_tensor(lambda tensors: tensors.update(more=torch.ones(1))), "not part of the model that config.json describes, such as 'more'"),
     "a tensor of another shape": (with_tensor(lambda tensors: tensors.update({NORM: torch.ones(1)})), f"'{NORM}' is [1]"),
     "weights cut": (cut, "not fully covered; download the model again"),
     "200,000 tensors": (crowded, "'model.embed_tokens.weight' is missing"),
-    "weights linked out": (linked_out, "is not a safetensors file in this directory"),
+    "weights linked from another directory": (linked_out, "is not a safetensors file in this directory"),
     "pickled weights": (pickled, "only pickled weights (.bin, .pt)"),
-    "a shard above": (written(INDEX, '{"weight_map": {"a": "../x.safetensors"}}'), "'../x.safetensors' is not a safetensors"),
+    "a shard in the parent directory": (written(INDEX, '{"weight_map": {"a": "../x.safetensors"}}'), "'../x.safetensors' is not a safetensors"),
     "an index too deep": (written(INDEX, DEEP), f"{INDEX}: not valid JSON"),
 }  # fmt: skip
 
@@ -213,8 +213,8 @@ def nodes(tmp_path: Path, **changes: Any) -> NodeSettings:
 
 NODES: dict[str, tuple[dict[str, Any], str]] = {
     "no such model": ({"model": "/no/such/place"}, "model '/no/such/place' is neither a directory nor a hub id"),
-    "a model above": ({"model": ".."}, "config.json: missing"),
-    "a model of NUL": ({"model": "a\0b"}, "model 'a\\x00b' is neither a directory nor a hub id"),
+    "a model in the parent directory": ({"model": ".."}, "config.json: missing"),
+    "a model name with NUL": ({"model": "a\0b"}, "model 'a\\x00b' is neither a directory nor a hub id"),
     "longer than the model": ({"max_model_len": 10**6}, "--max-model-len 1000000 exceeds the"),
     "a pool of one block": ({"num_blocks": 1}, "--num-blocks 1: one block is kept as a dummy"),
     "a pool below one request": (
@@ -223,7 +223,7 @@ NODES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "memory below two blocks": ({"kv_cache_memory": 100}, "100 bytes of KV memory hold 0 blocks of 512 bytes (1 layers x"),
     "memory that no machine has": ({"kv_cache_memory": 10**17}, "memory"),
-    "a GPU for what needs none": ({"device": "cuda"}, "--device cuda"),
+    "a GPU for the hash model": ({"device": "cuda"}, "--device cuda"),
     "bfloat16 on a CPU": ({"runner": "torch", "dtype": "bfloat16"}, "--weight-dtype"),
     "a directory that others can write": ({"kv_directory": "/tmp"}, "--kv-directory /tmp: other users can write there"),
     "a directory that is a file": ({"kv_directory": str(DEMO / "config.json")}, "config.json"),

@@ -55,7 +55,7 @@ WILD = {
     "doubling": (
         "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(64) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "memory"
     ),
-    "a replacement of each by all": (
+    "a replacement that multiplies the text": (
         "{% set x = messages[0].content * 100000 %}{{ x | replace('l', x) | length }}", "memory"
     ),
     "a width": ("{{ messages[0].content | center(10**10) }}", "memory"),
@@ -66,7 +66,7 @@ WILD = {
     "its own error": ("{{ raise_exception('alternate roles, please') }}", "alternate roles"),
     "an attribute of nothing": ("{{ messages[0].content.nothing.at_all }}", "cannot render"),
     "a long range": ("{{ range(10**9) | list }}", "cannot render"),
-    "a macro for ever": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "cannot render"),
+    "endless recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "cannot render"),
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_the_template_works_after_a_timeout() -> None:
     began = time.monotonic()
     with pytest.raises(RequestError, match="too long"):
         template.render([{"role": "user", "content": "loop"}], add_generation_prompt=True, continue_final_message=False)
-    assert time.monotonic() - began < RENDER_S + 20, "on a busy machine"
+    assert time.monotonic() - began < RENDER_S + 20, "the timeout is far exceeded"
     assert rendered(template) == "<hello>"
 
 

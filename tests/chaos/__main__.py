@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
             report = drive(row, chosen.requests, chosen.channel)
         except AssertionError as error:
             broken.append(f"{row.name}: {error}")
-            print(f"  BROKEN: {error}", flush=True)
+            print(f"  NOT COMPLETED: {error}", flush=True)
             continue
         reports.append(report)
         cells_shown = " | ".join(map(str, cells(report)[1:]))
@@ -52,14 +52,14 @@ def main(arguments: list[str]) -> int:
             apart += filter(None, [other_clusters.row(name, chosen.requests // 4)])
         except AssertionError as error:
             broken.append(f"{name}: {error}")
-            print(f"  BROKEN: {error}", flush=True)
+            print(f"  NOT COMPLETED: {error}", flush=True)
     bad += [str(row[0]) for row in apart if row[2] or row[4] != "yes"]
     result = document(reports, apart, chosen.requests)
     if chosen.rows or chosen.no_write or broken:
         print(*(table.markdown() for table in result.tables), sep="\n")
     else:
         result.finish()
-    print(f"{len(reports)} rows; not good: {', '.join(bad) or 'none'}; broken: {'; '.join(broken) or 'none'}")
+    print(f"{len(reports)} rows; failed: {', '.join(bad) or 'none'}; not completed: {'; '.join(broken) or 'none'}")
     return 1 if bad or broken else 0
 
 
@@ -89,9 +89,9 @@ def document(reports: list[Report], apart: list[list[Cell]], requests: int) -> R
         tables.append(Table("Routers and networks", other_clusters.COLUMNS, apart))
     return Result(
         "chaos",
-        "Two prefill and two decode nodes, one router, all real processes on one host; 8 clients stream prompts of 20 "
-        f"to 6,000 tokens, at least {requests} requests per row, with the hash model, whose tokens prove that the right "
-        "KV arrived. Nodes that exit are restarted.",
+        "Two prefill nodes, two decode nodes and one router run as processes on one host. 8 clients stream prompts of 20 "
+        f"to 6,000 tokens, at least {requests} requests per row. The tokens of the hash model prove that the right KV "
+        "arrived. Nodes that exit are restarted.",
         tables,
         [dict(zip(COLUMNS, cells(report), strict=True)) | {"name": report.row.name, "restarted": report.restarts}
          for report in reports],

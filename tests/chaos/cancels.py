@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.result import Result, Table
-from tests.chaos.census import count_all, leaks, left_about
+from tests.chaos.census import count_all, count_shared, leaks
 from tests.chaos.drive import CLIENTS, KINDS, FaultThread, Supervisor, all_back
 from tests.chaos.evidence import at_rest
 from tests.chaos.traffic import Load, ask
 from tests.cluster.harness import Cluster, cluster, http_request, wait_for
 
 IDLE_S = 1.0  # connections to dead nodes are closed within this time
-MOST_S = 0.5  # the longest time until a client disconnects; most clients disconnect much earlier
-WARM = 96
+MAX_WAIT_S = 0.5  # the longest time until a client disconnects; most clients disconnect much earlier
+WARM_UP_REQUESTS = 96
 FAULT_EVERY_S = 5.0
 
 
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -> tuple[Counter[str], list[str]]:
-    """Cancel `count` requests, and inject a random fault into a random node every `fault_every_s` seconds; 0: never.
+    """Cancel `count` requests, and inject a random fault into a random node every `fault_every_s` seconds (0: never).
 
     Return the number of requests by outcome and of faults by kind, and the leaks. Raises AssertionError if a node does not
     come back.
@@ -59,22 +59,22 @@ def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -
             yield fault_every_s, rng.choice(nodes), rng.choice(sorted(KINDS))
 
     with Supervisor(running, {}, thaw_s=60.0) as supervisor:
-        hang_up_all(running, WARM, seed=seed + 1)
-        _whole(running)  # this opens every connection between nodes
+        hang_up_all(running, WARM_UP_REQUESTS, seed=seed + 1)
+        _run_uncancelled(running)  # this opens every connection between nodes
         at_rest(running)
         time.sleep(IDLE_S)
-        before, about_before = count_all(running), left_about(running)
+        before, shared_before = count_all(running), count_shared(running)
         with FaultThread(running, plan()) as faults:
             counts = hang_up_all(running, count, seed)
         wait_for(lambda: all_back(running), "all nodes back")
-        lost = _whole(running)
+        lost = _run_uncancelled(running)
         _, held = at_rest(running)
         time.sleep(IDLE_S)
-        after, about = count_all(running), left_about(running) - about_before
+        after, shared = count_all(running), count_shared(running) - shared_before
     restarts = supervisor.restarts
     # A starting process removes the sockets of killed nodes, but only those older than a minute.
-    about["unix sockets"] -= len(restarts)
-    found = held + lost + leaks(before, after) + [f"{num} {what} more" for what, num in about.items() if num > 0]
+    shared["unix sockets"] -= len(restarts)
+    found = held + lost + leaks(before, after) + [f"{num} more {what}" for what, num in shared.items() if num > 0]
     if len(restarts) > (num_ended := sum(num for (_, kind), num in faults.counts.items() if "SIG" in kind)):
         found.append(f"{len(restarts) - num_ended} nodes exited without a fault: {restarts}")
     for (name, kind), num in faults.counts.items():
@@ -97,7 +97,7 @@ def hang_up_all(running: Cluster, count: int, seed: int) -> Counter[str]:
 def hang_up(running: Cluster, index: int, rng: random.Random) -> str:
     """Send a request and close the socket after a random time, often within the short phases before the first token."""
     whole = http_request(ask(index).path, ask(index).body(running.model))
-    wait_s = MOST_S * rng.random() ** 2
+    wait_s = MAX_WAIT_S * rng.random() ** 2
     received = b""
     try:
         with socket.create_connection(("127.0.0.1", running.port), 10) as connection:
@@ -120,7 +120,7 @@ def hang_up(running: Cluster, index: int, rng: random.Random) -> str:
     return "disconnected in the answer" if received else "disconnected before the answer"
 
 
-def _whole(running: Cluster) -> list[str]:
+def _run_uncancelled(running: Cluster) -> list[str]:
     """Send requests without cancelling them. Return one line for each request that failed."""
     with Load([running.url], running.model, 3 * CLIENTS, 3 * CLIENTS) as load:
         pass

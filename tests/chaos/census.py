@@ -42,7 +42,7 @@ def count_all(running: Cluster) -> dict[str, Count]:
     return {name: count(process.pid) for name, process in running.processes.items() if process.poll() is None}
 
 
-def left_about(running: Cluster) -> Counter[str]:
+def count_shared(running: Cluster) -> Counter[str]:
     """Count the sockets in the KV directory and the mapped files in /dev/shm; both kinds can outlive a process."""
     directory = Path(str(running.settings["kv_directory"]))
     sockets = sum(stat.S_ISSOCK(path.stat().st_mode) for path in directory.iterdir())
@@ -58,9 +58,9 @@ def leaks(before: Mapping[str, Count], after: Mapping[str, Count]) -> list[str]:
         then = before[name]
         more = {kind: num - then.descriptors[kind] for kind, num in now.descriptors.items()}
         if grown := {kind: num for kind, num in more.items() if num > 0}:
-            found.append(f"{name}: {grown} descriptors more, of {then.num_descriptors}")
+            found.append(f"{name}: {grown} more descriptors than the {then.num_descriptors} before")
         if now.threads > then.threads + POOL_THREADS:
-            found.append(f"{name}: {now.threads} threads, of {then.threads}")
+            found.append(f"{name}: {now.threads} threads, {then.threads} before")
     return found
 
 

@@ -21,7 +21,7 @@ from tests.chaos.traffic import Load, Outcome, failures
 from tests.cluster.harness import Cluster, cluster, free_port, wait_for
 
 CLIENTS = 8
-LOOK_S = 0.02
+POLL_S = 0.02
 FAULTS_S = 120.0  # the time limit for all faults of a row to happen
 PROXY_HOST = "127.0.0.9"  # the address that a node behind relays advertises
 SignalTimes = tuple[tuple[float, int], ...]  # signals, each after a pause in seconds
@@ -123,7 +123,7 @@ class Supervisor:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(POLL_S):
             for name, process in list(self._running.processes.items()):
                 status = process.poll()
                 if status is not None:
@@ -158,9 +158,9 @@ def armed(failpoint: str) -> dict[str, object]:
 
 
 class FaultThread:
-    """A context manager whose thread harms nodes. `plan` yields a pause in seconds, the name of a node and one of KINDS.
+    """A context manager whose thread injects faults. `plan` yields a pause in seconds, a node's name and one of KINDS.
 
-    It injects one fault at a time, because a cluster without nodes tests nothing. `counts` has the injected faults.
+    It injects one fault at a time, because a cluster without nodes tests nothing. `counts` has their numbers.
     """
 
     def __init__(self, running: Cluster, plan: Iterator[tuple[float, str, str]]) -> None:

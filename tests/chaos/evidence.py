@@ -38,8 +38,8 @@ class Gap:
 def at_rest(running: Cluster, timeout_s: float = 60.0) -> tuple[dict[str, Any], list[str]]:
     """Wait until no block is held at two heartbeats in a row. Return the status, and the nodes that still hold blocks.
 
-    One look is not enough: a call that reserves blocks may still be in a retransmission when all requests have ended.
-    Its blocks are given back when the prefill node stops it, and at the latest when its lease expires.
+    One heartbeat is not enough: a call that reserves blocks may still be in a retransmission when all requests have
+    ended. Its blocks are released when the prefill node stops the reservation, at the latest when the lease expires.
     """
     deadline = time.monotonic() + timeout_s
     num_idle = 0

@@ -92,7 +92,7 @@ def redis_outage(seconds: float) -> list[Row]:
             server.kill()
             without = during(running, lambda: time.sleep(seconds))
             server.start()
-            wait_for(lambda: running.status()["registry"]["state"] == "ok", "Redis is found again")
+            wait_for(lambda: running.status()["registry"]["state"] == "ok", "the router has reconnected to Redis")
     return _compared(f"Redis dead for {seconds:g} s", calm, without, 1.1)
 
 
@@ -136,18 +136,18 @@ def slow_clients(seconds: float) -> list[Row]:
         with contextlib.ExitStack() as cleanup:
             body = completion(running.model, [5] * 20, SLOW_TOKENS, stream=True)
             sockets = [cleanup.enter_context(running.send(body, 4096)) for _ in range(SLOW_CLIENTS)]
-            wait_for(lambda: _is_waited_for(running), "slow readers are off the nodes")
+            wait_for(lambda: _are_nodes_idle(running), "no node runs a request of a slow reader")
             grown = router.memory_info().rss - before
             disturbed = during(running, lambda: _read_slowly(sockets, seconds))
     each_kib = grown / SLOW_CLIENTS / 1024
-    rows = _compared(f"{SLOW_CLIENTS} clients that read a byte per second", calm, disturbed, 1.1)
+    rows = _compared(f"{SLOW_CLIENTS} clients that each read one byte per second", calm, disturbed, 1.1)
     return [
         *rows,
-        ["memory of the router for each of these clients", f"{each_kib:.0f} KiB", "≤ 256 KiB", each_kib <= 256],
+        ["memory of the router per slow client", f"{each_kib:.0f} KiB", "≤ 256 KiB", each_kib <= 256],
     ]
 
 
-def _is_waited_for(running: Cluster) -> bool:
+def _are_nodes_idle(running: Cluster) -> bool:
     time.sleep(0.2)
     return not any(node["running"] or node["waiting"] for node in running.status()["nodes"])
 
@@ -195,7 +195,12 @@ def bad_inputs() -> list[Row]:
     num_broken = sum(status >= 500 for status in statuses)
     return [
         [f"{len(rows)} bad inputs: time to the answer", text, "≤ 50 ms", max(took_s) <= 0.05],
-        ["of these, answers of 5xx; processes ended", f"{num_broken}; {len(ended)}", "0; 0", not (num_broken or ended)],
+        [
+            "5xx answers to these inputs; processes ended",
+            f"{num_broken}; {len(ended)}",
+            "0; 0",
+            not (num_broken or ended),
+        ],
     ]
 
 
@@ -250,7 +255,7 @@ def _with_keys(tenants_of: dict[str, str], **settings: object) -> Iterator[Clust
 def start(count: int) -> list[Row]:
     """Measure the time from the start of `baton up` to the first token, with the demo model and cached kernels."""
     took_s = [_started_s() for _ in range(count + 1)][1:]
-    return [["`baton up`, a prefill and a decode node: until the first token", f"{median(took_s):.1f} s", "≤ 5 s", median(took_s) <= 5]]  # fmt: skip
+    return [["`baton up` with a prefill and a decode node: time to the first token", f"{median(took_s):.1f} s", "≤ 5 s", median(took_s) <= 5]]  # fmt: skip
 
 
 def _started_s() -> float:
@@ -284,14 +289,14 @@ def checks(count: int) -> list[Row]:
     many = np.resize(rows, (4096, rows.shape[1]))  # 256 MiB: larger than the caches
     sum_s = timeit.timeit(lambda: checksums(many, range(len(many))), number=3) / 3
     return [
-        ["bits flipped in rows of 64 KiB: found", f"{found:,} of {count:,}", "all", found == count],
+        ["bits flipped in rows of 64 KiB: detected", f"{found:,} of {count:,}", "all", found == count],
         ["checksums of KV, one core", f"{many.nbytes / sum_s / 1e9:.1f} GB/s", "", None],
     ]
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos figures", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the Redis outage; others are shorter")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the Redis outage, the longest part")
     parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
     parts: list[Callable[[], list[Row]]] = [

@@ -15,7 +15,7 @@ P, D = "prefill-0", "decode-0"
 REFUSED: Final = Harm(refuse=True)
 ONE_WAY: Final = Harm(silent=frozenset({"up"}))
 NO_ANSWER: Final = Harm(silent=frozenset({"down"}))
-SMALL_POOL: Final = {"num_blocks": 450}  # these hold 7,200 tokens: one long prompt and little else
+SMALL_POOL: Final = {"num_blocks": 450}  # the blocks hold 7,200 tokens: one long prompt and little else
 BEGIN_S = 2.0  # time between the start of the load and the first scripted fault
 
 
@@ -38,7 +38,7 @@ def _frozen(name: str, for_s: float) -> list[Signals]:
 ROWS: Final[list[Row]] = [
     Row("none", "no fault"),
     # ---- crashes, phase by phase ----
-    Row("queued", "prefill node killed as it accepts a request", {P: _kills("node.accepted:40")}),
+    Row("queued", "prefill node killed when it accepts a request", {P: _kills("node.accepted:40")}),
     Row("chunk", "prefill node killed in the first chunk, a middle chunk and the last chunk",
         {P: _kills("prefill.after_chunk:1@*", "prefill.after_chunk:6@*", "prefill.after_chunk:11@*")}),
     Row("push", "prefill node killed before, between and after its pushes",
@@ -65,7 +65,7 @@ ROWS: Final[list[Row]] = [
     Row("engine", "exception on the prefill engine's thread", {P: ["engine.step:100=raise"]}),
     Row("decode engine", "exception on the decode engine's thread", {D: ["engine.step:500=raise"]}),
     # ---- shutdown ----
-    Row("drain", "SIGTERM to every node, one after the other",
+    Row("drain", "SIGTERM to every node, one after another",
         script=_signalled((P, D, "prefill-1", "decode-1"), 6, (0.0, TERM))),
     Row("drain cut short", "SIGTERM, then SIGKILL 50 ms later",
         script=_signalled((D, P), 8, (0.0, TERM), (0.05, KILL))),
@@ -87,9 +87,9 @@ ROWS: Final[list[Row]] = [
     Row("rpc refused", "RPC connections refused for 4 s", script=_link("rpc", REFUSED, 4)),
     Row("rpc silent", "RPC link silent for 6 s, no reset", script=_link("rpc", PARTITION, 6)),
     Row("rpc one way", "RPC link: no data arrives for 6 s", script=_link("rpc", ONE_WAY, 6)),
-    Row("rpc no answer", "RPC link: no data comes back for 6 s", script=_link("rpc", NO_ANSWER, 6)),
+    Row("rpc no answer", "RPC link: no data returns for 6 s", script=_link("rpc", NO_ANSWER, 6)),
     Row("rpc cut", "RPC link reset after a number of bytes", script=_link("rpc", Harm(cut_at=9000), 6)),
-    Row("rpc slow", "RPC link delayed by 20 ms a chunk", script=_link("rpc", Harm(delay_s=0.02), 6)),
+    Row("rpc slow", "RPC link delayed by 20 ms per chunk", script=_link("rpc", Harm(delay_s=0.02), 6)),
     Row("prefill rpc silent", "prefill node's RPC link silent for 6 s", script=_link("rpc", PARTITION, 6, P)),
     # ---- harmful requests ----
     Row("same address", "decode node killed and restarted at its address", {D: _kills("decode.token:100@*")},

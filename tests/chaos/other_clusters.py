@@ -16,7 +16,7 @@ from tests.cluster.harness import RedisServer, cluster, wait_for
 COLUMNS = ["fault", "requests", "lost or unequal", "longest gap ms", "blocks returned"]
 TALK = Ask(0, (5, 6, 7), 4000)  # long enough to be in progress at the kill
 ROUTERS = "routers"
-NETWORKS: dict[str, tuple[str, Line, Line, float]] = {  # what, the lines there and back, and seconds (0: the whole run)
+NETWORKS: dict[str, tuple[str, Line, Line, float]] = {  # label, lines to and from the nodes, seconds (0: all)
     "network far": ("50 ms, 1 % loss, 100 Mbit", FAR, FAR, 0.0),
     "network dead": ("no packet passes for 6 s", DEAD, DEAD, 6.0),
     "network dead there": ("no packet reaches them for 6 s", DEAD, GOOD, 6.0),
@@ -64,7 +64,7 @@ def kill_a_router(requests: int, nodes: int = 2) -> tuple[list[Outcome], int, li
                 talk = Outcome(TALK)
                 talking = threading.Thread(target=run, args=(running.urls["router-1"], running.model, talk))
                 talking.start()
-                wait_for(lambda: bool(talk.tokens), "a token of the stream that is to break")
+                wait_for(lambda: bool(talk.tokens), "a token of the stream that the kill cuts")
                 num_before = len(lives.outcomes)
                 running.send_signal("router-1", signal.SIGKILL)
                 wait_for(lambda: len(lives.outcomes) > num_before + CLIENTS, "the first router continues to serve")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 CHUNK_BYTES = 65_536
-LOOK_S = 0.02  # poll interval of a silent direction
+POLL_S = 0.02  # poll interval of a silent direction
 INTRODUCTION_BYTES = 512  # the first bytes of a connection are not damaged; otherwise few connections would start
 
 
@@ -108,9 +108,9 @@ class Proxy:
         """Relay one direction. Raises OSError if either end closes or a fault resets this connection."""
         loop = asyncio.get_running_loop()
         passed = 0
-        while data := await loop.sock_recv(source, self._most(direction)):
+        while data := await loop.sock_recv(source, self._max_chunk(direction)):
             while direction in self._harm.silent:  # noqa: ASYNC110 - another thread sets it without waking a task
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
             await asyncio.sleep(self._harm.delay_s)
             if direction == "up" and (reply := self._harm.reply) is not None:
                 await loop.sock_sendall(source, reply) if reply else source.shutdown(socket.SHUT_WR)
@@ -119,10 +119,10 @@ class Proxy:
                 data = await self._harmed(data, passed, target)
             passed += len(data)
             await loop.sock_sendall(target, data)
-        raise ConnectionResetError("the other end hung up")
+        raise ConnectionResetError("the other end closed the connection")
 
-    def _most(self, direction: str) -> int:
-        """Return the maximum size of a chunk. A link with a rate limit moves this amount in 50 ms."""
+    def _max_chunk(self, direction: str) -> int:
+        """Return the maximum size of a chunk. A link with a rate limit relays this size in 50 ms."""
         rate = self._harm.bytes_per_s if direction == "up" else 0.0
         return min(CHUNK_BYTES, max(1, int(rate / 20))) if rate else CHUNK_BYTES
 
@@ -132,7 +132,7 @@ class Proxy:
         if harm.cut_at and passed + len(data) > cut_at:
             await asyncio.get_running_loop().sock_sendall(target, data[: max(0, cut_at - passed)])
             self.harms["cut"] += 1
-            raise ConnectionResetError("cut here")
+            raise ConnectionResetError("reset by the relay")
         first = max(0, INTRODUCTION_BYTES - passed)
         if first < len(data) and self._random.random() < harm.corrupt:
             at = self._random.randrange(first, len(data))
@@ -147,7 +147,7 @@ class Proxy:
 
 
 class Relays:
-    """The thread and event loop that run relays, as a context manager."""
+    """A context manager that runs relays in a thread with its own event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -3,7 +3,7 @@
 The soak samples the memory, descriptors and threads of every process every ten seconds. It starts with a warm-up of ten
 minutes with a fault every 15 seconds, because allocators keep the memory of the largest peak, and most new peaks come
 early. A least-squares fit to the later samples gives one slope per process and resource, and its standard error. Each
-start of a process has its own intercept. A process that never restarted grows if a slope minus twice its error exceeds
+start of a process has its own intercept. A process without restarts grows if a slope minus twice its error exceeds
 1 % of its memory per hour, or 10 % of its descriptors or threads per hour. The router keeps a short history
 (`tests.chaos.small_memory`), because the growth of a long history would hide a leak.
 """
@@ -20,7 +20,7 @@ from operator import attrgetter
 import numpy as np
 
 from benchmarks.result import Cell, Result, Table
-from tests.chaos.census import Count, count_all, left_about
+from tests.chaos.census import Count, count_all, count_shared
 from tests.chaos.drive import CLIENTS, FaultThread, Supervisor, all_back
 from tests.chaos.evidence import at_rest
 from tests.chaos.traffic import Load, Outcome, failures
@@ -55,7 +55,7 @@ class Sample:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--warm-up", type=float, default=10.0, help="minutes of warm-up, which the slopes leave out")
+    parser.add_argument("--warm-up", type=float, default=10.0, help="minutes of warm-up, excluded from the slopes")
     parser.add_argument("--fault-every-s", type=float, default=60.0)
     parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
@@ -105,7 +105,7 @@ class Soaked:
 
 def soak(running: Cluster, warm_s: float, seconds: float, fault_every_s: float) -> Soaked:
     """Send requests and inject faults, first for `warm_s` seconds and then for `seconds`."""
-    began, about_before = time.monotonic(), left_about(running)
+    began, shared_before = time.monotonic(), count_shared(running)
     samples: list[Sample] = []
     born: dict[int, float] = {}  # process id -> when it was first seen
 
@@ -125,8 +125,8 @@ def soak(running: Cluster, warm_s: float, seconds: float, fault_every_s: float) 
     alone = [f"{name} ended with status {status}" for name, status in supervisor.restarts if name in FROZEN]
     if alone:
         print(*map(running.log, FROZEN), sep="\n")
-    more = left_about(running)["files in /dev/shm"] - about_before["files in /dev/shm"]
-    problems += alone + ([f"{more} files in /dev/shm"] if more > 0 else [])
+    more = count_shared(running)["files in /dev/shm"] - shared_before["files in /dev/shm"]
+    problems += alone + ([f"{more} more files in /dev/shm"] if more > 0 else [])
     return Soaked(samples, load.outcomes, faults.counts.total(), len(supervisor.restarts), problems)
 
 
@@ -162,6 +162,6 @@ def _fit(points: list[tuple[int, float, float]]) -> tuple[float | None, float | 
     slope = float(x @ y) / spread
     freedom = len(x) - len(lives) - 1
     rest = y - slope * x
-    alike = float(rest[1:] @ rest[:-1] / (rest @ rest)) if rest.any() else 0.0  # correlation of successive samples
-    alike = min(0.99, max(0.0, alike))
-    return slope, float(np.sqrt(rest @ rest / max(1, freedom) / spread * (1 + alike) / (1 - alike)))
+    correlation = float(rest[1:] @ rest[:-1] / (rest @ rest)) if rest.any() else 0.0  # of successive samples
+    correlation = min(0.99, max(0.0, correlation))
+    return slope, float(np.sqrt(rest @ rest / max(1, freedom) / spread * (1 + correlation) / (1 - correlation)))

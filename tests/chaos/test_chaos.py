@@ -90,6 +90,6 @@ def test_a_soak_distinguishes_growth_from_fluctuation() -> None:
     ]
     rows = {row[0]: row for row in slopes(samples, LIFE_WARM_S)}
     assert {name: row[-1] for name, row in rows.items()} == {"flat": "", "leaks": "memory", "new": "", "short": ""}
-    assert abs(rows["short"][4]) > 1.0, "too few samples, and the error shows it"
+    assert abs(rows["short"][4]) > 1.0, "too few samples give a large slope, which its error explains"
     assert rows["leaks"][4] == pytest.approx(40, abs=5)
-    assert rows["new"][1] == 15, "it restarts all the time: growth at the start of each process is not a leak"
+    assert rows["new"][1] == 15, "growth at the start of each process is not a leak"

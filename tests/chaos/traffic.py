@@ -160,11 +160,11 @@ def _read(stream: http.client.HTTPResponse, outcome: Outcome) -> None:
 
 
 class Load:
-    """A context manager that runs clients, which send the requests `asks(0)`, `asks(1)` and so on, one at a time each.
+    """A context manager that runs clients. They send the requests `asks(0)`, `asks(1)` and so on, each one at a time.
 
-    The requests rotate over `urls`. If an error is one of `refusals`, the request is retried at the next one. `share` is
-    the share of the time in which a client has a request in progress; the client then pauses. The exit waits until at
-    `least` requests have been sent and all have ended, and checks the answers.
+    The requests rotate over `urls`. A request that fails with one of `refusals` is retried at the next URL. `share` is
+    the share of the time in which a client has a request in progress; it pauses in the rest. The exit waits until
+    `least` requests have been sent and all requests have ended, and then checks the answers.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ def _run_module(module: str, flags: list[str], environment: dict[str, str], log:
 
 
 def free_port() -> int:
-    """Return a free port below the range of outgoing connections, one of which could take the port before we use it."""
+    """Return a free port below the ephemeral range, so that no outgoing connection takes it first."""
     while True:
         port = 10_000 + secrets.randbelow(22_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -246,7 +246,7 @@ class Cluster:
                 pool.submit(self.stream, prompt, max_tokens, lambda count, event=event: count and event.set())
                 for prompt, event in zip(prompts, begun, strict=True)
             ]
-            assert all(event.wait(60) for event in begun), "every stream begins"
+            assert all(event.wait(60) for event in begun), "a stream did not begin"
             yield
             assert [stream.result() for stream in streams] == [expected(prompt, max_tokens) for prompt in prompts]
 
@@ -273,7 +273,7 @@ class Cluster:
                     return False
             return True
 
-        wait_for(is_idle, "all blocks given back")
+        wait_for(is_idle, "all blocks are free")
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -286,7 +286,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                raise AssertionError(f"{name} did not end at SIGTERM:\n{self.log(name)}") from None
+                raise AssertionError(f"{name} did not exit after SIGTERM:\n{self.log(name)}") from None
 
 
 def completion(model: str, prompt: list[int] | str, max_tokens: int, **fields: object) -> dict[str, Any]:
@@ -331,7 +331,7 @@ def cluster(
 
 
 class RedisServer:
-    """A Redis server on a free port, which a test starts, harms and restarts. The context manager ends it."""
+    """A Redis server on a free port, which a test starts, disturbs and restarts. The context manager ends it."""
 
     def __init__(self, directory: Path) -> None:
         self.port = free_port()

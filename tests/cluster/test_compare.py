@@ -30,12 +30,12 @@ def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
 def until(process: subprocess.Popen[str], sign: str) -> str:
     """Return the output of the command up to the first line that contains `sign`."""
     assert process.stdout is not None
-    said = ""
+    output = ""
     for line in process.stdout:
-        said += line
+        output += line
         if sign in line:
-            return said
-    raise AssertionError(f"ended without {sign!r}:\n{said}")
+            return output
+    raise AssertionError(f"the command ended without {sign!r}:\n{output}")
 
 
 def report_in(directory: Path) -> dict[str, Any]:
@@ -61,12 +61,12 @@ def is_alive(pid: int) -> bool:
 def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
     arms = ["colocated:2", "disaggregated:1p1d"]
     process = start(tmp_path, "--arms", *arms, *SMALL, "--control", "--duration", "2", "--seeds", "2")
-    said, _ = process.communicate(timeout=600)
+    output, _ = process.communicate(timeout=600)
     report = report_in(tmp_path)
-    assert process.returncode == (0 if report["valid"] else 1), said
+    assert process.returncode == (0 if report["valid"] else 1), output
     # The control may differ by chance, and periods may be invalid on a busy machine.
-    assert not report["problems"] or re.search("control|invalid", report["problems"][0]), said
-    assert report["verdict"]["sentence"] in said
+    assert not report["problems"] or re.search("control|invalid", report["problems"][0]), output
+    assert report["verdict"]["sentence"] in output
     assert [arm["name"] for arm in report["arms"]] == [*arms, "colocated:2 (control)"]
     assert report["parity"]["equal"]
 
@@ -112,10 +112,10 @@ def test_a_session_that_ends_early_keeps_its_measurements_and_leaves_nothing_run
             process.send_signal(signal.SIGINT)
         else:
             os.kill(int(router[1]), signal.SIGKILL)
-        said, _ = process.communicate(timeout=600)
+        output, _ = process.communicate(timeout=600)
     finally:
         process.kill()
-    assert process.returncode == 1, said
+    assert process.returncode == 1, output
     report = report_in(tmp_path)
     assert not report["valid"]
     assert ("interrupted" if what == "interrupt" else "colocated:1 was lost") in report["problems"][0]
@@ -134,7 +134,7 @@ def num_ended(url: str) -> int:
 def test_a_running_stack_is_compared_with_itself_and_a_full_disk_ends_the_session(tmp_path: Path):
     with cluster(prefill=1, decode=1, disaggregate="always", runner="torch") as running:
         arms = ["--url", running.url, "--control", "--model", str(running.settings["model"]), "--duration", "1"]
-        said, _ = start(tmp_path, *arms, "--seeds", "2").communicate(timeout=600)
+        output, _ = start(tmp_path, *arms, "--seeds", "2").communicate(timeout=600)
         report = report_in(tmp_path)
         requests = tmp_path / "report" / "requests.jsonl"
         requests.unlink()
@@ -142,11 +142,11 @@ def test_a_running_stack_is_compared_with_itself_and_a_full_disk_ends_the_sessio
         process = start(tmp_path, *arms)
         full, _ = process.communicate(timeout=600)
         assert running.processes["router"].poll() is None
-    assert report["on"] == "url", said
+    assert report["on"] == "url", output
     assert (report["arms"][0]["prefill"], report["arms"][0]["decode"]) == (1, 1)
     assert report["tokens"]["equal"]
     assert report["tokens"]["compared"] > 0
-    assert "against itself" in report["verdict"]["sentence"] or report["problems"], said
+    assert "against itself" in report["verdict"]["sentence"] or report["problems"], output
     assert process.returncode == 1, full
     assert "cannot write the measurements: No space left on device" in full
     assert not report_in(tmp_path)["valid"]

@@ -15,7 +15,7 @@ from tests.cluster.harness import DEMO_VOCABULARY, Cluster, cluster, prompt_of, 
 EMULATED = {"emulate": "h200-llama-3.1-8b@100gbe", "max_num_batched_tokens": 2048}
 
 
-def right(prompt: list[int], count: int) -> list[int]:
+def expected(prompt: list[int], count: int) -> list[int]:
     return expected_tokens(prompt, count, DEMO_VOCABULARY, emulated=True)
 
 
@@ -27,7 +27,7 @@ def learn(running: Cluster, growth: int = 150) -> None:
     """Send short and long prompts, several at once, until each node has a cost model of its steps."""
     prompts = [prompt_of(index, 40 + growth * index) for index in range(12)]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda one: running.complete(one, 40), prompts)) == [right(one, 40) for one in prompts]
+        assert list(pool.map(lambda one: running.complete(one, 40), prompts)) == [expected(one, 40) for one in prompts]
     wait_for(lambda: all(node["cost"] for node in running.nodes().values()), "every node has a model of its steps")
     running.settled()
 
@@ -35,7 +35,7 @@ def learn(running: Cluster, growth: int = 150) -> None:
 @pytest.fixture(scope="module")
 def adaptive() -> Iterator[Cluster]:
     with cluster(prefill=1, decode=1, disaggregate="auto", **EMULATED) as running:
-        assert running.complete([7, 8, 9], 5) == right([7, 8, 9], 5)
+        assert running.complete([7, 8, 9], 5) == expected([7, 8, 9], 5)
         assert placements(running) == {"no_prediction": 1}
         learn(running)
         yield running
@@ -44,21 +44,21 @@ def adaptive() -> Iterator[Cluster]:
 def test_a_short_prompt_stays_with_an_idle_decode_node(adaptive: Cluster) -> None:
     before, handoffs = placements(adaptive), adaptive.settled()["handoffs"]
     prompt = prompt_of(50, 40)
-    assert adaptive.complete(prompt, 8) == right(prompt, 8)
+    assert adaptive.complete(prompt, 8) == expected(prompt, 8)
     after = placements(adaptive)
     assert after.get("local_sooner", 0) == before.get("local_sooner", 0) + 1, (before, after)
     assert adaptive.settled()["handoffs"] == handoffs
 
 
-def test_a_long_prompt_goes_away_from_a_decode_node_that_is_busy(adaptive: Cluster) -> None:
+def test_a_long_prompt_is_not_computed_on_a_busy_decode_node(adaptive: Cluster) -> None:
     with ThreadPoolExecutor(16) as pool:
         streams = [pool.submit(adaptive.stream, prompt_of(60 + index, 30), 400) for index in range(16)]
-        wait_for(lambda: adaptive.nodes()["decode-0"]["running"] >= 16, "all of them are decoded")
+        wait_for(lambda: adaptive.nodes()["decode-0"]["running"] >= 16, "all 16 requests are in decode")
         before = placements(adaptive)
         prompt = prompt_of(90, 6000)
-        assert adaptive.complete(prompt, 4) == right(prompt, 4)
+        assert adaptive.complete(prompt, 4) == expected(prompt, 4)
         assert placements(adaptive).get("remote_sooner", 0) == before.get("remote_sooner", 0) + 1
-        assert [stream.result() for stream in streams] == [right(prompt_of(60 + i, 30), 400) for i in range(16)]
+        assert [stream.result() for stream in streams] == [expected(prompt_of(60 + i, 30), 400) for i in range(16)]
     adaptive.idle()
 
 
@@ -75,4 +75,4 @@ def test_a_request_whose_first_token_would_be_late_is_refused_with_retry_after(t
             assert int(answer.headers["retry-after"]) >= 1
             assert b"2500 ms that this cluster promises" in answer.read()
         assert running.status()["requests"]["refused"] == 1
-        assert running.complete([5, 6, 7], 4) == right([5, 6, 7], 4)
+        assert running.complete([5, 6, 7], 4) == expected([5, 6, 7], 4)

@@ -96,7 +96,7 @@ def test_one_trace_goes_through_the_answer_and_every_process_log(running):
         assert all(line["request"].startswith(identity) and line["node"] == name for line in logged)
 
 
-def test_a_refused_request_has_its_line_and_no_log_has_a_prompt(running):
+def test_a_refused_request_is_logged_without_its_prompt(running):
     with pytest.raises(urllib.error.HTTPError) as refused:
         running.complete([10**9], 3)
     with refused.value as answer:
@@ -109,7 +109,7 @@ def test_a_refused_request_has_its_line_and_no_log_has_a_prompt(running):
     assert "1000000000" not in (running.directory / "router.log").read_text()
 
 
-def test_promtool_objects_to_nothing_but_names_that_are_vllms(running):
+def test_promtool_objects_only_to_the_names_of_vllms_metrics(running):
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian's package prometheus has it)")
     checked = subprocess.run(
@@ -122,7 +122,7 @@ def test_promtool_objects_to_nothing_but_names_that_are_vllms(running):
     assert [line for line in objections if "':'" not in line and "iteration_tokens_total" not in line] == []
 
 
-def test_prometheus_takes_all_of_it_and_answers_every_query_of_the_board(running, tmp_path):
+def test_prometheus_scrapes_the_router_and_answers_every_query_of_the_dashboard(running, tmp_path):
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed")
     configuration = (ROOT / "deploy" / "prometheus.yml").read_text()

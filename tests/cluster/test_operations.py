@@ -77,8 +77,8 @@ def test_a_process_listens_only_at_its_announced_addresses(running: Cluster) -> 
         rpc = ("127.0.0.1", int(node["address"].rpartition(":")[2]))
         assert rpc in addresses, name
         assert {host for host, _ in addresses} == {"127.0.0.1"}, name
-        assert len(addresses) == 2, f"{name}: its RPCs and KV over tcp, not {addresses}"
-        assert len(paths) == 1, f"{name}: one socket for KV within the host, not {paths}"
+        assert len(addresses) == 2, f"{name}: expected one address for RPC and one for KV over tcp, not {addresses}"
+        assert len(paths) == 1, f"{name}: expected one socket for KV within the host, not {paths}"
         assert Path(*paths).parent == directory_of(running), name
 
 
@@ -116,7 +116,7 @@ def test_a_process_connects_only_to_its_peers(running: Cluster, connections: Pat
         assert repr(("127.0.0.1", redis_port(running))) in by_process[process.pid], f"{name}: the guard saw nothing"
 
 
-def test_the_guard_sees_a_connection_that_should_not_be(tmp_path: Path) -> None:
+def test_the_guard_logs_unexpected_connections(tmp_path: Path) -> None:
     """The guard detects connections of Python's sockets and of uvloop."""
     program = (
         "import asyncio, contextlib, socket, uvloop\n"
@@ -137,7 +137,7 @@ def test_the_guard_sees_a_connection_that_should_not_be(tmp_path: Path) -> None:
 
 def test_every_process_is_restarted_under_load_and_no_request_fails(running: Cluster) -> None:
     """Each process drains and comes back before the next one is restarted. The routers come last."""
-    running.prefixes.clear()  # from here on without the guard, because forked processes start sooner
+    running.prefixes.clear()  # the guard is off from here on, because forked processes start sooner
     before = {name: node["address"] for name, node in running.nodes().items()}
     refusals = ("ConnectionRefusedError", "ConnectionResetError", "RemoteDisconnected")
     load = Load(
@@ -164,7 +164,7 @@ def test_everything_starts_after_a_power_cut(running: Cluster) -> None:
     for process in running.processes.values():
         process.wait()
     left = {path for path in directory.iterdir() if path.is_socket()}
-    assert len(left) >= 3, "killed processes leave their sockets"
+    assert len(left) >= 3, "killed processes leave their sockets behind"
     for path in left:
         os.utime(path, (0, 0))
     (directory / "pool-host").write_bytes(b"half a card")
@@ -172,7 +172,7 @@ def test_everything_starts_after_a_power_cut(running: Cluster) -> None:
         running.start(name)
     running.ready()
     for router in running.urls:
-        wait_for(lambda router=router: len(running.alive(router)) == 3, "all are back")
+        wait_for(lambda router=router: len(running.alive(router)) == 3, "all nodes are back")
     prompt = [9] * 500
     assert running.complete(prompt, 5) == expected(prompt, 5)
     assert running.settled()["handoffs"] == 1

@@ -78,7 +78,7 @@ def passes_of(page: Any, node: str) -> int:
 def colours_in(page: Any, lane: int) -> set[str]:
     """Return the kinds of passes whose colours are visible in a lane."""
     script = """canvas => {
-        const copy = document.createElement('canvas'), seen = new Set();  // one that may be read again and again
+        const copy = document.createElement('canvas'), seen = new Set();  // for repeated reads
         [copy.width, copy.height] = [canvas.width, canvas.height];
         const context = copy.getContext('2d', {willReadFrequently: true});
         context.drawImage(canvas, 0, 0);
@@ -116,12 +116,12 @@ def test_the_strip_moves_and_colours_passes_by_their_work(opened: Any, feed: tup
     wait_for(lambda: colours_in(page, 2) == {"prefill", "decode", "over"}, "mixed passes over the SLO")
 
 
-def test_a_page_that_is_opened_late_shows_what_was_before(opened: Any, serve: Callable[[Feed], str]) -> None:
+def test_a_page_that_is_opened_late_shows_earlier_passes(opened: Any, serve: Callable[[Feed], str]) -> None:
     made = Feed()
     for name in made.ends:
         made.numbers[name], made.ends[name] = 1, made.began_ms + 1e9  # no new steps follow
     page = opened(serve(made))
-    wait_for(lambda: passes_of(page, "decode-0") > 50, "passes of before")
+    wait_for(lambda: passes_of(page, "decode-0") > 50, "earlier passes")
     assert passes_of(page, "decode-0") <= 101
 
 

@@ -26,14 +26,14 @@ def shared() -> Iterator[Cluster]:
         yield running
 
 
-def test_a_prompt_is_computed_in_the_decode_nodes_pool_and_nothing_moves(shared: Cluster) -> None:
+def test_a_prompt_is_computed_in_the_decode_nodes_pool_and_no_block_moves(shared: Cluster) -> None:
     all_right(shared, prompts_of(1, 12, 700), 30)
     status = shared.settled()
     prefill, decode = shared.nodes()["prefill-0"], shared.nodes()["decode-0"]
     assert (status["handoffs"], status["bytes_moved"]) == (12, 0)
     assert prefill["prompt_tokens"] == 12 * 700
     assert decode["prompt_tokens"] == 0
-    assert prefill["blocks"]["total"] == 1, "it has no pool of its own"
+    assert prefill["blocks"]["total"] == 1, "the prefill node has no pool of its own"
     assert prefill["channels"] == {decode["address"]: "pool"}
 
 
@@ -90,7 +90,9 @@ def test_frozen_and_killed_nodes_with_a_shared_pool_lose_no_request() -> None:
     with cluster(kv_channel="pool", max_num_batched_tokens=16, node_timeout_s=1.0) as running:
         with in_progress(running, "prefill-0", "prompt_tokens", prompts_of(8, 4, 3000), 20):
             running.send_signal("prefill-0", signal.SIGSTOP)
-        wait_for(lambda: running.nodes()["decode-0"]["blocks"]["quarantined"] > 0, "its blocks are in quarantine")
+        wait_for(
+            lambda: running.nodes()["decode-0"]["blocks"]["quarantined"] > 0, "blocks of decode-0 are in quarantine"
+        )
         running.send_signal("prefill-0", signal.SIGCONT)
         running.idle()
         running.ready()

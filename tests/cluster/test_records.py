@@ -27,7 +27,7 @@ def recorded(running: Cluster, count: int) -> list[dict[str, Any]]:
     def latest() -> list[dict[str, Any]]:
         return list(running.get(f"/v1/requests?limit={count}")["requests"])
 
-    wait_for(lambda: len(latest()) == count and all(row["phases_ms"] for row in latest()), "all phases known")
+    wait_for(lambda: len(latest()) == count and all(row["phases_ms"] for row in latest()), "all phases are known")
     return latest()
 
 
@@ -83,8 +83,8 @@ def test_each_step_that_the_nodes_ran_is_reported_once(served: Cluster) -> None:
         assert computed == node["prompt_tokens"]
 
 
-def test_the_feed_follows_and_does_not_hold_up_a_drain(served: Cluster) -> None:
-    """The last test, because it ends the router."""
+def test_the_feed_reports_changes_and_does_not_delay_a_drain(served: Cluster) -> None:
+    """This is the last test because it stops the router."""
     received: list[tuple[str, Any]] = []
     ended = threading.Event()
 
@@ -107,10 +107,10 @@ def test_the_feed_follows_and_does_not_hold_up_a_drain(served: Cluster) -> None:
     wait_for(lambda: received, "the first status")
     for seed in (40, 41):
         served.complete(prompt_of(seed, 100), 8)
-    wait_for(lambda: {"status", "steps", "requests"} <= {kind for kind, _ in received}, "every kind")
+    wait_for(lambda: {"status", "steps", "requests"} <= {kind for kind, _ in received}, "an event of every kind")
     wait_for(lambda: not unfinished(), "the events of both ends")
     began = time.monotonic()
     served.send_signal("router", signal.SIGTERM)
     served.processes["router"].wait(15)
-    assert ended.wait(5), "the stream ends whole"
+    assert ended.wait(5), "the stream does not end"
     assert time.monotonic() - began < 15

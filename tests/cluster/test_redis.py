@@ -108,13 +108,13 @@ async def survives(name: str, answer: bytes, relay: Proxy, url: str) -> None:
         relay.harm = NONE
         await node.update(replace(INFO, state="draining"))
         seen = await wait_until(lambda: registry.nodes.get("d0", INFO).state == "draining", PATIENCE_S)
-        assert seen, f"{name}: {registry.state} after it, and {registry.nodes}"
+        assert seen, f"{name}: the registry is {registry.state} afterwards and lists {registry.nodes}"
     finally:
         await node.close()
         await registry.close()
 
 
-async def test_malformed_answers_of_redis_leave_the_list_and_nodes_rejoin_after_them(
+async def test_malformed_answers_of_redis_keep_the_list_and_nodes_rejoin_afterwards(
     server: RedisServer, relays: Relays
 ) -> None:
     port = await asyncio.to_thread(started, server)
@@ -219,9 +219,9 @@ def test_no_request_fails_during_any_fault_of_redis(server: RedisServer, relays:
             for name, (inject, is_detected, end) in faults.items():
                 inject()
                 wait_for(is_detected, f"{name}: detected")
-                assert all(len(running.alive(router)) == 2 for router in running.urls), f"{name}: the list stays"
+                assert all(len(running.alive(router)) == 2 for router in running.urls), f"{name}: the list is kept"
                 end()
-                wait_for(lambda: state() == {"ok"} and num_nodes() == 2, f"{name}: all are back")
+                wait_for(lambda: state() == {"ok"} and num_nodes() == 2, f"{name}: all nodes are back")
             an_entry_at_the_address_of_another_node_is_not_used(running, server)
         assert not load.failures()
         a_router_without_nodes_is_not_ready_and_the_other_serves(running, theirs)
@@ -239,7 +239,7 @@ def an_entry_at_the_address_of_another_node_is_not_used(running: Cluster, server
         time.sleep(1.0)  # time for several connection attempts
         assert not running.nodes()["ghost"]["alive"], "another process answers at that address"
         client.delete("baton:default:node:ghost")
-        wait_for(lambda: "ghost" not in running.nodes(), "it leaves with its entry")
+        wait_for(lambda: "ghost" not in running.nodes(), "the node is removed with its entry")
 
 
 def a_router_without_nodes_is_not_ready_and_the_other_serves(running: Cluster, theirs: Proxy) -> None:
@@ -247,11 +247,11 @@ def a_router_without_nodes_is_not_ready_and_the_other_serves(running: Cluster, t
     theirs.harm = Harm(reply=b"")
     prompt = [7] * 30
     wait_for(lambda: running.status("router-1")["registry"]["state"] == "down", "the cut is detected")
-    assert running.stream(prompt, 4, router="router-1") == expected(prompt, 4), "it keeps its list of nodes"
+    assert running.stream(prompt, 4, router="router-1") == expected(prompt, 4), "the router keeps its list of nodes"
     running.send_signal("router-1", signal.SIGTERM)
     running.processes["router-1"].wait()
     running.start("router-1")
-    wait_for(lambda: running.answers("router-1"), "it serves")
+    wait_for(lambda: running.answers("router-1"), "the router serves again")
     with pytest.raises(urllib.error.HTTPError, match="503"):
         running.get("/ready", "router-1")
     assert running.stream(prompt, 4) == expected(prompt, 4)

@@ -52,7 +52,7 @@ def test_several_samples_cost_one_prefill_and_one_handoff(served: Cluster) -> No
     assert served.nodes()["prefill-0"]["prompt_tokens"] == computed + 128
 
 
-def test_the_openai_client_streams_and_does_not(served: Cluster) -> None:
+def test_the_openai_client_works_with_and_without_streaming(served: Cluster) -> None:
     client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["model"]
     options: dict[str, Any] = {"model": "model", "max_tokens": 9, "temperature": 0}
@@ -94,7 +94,7 @@ def test_an_answer_cut_at_a_stop_string_counts_as_finished_and_ends_on_its_node(
     assert (after["finished"] - before["finished"], after["cancelled"] - before["cancelled"]) == (2, 0)
 
 
-def test_a_draining_node_finishes_what_it_has_and_takes_nothing_new() -> None:
+def test_a_draining_node_finishes_its_requests_and_accepts_no_new_ones() -> None:
     with cluster(prefill=1, decode=2) as running:
         with running.streaming([prompt_of(6, 50)] * 4, 1500):
             running.send_signal("decode-0", signal.SIGTERM)
@@ -107,7 +107,7 @@ def test_a_draining_node_finishes_what_it_has_and_takes_nothing_new() -> None:
         assert running.status()["requests"]["moved"] <= len(more)
 
 
-def test_a_node_with_another_secret_is_refused_and_nothing_is_placed_on_it(served: Cluster) -> None:
+def test_a_node_with_another_secret_is_refused_and_gets_no_request(served: Cluster) -> None:
     path = served.directory / "another-secret"
     write_secret(path)
     served.own["decode-9"] = {"cluster_secret_file": path}

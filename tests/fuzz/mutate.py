@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.fuzz.targets import TARGETS, Target
 
 SLOW_S = 0.1  # limit of this thread's CPU time for one input
-WEIGHED_EVERY = 50  # one in this number of runs traces allocations, which makes the run several times slower
+TRACED_EVERY = 50  # one in this number of runs traces allocations, which makes the run several times slower
 SPARE_BYTES = 2 << 20  # allowance for caches and buffers that do not depend on the input
 INTERESTING = (
     b"\x00", b"\xff", b"\x7f\xff\xff\xff", b"\x80\x00\x00\x00", b"\xdd\xff\xff\xff\xff", b"\xdf\x00\x10\x00\x00", b"\xc0",
@@ -65,14 +65,14 @@ def _mutate(data: bytearray, target: Target, draw: random.Random) -> None:
             data[at:] = other[draw.randrange(len(other) + 1) :]
 
 
-def run_one(name: str, data: bytes, *, weigh: bool) -> None:
+def run_one(name: str, data: bytes, *, trace: bool) -> None:
     """Run one input. Raises Finding if the input breaks the target."""
     target = TARGETS[name]
     peak = 0
     began = time.thread_time()
     try:
-        if weigh:
-            peak = _weighed(target, data)
+        if trace:
+            peak = _peak_bytes(target, data)
         else:
             target.fuzzed(data)
     except Exception as error:
@@ -80,13 +80,13 @@ def run_one(name: str, data: bytes, *, weigh: bool) -> None:
     took_s = time.thread_time() - began
     allowed = SPARE_BYTES + target.bytes_per_byte * len(data)
     # Measure twice, because the first run may fill a cache or import a module.
-    if peak > allowed and (again := _weighed(target, data)) > allowed:
+    if peak > allowed and (again := _peak_bytes(target, data)) > allowed:
         raise Finding(name, data, f"{again} bytes for {len(data)}")
-    if took_s > SLOW_S and not weigh and _is_slow(target, data):
+    if took_s > SLOW_S and not trace and _is_slow(target, data):
         raise Finding(name, data, f"{took_s:.3f} s")
 
 
-def _weighed(target: Target, data: bytes) -> int:
+def _peak_bytes(target: Target, data: bytes) -> int:
     """Return the peak allocation in bytes."""
     tracemalloc.start()
     try:
@@ -111,4 +111,4 @@ def fuzz(name: str, runs: int, seed: int) -> None:
     target = TARGETS[name]
     target.fuzzed(target.seeds[0])  # imports the modules that the target needs
     for number, data in zip(range(runs), inputs(target, seed), strict=False):
-        run_one(name, data, weigh=number % WEIGHED_EVERY == 0)
+        run_one(name, data, trace=number % TRACED_EVERY == 0)

@@ -39,7 +39,7 @@ def main() -> int:
         fuzz(chosen.target, chosen.runs, chosen.seed)
         return 0
     if chosen.input is not None:
-        run_one(chosen.target, chosen.input.read_bytes(), weigh=False)
+        run_one(chosen.target, chosen.input.read_bytes(), trace=False)
         return 0
     names = [chosen.target] if chosen.target else list(TARGETS)
     with ThreadPoolExecutor(chosen.jobs) as pool:
@@ -63,7 +63,7 @@ def _under_atheris(name: str, runs: int, seed: int) -> int:
     import atheris
 
     with atheris.instrument_imports(include=PACKAGES):
-        from tests.fuzz.mutate import WEIGHED_EVERY, run_one
+        from tests.fuzz.mutate import TRACED_EVERY, run_one
         from tests.fuzz.targets import TARGETS, scratch
     corpus = Path(tempfile.mkdtemp(prefix="baton-corpus-"))
     for number, data in enumerate(TARGETS[name].seeds):
@@ -74,7 +74,7 @@ def _under_atheris(name: str, runs: int, seed: int) -> int:
     def one(data: bytes) -> None:
         nonlocal number
         number += 1
-        run_one(name, data, weigh=number % WEIGHED_EVERY == 0)
+        run_one(name, data, trace=number % TRACED_EVERY == 0)
         if number >= runs:  # clean up here, because libFuzzer exits without running exit handlers
             shutil.rmtree(corpus, ignore_errors=True)
             shutil.rmtree(scratch(), ignore_errors=True)

@@ -52,5 +52,5 @@ def test_a_finding_names_the_input_that_causes_it(
 
 
 def _run_both_ways() -> None:
-    for weigh in (True, False):
-        run_one("broken", b"[1]", weigh=weigh)
+    for trace in (True, False):
+        run_one("broken", b"[1]", trace=trace)

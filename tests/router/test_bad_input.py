@@ -132,7 +132,7 @@ def test_expect_100_continue(live: Cluster) -> None:
         assert client.answer().status == 401
 
 
-def test_requests_with_one_label_have_two_ids(live: Cluster) -> None:
+def test_requests_with_the_same_label_have_different_ids(live: Cluster) -> None:
     labels, names = [], []
     for _ in range(2):
         with Client(live.port) as client:
@@ -167,15 +167,15 @@ def test_long_texts_do_not_delay_other_requests(live: Cluster) -> None:
     raw = json.dumps({"prompt": "ab " * 100_000}).encode()
     waits: list[float] = []
 
-    def ask() -> None:
+    def send_long_text() -> None:
         with Client(live.port) as client:
             client.send(post(raw))
             assert client.answer().status == 400
 
-    asking = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in asking:
+    threads = [threading.Thread(target=send_long_text) for _ in range(4)]
+    for thread in threads:
         thread.start()
-    while any(thread.is_alive() for thread in asking):
+    while any(thread.is_alive() for thread in threads):
         began = time.monotonic()
         assert _is_served(live.port)
         waits.append(time.monotonic() - began)
@@ -203,7 +203,7 @@ def test_a_tenant_finds_only_its_own_prompts_in_the_cache(live: Cluster, salt: s
         prompt = [(7 * number + i * (3 if salt else 5)) % 2000 + 5 for i in range(160)]
         more = {"cache_salt": salt} if salt else {}
         assert cached(live, ACME, prompt, **more) == 0
-        assert cached(live, OTHER, prompt, **more) == 0, "the cache of another tenant"
+        assert cached(live, OTHER, prompt, **more) == 0, "a tenant used the cache of another tenant"
         assert cached(live, ACME, prompt, **more) >= 128
         assert cached(live, OTHER, prompt, **more) >= 128
         assert cached(live, ACME, prompt, cache_salt="another") == 0
@@ -245,7 +245,7 @@ class Served:
 
 
 @asynccontextmanager
-async def impatient(byte_level: Any, **limits: float) -> AsyncIterator[Served]:
+async def short_timeouts(byte_level: Any, **limits: float) -> AsyncIterator[Served]:
     dispatcher, idle = ScriptedDispatcher(lambda _, __: [5, 6, 2]), IdleConnections()
     app = build_app(dispatcher, byte_level, MODEL, body_timeout_s=0.3)
     times = {"head_s": 0.3, "rest_s": 0.3, "idle_s": 0.6}
@@ -287,7 +287,7 @@ ENDLESS = OPEN_HEAD.replace(b"content-length: 5000", b"transfer-encoding: chunke
 
 
 async def test_a_client_that_sends_slowly_or_nothing_is_disconnected(byte_level: Any) -> None:
-    async with impatient(byte_level) as served:
+    async with short_timeouts(byte_level) as served:
         received = await asyncio.gather(
             ended(served.port),
             ended(served.port, b"\r\n" * 3),
@@ -310,7 +310,7 @@ async def test_a_client_that_sends_slowly_or_nothing_is_disconnected(byte_level:
 
 
 async def test_a_connection_with_a_request_is_not_closed_for_another(byte_level: Any) -> None:
-    async with impatient(byte_level, connections=2, idle_s=60.0) as served:
+    async with short_timeouts(byte_level, connections=2, idle_s=60.0) as served:
         served.dispatcher.hangs_after = 0
         (_, at_work), (idle, at_rest) = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(2)]
         at_work.write(REQUEST)
@@ -329,7 +329,7 @@ async def test_a_connection_with_a_request_is_not_closed_for_another(byte_level:
 
 async def test_every_request_on_a_lost_connection_is_cancelled(byte_level: Any) -> None:
     """The request in progress is cancelled even if a pipelined request waits behind it."""
-    async with impatient(byte_level) as served:
+    async with short_timeouts(byte_level) as served:
         served.dispatcher.hangs_after = 1
         request = post(b'{"prompt":"x","stream":true}')
         writer = (await asyncio.open_connection("127.0.0.1", served.port))[1]
@@ -343,14 +343,14 @@ async def test_every_request_on_a_lost_connection_is_cancelled(byte_level: Any) 
 
 async def test_a_client_that_is_rejected_while_it_sends_can_read_the_error(byte_level: Any) -> None:
     """Closing a socket with unread bytes resets the connection, and the client may lose the response."""
-    async with impatient(byte_level, rest_s=20) as served:
+    async with short_timeouts(byte_level, rest_s=20) as served:
         answer = await ended(served.port, OPEN_HEAD.replace(b"5000", b"50000000"), *[b" " * 2**16] * 100, gap_s=0)
         assert answer.startswith(b"HTTP/1.1 413 ")
         assert not answer.endswith(RESET)
 
 
 async def test_an_error_is_not_sent_in_place_of_another_response(byte_level: Any) -> None:
-    async with impatient(byte_level) as served:
+    async with short_timeouts(byte_level) as served:
         served.dispatcher.hangs_after = 0
         assert await ended(served.port, REQUEST, b"garbage\r\n\r\n", gap_s=0.1) == b""
         async with asyncio.timeout(20):
@@ -360,30 +360,30 @@ async def test_an_error_is_not_sent_in_place_of_another_response(byte_level: Any
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_pipelined_requests_are_bounded(byte_level: Any, hangs: bool) -> None:
     """The router parses a few pipelined requests, buffers a few more as bytes, and does not read the rest."""
-    async with impatient(byte_level) as served:
+    async with short_timeouts(byte_level) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         if hangs:
             served.dispatcher.hangs_after = 0
-            writer.write(REQUEST * (1 + MAX_PIPELINED))  # as many as the router parses ahead
+            writer.write(REQUEST * (1 + MAX_PIPELINED))  # the router parses no more in advance
             await served.dispatcher.hanging.acquire()
         writer.write(REQUEST * 200_000)
         for _ in range(0 if hangs else 50):
             await asyncio.wait_for(reader.readuntil(b'"cached_tokens":0}}}'), 20)
         await asyncio.sleep(0.2)
-        assert writer.transport.get_write_buffer_size() > 2**20, "the router keeps on reading"
+        assert writer.transport.get_write_buffer_size() > 2**20, "the router did not stop reading"
         writer.transport.abort()
         for connection in list(served.server.server_state.connections):  # the server does not read the reset
             connection.transport.abort()
 
 
 async def test_a_draining_server_answers_connected_clients(byte_level: Any) -> None:
-    async with impatient(byte_level, head_s=20.0, idle_s=20.0, drain_s=20.0) as served:
+    async with short_timeouts(byte_level, head_s=20.0, idle_s=20.0, drain_s=20.0) as served:
         (idle, begun, new) = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
         begun[1].write(REQUEST[:30])  # the router reads this before it answers the next request
         idle[1].write(REQUEST)
         await asyncio.wait_for(idle[0].readuntil(b'"cached_tokens":0}}}'), 20)
         served.drain()
-        assert await asyncio.wait_for(idle[0].read(), 20) == b"", "it is idle"
+        assert await asyncio.wait_for(idle[0].read(), 20) == b"", "an idle connection is closed"
         for (reader, writer), rest in ((new, REQUEST), (begun, REQUEST[30:])):
             writer.write(rest)
             assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 200 OK")
@@ -392,7 +392,7 @@ async def test_a_draining_server_answers_connected_clients(byte_level: Any) -> N
 
 
 async def test_a_draining_server_does_not_wait_for_idle_clients(byte_level: Any) -> None:
-    async with impatient(byte_level, head_s=60.0, drain_s=0.1) as served:
+    async with short_timeouts(byte_level, head_s=60.0, drain_s=0.1) as served:
         silent = asyncio.create_task(ended(served.port))
         assert await wait_until(lambda: len(served.server.server_state.connections) == 1, 20)
         served.drain()

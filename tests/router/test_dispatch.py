@@ -115,7 +115,7 @@ class Play:
         assert (submit.num_prompt, submit.max_tokens) == (len(PROMPT), len(ANSWER))
         assert d.load.kv_tokens == len(PROMPT) + self.base + (len(ANSWER) - self.base) // 2
         self.is_handed_off = p is d
-        assert self.is_handed_off is (self.usable("p") <= self.failed), "only after the failure of all prefill nodes"
+        assert self.is_handed_off is (self.usable("p") <= self.failed), "prefill nodes are preferred"
         assert self.is_handed_off or p.info.id in self.usable("p") - self.failed
         assert d.info.id in (self.usable("d") - self.failed or self.usable("d"))
 
@@ -154,7 +154,7 @@ class Play:
         self.gone.clear()
         self.check_attempt()
         if p is not d and p.info.id in self.usable("p") - self.failed:
-            assert self.here.attempt(self.number)[0] is p, "it has the prompt's KV"
+            assert self.here.attempt(self.number)[0] is p, "the prefill node that has the prompt's KV is chosen again"
 
 
 @settings(max_examples=200)
@@ -225,7 +225,7 @@ async def test_a_failure_of_the_model_is_a_server_error_without_a_retry(reason: 
     here.check_over()
 
 
-async def test_a_request_that_a_node_rejects_is_the_clients_error() -> None:
+async def test_a_request_that_a_node_rejects_is_a_client_error() -> None:
     here = stage()
     run = await here.submit(n=2)
     here.p0.send(token("r.0.0", 0))
@@ -234,7 +234,7 @@ async def test_a_request_that_a_node_rejects_is_the_clients_error() -> None:
     here.d0.send(TokenDelta("r.1.0", error="beyond the vocabulary"))
     with pytest.raises(RequestError, match="beyond the vocabulary"):
         await collect(run)
-    assert "r.0.0" in here.d0.aborts, "its other samples end too"
+    assert "r.0.0" in here.d0.aborts, "the other samples of the request end too"
     assert (here.counts()["failed"], here.counts()["cancelled"]) == (1, 1)
     here.check_over()
 
@@ -475,7 +475,7 @@ async def test_a_node_with_a_stale_model_is_measured_again(monkeypatch: pytest.M
     monkeypatch.setattr(load_module, "STALE_S", -1.0)
     run = await here.submit()
     computes, generates, _ = here.attempt(0)
-    assert (computes, generates) == (here.p0, here.d0), "although the prefill node is predicted to be slower"
+    assert (computes, generates) == (here.p0, here.d0), "the stale prefill node is measured again"
     monkeypatch.setattr(load_module, "STALE_S", 1e9)
     with pytest.raises(UnavailableError, match="predicted in 80000 ms"):
         await collect(await here.submit())
@@ -525,7 +525,7 @@ async def test_in_a_large_pool_a_prompt_is_placed_on_a_routable_node_with_its_pr
     prefill, decode = placed(set())
     assert prefill == {"p7"}
     assert len(decode) > 30, "equal nodes are drawn at random"
-    assert placed({"p7"})[0] == {"p8"}, "the next longest prefix"
+    assert placed({"p7"})[0] == {"p8"}, "the node with the next longest prefix is chosen"
     here.p7.die()
     assert placed(set())[0] == {"p8"}
     here.p8.info = replace(here.p8.info, state="draining")

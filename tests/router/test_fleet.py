@@ -36,7 +36,7 @@ from shared.rpc.messages import (
 from shared.rpc.methods import ATTACH, RpcServer
 from tests.chaos.proxy import PARTITION, Relays
 
-PATIENCE_S = 0.4
+TIMEOUT_S = 0.4
 
 
 class Listing:
@@ -166,7 +166,7 @@ def submit(identity: str) -> SubmitRequest:
 
 
 async def test_a_silent_node_is_lost_after_the_timeout_until_it_reports_again() -> None:
-    async with stage("p0 d0", timeout_s=PATIENCE_S) as here:
+    async with stage("p0 d0", timeout_s=TIMEOUT_S) as here:
         link, listener = here.fleet.connections["d0"], Recorder()
         link.submit(submit("r"), listener)
         link.load.kv_tokens = link.load.outstanding_tokens = 5
@@ -198,11 +198,11 @@ async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeyp
 
 
 async def test_a_stall_of_the_router_loses_no_node() -> None:
-    async with stage("p0 d0", timeout_s=PATIENCE_S) as here:
+    async with stage("p0 d0", timeout_s=TIMEOUT_S) as here:
         link, listener = here.fleet.connections["d0"], Recorder()
         link.submit(submit("r"), listener)
-        time.sleep(3 * PATIENCE_S)  # noqa: ASYNC251 - the whole process stands still
-        await asyncio.sleep(PATIENCE_S / 4)
+        time.sleep(3 * TIMEOUT_S)  # noqa: ASYNC251 - the whole process stands still
+        await asyncio.sleep(TIMEOUT_S / 4)
         assert (listener.losses, link.is_alive) == ([], True)
 
 

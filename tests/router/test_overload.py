@@ -75,7 +75,7 @@ class Model:
         if len(self.held) > 1:
             assert it.held_requests <= it.capacity.requests or self.is_smaller
             assert it.held_tokens <= it.capacity.kv_tokens or self.is_smaller
-        assert self.held or not self.waiting, "requests wait, and none runs"
+        assert self.held or not self.waiting, "requests wait although none runs"
 
     is_smaller = False  # True after the capacity shrank, when running requests may exceed it
 
@@ -177,7 +177,7 @@ def test_a_request_is_rejected_if_its_predicted_wait_is_too_long() -> None:
         it.offer(replace(entry(prompt=90, answer=10), expires=40.0), 10.0)
     assert caught.value.retry_after_s == pytest.approx(21.0, rel=0.2)
     urgent = replace(entry(priority=-1, prompt=90, answer=10), expires=12.5)
-    assert it.offer(urgent, 10.0) == [], "no request is before it"
+    assert it.offer(urgent, 10.0) == [], "no queued request is served earlier"
     other = replace(entry("other", prompt=90, answer=10), expires=16.5)
     assert it.offer(other, 10.0) == [], "tenants share the capacity"
 
@@ -188,7 +188,7 @@ def test_a_request_that_cannot_meet_its_deadline_is_rejected() -> None:
     (held,) = it.offer(entry(prompt=90, answer=10), 0.0)
     it.pause(held, 1.0)
     it.resume(held)
-    it.release(held, 10, 100.0)  # its client did not read, so this is no measurement of the nodes
+    it.release(held, 10, 100.0)  # not measured, because the client did not read
     (held,) = it.offer(entry(prompt=90, answer=10), 100.0)
     it.release(held, 10, 102.0)  # 0.2 s per token
     it.offer(entry(prompt=90, answer=10), 102.0)
@@ -199,7 +199,7 @@ def test_a_request_that_cannot_meet_its_deadline_is_rejected() -> None:
     )
 
 
-SLOTS, STAY_S, PATIENCE_S, LAST_S = 16, 1.4, 4.0, 15.0
+SLOTS, STAY_S, TIMEOUT_S, LAST_S = 16, 1.4, 4.0, 15.0
 
 
 def served_and_late(loads: list[tuple[float, float]]) -> tuple[float, int]:
@@ -213,15 +213,15 @@ def served_and_late(loads: list[tuple[float, float]]) -> tuple[float, int]:
         at = begins = end
         end += seconds
         while times and (at := at + chance.expovariate(times * SLOTS / STAY_S)) < end:
-            due.append((at, next(number), "comes", QueueEntry("", 0, 500, 32, 1, at + PATIENCE_S)))
+            due.append((at, next(number), "arrives", QueueEntry("", 0, 500, 32, 1, at + TIMEOUT_S)))
     while due:
         at, _, what, one = heapq.heappop(due)
-        if what == "comes":
+        if what == "arrives":
             try:
                 granted = it.offer(one, at)
             except AdmissionRefusedError:
                 continue
-            heapq.heappush(due, (one.expires, next(number), "is late", one))
+            heapq.heappush(due, (one.expires, next(number), "expires", one))
         elif what == "ends":
             served += begins + STAY_S < at <= end
             granted = it.release(one, 64, at)
@@ -314,7 +314,7 @@ async def test_a_rejection_is_immediate_and_has_a_retry_time() -> None:
     here.check_over()
 
 
-async def test_a_request_that_no_node_can_hold_is_the_clients_error() -> None:
+async def test_a_request_that_no_node_can_hold_is_a_client_error() -> None:
     here = stage("d0 d1")
     with pytest.raises(
         RequestError, match="4009 tokens need 1003 blocks of 4 tokens, and the KV cache has 999"

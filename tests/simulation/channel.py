@@ -175,7 +175,7 @@ class SimChannel:
             raise ChannelError("the channel is closed")
         peer = PeerDescriptor.unpack(descriptor, self.name)
         if len(source) != len(target) or not all(0 <= row < peer.num_rows for row in target):
-            raise ChannelError("rows that do not match, or are not in the peer's pool")
+            raise ChannelError("the rows do not match or are outside the peer's pool")
         line = self._lines.setdefault(peer.incarnation_id, Line())
         async with line.lock:
             try:
@@ -197,7 +197,7 @@ class SimChannel:
         if peer is None:
             raise PeerLostError("connection refused")
         if not line.is_open:
-            await self._patient(peer)
+            await self._wait_for_peer(peer)
             peer.admit(self._incarnation_id, to.incarnation_id)
             line.is_open = True
         refused = fault == "refuse"
@@ -231,13 +231,13 @@ class SimChannel:
             peer.fill(row, data)
             return True
         try:
-            await self._patient(peer)
+            await self._wait_for_peer(peer)
         except PeerLostError:
             self._late(peer, reservation_id, row, data)
             raise
         return peer.land(reservation_id, row, data)
 
-    async def _patient(self, peer: "SimChannel") -> None:
+    async def _wait_for_peer(self, peer: "SimChannel") -> None:
         """Wait until the peer can receive. Raises PeerLostError if the channel's timeout passes."""
         network, until = self._exchange.network, self._loop.time() + TIMEOUT_S
         while peer.process.thaws_at > self._loop.time() or (

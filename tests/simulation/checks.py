@@ -1,4 +1,4 @@
-"""Checks of an idle cluster: it holds no resources of requests, and all counts add up. Checks of what the seeds reach."""
+"""Checks that an idle cluster holds no resources and its counts add up, and that a set of seeds reaches every fault."""
 
 from collections import Counter
 from typing import Any
@@ -30,7 +30,7 @@ def unbalanced(world: Any) -> list[str]:
     if world.router.is_up and world.router.fleet is not None:
         for link in world.router.fleet.connections.values():
             if link.listeners or link.load.outstanding_tokens or link.load.kv_tokens or link.load.prefilling:
-                found.append(f"router counts {link.info.id}: {sorted(link.listeners)} {link.load.kv_tokens}")
+                found.append(f"the router still counts {link.info.id}: {sorted(link.listeners)} {link.load.kv_tokens}")
     return found
 
 
@@ -47,7 +47,7 @@ def at_the_end(world: Any) -> list[str]:
         found.append(f"requests do not add up: {requests}")
     finished = sum(client.plan.n for client in mine if client.outcome == "finished")
     if requests["finished"] < finished:
-        found.append(f"{finished} samples finished, and the router counted {requests}")
+        found.append(f"{finished} samples finished, but the router counted {requests}")
     return found
 
 

@@ -13,7 +13,7 @@ from shared.rpc.messages import SamplingParams, unpack_ids
 from tests.simulation.hosts import RouterHost
 from tests.simulation.scenario import RequestPlan
 
-TYPED = {422, 429, 500, 503, 504}
+EXPECTED_STATUSES = {422, 429, 500, 503, 504}
 
 
 class Piece(NamedTuple):
@@ -79,7 +79,7 @@ class Client:
             raise
         except Exception as error:
             self._end("failed", f"{type(error).__name__}: {error}")
-            self.world.violate(f"{plan.id}: an error without a type: {error!r}")
+            self.world.violate(f"{plan.id}: an unexpected error: {error!r}")
             raise
         if not self.outcome:
             self._end("finished")
@@ -119,14 +119,14 @@ class Client:
     def _failed(self, error: UnavailableError | RequestError) -> None:
         self._end("failed", str(error.message))
         scenario = self.world.scenario
-        if error.status not in TYPED:
+        if error.status not in EXPECTED_STATUSES:
             self.world.violate(f"{self.plan.id}: status {error.status}: {error.message}")
-        elif error.status in {429, 504} and self.plan.deadline_s is not None:  # the deadline has passed, or would have
+        elif error.status in {429, 504} and self.plan.deadline_s is not None:  # the deadline cannot be met
             self.world.reached("client: deadline")
         elif scenario.is_outage and not self._is_accepted:
-            self.world.reached("client: turned away in an outage")
+            self.world.reached("client: rejected in an outage")
         elif scenario.is_lossless and not scenario.raises:
-            self.world.violate(f"{self.plan.id} failed though a way was left: {error.message}")
+            self.world.violate(f"{self.plan.id} failed although a node could serve it: {error.message}")
 
     def _end(self, outcome: str, why: str = "") -> None:
         self.outcome, self.why = outcome, why

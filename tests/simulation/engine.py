@@ -20,8 +20,8 @@ from tests.simulation.loop import CURRENT
 
 log = logging.getLogger("baton.engine")
 IDLE_S = 1.0
-MAX_LAST_TURNS = 100
-TOKENS_A_TURN = 10  # number of tokens that take as long as an iteration without tokens
+MAX_LAST_ITERATIONS = 100
+TOKENS_PER_ITERATION = 10  # number of tokens that take as long as an iteration without tokens
 
 
 class Idle(BaseException):
@@ -42,7 +42,7 @@ class Inbox:
         self._engine.wake()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Command | None:
-        """Raises queue.Empty if there is no command, as after a timeout; raises Idle if the next call finds none."""
+        """Return the next command. Without one, the first blocking call raises queue.Empty and the next raises Idle."""
         if self._commands:
             self._is_reported = False
             return self._commands.popleft()
@@ -73,7 +73,7 @@ class SimEngine(Engine):
         self.process = CURRENT.get()
         self._inbox: Any = Inbox(self)
         self._loop: Any = asyncio.get_running_loop()
-        self._turning: Any = None
+        self._next_call: Any = None
         self._is_idle = self._is_begun = self._is_over = False
         self._steps_before = 0
         self.hangs_until = 0.0
@@ -86,16 +86,16 @@ class SimEngine(Engine):
     def wake(self) -> None:
         if self._is_idle and self._is_begun:
             self._is_idle = False
-            self._turning.cancel()
+            self._next_call.cancel()
             self._next(0.0)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         self._inbox.put(None)
-        if self._turning is not None:
-            self._turning.cancel()
-        for _ in range(MAX_LAST_TURNS):
+        if self._next_call is not None:
+            self._next_call.cancel()
+        for _ in range(MAX_LAST_ITERATIONS):
             if self._is_begun and not self._is_over:
-                self._go()
+                self._iterate()
         assert not self.is_running, "the engine does not stop"
 
     @property
@@ -110,10 +110,10 @@ class SimEngine(Engine):
             self._inbox.is_last = False
 
     def _next(self, delay_s: float) -> None:
-        delay_s += self.world.scenario.turn_s * (0.5 + self._loop.random.random())
-        self._turning = self._loop.call_at(max(self._loop.now + delay_s, self.hangs_until), self._go)
+        delay_s += self.world.scenario.iteration_s * (0.5 + self._loop.random.random())
+        self._next_call = self._loop.call_at(max(self._loop.now + delay_s, self.hangs_until), self._iterate)
 
-    def _go(self) -> None:
+    def _iterate(self) -> None:
         before = self._scheduler.counters.prompt_tokens + self._scheduler.counters.generated_tokens
         try:
             if not self._take_commands():
@@ -123,7 +123,7 @@ class SimEngine(Engine):
             self._turn()
         except Idle:
             self._is_idle = True
-            self._turning = self._loop.call_later(IDLE_S, self._woken)
+            self._next_call = self._loop.call_later(IDLE_S, self._woken)
         except Exception as error:
             log.exception("the engine failed")
             self._is_over = True
@@ -131,20 +131,20 @@ class SimEngine(Engine):
         else:
             counters = self._scheduler.counters
             done = counters.prompt_tokens + counters.generated_tokens - before
-            self._next(self.world.scenario.turn_s * done / TOKENS_A_TURN)
+            self._next(self.world.scenario.iteration_s * done / TOKENS_PER_ITERATION)
         self.world.audit(self.process, self._scheduler)
-        for block in self._flying():
+        for block in self._blocks_in_flight():
             if not self._scheduler.pool._references[block]:
-                self.world.violate(f"{self.process}: block {block} is free, and a step under way uses it")
+                self.world.violate(f"{self.process}: block {block} is free, but the step in flight uses it")
 
-    def _flying(self) -> list[int]:
+    def _blocks_in_flight(self) -> list[int]:
         """Return the blocks that the step in flight uses."""
         pending = self._flight.pending if self._flight is not None else None
         return [block for row in pending.blocks for block in row] if isinstance(pending, Launched) else []
 
     def _woken(self) -> None:
         self._is_idle = False
-        self._go()
+        self._iterate()
 
 
 class SimWatchdog(Watchdog):
@@ -166,7 +166,7 @@ class SimWatchdog(Watchdog):
 
 
 class SimRunner(HashRunner):
-    """The hash model. If `ahead` is set, a step is computed only when it is awaited, in the blocks of its launch."""
+    """The hash model. If `ahead` is set, a step runs only when its result is awaited, in its blocks at launch."""
 
     can_run_ahead = True
 
@@ -199,7 +199,7 @@ def ledger_error(scheduler: Scheduler) -> str:
         if request.borrows_blocks:
             continue
         if request.state is RequestState.WAITING and request.blocks:
-            return f"{request.id} waits and holds blocks"
+            return f"{request.id} waits but holds blocks"
         holders.update(request.blocks)
     for _, blocks in scheduler._parked:
         holders.update(blocks)
@@ -208,11 +208,11 @@ def ledger_error(scheduler: Scheduler) -> str:
     for block in range(1, pool.total + 1):
         owners = holders[block] + (block in quarantined)
         if owners != pool._references[block]:
-            return f"block {block} has {owners} owners, and the pool counts {pool._references[block]}"
+            return f"block {block} has {owners} owners, but the pool counts {pool._references[block]}"
         if idle[block] != (owners == 0):
-            return f"block {block} has {owners} owners and is {idle[block]} times free"
+            return f"block {block} has {owners} owners but is in {idle[block]} free lists"
         if block in quarantined and holders[block]:
-            return f"block {block} is in quarantine, and used"
+            return f"block {block} is in quarantine but in use"
     reserved = {
         block
         for request in scheduler.requests.values()
@@ -220,6 +220,6 @@ def ledger_error(scheduler: Scheduler) -> str:
         for block in request.blocks[request.num_computed // scheduler.block_tokens :]
     }
     if reserved != set(pool._reserved):
-        return f"reserved are {sorted(pool._reserved)}, and landings have {sorted(reserved)}"
+        return f"the pool has reserved {sorted(pool._reserved)}, but requests that receive KV hold {sorted(reserved)}"
     ledger = pool.ledger()
     return "" if ledger.balances else f"blocks do not balance: {ledger}"

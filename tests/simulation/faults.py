@@ -1,4 +1,4 @@
-"""Injects the faults of a scenario."""
+"""The faults of a scenario and how they are injected."""
 
 import asyncio
 from typing import Any
@@ -16,7 +16,7 @@ AT_SITE = {"kill at site", "vanish at site", "freeze at site", "raise"}
 
 
 class Faults:
-    """Injects timed faults in `run`, and faults at failpoints in `at_site`, which is the watcher of the failpoints."""
+    """Injects timed faults in `run`, and faults at failpoints in `at_site`, which is called at every failpoint."""
 
     def __init__(self, world: Any) -> None:
         self.world = world

@@ -98,7 +98,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.random = random
         self.network: Any = None
         self.serials = count(1)
-        self.turns = 0
+        self.num_callbacks = 0
         self.fingerprint = 0  # a hash of all callbacks so far
         self._on_error = on_error
         self._timers: list[tuple[float, int, SimHandle | Process]] = []
@@ -178,20 +178,20 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     # ---- running callbacks -----------------------------------------------------------------------------------------
 
-    def run(self, main: Coroutine[Any, Any, Any], max_turns: int) -> Any:
-        """Run `main` outside all processes until it ends. Raises RuntimeError after `max_turns` callbacks."""
+    def run(self, main: Coroutine[Any, Any, Any], max_callbacks: int) -> Any:
+        """Run `main` outside all processes until it ends. Raises RuntimeError after `max_callbacks` callbacks."""
         asyncio._set_running_loop(self)
         try:
             task = self.create_task(main)
             while not task.done():
-                if self.turns >= max_turns:
-                    raise RuntimeError(f"not finished after {max_turns} turns, at {self.now - EPOCH_S:.1f} s")
-                self._turn()
+                if self.num_callbacks >= max_callbacks:
+                    raise RuntimeError(f"not finished after {max_callbacks} callbacks, at {self.now - EPOCH_S:.1f} s")
+                self._run_next()
             return task.result()
         finally:
             asyncio._set_running_loop(None)
 
-    def _turn(self) -> None:
+    def _run_next(self) -> None:
         timers, runnable = self._timers, self._runnable
         if not runnable and timers:
             self.now = max(self.now, timers[0][0])
@@ -243,7 +243,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     def _run(self, handle: SimHandle) -> None:
         if handle.is_cancelled or handle.callback is None:
             return
-        self.turns += 1
+        self.num_callbacks += 1
         self.fingerprint = hash((self.fingerprint, self.now, len(self._timers), len(self._runnable)))
         try:
             handle.context.run(handle.callback, *handle.args)

@@ -1,6 +1,6 @@
 """Mutations, each of which breaks the system in one place. If the simulation misses a mutation, it has a gap.
 
-`MUTATIONS[name]` has a seed that detects the mutation and a function. Its result is a context manager that applies it.
+`MUTATIONS[name]` is a seed that detects the mutation and a function that returns a context manager to apply it.
 """
 
 from collections.abc import Callable, Iterator
@@ -88,7 +88,7 @@ def _some_lost(original: Any, self: RouterSessions, router: str, *deltas: Any) -
 
 def _orphans_kept(self: ActiveRequests, router: str) -> None:
     for request_id in [key for key, entry in self._entries.items() if entry.router == router]:
-        self.finish(request_id, "forgotten")  # does not abort the request in the scheduler
+        self.finish(request_id, "forgotten")  # the scheduler still runs the request
 
 
 def _block_too_far(original: Any, self: Scheduler, request: Request, held: list[int]) -> None:
@@ -99,11 +99,11 @@ def _block_too_far(original: Any, self: Scheduler, request: Request, held: list[
 
 
 def _freed_under_a_step(original: Any, self: Scheduler, request: Request) -> None:
-    flying, request.num_in_flight = request.num_in_flight, 0
+    before, request.num_in_flight = request.num_in_flight, 0
     try:
         original(self, request)
     finally:
-        request.num_in_flight = flying
+        request.num_in_flight = before
 
 
 def _any_epoch(original: Any, self: Scheduler, step: Any, *given: Any) -> Any:

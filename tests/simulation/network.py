@@ -1,8 +1,8 @@
 """TCP between simulated processes. The bytes of a connection arrive in order, but they may be late, split or missing.
 
 A cut link loses no byte: data in flight arrives after the cut ends, as retransmissions would. A single connection can
-stall, as after lost segments. Data that was sent over it then arrives after data that was sent later over another
-connection to the same process. The end of the connection is delayed in the same way. If a process dies, its connections
+stall, as after lost segments. Its data, and its end, then arrive after data that was sent later over another
+connection to the same process. If a process dies, its connections
 are reset; if its host vanishes, they are not, and its peers are not notified.
 """
 
@@ -40,7 +40,7 @@ class Network:
             self._ports += 1
             port = self._ports
         if port in self._listeners:
-            raise OSError(98, f"port {port} is taken")
+            raise OSError(98, f"port {port} is in use")
         listener = self._listeners[port] = Listener(self, factory, host, port)
         return listener
 

@@ -1,4 +1,4 @@
-"""Patches for the time of a simulation: virtual clocks, seeded randomness, and no access outside the process."""
+"""Patches that apply during a simulation: virtual clocks, seeded randomness, and no access outside the process."""
 
 import contextlib
 import gc
@@ -70,7 +70,7 @@ def simulated(world: Any) -> Iterator[None]:
 
 
 class _Receiver(logging.Handler):
-    """Sends all warnings and errors of the system to `receive` only."""
+    """Passes the warnings and errors of the system to `receive`."""
 
     def __init__(self, receive: Callable[[logging.LogRecord], None]) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ class Scenario:
     disaggregate: str
     ahead: bool
     row_s: float
-    turn_s: float  # duration of an iteration of an engine's loop
+    iteration_s: float  # duration of an iteration of an engine's loop
     kv_faults: int
     plans: list[RequestPlan]
     faults: list[Fault] = field(default_factory=list)
@@ -75,8 +75,8 @@ class Scenario:
 
     @property
     def is_lossless(self) -> bool:
-        """Return whether every request can succeed. Either at most one node is disturbed and others are left, or all
-        nodes freeze and some of them continue before the router stops waiting."""
+        """Return whether every request must succeed: either at most one node is disturbed, or all nodes freeze and
+        some of them continue before the router stops waiting."""
         if self.is_outage:
             return True
         harm = [fault for fault in self.faults if fault.kind not in HARMLESS]
@@ -96,10 +96,10 @@ def draw(seed: int) -> Scenario:
     random = Random(f"scenario {seed}")
     block_tokens = random.choice((2, 4, 8))
     plans = _plans(random, block_tokens)
-    most = max(-(-(len(plan.prompt) + plan.max_tokens) // block_tokens) for plan in plans)
+    largest = max(-(-(len(plan.prompt) + plan.max_tokens) // block_tokens) for plan in plans)
     is_tiny = random.random() < 0.5
-    decode_blocks = 2 + (most + random.randrange(1 + most // 2) if is_tiny else 6 * most)
-    prefill_blocks = 2 + (most + random.randrange(1 + most // 2) if random.random() < 0.4 else 5 * most)
+    decode_blocks = 2 + (largest + random.randrange(1 + largest // 2) if is_tiny else 6 * largest)
+    prefill_blocks = 2 + (largest + random.randrange(1 + largest // 2) if random.random() < 0.4 else 5 * largest)
     num_decode = random.choice((1, 2, 2, 2, 3))
     num_prefill = random.choice((0, 1, 1, 2, 2, 3))
     scenario = Scenario(
@@ -139,9 +139,9 @@ def _stall(scenario: Scenario) -> None:
 
 
 def _freeze_all(scenario: Scenario) -> None:
-    """Freeze all nodes. One role continues long before the router stops waiting. The other role continues soon after
-    that, or only after the router has stopped. Each pool has room for every request twice, because blocks that a
-    frozen node may still write into stay in quarantine. The separate random generator keeps other seeds unchanged."""
+    """Freeze all nodes. One role continues long before the router stops waiting. The other role continues soon
+    after the first, or only after the router has stopped waiting. Each pool has room for every request twice, because
+    blocks of a frozen writer stay in quarantine. The separate random generator keeps other seeds unchanged."""
     random = Random(f"outage {scenario.seed}")
     scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), (3, 1), k=2), 0
     blocks = sum(plan.n * -(-(len(plan.prompt) + plan.max_tokens) // scenario.block_tokens) for plan in scenario.plans)

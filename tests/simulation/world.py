@@ -32,7 +32,7 @@ from tests.simulation.patches import simulated, without_teardown_errors
 from tests.simulation.redis import FakeRedis
 from tests.simulation.scenario import Scenario, draw
 
-MAX_TURNS = 600_000
+MAX_CALLBACKS = 600_000
 MAX_VIOLATIONS = 20
 START_S = 10.0
 ANSWER_S = 100.0  # time limit from the last fault until each request has an answer
@@ -148,7 +148,7 @@ class World:
         self.reached(f"log: {record.msg}")
         if str(record.msg).startswith("request %s is retried"):
             self._moves(str(record.args[0] if record.args else ""))
-        if record.levelno >= logging.ERROR and not self._is_planted(record):
+        if record.levelno >= logging.ERROR and not self._is_injected(record):
             error = record.exc_info[1] if record.exc_info else None
             self.violate(f"{process} logged an error: {record.getMessage()}" + (f": {error!r}" if error else ""))
             self.note("".join(traceback.format_exception(error)) if error is not None else "")
@@ -158,7 +158,7 @@ class World:
         client = next(client for client in self.clients if client.plan.id == identity)
         self.reached("state: moved in decode" if client.has_received(int(sample)) else "state: moved before a token")
 
-    def _is_planted(self, record: logging.LogRecord) -> bool:
+    def _is_injected(self, record: logging.LogRecord) -> bool:
         if record.exc_info is None:
             return self.faults.fired_raise or (
                 self.hangs and str(record.msg).startswith(("stuck", "the engine failed"))
@@ -179,7 +179,7 @@ class World:
         if process.alive and (wrong := ledger_error(scheduler)):
             self.violate(f"{process}: {wrong}")
         ledger, node = scheduler.ledger(), self.host_of(process).node if process.alive else None
-        for state, is_so in (
+        for state, is_reached in (
             ("quarantined", ledger.quarantined),
             ("reserved", ledger.reserved),
             ("preempted", scheduler.counters.preemptions),
@@ -187,7 +187,7 @@ class World:
             ("rows found corrupt", node is not None and node.stats().rows_corrupt),
             ("a moved request found its blocks", any(map(_is_resumed, scheduler.running))),
         ):
-            if is_so:
+            if is_reached:
                 self.reached(f"state: {state}")
 
     # ---- ends of processes -------------------------------------------------------------------------------------------
@@ -243,14 +243,14 @@ def simulate(seed: int, mutation: str = "", *, keeps_log: bool = False) -> Resul
 
 
 def _run(seed: int, keeps_log: bool) -> Result:
-    """A separate function, so that the world is destroyed before the end of `without_teardown_errors`."""
+    """Run one seed in its own function, so that its world is destroyed inside `without_teardown_errors`."""
     world = World(draw(seed), keeps_log=keeps_log)
     with simulated(world):
         world.note(str(world.scenario))
         try:
-            world.loop.run(world.run(), MAX_TURNS)
+            world.loop.run(world.run(), MAX_CALLBACKS)
         except Exception as error:  # noqa: BLE001 - a broken run is a violation like any other
-            world.violate(f"the simulation broke: {error!r}")
+            world.violate(f"the simulation failed: {error!r}")
         fingerprint = f"{world.loop.fingerprint & (2**64 - 1):016x}-{world.checksum:08x}"
         result = Result(
             seed,
@@ -259,7 +259,7 @@ def _run(seed: int, keeps_log: bool) -> Result:
             fingerprint,
             world.lines,
             world.loop.now - EPOCH_S,
-            world.loop.turns,
+            world.loop.num_callbacks,
         )
         world.is_over = True
         world.loop.close()

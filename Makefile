@@ -45,7 +45,7 @@ kernels: .venv/tested
 # Property tests with many examples.
 properties: .venv/tested
 	$(BIN)/python -m pytest -q -n $(WORKERS) --hypothesis-profile nightly $(PROPERTIES)
-PROPERTIES := tests/scheduler tests/prefill_node/test_handoff.py tests/decode_node/test_reservations.py \
+PROPERTIES := tests/scheduler tests/prefill_node tests/decode_node/test_reservations.py \
   tests/router/test_dispatch.py tests/router/test_overload.py tests/shared/test_codec.py
 
 # Run the fault matrix with real processes; see `python -m tests.chaos --help`. Writes a file in benchmarks/results.

@@ -32,7 +32,7 @@ def _stop_ids(directory: Path, config: dict[str, Any], vocab_size: int) -> froze
     ids = found if found is not None else config.get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(type(identity) is int and 0 <= identity < vocab_size for identity in ids):
-        raise ConfigError(f"{directory}: eos_token_id must be a token id below {vocab_size}, or a list of them")
+        raise ConfigError(f"{directory}: eos_token_id must be a token id below {vocab_size}, or a list of such ids")
     return frozenset(ids)
 
 

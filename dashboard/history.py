@@ -51,7 +51,7 @@ class NodeHistory:
 
     incarnation_id: str
     steps: StepRing = field(default_factory=StepRing)
-    serials: dict[int, str] = field(default_factory=dict)  # attempt ids by serial, their number in step records
+    serials: dict[int, str] = field(default_factory=dict)  # attempt ids by serial, the request's number in step records
     delays_ns: deque[int] = field(default_factory=lambda: deque(maxlen=HEARTBEATS))
     offset_ns: int = 0
     updated_ns: int = 0
@@ -100,7 +100,7 @@ class RequestHistory(RouterObserver):
         node = self._node_history(info)
         if update.stats is not None:
             node.on_update(update.stats, self._now())
-        for event in update.events:  # before steps, which refer to serials that events assign
+        for event in update.events:  # events come first, because they assign the serials that steps refer to
             if len(event.id) > MAX_TEXT or not 0 <= event.at_ns < MAX_NS:
                 self.num_malformed += 1
                 continue

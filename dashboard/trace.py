@@ -106,7 +106,7 @@ class AttemptSpan:
         return next((TraceEvent._make(row) for row in rows), None)
 
     def at(self, kind: str, node: str | None = None) -> int | None:
-        """Return the time of the first event of this kind on `node`, else on the node that computes the prompt."""
+        """Return the time of the first event of this kind on `node`, by default the node that computes the prompt."""
         event = self.find(kind, self.computes if node is None else node)
         return None if event is None else event.at_ns
 
@@ -137,7 +137,7 @@ class AttemptSpan:
         }
 
     def queues(self) -> Iterator[tuple[str, str]]:
-        """Yield a node and a queue for each handoff queue that the attempt is in."""
+        """Yield the node and the name of each handoff queue that the attempt is in."""
         if self.prefill is None:
             return
         prefill, decode = ({row[1] for row in self._events if row[0] == node} for node in (self.prefill, self.decode))

@@ -102,7 +102,7 @@ def _burstgpt(fields: Fields, _: Encode | None) -> TraceRow:
 
 
 def _mooncake(fields: Fields, _: Encode | None) -> TraceRow:
-    """Parse a row of Mooncake (Qin et al.). Times are in milliseconds. Equal hash ids mean equal tokens."""
+    """Parse a row of Mooncake (Qin et al.). Times are in milliseconds. Blocks with equal ids have equal tokens."""
     length, ids = _count(fields["input_length"]), fields["hash_ids"]
     if len(ids) != -(-length // MOONCAKE_BLOCK):
         raise ValueError(f"{len(ids)} hash_ids for {length} tokens; each stands for {MOONCAKE_BLOCK}")

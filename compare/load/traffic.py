@@ -19,7 +19,7 @@ from compare.load.traces import TraceRow
 from compare.options import CompareOptions
 from shared.errors import ConfigError
 
-TIMES, LENGTHS = 1, 2  # numbers of the streams of random numbers
+TIMES, LENGTHS = 1, 2  # identify two streams of random numbers
 OPEN_SESSIONS = 64  # at most this many sessions can be continued; a new one replaces the oldest
 
 
@@ -186,8 +186,8 @@ class TrafficSource:
         return list(takewhile(lambda at: at < self._options.duration, accumulate(gaps)))
 
     def _fitted(self, rows: Sequence[TraceRow]) -> tuple[list[TraceRow | None], int]:
-        """Return every row as it is if it fits the context, cut to fit, or None if it is dropped. Also return how many
-        rows were cut."""
+        """Return the rows, and the number of cut rows. A row that does not fit the context is cut, or replaced by None
+        if such rows are to be dropped."""
         limit, too_long = self._limit, self._options.too_long
         is_over = [bool(limit) and row.prompt_len + row.max_tokens > limit for row in rows]
         if any(is_over) and too_long == "error":
@@ -244,8 +244,8 @@ def _lap(row: TraceRow, lap: int, at_s: float) -> TraceRow:
 
 
 def _scaled(row: TraceRow, scale: float) -> TraceRow:
-    """Scale the lengths of the prompt and the answer, to at least 1. Shared prefixes stay shared, because the position
-    of the end of every piece is scaled."""
+    """Scale the lengths of the prompt and the answer, to at least 1. Shared prefixes stay shared, because the end
+    positions of all pieces are scaled alike."""
     if scale == 1:
         return row
     if row.prompt is not None:

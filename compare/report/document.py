@@ -50,7 +50,7 @@ ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
 MIN_PAIRED_SHARE = 0.75  # a verdict requires that at least this share of the seeds has valid periods in every arm
-MIN_INVALID = 2  # if all invalid periods are of one arm, a smaller number is attributed to chance
+MIN_INVALID = 2  # fewer invalid periods, all of a single arm, are attributed to chance
 
 
 @dataclass

@@ -9,7 +9,7 @@ from compare.endpoint import Document, Endpoint
 from compare.load.outcome import LoadRecording, Outcome
 
 ANSWER_TOKENS = 12
-MAX_DIFFERENCE = 0.01  # tolerated share of tokens by which answers differ, if the model decides where they end
+MAX_DIFFERENCE = 0.01  # tolerated difference of answers, as a share of tokens, if the model decides where they end
 UNKNOWN = "unknown"  # the value of a fact that an arm does not publish
 # The settings that determine each fact. A fact that has the name of a setting is also determined by that setting.
 SETTINGS_OF = {

@@ -26,9 +26,9 @@ from compare.stats.measures import inside, measured_window, misses, slo_excess
 from shared.errors import ConfigError
 
 TRACE_SLACK_S = 5.0
-TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # timelines per period of the first seed, which is drawn, and of other seeds
+TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # timelines per period, for the first seed (shown in the report) and for others
 ATTEMPTS = 3
-SEEDS_PER_SPARE = 3  # one spare seed, which replaces a seed with an invalid period, for this many seeds
+SEEDS_PER_SPARE = 3  # one spare seed per this many seeds; it replaces a seed that has an invalid period
 COOL_DOWN_S = 60.0
 SLACK_MS = 1000.0  # steps that began up to this long before the run are fetched as well
 COUNTED = ("handoffs", "blocks_moved", "bytes_moved", "handoffs_failed", "preemptions", "records_dropped")
@@ -82,7 +82,7 @@ class Experiment:
 
     arms: tuple[Arm, ...]  # the first arm is the baseline
     control: Arm | None  # a copy of the first arm
-    traffic: Callable[[int, float | None], Traffic]  # from a seed and a rate, or None for the plan's rate
+    traffic: Callable[[int, float | None], Traffic]  # the traffic of a seed at a rate; None: at the plan's rate
     seeds: tuple[int, ...]
     slo: LatencySlo
     attainment: float
@@ -103,7 +103,7 @@ class Experiment:
 
     @property
     def max_trials(self) -> int:
-        """The maximum number of trials of one arm. A search takes up to 12 to bracket the rate, and three per seed."""
+        """The maximum trials of one arm. A search takes up to 12 trials to bracket the rate, and three per seed."""
         return 12 + 3 * len(self.seeds) if self.finds_capacity else len(self.seeds)
 
     def plan(self, duration_s: float, *, keeps_all: bool) -> str:

@@ -88,7 +88,8 @@ def e2e_s(outcome: Outcome) -> float:
 
 
 def fluidity(outcome: Outcome, slo: LatencySlo) -> tuple[int, int]:
-    """Return how many tokens met their deadlines, of how many. Token i is due at TTFT SLO + i * TBT SLO (Etalon)."""
+    """Return how many tokens met their deadlines, and how many were due. The deadline of token i is TTFT SLO + i * TBT
+    SLO, as in Etalon."""
     slo = outcome.slo or slo
     first_s, step_s = (limit / 1000 if limit else math.inf for limit in (slo.ttft_ms, slo.tbt_ms))
     due = len(outcome.token_s) if outcome.finished else max(outcome.max_tokens, len(outcome.token_s))
@@ -116,7 +117,7 @@ def tbt_figure(gaps: Sequence[float], tbt_of: str) -> float:
 
 
 def slo_excess(outcome: Outcome, slo: LatencySlo) -> float:
-    """Return TTFT or the longest gap, relative to its limit, whichever is larger. Return infinity if it failed."""
+    """Return TTFT or the longest gap, relative to its limit, whichever is larger. Return infinity for a failure."""
     slo = outcome.slo or slo
     if not outcome.finished:
         return math.inf
@@ -299,9 +300,9 @@ def from_summaries(population: Sequence[Outcome], summaries: Summaries) -> dict[
 
 
 def phases_ms(outcome: Outcome, summary: Summary) -> dict[str, float] | None:
-    """Return the PHASES of the time from the request's scheduled start to its last token at the client.
+    """Return the milliseconds of each of PHASES, and of "residual", from the scheduled start to the last token.
 
-    "residual" is time that neither the client nor the router recorded, such as network time. With it, the phases sum
+    The residual is time that neither the client nor the router recorded, such as network time. With it, the phases sum
     to the whole time without a common clock. Return None if the request failed or has no phases.
     """
     if not outcome.finished or outcome.sent_s is None or not outcome.token_s or not summary.get("phases_ms"):

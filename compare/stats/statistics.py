@@ -1,4 +1,4 @@
-"""Significance of differences between arms. Runs of two arms with the same seed have the same traffic: a pair."""
+"""Significance of differences between arms. Runs of two arms with the same seed, so the same traffic, form a pair."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from scipy import stats
 HIGHER_IS_BETTER = frozenset({"attainment", "goodput_rps", "fluidity", "throughput_tps", "capacity_rps"})
 CONFIDENCE = 0.95
 MIN_PERCENT = 3.0  # smaller differences are too close to call, even if they are significant
-ROUNDING = 1e-9  # differences whose relative deviation is at most this count as equal
+ROUNDING = 1e-9  # relative deviation up to which differences count as equal
 TOO_CLOSE = "too close to call"
 
 Runs = Mapping[str, Sequence[float | None]]  # figures by arm, with the seeds in the same order for all arms
@@ -93,13 +93,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def compare_arms(metric: str, runs: Runs, against: str) -> list[Comparison]:
-    """Compare every other arm with `against`, which was chosen in advance. Correct p for the number of arms."""
+    """Compare every other arm with `against`, which was chosen in advance. Correct p-values for the number of arms."""
     return corrected([compare(metric, (arm, runs[arm]), (against, runs[against])) for arm in runs if arm != against])
 
 
 def compare_with_best(metric: str, runs: Runs, best: str) -> list[Comparison]:
-    """Compare every other arm with `best`, which was chosen for its figures. Correct p for all pairs of arms, because
-    any arm could have been the best."""
+    """Compare every other arm with `best`, which was chosen for its figures. Correct p-values for all pairs of arms,
+    because any arm could have been the best."""
     pairs = list(combinations(runs, 2))
     p_values = holm([compare(metric, (one, runs[one]), (other, runs[other])).p for one, other in pairs])
     p_of = dict(zip(map(frozenset, pairs), p_values, strict=True))

@@ -189,7 +189,7 @@ def latency_differences(ranking: Ranking | None, figures: Mapping[str, Runs]) ->
 
 
 def _lower(clear: Sequence[Comparison], figures: Mapping[str, Runs], *, several: bool) -> Iterator[str]:
-    """Yield, for each pair of arms, by how many percent which latencies of one arm are lower than the other's."""
+    """Yield a text for each pair of arms: which latencies are lower in one arm, in percent of the other arm's."""
     ahead = [(row.arm, row.against) if row.says == "better" else (row.against, row.arm) for row in clear]
     for arm, behind in dict.fromkeys(ahead):
         parts = []

@@ -275,7 +275,7 @@ class Dashboard(RequestHistory):
         row = ring.numbered(int(text)) if text.isascii() and text.isdigit() and len(text) < 19 else None
         if row is None:
             raise RequestError(
-                f"No step {text[:40]!r} of node {node} is among its latest {CAPACITY}.", "number", "step_not_found", 404
+                f"Node {node} has no step {text[:40]!r} among its latest {CAPACITY}.", "number", "step_not_found", 404
             )
         members = [
             {

@@ -404,7 +404,7 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
         expected_bytes += own["blocks_moved"] * now[name]["block_bytes"]
         counts = {count: counts[count] + own[count] for count in COUNTED}
     if counts["bytes_moved"] != expected_bytes:
-        problems.append(f"{counts['bytes_moved']} bytes of KV moved, but its blocks have {expected_bytes}")
+        problems.append(f"{counts['bytes_moved']} bytes of KV were moved, but the moved blocks hold {expected_bytes}")
     shared_pool = {"pool"} == {channel for node in now.values() for channel in node.get("channels", {}).values()}
     if splits and not (counts["handoffs"] and (counts["bytes_moved"] or shared_pool)):
         problems.append("disaggregated, but no KV was handed off")

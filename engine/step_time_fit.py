@@ -122,8 +122,8 @@ class CostFit:
         return self._model
 
     def _keep(self, sample: StepObservation) -> None:
-        """Move an observation out of the recent ones to its kind. If there are too many kinds, drop the one not seen
-        longest."""
+        """Keep an observation, which is no longer recent, with others of its kind. If there are too many kinds, drop
+        the kind that was seen least recently."""
         kind = _kind(sample.work)
         self._old.setdefault(kind, deque(maxlen=PER_KIND)).append(sample)
         self._old.move_to_end(kind)

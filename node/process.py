@@ -1,4 +1,5 @@
-"""One node as a process: builds it from its settings, serves its RPCs, joins the registry, drains and exits."""
+"""Runs one node as a process: builds the node from its settings, serves its RPCs, joins the registry, drains and
+exits."""
 
 import asyncio
 import logging
@@ -46,21 +47,21 @@ from shared.rpc.methods import ATTACH, SET_ROLE, RpcServer, unary
 
 log = logging.getLogger("baton.node")
 EXIT_ENGINE_FAILED = 70
-POOL_OWNER_S = 300.0  # how long a prefill node waits for the owner of its shared pool
-GRACE_S = 1.0  # time for the event loop to report before a stuck process exits
-NO_BLOCKS = 2  # the minimum that a scheduler accepts; for a node without its own pool
+POOL_OWNER_S = 300.0  # how long a prefill node waits at its start for the owner of its shared pool
+GRACE_S = 1.0  # how long a stuck process waits for its event loop to report before it exits
+NO_BLOCKS = 2  # for a node without its own pool: the minimum that a scheduler accepts
 
-# Make the adapter of one role from the node, its KV memory, its channels (best first) and the maximum wait for blocks.
+# Makes the adapter of a role from the node, its KV memory, its channels (best first) and the longest wait for blocks.
 RoleFactory = Callable[[Node, KVMemory, Sequence[KVChannel], float], RoleAdapter]
 
 
 def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory]) -> int:
-    """Run a node until SIGTERM, and return the exit status. If it cannot start, print one line and return 2.
+    """Run a node until SIGTERM, and return the exit status. If the node cannot start, print one line and return 2.
 
-    `factories` create the adapters of both roles, by name. The node begins in `role`.
+    `factories` maps the name of each role to the function that creates its adapter. The node begins in `role`.
     """
     if settings.cpus:
-        for thread in Path("/proc/self/task").iterdir():  # importing numpy has already started some
+        for thread in Path("/proc/self/task").iterdir():  # all threads: importing numpy has already started some
             os.sched_setaffinity(int(thread.name), settings.cpus)
     incarnation_id = secrets.token_hex(16)
     try:
@@ -79,7 +80,7 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
 
 
 def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
-    """Print one line on stderr, and before it a traceback if the log level is debug. Return the exit status."""
+    """Print the error as one line on stderr, after a traceback if the log level is debug. Return the exit status."""
     if settings.log_level == "debug":
         traceback.print_exception(error)
     print(f"{role.name}: {error}", file=sys.stderr)
@@ -87,7 +88,7 @@ def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
 
 
 def _build_options(settings: NodeSettings) -> BuildOptions:
-    """Copy each setting to the option of the same name."""
+    """Return the build options, each copied from the setting of the same name."""
     names = {field.name for field in fields(BuildOptions)} - {"max_step_tokens"}
     return BuildOptions(**{name: getattr(settings, name) for name in names}, max_step_tokens=_budget(settings).ceiling)
 
@@ -97,7 +98,8 @@ def _budget(settings: NodeSettings) -> Budget:
 
 
 def _shared_pool(settings: NodeSettings, incarnation_id: str) -> PoolClient:
-    """Wait for the decode node on this device. Raises ValueError if there is none; raises OSError without a driver."""
+    """Wait for the decode node on this device, and attach to its KV pool. Raises ValueError if there is none, and
+    OSError if there is no driver."""
     gpu = None
     if on_gpu(settings.device, computes=settings.runner == "torch" and not settings.emulate):
         gpu = CudaDevice(int(settings.device.partition(":")[2] or 0))
@@ -107,7 +109,8 @@ def _shared_pool(settings: NodeSettings, incarnation_id: str) -> PoolClient:
 async def open_channels(
     settings: NodeSettings, components: EngineComponents, incarnation_id: str, on_writer_lost: Callable[[str], None]
 ) -> list[KVChannel]:
-    """Open the node's KV channels, best first. A lost TCP writer is ignored, because the receiver fences it."""
+    """Open the node's KV channels and return them, best first. `on_writer_lost` is not called for TCP, where the
+    receiver itself rejects late writes."""
     memory, timeout_s, wanted = components.memory, settings.push_timeout_s, settings.kv_channel
     local: type[LocalChannel[Any]] = CudaIpcChannel if isinstance(memory, DeviceMemory) else ShmChannel
     if wanted not in {"auto", "tcp", POOL, local.name}:
@@ -139,7 +142,7 @@ class NodeProcess:
 
     `serve` runs on the process's event loop and returns the exit status. It opens the parts of the node in the order of
     their dependencies, and closes them in reverse. If the engine fails or makes no progress for too long, the process
-    exits at once, so that its peers and its supervisor notice.
+    exits at once, so that its peers and its supervisor notice the failure.
     """
 
     settings: NodeSettings
@@ -147,7 +150,7 @@ class NodeProcess:
     factories: Mapping[str, RoleFactory]
     components: EngineComponents
     incarnation_id: str
-    pool: PoolClient | None = None  # of the decode node in whose pool this node computes
+    pool: PoolClient | None = None  # the pool of a decode node, if this node computes in it
     make_engine: Callable[..., Engine] = Engine
     make_watchdog: Callable[[Sequence[Watched], Callable[[str], None]], Watchdog] = Watchdog
     open_channels: Callable[..., Awaitable[list[KVChannel]]] = open_channels
@@ -173,7 +176,7 @@ class NodeProcess:
             failure = await _first(draining, node.fatal_error) or await self._drain(node, registry)
             if failure is not None:
                 log.error("the engine failed: %s", failure)
-                os._exit(EXIT_ENGINE_FAILED)  # at once: the engine's thread may hang in the device
+                os._exit(EXIT_ENGINE_FAILED)  # without cleanup: the engine's thread may hang in the device
             await registry.close()
         return 0
 
@@ -232,7 +235,7 @@ class NodeProcess:
     async def _warm_up(self, node: Node) -> None:
         """Run the first steps on the engine's thread, which owns part of their state.
 
-        Raises ValueError with a message of one line if they fail.
+        Raises ValueError with a one-line message if they fail.
         """
         loop = asyncio.get_running_loop()
         warm: asyncio.Future[Exception | None] = loop.create_future()
@@ -252,7 +255,8 @@ class NodeProcess:
                 raise failed
 
     def _watchdog(self, node: Node) -> Watchdog:
-        """Make the watchdog of the engine and the event loop. A blocked event loop could not report itself."""
+        """Make the watchdog of the engine and the event loop. It has its own thread, because a blocked event loop could
+        not report itself."""
 
         def exit_stuck(reason: str) -> None:
             log.error("stuck: %s", reason)
@@ -269,7 +273,8 @@ class NodeProcess:
         return self.make_watchdog(watched, exit_stuck)
 
     async def _drain(self, node: Node, registry: Announcer) -> BaseException | None:
-        """Announce that the node drains, and drain it. Return the engine's error if the engine fails meanwhile."""
+        """Announce that the node drains, and drain it. Return the engine's error if the engine fails during the
+        drain."""
         await registry.update(replace(node.state.info, state="draining"))
         return await _first(asyncio.ensure_future(self._drain_requests(node)), node.fatal_error)
 
@@ -281,7 +286,7 @@ class NodeProcess:
 
 
 async def _first(event: "asyncio.Future[Any]", fatal_error: "asyncio.Future[BaseException]") -> BaseException | None:
-    """Wait for the event or for a fatal error. Return the error, or None."""
+    """Wait for the event or for a fatal error. Return the error if there is one."""
     await asyncio.wait((event, fatal_error), return_when=asyncio.FIRST_COMPLETED)
     if fatal_error.done():
         event.cancel()
@@ -290,7 +295,8 @@ async def _first(event: "asyncio.Future[Any]", fatal_error: "asyncio.Future[Base
 
 
 def _on_pool_owner_lost(lifetime: ProcessLifetime, node: Node) -> None:
-    """Fail the node, because the mapped memory is stale. After its restart, the node waits for a new owner."""
+    """Fail the node, because the pool's owner and its memory are gone. After a restart, the node waits for a new
+    owner."""
     if not lifetime.draining.is_set():
         node.on_engine_failed(PeerLostError("the decode node that owns the shared KV pool has ended"))
 
@@ -298,8 +304,8 @@ def _on_pool_owner_lost(lifetime: ProcessLifetime, node: Node) -> None:
 def leave_shared_pool(node: Node) -> None:
     """Exit at once if a step may still write into the shared pool.
 
-    When the connection closes, the owner assumes that nothing more is written. While the engine's thread runs, only the
-    end of the process guarantees that.
+    When this node's connection closes, the owner assumes that this node writes nothing more. While the engine's thread
+    runs, only the end of the process guarantees that.
     """
     if node.engine.is_running or node.fatal_error.done():
         log.error("exiting at once: a step may still write into the shared KV pool")

@@ -1,7 +1,7 @@
-"""Records of a node's steps and requests. A bounded number is kept until they are sent to the routers.
+"""Records of a node's steps and requests. A limited number of records is kept until they are sent to the routers.
 
-The engine's thread builds a record in about 2 µs, plus 0.1 µs for each request in the step. Keeping the step and
-building the record later would cost more, because the garbage collector would visit the step's many small objects.
+The engine's thread builds a record in about 2 µs, plus 0.1 µs for each request in the step. To keep the step and build
+its record later would cost more, because the garbage collector would visit the step's many small objects.
 """
 
 from array import array
@@ -16,12 +16,12 @@ from scheduler.scheduler import Scheduler, StepOutput
 from shared.clock import now_ns
 from shared.rpc.messages import RequestEvent, StepRecord
 
-MAX_STEPS = 8192  # unsent steps; a few seconds of the fastest engine
+MAX_STEPS = 8192  # limit of unsent steps, which the fastest engine reaches in a few seconds
 MAX_EVENTS = 32_768
 
 
 class SchedulerSnapshot(NamedTuple):
-    """The scheduler's numbers at the end of an iteration of the engine's loop."""
+    """The scheduler's block ledger and numbers of requests at the end of an iteration of the engine's loop."""
 
     ledger: Ledger
     running: int = 0
@@ -32,7 +32,7 @@ class StepRecorder:
     """Records steps, and events of requests from "queued" to "ended".
 
     The engine's thread calls `added`, `scheduled`, `stepped`, `ran` and `turned`; any thread may call `event`, and the
-    event loop takes the records. A full buffer drops its oldest record; `dropped` counts them.
+    event loop takes the records. A full buffer drops its oldest record; `dropped` counts the dropped records.
     """
 
     def __init__(self, max_steps: int = MAX_STEPS, max_events: int = MAX_EVENTS) -> None:
@@ -40,8 +40,8 @@ class StepRecorder:
         self._steps: deque[StepRecord] = deque(maxlen=max_steps)
         self._events: deque[RequestEvent] = deque(maxlen=max_events)
         self._timing: StepTiming | None = None
-        self._waiting: dict[str, Request] = {}  # queued, but in no step so far
-        self._unsampled: dict[str, Request] = {}  # in steps, without a token so far
+        self._waiting: dict[str, Request] = {}  # requests that were queued, but are in no step so far
+        self._unsampled: dict[str, Request] = {}  # requests that were in a step, but have no token so far
         self._prune_at = 64
         self._preemptions = 0
         self._epochs: dict[str, int] = {}  # of preempted requests
@@ -63,7 +63,7 @@ class StepRecorder:
         self._waiting[request.id] = request
 
     def scheduled(self, step: Step, scheduler: Scheduler) -> list[Request]:
-        """Record and return the requests for which this is the first step on this node."""
+        """Record and return the requests whose first step on this node is `step`."""
         if scheduler.counters.preemptions != self._preemptions:
             self._find_preempted(scheduler)
         if not self._waiting:
@@ -82,7 +82,7 @@ class StepRecorder:
         self._epochs, self._preemptions = epochs, scheduler.counters.preemptions
 
     def stepped(self, events: Sequence[StepOutput], at_ns: int) -> None:
-        """Record the first tokens that a step sampled."""
+        """Record which requests got their first token in a step."""
         if not self._unsampled:
             return
         for event in events:
@@ -95,7 +95,8 @@ class StepRecorder:
         self._timing = timing
 
     def turned(self, snapshot: SchedulerSnapshot) -> None:
-        """Record the step that ran in this iteration of the loop, if any, and the scheduler's state at its end."""
+        """Record the step that ran in this iteration of the loop, if any, with the scheduler's state at the end of the
+        iteration."""
         if self._timing is not None:
             if len(self._steps) == self._steps.maxlen:
                 self.dropped += 1
@@ -103,7 +104,8 @@ class StepRecorder:
             self._timing = None
 
     def take(self) -> tuple[list[StepRecord], list[RequestEvent]]:
-        """Return the records since the last call. Events come no later than the steps that refer to them."""
+        """Return the records made since the last call. An event is returned no later than the steps that refer to
+        it."""
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
         return steps, [self._events.popleft() for _ in range(len(self._events))]
 
@@ -139,7 +141,7 @@ def _record(timing: StepTiming, snapshot: SchedulerSnapshot) -> StepRecord:
 
 
 def _members(slices: Sequence[Slice], num_chunks: int) -> bytes:
-    """Pack the slices with prompt chunks first, so that a reader that needs only chunks can stop early."""
+    """Pack the slices, prompt chunks before decodes, so that a reader that needs only the chunks can stop early."""
     if num_chunks:
         slices = sorted(slices, key=lambda slice_: slice_.is_decode)
     members: list[int] = []

@@ -1,7 +1,8 @@
-"""Long-lived streams to the routers of a node. The node receives commands and sends deltas, statistics and records.
+"""Long-lived streams between a node and its routers. The node receives commands and sends deltas, statistics and
+records.
 
-A router that does not read uses bounded memory. It loses records first. If it has too many unread deltas, it is dropped
-with its requests.
+The memory for a router that does not read is limited. The oldest records for it are dropped. If it has too many unread
+deltas, its stream is closed and its requests are aborted.
 """
 
 import asyncio
@@ -20,12 +21,12 @@ from shared.rpc.methods import STREAM_ENDED
 log = logging.getLogger("baton.node")
 MAX_UNREAD_DELTAS = 100_000
 MAX_ROUTERS = 64
-RECORDS_S = 0.1  # time between two messages of records
-FLUSH_S = 0.2  # how long an ending node waits until its last messages are sent
-MAX_DELTAS = 1000  # in one message, which stays far below the size limit with 20 logprobs for each delta
-MAX_STEPS = 64  # in one message, which stays far below the size limit with 4,096 members for each step
+RECORDS_S = 0.1  # seconds between two deliveries of records to the routers
+FLUSH_S = 0.2  # how long an ending node waits for its last messages to be sent
+MAX_DELTAS = 1000  # in one message, which is far below the size limit even with 20 logprobs for each delta
+MAX_STEPS = 64  # in one message, which is far below the size limit even with 4,096 members for each step
 MAX_EVENTS = 2000
-MAX_RECORDS = 8192  # unsent records of each kind
+MAX_RECORDS = 8192  # limit of the unsent records of each kind
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class RouterStream:
         return dropped
 
     async def write(self, stream: Any) -> None:
-        """Send queued messages until cancelled or until the stream has ended."""
+        """Send queued messages until this task is cancelled or the stream has ended."""
         with suppress(*STREAM_ENDED):
             while True:
                 await self.wake.wait()
@@ -73,7 +74,7 @@ class RouterStream:
                 self.wake.set()
 
     def _next_records(self) -> NodeUpdate:
-        """Build the next message of records. Events precede the steps that refer to them."""
+        """Build the next message of records. All events are sent before the steps that may refer to them."""
         if self.events:
             events, self.events = self.events[:MAX_EVENTS], self.events[MAX_EVENTS:]
             return NodeUpdate(events=events)
@@ -82,17 +83,17 @@ class RouterStream:
 
 
 class RouterSessions:
-    """The standing streams, one for each attached router.
+    """The open streams, one for each attached router.
 
     Owned by the node and used on the event loop only. A router has one stream at a time: a new stream replaces the old
     one. When a stream ends or is replaced, `on_router_lost` is called once, to abort the router's requests. When `send`
-    drops a router, the caller of `send` aborts the requests.
+    closes a router's stream, the caller of `send` aborts the requests.
     """
 
     def __init__(
         self, recorder: StepRecorder, max_routers: int = MAX_ROUTERS, max_unread: int = MAX_UNREAD_DELTAS
     ) -> None:
-        self.dropped_records = 0  # records lost because a router was too slow, or because none was attached
+        self.dropped_records = 0  # records dropped because a router was too slow, or because none was attached
         self._recorder = recorder
         self._max_routers = max_routers
         self._max_unread = max_unread
@@ -136,9 +137,10 @@ class RouterSessions:
                 on_router_lost(router)
 
     def send(self, router: str, *deltas: TokenDelta) -> bool:
-        """Queue deltas for a router; drop them if it is not attached.
+        """Queue deltas for a router, or drop the deltas if the router is not attached.
 
-        Return False if the router has too many unread deltas and was dropped; the caller then aborts its requests.
+        Return False if the router had too many unread deltas and its stream was closed; the caller then aborts its
+        requests.
         """
         session = self._streams.get(router)
         if session is None:
@@ -157,7 +159,7 @@ class RouterSessions:
             session.wake.set()
 
     async def flush_deltas(self) -> None:
-        """Wait until the queued deltas are handed to the transport, but no longer than FLUSH_S."""
+        """Wait until the queued deltas are handed to the transport, but at most FLUSH_S seconds."""
         await wait_until(lambda: not any(session.deltas for session in self._streams.values()), FLUSH_S)
 
     async def publish_records(self) -> None:

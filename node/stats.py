@@ -1,4 +1,4 @@
-"""A node's description of itself: whether it accepts requests, and its `NodeInfo` for the registry."""
+"""What a node reports about itself: whether it accepts requests, and its `NodeInfo` for the registry."""
 
 import os
 import platform
@@ -28,7 +28,7 @@ ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
 class NodeState:
     """Whether the node accepts requests, and the reason if it does not. Used on the event loop."""
 
-    info: NodeInfo  # replaced when the node drains, changes its role or learns its address
+    info: NodeInfo  # replaced with a new one when the node drains, changes its role or gets its address
     publisher: OutputPublisher
     is_stuck: bool = False
 
@@ -41,7 +41,7 @@ class NodeState:
 
     @property
     def refusal(self) -> str:
-        """The reason why new requests are rejected; empty when they are accepted."""
+        """The reason why new requests are rejected; "" if they are accepted."""
         if self.info.state != "ready":
             return "this node is draining"
         if self.is_stuck:
@@ -58,7 +58,7 @@ def describe(
     incarnation_id: str,
     shared_pool_owner: str = "",
 ) -> NodeInfo:
-    """Build the node's `NodeInfo`; its address is filled in once the RPC server is bound.
+    """Build the node's `NodeInfo`, without the address, which is set once the RPC server listens.
 
     `shared_pool_owner` is the incarnation id of the decode node in whose KV pool this node computes.
     """
@@ -84,8 +84,8 @@ def describe(
 def advertised(settings: NodeSettings) -> str:
     """Return the host at which others reach this node.
 
-    A node that listens on every address advertises the local address from which it reaches the registry, in the same
-    address family. Raises ValueError if there is no route to the registry.
+    A node that listens on every address advertises the local address from which it reaches the registry. The address
+    family is that of `settings.host`. Raises ValueError if there is no route to the registry.
     """
     if settings.advertise or settings.host not in EVERY_ADDRESS:
         return settings.advertise or settings.host
@@ -109,7 +109,7 @@ def advertised(settings: NodeSettings) -> str:
 
 
 def _attributes(settings: NodeSettings, components: EngineComponents, budget: Budget) -> dict[str, str]:
-    """Return the settings that must be equal in a comparison of nodes, and those that placement uses."""
+    """Return the settings that compared nodes must share, and the settings that placement uses."""
     return {
         **components.attributes,
         **{name: str(getattr(settings, name)) for name in ATTRIBUTES},
@@ -124,5 +124,5 @@ def _attributes(settings: NodeSettings, components: EngineComponents, budget: Bu
 def _version() -> str:
     try:
         return version("baton-serve")
-    except PackageNotFoundError:  # run from a checkout that is not installed
+    except PackageNotFoundError:  # the package is not installed: the node runs from a checkout
         return ""

@@ -1,7 +1,7 @@
 """Limits on the requests that routers and prefill nodes submit to a node.
 
-Each range is at least as wide as that of the HTTP API, so a request that passed the router's checks passes these. A
-value out of range would reach arithmetic on the engine's thread, where it could break other requests.
+Each range is at least as wide as that of the HTTP API, so a request that passed the router's checks also passes the
+node's. A value out of range would reach arithmetic on the engine's thread, where it could break other requests.
 """
 
 import re
@@ -10,7 +10,7 @@ from shared.limits import INT32_MAX, MAX_LOGIT_BIASES, MAX_LOGPROBS
 from shared.rpc.messages import SamplingParams, SubmitRequest, unpack_ids
 
 MAX_ID, MAX_SALT_BYTES = 256, 256
-MAX_STOP_TOKENS = 4096  # those of the request and those of the model together
+MAX_STOP_TOKENS = 4096  # of the request and of the model together
 ADDRESS = re.compile(r"[\w.:%\[\]-]{1,255}:\d{1,5}", re.ASCII)
 TINY = 5e-324  # the smallest positive float
 RANGES: dict[str, tuple[float, float]] = {
@@ -28,7 +28,8 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_submit(submit: SubmitRequest, max_model_len: int, vocab_size: int) -> list[int]:
-    """Check a request and return its tokens. Raises ValueError, which names the field, if a value is out of range."""
+    """Check a request and return its token ids. Raises ValueError, which names the field, if a value is out of
+    range."""
     tokens, stop_tokens = unpack_ids(submit.tokens), unpack_ids(submit.stop_tokens)
     if not 0 < submit.num_prompt <= len(tokens) <= max_model_len or submit.max_tokens <= 0:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""A watchdog for parts of a process that make no progress, such as an engine that waits for its device forever.
+"""A watchdog that detects parts of a process that make no progress, such as an engine that waits for its device
+forever.
 
 The allowed time of a step is derived from earlier steps, so a slow machine does not count as stuck. Time in which the
 process did not run (stopped, suspended, starved of CPU) does not count, and time in which it reads pages from disk
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TICK_S = 0.25
-PAGING_SLACK = 10.0  # the time of a tick with page faults from disk is divided by this
+PAGING_SLACK = 10.0  # a tick in which pages were read from disk counts for this fraction of its time: 1 / PAGING_SLACK
 
 
 @dataclass(slots=True)
@@ -26,7 +27,7 @@ class Watched:
     _idle_s: float = 0.0
 
     def is_stuck(self, elapsed_s: float) -> bool:
-        """Add `elapsed_s` of running time and return whether the limit is exceeded."""
+        """Count `elapsed_s` as idle if there was no progress, and return whether the idle time exceeds the limit."""
         if (progress := self.progress()) != self._last:
             self._last, self._idle_s = progress, 0.0
         else:
@@ -35,7 +36,8 @@ class Watched:
 
 
 class Watchdog:
-    """Checks progress on its own thread. It calls `on_stuck(reason)` there at the first stuck part, and then ends."""
+    """Checks progress on its own thread. When it finds a stuck part, it calls `on_stuck(reason)` on this thread, and
+    ends."""
 
     def __init__(self, watched: Sequence[Watched], on_stuck: Callable[[str], None]) -> None:
         self._watched = watched
@@ -62,5 +64,5 @@ class Watchdog:
 
 
 def _faults() -> int:
-    """Return the number of page faults of this process that read from disk."""
+    """Return how many page faults of this process have read from disk."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt

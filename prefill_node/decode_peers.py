@@ -1,12 +1,12 @@
 """The decode nodes to which a prefill node sends KV: the connection, the KV channel and the reservations of each.
 
-A timer, independent of forward passes, renews the leases of all reservations at one peer in one message. A peer that
-does not answer a renewal in time is disconnected, which fails every handoff that waits for it. A peer that fails
-repeatedly is not called for a second.
+A timer, which does not wait for the model's steps, renews the leases of all reservations at a peer with one message. A
+peer that does not answer a renewal in time is disconnected, which fails every handoff that waits for it. After repeated
+failures of a peer, this node makes no reservations there for a second.
 
 The reply to a renewal lists the reservations whose blocks the peer keeps in quarantine, because this node may still
-write to them. This node sends a stop for each of them, even if it has sent one before. It renews at an idle peer until
-the peer has no more reservations.
+write to them. This node sends a stop for each of them, even if it has sent one before. It also sends renewals to an
+idle peer, until that peer reports that it holds no reservations.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ from shared.rpc.methods import RENEW, STOP, PeerError
 log = logging.getLogger("baton.handoff")
 # Calls that wait for blocks share a connection with commits, and HTTP/2 allows 100 calls on a connection.
 MAX_RESERVING = 64
-STOP_TRIES = 30  # over one minute; later, renewals find reservations that are still in quarantine
-MAX_STOPS = 64  # of reservations in quarantine, sent after one renewal
-FAILURES, WITHIN_S = 5, 10.0  # FAILURES within WITHIN_S pause the calls to a peer, until one succeeds
+STOP_TRIES = 30  # these take one minute; after that, renewals report what is still in quarantine
+MAX_STOPS = 64  # stops for reservations in quarantine that are sent after one renewal
+FAILURES, WITHIN_S = 5, 10.0  # this number of failures in WITHIN_S seconds pauses reservations at a peer
 PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffTiming:
-    """Intervals and timeouts, in seconds, of calls to decode nodes."""
+    """Intervals and timeouts, in seconds, for calls to decode nodes."""
 
     renew_s: float = 0.5
-    call_s: float = 2.5  # for calls that are answered at once; call_s + renew_s bounds the detection of a lost peer
+    call_s: float = 2.5  # timeout of calls that are answered at once; a lost peer is noticed within call_s + renew_s
     retry_stop_s: float = 2.0
-    forget_s: float = 60.0  # how long an idle, disconnected peer is kept; after a restart it has another address
+    forget_s: float = 60.0  # how long an idle, disconnected peer is kept; if restarted, it may have another address
 
 
 class PeerRefusedError(PeerError):
@@ -46,25 +46,25 @@ class PeerRefusedError(PeerError):
 
 
 class CorruptBlocksError(PeerRefusedError):
-    """The last rows arrived damaged, and the peer accepts them once more."""
+    """The last rows arrived damaged, and the peer allows this node to push them once more."""
 
 
 @dataclass(slots=True)
 class DecodePeer:
-    """A decode node as this prefill node sees it."""
+    """The state that this prefill node keeps of one decode node."""
 
     address: str
     rpc: RpcChannel
     reserving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RESERVING))
-    channel: KVChannel | None = None  # the last one chosen, from the channels in `descriptors`
+    channel: KVChannel | None = None  # the channel chosen last, one of those in `descriptors`
     descriptors: dict[str, bytes] = field(default_factory=dict)
-    failed: dict[str, bytes] = field(default_factory=dict)  # the descriptor with which each channel last failed
+    failed: dict[str, bytes] = field(default_factory=dict)  # by channel name, the descriptor with which it last failed
     # Reservations whose leases are renewed, each with a function that cancels its handoff.
     reservations: dict[bytes, Callable[[str], None]] = field(default_factory=dict)
-    void: set[bytes] = field(default_factory=set)  # stopped before the reply with their grant arrived
-    is_settled: bool = False  # the peer has reported that it holds no reservations, and no handoff has begun since
-    failed_at: deque[float] = field(default_factory=lambda: deque(maxlen=FAILURES))  # since the last success
-    num_waiting: int = 0  # handoffs that wait for blocks
+    void: set[bytes] = field(default_factory=set)  # reservations stopped before their grant arrived
+    is_settled: bool = False  # the peer reported that it holds no reservations; no handoff has begun since
+    failed_at: deque[float] = field(default_factory=lambda: deque(maxlen=FAILURES))  # failures since a success
+    num_waiting: int = 0  # number of handoffs that wait for blocks
     used_at: float = field(default_factory=time.monotonic)  # when a handoff or a stop last began
 
     @property
@@ -72,7 +72,7 @@ class DecodePeer:
         return not self.reservations and not self.num_waiting
 
     def check_breaker(self) -> None:
-        """Raise PeerRefusedError for `PAUSE_S` after the last of `FAILURES` failures that came within `WITHIN_S`."""
+        """Raise PeerRefusedError if the last of FAILURES failures in WITHIN_S seconds was less than PAUSE_S ago."""
         failed_at = self.failed_at
         is_often = len(failed_at) == FAILURES and failed_at[-1] - failed_at[0] < WITHIN_S
         if is_often and time.monotonic() < failed_at[-1] + PAUSE_S:
@@ -90,9 +90,10 @@ class DecodePeer:
 
 
 class DecodePeers:
-    """All decode nodes in use, by address. `channels` lists this node's channels, the best first.
+    """The decode nodes in use, by address. `channels` lists this node's channels, best first.
 
-    Belongs to the `HandoffSender`, on the event loop. Renews leases, retries stops, and forgets peers that are gone.
+    Owned by the `HandoffSender`; used only on the event loop. Renews leases, retries stops, and forgets peers that are
+    gone.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class DecodePeers:
         return all(peer.is_idle for peer in self._peers.values())
 
     def at(self, address: str) -> DecodePeer:
-        """Return the peer at `address`, created if needed. Raises ValueError if `address` is not host:port."""
+        """Return the peer at `address`, which is created at the first call. Raises ValueError if `address` is not
+        host:port."""
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = DecodePeer(address, RpcChannel(address))
@@ -127,7 +129,8 @@ class DecodePeers:
         return peer
 
     def choose_channel(self, peer: DecodePeer, descriptors: Mapping[str, bytes]) -> KVChannel:
-        """Return the best channel that both nodes have. A fallback is logged and counted. Raises ChannelError."""
+        """Return the best channel that works between the two nodes. Log and count a fallback to a slower one. Raises
+        ChannelError if there is none."""
         if peer.channel is not None and peer.descriptors == descriptors:
             return peer.channel
         peer.descriptors = dict(descriptors)
@@ -145,7 +148,8 @@ class DecodePeers:
         raise ChannelError(f"no common KV channel with {peer.address}: it offers {sorted(descriptors)}")
 
     async def stop(self, peer: DecodePeer, stop: StopRequest) -> None:
-        """Report that this node writes no more under a reservation. Retry in the background until acknowledged.
+        """Report that this node writes nothing more under a reservation. If the peer does not acknowledge this, retry
+        in the background.
 
         The decode node keeps the blocks in quarantine until it receives this message or loses this node.
         """
@@ -153,7 +157,7 @@ class DecodePeers:
             self.retry_stop(peer, stop)
 
     def retry_stop(self, peer: DecodePeer, stop: StopRequest) -> None:
-        """Report in the background that this node writes no more under a reservation, or for a request."""
+        """Report in the background that this node writes nothing more under a reservation, or for a request."""
         self._tasks.start(self._retry_stop(peer, stop))
 
     async def _retry_stop(self, peer: DecodePeer, stop: StopRequest) -> None:
@@ -180,9 +184,9 @@ class DecodePeers:
             await asyncio.gather(*map(self._renew_at, due))
 
     async def _renew_at(self, peer: DecodePeer) -> None:
-        is_idle = peer.is_settled = peer.is_idle  # a handoff that begins during the call resets `is_settled`
+        is_idle = peer.is_settled = peer.is_idle  # a handoff that begins during the call clears `is_settled`
         if not peer.num_waiting:
-            peer.void.clear()  # no reply that could grant one of them is outstanding
+            peer.void.clear()  # no call that could still be granted one of these is open
         renewal = RenewRequest(self._incarnation_id, b"".join(peer.reservations))
         try:
             reply = await RENEW.call(peer.rpc, renewal, self._timing.call_s)
@@ -190,17 +194,17 @@ class DecodePeers:
             peer.is_settled = False
             level = logging.DEBUG if is_idle else logging.WARNING
             log.log(level, "leases at %s were not renewed: %s", peer.address, error)
-            peer.rpc.close()  # fails the handoffs that wait for its blocks; the next call reconnects
+            peer.rpc.close()  # this fails the handoffs that wait for the peer's blocks; the next call reconnects
             return
         if reply.has_reservations:
             peer.is_settled = False
         self._stop_quarantined(peer, reply.quarantined)
 
     def _stop_quarantined(self, peer: DecodePeer, reservation_ids: bytes) -> None:
-        """Stop the reservations that the peer has in quarantine.
+        """Stop the reservations whose blocks the peer keeps in quarantine.
 
-        If a handoff uses the reservation, cancel it; it sends the stop when its push has ended. Otherwise nothing is
-        being written, so send the stop now, and allow no later writes.
+        If a handoff uses the reservation, cancel the handoff; it sends the stop when its push has ended. Otherwise
+        nothing is being written under the reservation, so send the stop now, and allow no writes under it later.
         """
         for at in range(0, min(len(reservation_ids), MAX_STOPS * RESERVATION_ID_BYTES), RESERVATION_ID_BYTES):
             reservation_id = reservation_ids[at : at + RESERVATION_ID_BYTES]

@@ -1,7 +1,7 @@
 """Sends handoffs: reserves blocks at decode nodes, pushes rows over the best channel, commits, and reports the outcome.
 
-Each request whose KV is sent has a task. Damaged rows are pushed once more. After any other failure, the handoff ends,
-and the router retries the request on another node.
+Each request whose KV is sent has its own task. If rows arrive damaged, they are pushed once more. After any other
+failure, the handoff ends, and the router retries the request on another node.
 """
 
 import asyncio
@@ -41,18 +41,21 @@ RECENT_PUSHES = 32
 
 
 class TransferTimeModel:
-    """Learns the duration of a push from recent ones: a number of seconds for any push, plus seconds for each byte.
+    """Learns the duration of a push from recent pushes: a constant number of seconds, plus a number of seconds for each
+    byte.
 
-    It takes the median of the slopes between all pairs of pushes (Theil-Sen), which a few slow pushes do not change.
+    The seconds for each byte are the median of the slopes between all pairs of pushes (Theil-Sen), which a few slow
+    pushes hardly change.
     """
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_PUSHES)  # bytes, seconds
 
     def observe(self, num_bytes: int, seconds: float) -> list[float]:
-        """Return [seconds of any push, seconds of each byte].
+        """Record a push. Return [constant seconds of a push, seconds for each byte].
 
-        If all pushes have one size, the two cannot be separated, and all time is attributed to the bytes.
+        If all recent pushes have the same size, the two terms cannot be separated, and all time is attributed to the
+        bytes.
         """
         self._recent.append((num_bytes, seconds))
         slopes = [(s - t) / (b - a) for (a, t), (b, s) in combinations(self._recent, 2) if a != b]
@@ -62,10 +65,11 @@ class TransferTimeModel:
 
 @dataclass(slots=True)
 class OutgoingHandoff:
-    """A request whose KV is sent, and the state of its handoff. Blocks are counted as logical blocks of the prompt.
+    """A request whose KV is sent, and the state of its handoff. Numbers of blocks refer to logical blocks of the
+    prompt.
 
-    Blocks are pushed once and in order, except that the last push may be repeated once. After `cancel`, the call in
-    progress ends, and the next one is a stop.
+    Each block is pushed once, and in order, except that the last push may be repeated once. After `cancel`, the call in
+    progress is completed, and the next call is a stop.
     """
 
     submit: SubmitRequest
@@ -76,14 +80,14 @@ class OutgoingHandoff:
     num_computed: int = 0  # prompt tokens that have KV
     first_token: int | None = None
     reservation_id: bytes | None = None
-    targets: list[int] = field(default_factory=list)  # the reserved blocks, which are the last ones of the prompt
+    targets: list[int] = field(default_factory=list)  # the reserved blocks, for the last blocks of the prompt
     num_pushed: int = 0  # blocks that the decode node has, including cached ones
-    channel: KVChannel | None = None  # fixed, like `descriptor`, because the targets were granted for it
+    channel: KVChannel | None = None  # not changed after the grant, like `descriptor`, because the grant refers to it
     descriptor: bytes = b""
-    checksums: bytes = b""  # of pushed rows whose checksums were not yet sent to the peer
+    checksums: bytes = b""  # of the pushed rows whose checksums the peer does not have yet
     reason: str = ""  # why the handoff was cancelled
     committed: bool = False
-    is_running: bool = False  # its task runs
+    is_running: bool = False  # its task has been started
     is_admitted: bool = False  # its first step has begun
     is_silent: bool = False  # do not report its outcome: the request was aborted, or has finished on this node
 
@@ -101,7 +105,7 @@ class OutgoingHandoff:
         self.changed.clear()
 
     def next_targets(self) -> list[int]:
-        """Return the reserved blocks to fill now. They are for the complete blocks of the prompt after `num_pushed`."""
+        """Return the reserved blocks to fill now: those for the prompt's complete blocks that were not pushed yet."""
         num_held = self.num_blocks - len(self.targets)
         ready = self.num_blocks if self.num_computed == self.num_prompt else self.num_computed // self.block_tokens
         return self.targets[self.num_pushed - num_held : max(0, ready - num_held)]
@@ -110,10 +114,10 @@ class OutgoingHandoff:
 class HandoffSender(RoleAdapter):
     """The role adapter of a prefill node.
 
-    Runs on the event loop: the node calls the `on_...` methods, and each handoff has a task, which reserves blocks,
-    pushes each block once it is complete, and commits. If the handoff fails, its request fails with `retry` set. If it
-    commits, the request ends on this node, and its blocks stay in the prefix cache. For every reservation that is not
-    committed, the sender repeats a stop until the decode node acknowledges it.
+    Runs on the event loop. The node calls the `on_...` methods. Each handoff has a task, which reserves blocks, pushes
+    each block once it is complete, and commits. If the handoff fails, its request fails with `retry` set. If it
+    commits, the request ends on this node, and its blocks stay in the prefix cache. For every reservation that it does
+    not commit, the sender sends a stop, and repeats the stop until the decode node acknowledges it.
     """
 
     role = PREFILL
@@ -147,14 +151,15 @@ class HandoffSender(RoleAdapter):
     # ---- from the node ------------------------------------------------------------------------------------------
 
     def on_submit(self, submit: SubmitRequest, request: Request) -> None:
-        # Do not count request.tokens: the engine already has the request, and may have appended a token.
+        # Do not use len(request.tokens): the engine already has the request, and may have appended a token.
         num_prompt = len(unpack_ids(submit.tokens))
         outgoing = self._outgoing[request.id] = OutgoingHandoff(submit, request, num_prompt, self._info.block_tokens)
         if request.borrows_blocks:
             self._start(outgoing)  # the prompt is computed in the decode node's blocks
 
     def on_admitted(self, request: Request) -> None:
-        """Reserve blocks when the first chunk is being computed."""
+        """Begin the handoff at the request's first step, so that blocks are reserved while the first chunk is
+        computed."""
         outgoing = self._outgoing.get(request.id)
         if outgoing is not None:
             outgoing.is_admitted = True
@@ -167,7 +172,7 @@ class HandoffSender(RoleAdapter):
         if outgoing is None:
             return
         outgoing.num_computed = max(outgoing.num_computed, min(progress.num_computed, outgoing.num_prompt))
-        if progress.finish is not None:  # the request ended at its first token, so there is nothing left to generate
+        if progress.finish is not None:  # it ended at its first token: nothing is left to generate
             outgoing.is_silent = True
             outgoing.cancel(f"finished: {progress.finish}")
         elif progress.first_token is not None:
@@ -181,7 +186,7 @@ class HandoffSender(RoleAdapter):
             outgoing.cancel("aborted")
             if not outgoing.is_running:
                 del self._outgoing[request_id]
-        # The blocks may be reused from now on. A push in progress may send the wrong data, but is never committed.
+        # This node may now reuse the blocks. A push in progress may then send wrong data, but is never committed.
         return False
 
     # ---- one handoff --------------------------------------------------------------------------------------------
@@ -252,14 +257,15 @@ class HandoffSender(RoleAdapter):
             reply = await RESERVE.call(peer.rpc, request, self._reserve_timeout_s + self._timing.call_s)
         except PeerError as error:
             peer.call_failed()
-            # The lost reply may have granted a reservation. Stop it, since this node will not write under it.
+            # The lost reply may have granted a reservation. Stop it, because this node will not write under it.
             self.peers.retry_stop(peer, StopRequest(b"", str(error), outgoing.request.id))
             raise
         self._record(outgoing, "reserving", began_ns, peer)
         return reply
 
     def _check_grant(self, outgoing: OutgoingHandoff, reply: ReserveReply, blocks: list[int]) -> None:
-        """Raise ValueError if the grant is invalid. In a shared pool, no channel would check the blocks later."""
+        """Raise ValueError if the reply's grant is invalid. In a shared pool, no channel would check the blocks
+        later."""
         num_held, num_targets, num_blocks = reply.num_held, len(outgoing.targets), outgoing.num_blocks
         if num_held < 0 or num_held + num_targets != num_blocks:
             raise ValueError(f"{num_held} held and {num_targets} reserved blocks are not the prompt's {num_blocks}")
@@ -270,7 +276,8 @@ class HandoffSender(RoleAdapter):
             raise ValueError(f"the grant's {len(blocks)} blocks are not {num_blocks} of the pool")
 
     async def _send(self, peer: DecodePeer, outgoing: OutgoingHandoff) -> None:
-        """Push each block once it is complete, then commit. Return early if the handoff fails or is cancelled."""
+        """Push each block once it is complete, then commit. Return without a commit if the handoff fails or is
+        cancelled."""
         is_repeated, first, request_id = False, outgoing.num_pushed, outgoing.request.id
         while not (outgoing.reason or outgoing.committed):
             try:
@@ -336,7 +343,7 @@ class HandoffSender(RoleAdapter):
 
     async def _stop(self, peer: DecodePeer, outgoing: OutgoingHandoff, reservation_id: bytes) -> None:
         if outgoing.request.borrows_blocks:
-            await self._requests.release(outgoing.request)  # until released, steps write into the reserved blocks
+            await self._requests.release(outgoing.request)  # until then, steps may write into the blocks
         await self.peers.stop(peer, StopRequest(reservation_id, outgoing.reason))
 
     def _record(self, outgoing: OutgoingHandoff, kind: str, began_ns: int, peer: DecodePeer, **fields: object) -> None:

@@ -50,7 +50,7 @@ def main(settings: RouterSettings) -> int:
     """Serve until SIGTERM. Return the exit status of the process, which is 2 for invalid settings."""
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
-        # With Redis the router has no registry port. The API's port is protected by API keys instead.
+        # With Redis, the router opens no registry port. The API's port is not listed, because API keys protect it.
         listens = {} if settings.registry else {"--registry-host": settings.registry_host or settings.host}
         tls.configure(settings.cluster_secret_file, listens)
         directory = resolve(settings.model)
@@ -85,7 +85,7 @@ async def _serve(
     identity = f"router-{secrets.token_hex(8)}"
     dashboard = Dashboard() if settings.dashboard else None
     observer = dashboard or RouterObserver()
-    ttft_slo_s = settings.ttft_slo_ms / 1000  # a request that waits longer in the queue misses it anyway
+    ttft_slo_s = settings.ttft_slo_ms / 1000  # also limits the wait in the queue: a longer wait would miss it
     queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), settings.max_queued_tokens)
     registry = _registry(settings)
     fleet = NodePool(identity, registry, settings.mode, settings.node_timeout_s, observer, queue.resize)
@@ -135,7 +135,7 @@ async def _serve(
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that installs no signal handlers: the process drains all its servers together."""
+    """A uvicorn server that installs no signal handlers, because the process itself drains all its servers together."""
 
     def __init__(self, app: Starlette, listener: socket.socket, max_connections: int, drain_timeout_s: float) -> None:
         self.idle = IdleConnections()
@@ -151,7 +151,7 @@ class HttpServer(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # with them, clients could forge the addresses in the log
+            proxy_headers=False,  # otherwise, clients could forge the addresses in the log
             timeout_graceful_shutdown=int(drain_timeout_s),
         )
         super().__init__(options)
@@ -168,7 +168,7 @@ def listen(host: str, port: int, flag: str) -> socket.socket:
     """Bind a listener. Raises OSError, which names the flag, if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    # Accepted connections inherit these options. They close a connection if its client has vanished or does not read.
+    # Accepted connections inherit these options, which close those whose client is unreachable or does not read.
     keepalive = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)]
     keepalive += [(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)]
     keepalive += [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SLOW_S * 1000))]

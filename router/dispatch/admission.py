@@ -1,9 +1,9 @@
 """Admission: decides which requests go to the nodes now, which wait in the router, and which are refused at once.
 
 The nodes get the requests that they can run and a few more. All other requests wait here, ordered by priority, then by
-the tokens of their tenant (start-time fair queueing: Goyal, Vin and Cheng 1996), then by arrival. A small request does
-not overtake the first one in this order, so that large requests do not starve. The cost of a request is its number of
-tokens in the KV cache.
+the number of tokens that their tenant was granted so far (start-time fair queueing: Goyal, Vin and Cheng 1996), then by
+arrival. If the first request in this order does not fit, no smaller one overtakes it, so that large requests do not
+starve. The cost of a request is the number of tokens that it is expected to hold in the KV cache.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ from router.dispatch.requests import GenerationRequest
 from router.nodes.pool import PoolCapacity
 from shared.errors import UnavailableError
 
-RATE_S = 10.0  # time constant of the average of the nodes' throughput
-BEGUN = 0.25  # share of the nodes' unfinished tokens that counts as finished when the queue begins
+RATE_S = 10.0  # seconds; time constant of the average of the nodes' throughput
+BEGUN = 0.25  # share of the tokens held by a node's request that counts as finished when a queue forms
 CAUTION = 2.0  # safety factor: a request is refused if CAUTION times its predicted wait is too long
-FORGET = 0.98  # factor by which each request that ends reduces the weight of earlier requests
+FORGET = 0.98  # each sample that ends multiplies the weight of earlier samples by this factor
 QUEUED_KV = 4  # default limit of the queue, as a multiple of the nodes' KV capacity
-LEAST_QUEUED_TOKENS = 1 << 18  # minimum of that default; a queue of this size takes 10 MB
+LEAST_QUEUED_TOKENS = 1 << 18  # minimum of this default limit; a queue of this size takes 10 MB
 MAX_RETRY_AFTER_S = 60.0
 
 
 class AdmissionRefusedError(UnavailableError):
-    """The request was refused before any node received it, because it would have waited for `wait_s` seconds."""
+    """The request was refused before any node received it. The client should retry it after `wait_s` seconds."""
 
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message, min(wait_s, MAX_RETRY_AFTER_S), status=429, code="overloaded")
@@ -38,8 +38,8 @@ def deadline_error() -> UnavailableError:
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """One prompt and its `num_left` unfinished samples. It waits for its slot until `expires` at the latest, and holds
-    the slot until its last sample ends."""
+    """One prompt and its `num_left` unfinished samples. It waits until `expires` at the latest; once granted, each
+    sample has a slot until it ends."""
 
     tenant: str
     priority: int  # smaller numbers are served first
@@ -47,8 +47,8 @@ class QueueEntry:
     sample_tokens: int  # expected tokens of one sample
     num_left: int
     expires: float
-    deadline: float = inf  # for the whole answer
-    granted_at: float | None = None  # None before the grant, and after a pause, which distorts the measurement
+    deadline: float = inf  # of the whole answer
+    granted_at: float | None = None  # None before the grant, and after a pause, which would distort latencies
     has_pending_prefill: bool = True
     granted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -69,14 +69,15 @@ class PriorityLevel:
     tokens: dict[str, int] = field(default_factory=dict)
 
     def share(self, tenant: str, cost: int) -> int:
-        """Return how many tokens are served before a new request of the tenant ends, if the tenants take turns."""
+        """Return how many queued tokens are served until a new request of the tenant is served, if the tenants take
+        turns."""
         tenants = len(self.queues) + (tenant not in self.queues)
         return min(sum(self.tokens.values()) + cost, (self.tokens.get(tenant, 0) + cost) * tenants)
 
 
 class ThroughputEstimator:
-    """Estimates the tokens per second that the nodes finish, divided by the number of requests that they run at once.
-    It measures only while requests are queued, because the nodes are not fully used at other times."""
+    """Estimates how many tokens per second the nodes finish for each request that they can run at once. It measures
+    only while requests are queued, because otherwise the nodes are not fully used."""
 
     def __init__(self) -> None:
         self._now = self._busy_s = 0.0
@@ -90,23 +91,25 @@ class ThroughputEstimator:
             self.finished_tokens *= kept
 
     def tokens_per_s(self, held: float) -> float:
-        """Return the rate, or infinity before the first measurement. Soon after the queue begins, few requests have
-        finished, so a share of the tokens that the nodes hold counts as finished."""
+        """Return the rate, or infinity before the first measurement. When a queue has just formed, few requests have
+        finished since, so a share of the tokens that the nodes hold (`held`, for each slot) counts as finished."""
         begun = BEGUN * held * (1 - self._busy_s / RATE_S)
         return (self.finished_tokens + begun) / self._busy_s if self._busy_s else inf
 
 
 class AdmissionQueue:
-    """The queue in front of the nodes. It holds the entries that wait, and counts what the granted entries use.
+    """The queue in front of the nodes. It holds the waiting entries, and counts the requests and tokens of the granted
+    ones.
 
-    The dispatcher enqueues each request, waits for its slot, and releases each sample exactly once. The pool reports
-    its capacity to `resize`. Runs on the router's event loop. Methods that may grant slots take the current time as an
-    argument, and return the entries that they granted. An entry's cost counts until its last sample is released.
+    The dispatcher enqueues each request, waits for its slot, and releases each sample exactly once. The node pool calls
+    `resize` when its capacity changes. Runs on the router's event loop. Methods that may grant slots take the current
+    time as an argument, and return the entries that they granted. An entry's cost counts until its last sample is
+    released.
     """
 
     def __init__(self, max_wait_s: float = inf, max_queued_tokens: int = 0) -> None:
-        """Create an empty queue. If `max_queued_tokens` is 0, the limit is QUEUED_KV times the nodes' KV, and at least
-        LEAST_QUEUED_TOKENS."""
+        """Create an empty queue. If `max_queued_tokens` is 0, the limit is QUEUED_KV times the nodes' KV capacity in
+        tokens, and at least LEAST_QUEUED_TOKENS."""
         self.capacity = PoolCapacity()
         self.held_requests = self.held_tokens = self.pending_prefill_tokens = self.pending_prefills = 0
         self.queued_requests = 0
@@ -114,9 +117,9 @@ class AdmissionQueue:
         self._max_queued_tokens = max_queued_tokens
         self._levels: dict[int, PriorityLevel] = {}
         self._served: dict[str, float] = {}  # virtual time of each tenant, in tokens
-        self._virtual = 0.0  # virtual time of the latest grant; an idle tenant catches up to it
+        self._virtual = 0.0  # virtual time of the latest grant; an idle tenant's time is raised to it
         self._throughput = ThroughputEstimator()
-        self._stayed_s = self._generated = 0.0  # decaying sums: seconds that samples spent on nodes, and their tokens
+        self._stayed_s = self._generated = 0.0  # decaying sums over samples: seconds on nodes; tokens
 
     @property
     def queued_tokens(self) -> int:
@@ -129,7 +132,7 @@ class AdmissionQueue:
     # ---- one request --------------------------------------------------------------------------------------------
 
     def enqueue(self, request: GenerationRequest) -> QueueEntry:
-        """Return an entry, granted or waiting. Raises AdmissionRefusedError if the queue cannot take the request."""
+        """Return the request's entry, which is granted or waits. Raises AdmissionRefusedError as `offer` does."""
         now, deadline = time.monotonic(), inf if request.deadline is None else request.deadline
         entry = QueueEntry(
             tenant=request.tenant,
@@ -144,7 +147,7 @@ class AdmissionQueue:
         return entry
 
     async def wait_for_slot(self, entry: QueueEntry) -> None:
-        """Wait until the entry is granted. Raises UnavailableError if that takes too long."""
+        """Wait until the entry is granted. Raises UnavailableError if this has not happened by `entry.expires`."""
         if entry.is_granted:
             return
         try:
@@ -156,8 +159,8 @@ class AdmissionQueue:
             raise UnavailableError("The request waited too long for a slot.", 2.0, code="queue_timeout") from None
 
     def offer(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
-        """Grant the entry or queue it. Raises AdmissionRefusedError if it would wait too long, or if the queue is
-        full."""
+        """Grant the entry or queue it. Raises AdmissionRefusedError if its predicted wait is too long, or if the queue
+        is full."""
         if not self._levels and self._fits(entry):
             self._grant(entry, now)
             return [entry]
@@ -170,13 +173,14 @@ class AdmissionQueue:
         return self._granted(now)
 
     def resize(self, capacity: PoolCapacity, now: float) -> list[QueueEntry]:
-        """Set the capacity of the nodes, after nodes joined or left."""
+        """Set the capacity of the nodes after nodes have joined or left."""
         self._throughput.pass_time(now, bool(self._levels))
         self.capacity = capacity
         return self._granted(now)
 
     def credit_prefix_hit(self, entry: QueueEntry, cached_tokens: int) -> None:
-        """Reduce the entry's cost by the part of its prompt that its node has cached and shares with other requests."""
+        """Reduce the entry's cost by the first `cached_tokens` tokens of its prompt, which its node already holds in
+        the prefix cache."""
         shared = min(cached_tokens, entry.prompt_tokens)
         if entry.is_granted:
             self.held_tokens -= shared
@@ -192,7 +196,7 @@ class AdmissionQueue:
         return self._granted(now)
 
     def release(self, entry: QueueEntry, generated: int, now: float) -> list[QueueEntry]:
-        """Record that a sample of the entry ended. The entry may be waiting or granted."""
+        """Record that a sample of the entry ended, whether the entry waits or is granted."""
         self._throughput.pass_time(now, bool(self._levels))
         if not entry.is_granted:
             self._leave(entry)
@@ -204,7 +208,7 @@ class AdmissionQueue:
         entry.num_left -= 1
         self.held_requests -= 1
         self.held_tokens -= tokens
-        self._served[entry.tenant] += generated - entry.sample_tokens  # replace the expected tokens by the actual ones
+        self._served[entry.tenant] += generated - entry.sample_tokens  # charge the actual tokens
         if self._levels:
             self._throughput.finished_tokens += tokens / max(1, self.capacity.requests)
         if entry.granted_at is not None and generated:
@@ -213,7 +217,7 @@ class AdmissionQueue:
         return self._granted(now)
 
     def pause(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
-        """Record that a sample of the entry holds no slot until `resume`."""
+        """Record that a sample of the entry gives up its slot until `resume` is called."""
         self._throughput.pass_time(now, bool(self._levels))
         entry.granted_at = None
         self.held_requests -= 1
@@ -227,7 +231,7 @@ class AdmissionQueue:
     # ---- predictions ---------------------------------------------------------------------------------------------
 
     def expected_wait_s(self, entry: QueueEntry) -> float:
-        """Return the predicted seconds until the entry gets a slot; 0 before the first measurement."""
+        """Return the predicted seconds until the entry gets a slot, or 0 before the first measurement."""
         slots = max(1, self.capacity.requests)
         rate = slots * self._throughput.tokens_per_s(self.held_tokens / slots)
         ahead = sum(sum(level.tokens.values()) for at, level in self._levels.items() if at < entry.priority)
@@ -236,7 +240,7 @@ class AdmissionQueue:
         return ahead / rate if rate else inf
 
     def expected_latency_s(self, entry: QueueEntry) -> float:
-        """Return the predicted seconds on the nodes until the answer is complete; 0 before the first measurement."""
+        """Return how many seconds the nodes are predicted to need for one sample, or 0 before the first measurement."""
         return entry.sample_tokens * self._stayed_s / self._generated if self._generated else 0.0
 
     def _check(self, entry: QueueEntry, now: float) -> None:
@@ -257,7 +261,7 @@ class AdmissionQueue:
     def _fits(self, entry: QueueEntry) -> bool:
         room = self.capacity
         if not self.held_requests:
-            return True  # no node has other requests, so waiting would not make more room
+            return True  # the nodes have no other requests, so a wait would not free any capacity
         return (
             self.held_requests + entry.num_left <= room.requests
             and self.held_tokens + entry.cost <= room.kv_tokens

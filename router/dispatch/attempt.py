@@ -1,4 +1,4 @@
-"""One attempt to generate a sample on one choice of nodes, and the state that the attempts of a request share."""
+"""One attempt to generate a sample on one or two nodes, and the state that the attempts of a request share."""
 
 import asyncio
 import time
@@ -14,14 +14,14 @@ from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
 HANDOFF = "handoff: "  # prefix of the errors by which nodes report a failed handoff
-UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas; buffers of the connection do not count
-FULL_S = 0.05  # how long the limit may be exceeded, so that the event loop can first read a burst
-SLOW_S = 30.0  # how long a paused request waits for its client to read before it fails
+UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas, without the buffers of the client's connection
+FULL_S = 0.05  # how long the limit may be exceeded, so that a burst can be passed on to the client first
+SLOW_S = 30.0  # a paused request fails if its client reads nothing for this time
 
 
 @dataclass(eq=False)
 class AttemptFailed(Exception):
-    """The attempt failed; another one may succeed. `node` reported the failure, or is lost if `is_gone` is set. If
+    """The attempt failed; another one may succeed. `node` reported the failure or, if `is_gone` is set, was lost. If
     `is_suspect` is set, the node crashed while it computed this request."""
 
     reason: str
@@ -34,7 +34,7 @@ class AttemptFailed(Exception):
 
 
 class ClientBackpressure(Exception):
-    """The client does not read fast enough. Its request is paused until it has read more."""
+    """The client does not read fast enough. Its request is paused until the client has read more."""
 
 
 @dataclass(slots=True)
@@ -44,16 +44,16 @@ class SampleState:
     index: int
     tokens: list[int] = field(default_factory=list)
     outcome: str = ""  # "" until it has ended
-    is_paused: bool = False  # it holds no slot, because its client does not read
-    attempt: "Attempt | None" = None  # the current one
+    is_paused: bool = False  # the sample holds no slot, because its client does not read
+    attempt: "Attempt | None" = None  # the current attempt
 
 
 class AdmittedRequest:
     """The state that the samples of one request share, from admission until the last one has ended.
 
-    The dispatcher creates it. It counts the end of each sample and releases its slot, exactly once. It also bounds the
-    unread output of all samples together: when the client stops reading, it ends the current attempts, and the samples
-    continue once the client has read most of their output. Runs on the router's event loop.
+    The dispatcher creates it. It counts the end of each sample and releases its slot, exactly once. It also limits the
+    unread output of all samples together: if the client does not read, it ends the current attempts, and new attempts
+    begin once the client has read most of the output. Runs on the router's event loop.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AdmittedRequest:
         self.entry = entry
         self.samples = [SampleState(index) for index in range(request.n)]
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
-        self.first_is_computed = asyncio.Event()  # the other samples wait for the prompt of sample 0
+        self.first_is_computed = asyncio.Event()  # sample 0's prompt is computed; other samples wait for it
         self._queue = queue
         self._counts = counts
         self._unread_bytes = 0
@@ -109,7 +109,8 @@ class AdmittedRequest:
         self._has_read.set()
 
     async def wait_until_read(self) -> None:
-        """Wait until the client has read most of the output. Raises UnavailableError if it stops reading."""
+        """Wait until the client has read most of the buffered output. Raises UnavailableError if the client stops
+        reading."""
         while self._unread_bytes > UNREAD_BYTES // 4 and self._error is None:
             self._has_read.clear()
             await self._has_read.wait()
@@ -136,7 +137,7 @@ class AdmittedRequest:
         self._slow = asyncio.get_running_loop().call_later(SLOW_S, self._check_reads, self._num_reads)
 
     def _check_reads(self, num_reads: int) -> None:
-        """Fail the request if it is still paused and the number of reads is still `num_reads`."""
+        """Fail the request if it is paused and the client has read nothing since there were `num_reads` reads."""
         self._slow = None
         if not any(sample.is_paused for sample in self.samples):
             return
@@ -152,12 +153,13 @@ class AdmittedRequest:
 
 
 class Attempt:
-    """One attempt to generate a sample. It is an async iterator that yields each of its deltas once and in order.
+    """One attempt to generate a sample. The attempt is an async iterator that yields each of its deltas once and in
+    order.
 
     The dispatcher creates and reads it. The connections of its one or two nodes pass it deltas (`DeltaListener`), which
-    may arrive in any order. It ends when the sample finishes or the attempt fails, and releases its nodes at once, even
-    if its reader is slow. The reader then gets the deltas received before the end, and the error if there is one. Runs
-    on the router's event loop.
+    may arrive in any order. The attempt ends when the sample finishes or the attempt fails. It then releases its nodes
+    at once, even if its reader is slow. The reader then gets the deltas received before the end, and the error if there
+    is one. Runs on the router's event loop.
     """
 
     def __init__(self, admitted: AdmittedRequest, sample: SampleState, number: int) -> None:
@@ -173,7 +175,7 @@ class Attempt:
         self._is_prompt_computed = False
         self._handed_off = False
         self._producers: set[NodeConnection] = set()
-        self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # waiting for earlier ones, by position
+        self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # deltas that wait for earlier ones, by position
         self._prompt_logprobs: list[Logprobs] = []
         self._ready: deque[tuple[int, TokenDelta]] = deque()  # with their sizes
         self._is_over = False
@@ -189,12 +191,12 @@ class Attempt:
         return len(self.sample.tokens) > self._start
 
     def produced_by(self, node: NodeConnection) -> bool:
-        """Return whether tokens of this attempt came from this node."""
+        """Return whether any token of this attempt came from this node."""
         return node in self._producers
 
     def begin(self, prefill: NodeConnection | None, decode: NodeConnection, cached_tokens: int) -> None:
-        """Assign the nodes, and charge the attempt to their load. `cached_tokens` is the expected prefix hit on the
-        node that computes the prompt."""
+        """Assign the nodes, and charge the attempt to their load. `cached_tokens` is the expected length of the cached
+        prefix on the node that computes the prompt."""
         self.prefill, self.decode = prefill, decode
         num_tokens = len(self.request.prompt) + len(self.sample.tokens)
         self._prompt_tokens = max(0, num_tokens - cached_tokens)
@@ -205,7 +207,7 @@ class Attempt:
         self.sample.attempt = self
 
     def end(self, error: Exception | None) -> bool:
-        """End the attempt, on every node that still runs it. Return False if it had already ended."""
+        """End the attempt, on every node that still runs it. Return False if the attempt had already ended."""
         if self._is_over:
             return False
         self._is_over, self._error = True, error
@@ -221,7 +223,7 @@ class Attempt:
         return True
 
     def close(self, error: Exception | None = None) -> None:
-        """End the attempt, and drop the unread deltas. The reader gets the error, if it still reads."""
+        """End the attempt, and drop the unread deltas. A reader that still reads gets the error."""
         self.end(error)
         self._error = error
         while self._ready:
@@ -263,7 +265,7 @@ class Attempt:
 
     def on_node_lost(self, connection: NodeConnection) -> None:
         if connection is self.prefill and self._handed_off and self.has_output:
-            return  # the KV has arrived and the first token is here: the prefill node is no longer needed
+            return  # the decode node has the KV, and the first token has arrived: the prefill node is no longer needed
         computes = self.decode if self.prefill is None or self._handed_off else self.prefill
         is_suspect = connection is computes and connection.has_crashed
         node = connection.info.id
@@ -276,7 +278,7 @@ class Attempt:
         if delta.error:
             if connection is self.decode or not self._handed_off:
                 self.end(_failure(connection, delta))
-            return  # ignore the prefill node's error: its commit succeeded, but it did not receive the answer
+            return  # ignore the prefill node's error: its commit succeeded, although it did not receive the reply
         if not self._is_prompt_computed and (self._handed_off or self.prefill is None or delta.finish):
             self._prompt_computed()
             if self.sample.index == 0:
@@ -301,7 +303,7 @@ class Attempt:
             self._admitted.prompt_computed()
 
     def _charge_prompt(self, sign: int) -> None:
-        """Add the prompt's computation to the load of the nodes, or release it."""
+        """Add the prompt's computation to the load of the nodes (`sign` 1), or subtract it (`sign` -1)."""
         assert self.decode is not None
         computes = self.prefill or self.decode
         computes.load.outstanding_tokens += sign * self._prompt_tokens
@@ -332,7 +334,7 @@ def _failure(connection: NodeConnection, delta: TokenDelta) -> Exception:
 
 
 def size_of(delta: TokenDelta) -> int:
-    """Return the approximate number of bytes that the delta takes in this process."""
+    """Return the approximate number of bytes of memory that the delta takes."""
     size = 384 + 10 * len(delta.tokens)
     if delta.logprobs or delta.prompt_logprobs:
         size += sum(200 + 80 * len(entry.top_tokens) for entry in delta.logprobs + delta.prompt_logprobs)

@@ -1,6 +1,7 @@
 """Runs each request on the nodes: admits it, places it, sends it, streams its tokens, and retries if a node fails.
 
-The router owns the request. It keeps the prompt and the tokens so far, so that any node may be lost at any time.
+The router owns the request. It keeps the prompt and the tokens so far, so that the request survives the loss of any
+node.
 """
 
 import asyncio
@@ -39,14 +40,14 @@ from shared.rpc.messages import SubmitRequest, pack_ids
 log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # how long a new request waits for a node before it is refused
 WAIT_UNDER_WAY_S = 30.0  # how long an accepted request waits for a node before it fails
-RETRY_PAUSE_S = 0.05  # multiplied by the number of attempts so far, with a jitter of 50 %
-NEWS_S = 0.2  # wait after a failed handoff; the router usually notices a lost node in this time
-SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two samples (the golden ratio, as in splitmix64)
+RETRY_PAUSE_S = 0.05  # pause for each earlier attempt of the sample, with a jitter of 50 %
+NEWS_S = 0.2  # wait after a failure, in which the router usually notices a lost node
+SEED_STEP = 0x9E3779B97F4A7C15  # difference of the seeds of successive samples (the golden ratio, as in splitmix64)
 COUNTS = (
     *("running", "total", "finished", "cancelled", "failed"),
-    "refused",  # requests that would have waited too long
-    "moved",  # attempts that were retried
-    "retried",  # attempts that were retried although no node was lost
+    "refused",  # samples of requests whose predicted wait was too long
+    "moved",  # attempts that failed, after which another may follow
+    "retried",  # those of them that failed although no node was lost
     "paused",  # attempts that ended because their client did not read
 )
 Found = TypeVar("Found")
@@ -55,7 +56,7 @@ Found = TypeVar("Found")
 @dataclass(frozen=True, slots=True)
 class DispatchRules:
     """The settings of the dispatcher. `scheduler.placement.place` documents `disaggregate`. A request is refused if its
-    first token is predicted later than `ttft_slo_s`; 0 disables this."""
+    first token is predicted later than `ttft_slo_s` seconds; 0 means no limit."""
 
     max_attempts: int = 5
     disaggregate: str = "auto"
@@ -65,9 +66,10 @@ class DispatchRules:
 class Dispatcher:
     """Generates the tokens of every admitted request, and retries on other nodes after failures.
 
-    The HTTP handlers call `admit` for each request and read its streams. All work is done in the task of the reader, on
-    the router's event loop. Each sample's tokens are delivered in order and exactly once. When the context of `admit`
-    exits, no node and no queue holds the request or counts its load, and each sample has been counted once.
+    The HTTP handlers call `admit` for each request and read its streams. All work is done in the task that reads the
+    streams, on the router's event loop. Each sample's tokens are delivered in order and exactly once. After the context
+    of `admit` has exited, no node and no queue holds the request or counts its load, and the end of each sample has
+    been counted once.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Dispatcher:
         self._rules = rules
         self._observer = observer
         self._counts = dict.fromkeys(COUNTS, 0)
-        self._placements = Counter[str]()  # attempts by the reason of their placement
+        self._placements = Counter[str]()  # number of attempts for each reason of a placement
         self._retry_budget = RetryBudget()
 
     def ready(self) -> bool:
@@ -102,9 +104,10 @@ class Dispatcher:
     async def admit(self, request: GenerationRequest) -> AsyncIterator[list[TokenStream]]:
         """Admit a request, and provide one `TokenStream` for each sample.
 
-        Closing a stream ends its sample early. Leaving the context ends all samples at once, on every node. Raises
+        Closing a stream ends its sample early. The exit of the context ends all samples at once, on every node. Raises
         UnavailableError if no node takes requests or if the request would wait too long, and RequestError if it is too
-        large for every node. At its deadline, the body of the `with` block is stopped by an UnavailableError.
+        large for every node. At the request's deadline, the body of the `with` block is cancelled and UnavailableError
+        is raised.
         """
         late_s = inf if request.deadline is None else request.deadline - time.monotonic()
         if late_s <= 0:
@@ -135,7 +138,7 @@ class Dispatcher:
                 await stream.aclose()
 
     async def generate(self, admitted: AdmittedRequest, sample: SampleState) -> TokenStream:
-        """Yield the tokens of one sample, retrying on other nodes from the last delivered token.
+        """Yield the tokens of one sample. After a failure, continue on other nodes after the last delivered token.
 
         Sample 0 runs alone until its prompt is computed. The other samples are then placed on the node that has the
         prompt's KV. Raises UnavailableError or RequestError if the sample cannot be completed.
@@ -147,7 +150,7 @@ class Dispatcher:
             failover = Failover(self._rules.max_attempts)
             for number in itertools.count():
                 attempt = Attempt(admitted, sample, number)
-                row = array("i", admitted.request.prompt + sample.tokens)  # placement hashes it, and `_submit` sends it
+                row = array("i", admitted.request.prompt + sample.tokens)  # for placement and `_submit`
                 try:
                     await self._place(admitted, attempt, row, failover)
                     self._submit(attempt, row)
@@ -209,7 +212,8 @@ class Dispatcher:
     async def _place(self, admitted: AdmittedRequest, attempt: Attempt, row: "array[int]", failover: Failover) -> None:
         """Wait until nodes are available for the attempt, and assign them to it. The wait does not count as an attempt.
 
-        Raises UnavailableError if the wait is too long, and AdmissionRefusedError if the first token would be too late.
+        Raises UnavailableError if the wait is too long, and AdmissionRefusedError if the first token is predicted too
+        late.
         """
         request, sample = attempt.request, attempt.sample
         sibling = admitted.kv_node
@@ -237,8 +241,8 @@ class Dispatcher:
     def _check_slo(self, placement: Placement, computes: NodeConnection) -> None:
         """Raise AdmissionRefusedError if the first token is predicted later than the SLO.
 
-        A request without a prediction, or with a stale one, is admitted. Otherwise, a node that was once measured as
-        too slow would get no more requests, and would never be measured again.
+        A request without a prediction, or with a stale one, is admitted. If stale predictions counted, a node that was
+        once measured as too slow would get no more requests, and would never be measured again.
         """
         slo_s, estimate = self._rules.ttft_slo_s, placement.estimate
         if not slo_s or estimate is None or estimate.first_token_s <= slo_s or computes.load.is_stale:
@@ -260,11 +264,11 @@ class Dispatcher:
         self._observer.placed(attempt.id, placement.prefill, placement.decode, placement.reason, local_s, remote_s)
 
     def _submit(self, attempt: Attempt, row: "array[int]") -> None:
-        """Send the attempt. The message has a decode node's address only if a prefill node computes the prompt."""
+        """Send the attempt. The message contains a decode node's address only if a prefill node computes the prompt."""
         request, sample, prefill, decode = attempt.request, attempt.sample, attempt.prefill, attempt.decode
         assert decode is not None
         sampling = replace(request.sampling, seed=(request.sampling.seed + sample.index * SEED_STEP) % 2**63)
-        if sample.index or sample.tokens:  # only the first token of sample 0 delivers them
+        if sample.index or sample.tokens:  # these are delivered only with the first token of sample 0
             sampling.prompt_logprobs = None
         submit = SubmitRequest(
             id=attempt.id,
@@ -291,7 +295,8 @@ class Dispatcher:
     # ---- after a failure ----------------------------------------------------------------------------------------
 
     async def _wait_to_retry(self, attempt: Attempt, failure: AttemptFailed, failover: Failover, number: int) -> None:
-        """Wait until the next attempt may start. Raises UnavailableError or RequestError if none is allowed."""
+        """Wait until the next attempt may start. Raises UnavailableError or RequestError if no further attempt is
+        allowed."""
         self._counts["moved"] += 1
         log.warning("request %s is retried: %s", attempt.id, failure)
         pause_s = RETRY_PAUSE_S * min(number, self._rules.max_attempts) * random.uniform(0.5, 1.5)
@@ -304,7 +309,7 @@ class Dispatcher:
         await asyncio.sleep(pause_s)
 
     async def _has_lost_node(self, attempt: Attempt) -> bool:
-        """Return whether a node of the attempt is lost or leaving, after a short wait for such a change.
+        """Return whether a node of the attempt is lost or leaving. Wait a short time for the router to notice this.
 
         A node may report a failed handoff before the router notices that the other node is lost. The lost node is then
         at fault, and the retry does not count against the budget.

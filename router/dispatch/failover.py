@@ -1,7 +1,7 @@
 """Failover: decides which nodes a sample avoids after a failure, and when to stop retrying it.
 
-Requests on a node that crashes are retried at once. All other retries are limited to a small share of all requests, so
-that retries cannot overload the nodes.
+Requests on a node that crashes are retried at once. The number of all other retries is limited to a small share of the
+requests, so that retries cannot overload the nodes.
 """
 
 from collections.abc import Iterable
@@ -11,16 +11,16 @@ from router.dispatch.attempt import HANDOFF, Attempt, AttemptFailed
 from router.nodes.connection import NodeConnection
 from shared.errors import RequestError, UnavailableError
 
-MAX_CRASHES = 2  # a request is considered the cause after this many nodes crashed while they computed it
-RETRY_SHARE = 0.1  # retries for each request
-RETRIES_PER_S = 3.0  # retries for each second, in addition
-BURST_S = 10.0  # unused retries accumulate for this many seconds
+MAX_CRASHES = 2  # a request is the likely cause if this number of nodes crash while they compute it
+RETRY_SHARE = 0.1  # retries allowed for each request
+RETRIES_PER_S = 3.0  # further retries allowed for each second
+BURST_S = 10.0  # seconds for which unused retries accumulate
 MAX_RETRY_WAIT_S = 10.0
 
 
 class RetryBudget:
-    """The retry budget that all requests share: one retry for every ten requests, and 3 per second. It works as in
-    Finagle, except that a retry over the budget waits instead of failing."""
+    """The retry budget that all requests share: one retry for every ten requests, and 3 per second. It works like
+    Finagle's, except that a retry over the budget waits instead of failing."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -31,7 +31,7 @@ class RetryBudget:
         self._level = min(self._level + RETRY_SHARE, RETRIES_PER_S * BURST_S)
 
     def take(self, now: float) -> float:
-        """Return the seconds to wait before one more retry. Raises UnavailableError if that would be too long."""
+        """Return the seconds to wait before one more retry. Raises UnavailableError if the wait would be too long."""
         passed_s, self._now = max(0.0, now - self._now), now
         self._level = min(self._level + passed_s * RETRIES_PER_S, RETRIES_PER_S * BURST_S)
         wait_s = max(0.0, 1.0 - self._level) / RETRIES_PER_S
@@ -45,8 +45,8 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class Failover:
-    """The failures of one sample. The sample is placed on a node in `avoid` only if there is no other. `prefix_node` is
-    the prefill node that still has the prompt's KV, or ""."""
+    """The failures of one sample. The sample is placed on a node in `avoid` only if no other node is available.
+    `prefix_node` is the prefill node that still has the prompt's KV, or "" if there is none."""
 
     max_attempts: int
     avoid: set[str] = field(default_factory=set)
@@ -56,9 +56,9 @@ class Failover:
     _crashed: list[NodeConnection] = field(default_factory=list)
 
     def record_failure(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str]) -> None:
-        """Record a failed attempt. `decode_nodes` are the nodes that can generate. Raises UnavailableError or
+        """Record a failed attempt. `decode_nodes` are the decode nodes that take requests. Raises UnavailableError or
         RequestError if no further attempt is allowed."""
-        # Do not count an attempt that produced tokens on a node that is still alive: the node only moves its requests.
+        # Do not count an attempt that has tokens and whose node is still alive: the node only hands its requests back.
         self.failures += failure.is_gone or not attempt.has_output
         self._assign_fault(attempt, failure, decode_nodes)
         if failure.is_suspect:
@@ -68,11 +68,11 @@ class Failover:
             raise UnavailableError(f"The request failed after {self.max_attempts} attempts.", code="node_lost")
 
     def _assign_fault(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str]) -> None:
-        """Decide which node to avoid after a failure.
+        """Decide which nodes the sample avoids after a failure.
 
-        A lost node is at fault. If both nodes of a failed handoff are alive, avoid the decode node first, since the
-        prefill node only has to send the blocks to another one. Avoid the prefill node too if its handoff fails again,
-        or if there is no other decode node.
+        A lost node is at fault. If both nodes of a failed handoff are alive, avoid the decode node first, because the
+        prefill node can send the same blocks to another decode node. Avoid the prefill node too if its handoff fails
+        again, or if there is no other decode node.
         """
         prefill, decode = attempt.prefill, attempt.decode
         self.prefix_node = ""
@@ -92,7 +92,7 @@ class Failover:
 
     def _record_crash(self, attempt: Attempt, node: NodeConnection) -> None:
         """Apply the poison rule: after two crashes without a token in between, the request is the likely cause. A node
-        that has returned in the same incarnation did not crash. It only lost its connection."""
+        that is back in the same incarnation did not crash, but only lost its connection."""
         if attempt.produced_by(node):
             self._crashed = []
             return

@@ -8,12 +8,13 @@ from typing import TypeVar
 from shared.rpc.messages import SamplingParams, TokenDelta
 
 Item = TypeVar("Item")
-MERGED_ITEMS = 16  # buffered between the streams and a slow reader
+MERGED_ITEMS = 16  # number of items buffered between the streams and their reader
 
 
 @dataclass(slots=True, frozen=True)
 class ModelCard:
-    """The model that a cluster serves. `max_model_len` is the maximum number of tokens in prompt and answer."""
+    """The model that a cluster serves. `max_model_len` is the maximum number of tokens of the prompt and the answer
+    together."""
 
     name: str
     max_model_len: int
@@ -24,8 +25,9 @@ class ModelCard:
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """One prompt and the parameters of its `n` samples. It is validated: every id is in the vocabulary, and prompt and
-    answer fit the model's context. The dispatcher derives the seed of sample i from `sampling.seed` and i."""
+    """One prompt and the parameters of its `n` samples. The request is valid: every token id is in the vocabulary, and
+    the prompt and the answer fit the model's context. The dispatcher derives the seed of sample i from `sampling.seed`
+    and i."""
 
     id: str
     prompt: list[int]
@@ -40,7 +42,7 @@ class GenerationRequest:
     traceparent: str = ""  # W3C trace context of the client's request
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds
-    nodes: tuple[str | None, str | None] = (None, None)  # prefill and decode node of sample 0's latest attempt
+    nodes: tuple[str | None, str | None] = (None, None)  # (prefill, decode) of sample 0's latest attempt
 
 
 TokenStream = AsyncGenerator[TokenDelta, None]
@@ -66,7 +68,7 @@ async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator
                 await queue.put((item, None))
             await queue.put((None, None))
         except Exception as error:  # noqa: BLE001 - raised below, where the items are read
-            for task in feeds:  # cancel them now, as the reader may take long to read the error
+            for task in feeds:  # cancel the others now, because the reader may be slow to read the error
                 if task is not asyncio.current_task():
                     task.cancel()
             await queue.put((None, error))

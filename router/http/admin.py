@@ -33,16 +33,17 @@ class RoleBody(BaseModel):
 
 
 class Admin:
-    """The handlers of the admin routes. It tracks role changes, so that two of them cannot remove the last node."""
+    """The handlers of the admin routes. It tracks the role changes in progress, so that two of them together cannot
+    leave the cluster without a usable node."""
 
     def __init__(self, pool: NodePool, drain_s: float) -> None:
         self._pool = pool
         self._drain_s = drain_s
-        self._becoming: dict[str, str] = {}  # new role by node, while its change is in progress
+        self._becoming: dict[str, str] = {}  # the new role of each node that is changing its role
 
     async def set_role(self, request: Request) -> Response:
-        """Handle POST {"role": "prefill" | "decode"}. The response is sent when the node has rejoined. It has a note if
-        the cluster now has no node of one role."""
+        """Handle POST {"role": "prefill" | "decode"}. The response is sent when the node has rejoined. The response
+        contains a note if the cluster now has no node of the other role."""
         raw = await read_body(request.scope, request.receive, BODY_BYTES, BODY_S)
         try:
             role = RoleBody.model_validate_json(raw).role
@@ -73,8 +74,8 @@ class Admin:
         return connection
 
     def _check(self, connection: NodeConnection, role: str) -> str:
-        """Return a note if the change leaves a role without nodes, or "". Raises RequestError if the node is already
-        changing its role, or if no node would be left to take requests."""
+        """Return a note if the change leaves one role without nodes, or "" if not. Raises RequestError if the node is
+        already changing its role, or if no node would be left to take requests."""
         name = connection.info.id
         if name in self._becoming:
             raise RequestError(f"Node {name} is already becoming a {self._becoming[name]} node.", "role", status=409)

@@ -32,7 +32,7 @@ from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError, UnavailableError
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
-PARSED_AT_ONCE = 64 << 10  # a larger body is parsed on a thread
+PARSED_AT_ONCE = 64 << 10  # bytes; a larger body is parsed on a thread
 
 
 def build_app(
@@ -52,10 +52,10 @@ def build_app(
     """Build the whole REST API as an ASGI app.
 
     `/metrics` shows `registry`. The dispatcher and the node pool must report to the same `observer`. `slo` returns the
-    targets for a request that arrives now. `more_routes` require an admin's key.
+    latency targets of a request that arrives now. `more_routes` require an admin's key.
 
-    For servers with two ports, `state.api` has only the routes for tenants, and `state.admin` only those that observe
-    or change the cluster.
+    For a router with two ports, `state.api` is an app with only the routes for tenants, and `state.admin` one with only
+    the routes that observe or change the cluster. Both include the health routes.
     """
     registry = CollectorRegistry() if registry is None else registry
     observer = RouterObserver() if observer is None else observer
@@ -96,9 +96,9 @@ def _guarded(routes: list[BaseRoute], guard: Middleware) -> Starlette:
 class ApiHandlers:
     """The handlers of the API's routes, and the state that they share.
 
-    `build_app` creates one for the app, and every handler runs on the router's event loop. It holds the model's card,
-    the request metrics, and the number of requests in progress, which `JsonEndpoint` limits. Errors pass through: the
-    endpoint or the app's exception handler converts them to responses.
+    `build_app` creates one object for the app, and every handler runs on the router's event loop. The object holds the
+    model's card, the request metrics, and the number of requests in progress, which `JsonEndpoint` limits. Handlers do
+    not catch errors: the endpoint or the app's exception handler converts them to responses.
     """
 
     dispatcher: Dispatcher
@@ -195,14 +195,14 @@ class ApiHandlers:
 
     async def metrics(self, _request: Request) -> Response:
         snapshot = Snapshot(self.registry)
-        text = await asyncio.to_thread(generate_latest, snapshot)  # the slow part: keep it off the event loop
+        text = await asyncio.to_thread(generate_latest, snapshot)  # on a thread, because it is slow
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 @dataclass(frozen=True)
 class JsonEndpoint:
     """A route that takes a JSON body. It limits the number of requests in progress, and the size and duration of their
-    bodies. It cancels the handler when the client disconnects, and answers every error."""
+    bodies. It cancels the handler when the client disconnects, and sends a response for every error."""
 
     handlers: ApiHandlers
     max_concurrent_requests: int

@@ -28,7 +28,7 @@ SECONDS = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,9})?(?:[eE][0-9])?")
 MAX_TIMEOUT_S = 86_400.0
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 STREAM_HEADERS = {"content-type": STREAM_TYPE, "cache-control": "no-cache", "x-accel-buffering": "no"}
-CLIENT_GONE = 499  # nginx's status for a client that disconnected, in the access log only
+CLIENT_GONE = 499  # nginx's status for a client that disconnected; used only in the access log
 KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_limit"}  # the `type` of an error
 KINDS |= {503: "service_unavailable", 504: "timeout"}
 SCOPE_KEY = "baton.identity"  # the key of the Identity in the ASGI scope
@@ -36,7 +36,8 @@ SCOPE_KEY = "baton.identity"  # the key of the Identity in the ASGI scope
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The owner of a request's key. An admin may view and change the cluster. `tenant` is "" if no keys are set."""
+    """The owner of the key that a request was sent with. An admin may view and change the cluster. `tenant` is "" if no
+    keys are set."""
 
     tenant: str
     is_admin: bool = False
@@ -46,16 +47,16 @@ ANONYMOUS = Identity("", is_admin=True)
 
 
 def label_of(scope: Scope) -> str:
-    """Return the client's X-Request-Id if it is well-formed, else a random one. It is only echoed and logged."""
+    """Return the client's X-Request-Id if it is well-formed, or a random id. It is only sent back and logged."""
     given = Headers(scope=scope).get("x-request-id", "")
     return given if LABEL.fullmatch(given) else token_hex(16)
 
 
 def deadline_of(scope: Scope, arrived: float, longest_s: float) -> float | None:
-    """Return the deadline of a request on the clock of `arrived`, or None if it has none.
+    """Return the deadline of a request on the clock of `arrived`, or None if the request has none.
 
-    The header `x-request-timeout` sets a timeout in seconds. `longest_s` is the maximum and the default; if it is 0,
-    there is no default and the maximum is a day. Raises RequestError if the header is invalid.
+    The header `x-request-timeout` sets a timeout in seconds. `longest_s` is both the maximum and the default of this
+    timeout; if it is 0, there is no default and the maximum is a day. Raises RequestError if the header is invalid.
     """
     given = Headers(scope=scope).getlist("x-request-timeout")
     if not given:
@@ -118,18 +119,18 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Return an error's status, error object in OpenAI's format, and headers. The details of an unexpected error are
-    logged under `label`, and are not sent to the client."""
+    """Return the status, the body in OpenAI's error format, and the headers of an error's response. The details of an
+    unexpected error are logged under `label`, and are not sent to the client."""
     headers: dict[str, str] = {}
     param = code = None
     match error:
         case RequestError():
             status, message, param, code = error.status, error.message, error.param, error.code
-            if status in (408, 413, 415):  # the rest of the body was not read
+            if status in (408, 413, 415):  # the rest of the body may be unread
                 headers["connection"] = "close"
         case UnavailableError():
             status, message, code = error.status, error.message, error.code
-            if status != 504:  # after a timeout, the client may retry at once
+            if status != 504:  # after its deadline, a client may retry at once
                 headers["retry-after"] = str(max(1, round(error.retry_after_s)))
         case HTTPException():
             status, message = error.status_code, str(error.detail)
@@ -149,8 +150,8 @@ def to_response(request: Request, error: Exception) -> Response:
 
 
 class ResponseWriter:
-    """One response: either a JSON object or a stream of events. The task of the request creates it, on the event loop.
-    It also sets the request id of the task's log lines, and writes the request's line of the access log."""
+    """One response: either a JSON object or a stream of events. The request's task creates it, on the event loop. It
+    also sets the request id in the task's log lines, and writes the request's line in the access log."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.scope = scope
@@ -158,7 +159,7 @@ class ResponseWriter:
         self._label = self._name = label_of(scope)
         self.traceparent = traceparent_of(Headers(scope=scope).getlist("traceparent"))
         self.arrived = time.monotonic()
-        self.deadline: float | None = None  # on the clock of `arrived`; the endpoint sets it
+        self.deadline: float | None = None  # a time of the monotonic clock; set by the endpoint
         self.log_fields: Mapping[str, object] = {}  # more fields for the access log
         self._status = CLIENT_GONE
         self._outcome = "client_gone"
@@ -172,12 +173,12 @@ class ResponseWriter:
         return identity
 
     def name(self, name: str) -> None:
-        """Set the id by which clients and the history refer to this request."""
+        """Set the id that clients and the request history use for this request."""
         self._name = name
         about(name, self.traceparent)
 
     def log(self) -> None:
-        """Write the request's line of the access log. Called once, when the request ends."""
+        """Write the request's line in the access log. Called once, when the request ends."""
         if not access.isEnabledFor(logging.INFO):
             return
         duration_ms = round(1000 * (time.monotonic() - self.arrived), 1)
@@ -193,7 +194,8 @@ class ResponseWriter:
         await self.end(body)
 
     async def events(self, data: bytes) -> None:
-        """Send a part of a stream. The status is sent with the first part, so an earlier failure can have its own."""
+        """Send a part of a stream. The status 200 is sent with the first part, so that a request that fails before it
+        can have an error status."""
         if not self._streams:
             self._streams = True
             await self._start(200, STREAM_HEADERS)
@@ -206,7 +208,7 @@ class ResponseWriter:
         self._is_complete, self._outcome = True, "answered"
 
     async def fail(self, error: Exception) -> None:
-        """Send an error: as the response or, if a stream has started, as the stream's last event."""
+        """Send an error as the response or, if a stream has started, as the stream's last event."""
         status, value, headers = described(error, self._label)
         if self._is_complete:
             return

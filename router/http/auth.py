@@ -1,8 +1,9 @@
 """API keys, read from a file, and the authentication middleware. A request without a valid key reaches no route.
 
 A line of the file is `tenant:sha256` or `tenant:sha256:admin`, and `#` begins a comment. `baton key` creates a key and
-its line. Keys have 256 random bits, so guesses need no rate limit. A tenant's key allows the API's routes. All other
-paths, including unknown ones, require an admin's key, so that a new route is closed to tenants until it is listed.
+its line. Keys have 256 random bits, so guesses need no rate limit. A tenant's key gives access to the API's routes. All
+other paths, including unknown ones, require an admin's key, so that a new route is closed to tenants until it is
+listed.
 """
 
 import base64
@@ -26,15 +27,15 @@ from shared.errors import ConfigError, RequestError
 log = logging.getLogger("baton.keys")
 LINE = re.compile(r"(?P<tenant>[\w.-]{1,64}):(?P<hash>[0-9a-f]{64})(?P<admin>:admin)?", re.ASCII)
 LINE_FORM = "must be tenant:sha256 or tenant:sha256:admin; `baton key TENANT` makes such a line"
-MAX_KEYS = 1024  # each request's key is compared with all of them, at 0.05 us each
+MAX_KEYS = 1024  # each request's key is compared with all keys, which takes 0.05 us for each key
 MAX_FILE_BYTES = 256 << 10
-LOOK_S = 1.0  # time between checks for a change of the file
+LOOK_S = 1.0  # seconds between checks whether the file has changed
 LOG_EVERY_S = 10.0
 NO_KEY_NEEDED = frozenset({"/health", "/ready"})  # they reveal only whether the router is up and ready
 
 
 class ApiKeys:
-    """The API keys of a file and of a setting. A tenant may have several.
+    """The API keys from a file and from a setting. A tenant may have several.
 
     The authentication middleware calls `identify` on the event loop. `identify` reads the file again after a change, so
     that keys can be added and revoked without a restart. If the file cannot be read, the previous keys remain valid.
@@ -49,7 +50,7 @@ class ApiKeys:
         self._stamp = self._stamped()
         self._entries = self._read()
         self._looked = clock()
-        self._logged = ""  # the last error that was logged since the file was readable
+        self._logged = ""  # the error that was logged last; "" once the file is readable again
 
     def identify(self, key: bytes) -> Identity | None:
         """Return the owner of a key, or None if it is invalid. The time taken does not depend on the key."""
@@ -67,7 +68,7 @@ class ApiKeys:
             return
         try:
             self._entries = self._read()
-        except ConfigError as error:  # try again later: the cause may be a permission or our descriptor limit
+        except ConfigError as error:  # try again later: the cause may be temporary, such as a lack of file descriptors
             if str(error) != self._logged:
                 log.error("%s; the previous keys remain valid", error)
             self._logged = str(error)
@@ -118,8 +119,8 @@ class ApiKeys:
 
 
 class AuthMiddleware:
-    """ASGI middleware that checks API keys. Tenants may use `tenants_routes`. If `keys` is None, any client may use
-    everything."""
+    """ASGI middleware that checks API keys. Tenants may use `tenants_routes`. If `keys` is None, any client may use all
+    routes."""
 
     def __init__(
         self, app: ASGIApp, keys: ApiKeys | None, tenants_routes: Sequence[BaseRoute], metrics: RequestMetrics
@@ -137,7 +138,7 @@ class AuthMiddleware:
                 scope[SCOPE_KEY] = self._identity(scope, is_for_tenants)
             except RequestError as error:
                 response = to_response(Request(scope), error)
-                if error.status == 401:  # Basic makes browsers ask for the key and send it with the page's requests
+                if error.status == 401:  # for Basic, browsers ask for the key, and send it with the page's requests
                     response.headers["www-authenticate"] = "Bearer" if is_for_tenants else 'Basic realm="Baton"'
                 await response(scope, receive, send)
                 return

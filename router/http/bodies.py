@@ -1,7 +1,9 @@
-"""Request bodies of the REST API. Each is parsed as strict JSON, and a model validates the type and limits of fields.
+"""Request bodies of the REST API. Each body is parsed as strict JSON, and a Pydantic model validates the types and
+limits of its fields.
 
-The OpenAPI document is generated from these models. Names, defaults and limits are OpenAI's and vLLM's. An unknown
-field is rejected by name, `null` means "not given", and fields that do not affect the tokens (`IGNORED`) are dropped.
+The OpenAPI document is generated from these models. The names, defaults and limits of fields are those of OpenAI and
+vLLM. An unknown field is rejected with an error that names it, `null` means "not given", and fields that do not affect
+the tokens (`IGNORED`) are dropped.
 """
 
 import json
@@ -34,7 +36,10 @@ EXPECTED = {
     "content": f"must be a string or a list of 1 to {MAX_PARTS} text parts, each with `type` and `text`; "
     "images, files and URLs are not supported",
 }
-NESTED = {"messages": 3, "stream_options": 2}  # how many parts of an error's location name the field
+NESTED = {
+    "messages": 3,
+    "stream_options": 2,
+}  # how many parts of an error's location form the parameter's name
 
 
 def _finite(text: str) -> float:
@@ -53,7 +58,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def parse_json(raw: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises RequestError if `raw` is anything else. A BOM, NaN, trailing bytes, duplicate names
-    and lone surrogates are errors. The caller limits the size of `raw`, and the interpreter limits the nesting."""
+    and lone surrogates are rejected. The caller limits the size of `raw`, and the interpreter limits the nesting."""
     try:
         text = raw.decode("utf-8")
         value = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
@@ -112,7 +117,7 @@ class ChatMessage(BaseModel):
         return fields
 
     def plain(self) -> Message:
-        """Return the message for the chat template. Text parts are joined by newlines, as in vLLM."""
+        """Return the message in the form that chat templates expect. Text parts are joined by newlines, as in vLLM."""
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name is not None else {})
 
@@ -121,7 +126,7 @@ ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_M
 
 
 class StreamOptions(BaseModel):
-    """Whether a stream reports the usage in a last event, and also in each event."""
+    """Options of a stream: whether it reports the usage in a last event, and whether also in each event."""
 
     model_config = Strict
     include_usage: bool = False
@@ -129,7 +134,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """The base of all bodies: strict types, and the model's name."""
+    """The base of all bodies: it sets strict types, and has the model's name."""
 
     model_config = Strict
     model: str | None = None
@@ -208,7 +213,8 @@ class CompletionBody(GenerateBody):
 
     @property
     def prompts(self) -> list[Any]:
-        """The prompts, each a text or a list of token ids. A list of integers is one prompt."""
+        """The prompts, each a text or a list of token ids. If the body's `prompt` is a list of integers, it is one
+        prompt."""
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else list(self.prompt)
 

@@ -5,8 +5,8 @@ This module subclasses `HttpToolsProtocol`, which is not a documented interface 
 request's head, bounds on headers and chunk framing, a limit on connections that idle clients cannot exhaust, and a
 drain that still answers requests in transit. docs/decisions.md has the measurements.
 
-If a client exceeds a limit, the class sends an error in the API's format and closes the connection. It omits the error
-if the client could take it for the response to another request.
+If a client exceeds a limit, `HttpConnection` sends an error in the API's format and closes the connection. It sends no
+error if the client could take it for the response to another request.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ from router.http.asgi import to_response
 from shared.errors import BatonError, RequestError, UnavailableError
 
 LINE_BYTES, HEAD_BYTES, MAX_HEADERS = 8 << 10, 32 << 10, 100
-PIECE_BYTES = 8 << 10  # bytes parsed at a time; a limit may be exceeded by this number before it is noticed
+PIECE_BYTES = 8 << 10  # number of bytes parsed at a time; a limit may be exceeded by up to this number
 MAX_CHUNKS = 10_000
-FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # limits for chunk sizes, their extensions, and trailers
-MAX_PIPELINED = 16  # parsed requests that wait for an earlier response; the bytes after them stay unparsed
+FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # limits on the bytes of chunk headers and trailers
+MAX_PIPELINED = 16  # parsed requests that wait for earlier responses; later bytes wait unparsed
 CLOSE_S = 30.0  # how long a client may take to read the last response
 SPARE_FILES = 256  # file descriptors for everything except clients' connections
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """The number of connections, and timeouts in seconds.
+    """The maximum number of connections, and timeouts in seconds.
 
-    `head_s` bounds the head of a request, `rest_s` the rest of a request that was answered early, `idle_s` the time
-    between requests, and `drain_s` the wait for a first request while the server drains.
+    `head_s` limits the time for the head of a request, `rest_s` the time for the rest of a request that was answered
+    early, `idle_s` the time between requests, and `drain_s` the wait for a request while the server drains.
     """
 
     connections: int = 10_000
@@ -55,7 +55,7 @@ class IdleConnections:
     """The connections of one server that wait for a request, oldest first. If there are too many connections, the
     server closes idle ones to admit new ones. It first closes those that never sent a request."""
 
-    is_draining: bool = False  # each connection closes after its next response
+    is_draining: bool = False  # if set, each connection closes after its next response
     silent: dict["HttpConnection", None] = field(default_factory=dict)
     idle: dict["HttpConnection", None] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class IdleConnections:
 
 
 def raise_fd_limit(connections: int) -> int:
-    """Raise the file descriptor limit for `connections`. Return the number of connections that the limit allows."""
+    """Raise the file descriptor limit so that `connections` fit. Return how many connections the limit then allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + SPARE_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -79,7 +79,7 @@ def raise_fd_limit(connections: int) -> int:
 
 
 class Flow(FlowControl):
-    """Flow control that does not resume reading while received bytes wait to be parsed."""
+    """Flow control that does not resume reading from the socket while received bytes wait to be parsed."""
 
     is_held = False
 
@@ -91,8 +91,9 @@ class Flow(FlowControl):
 class HttpConnection(HttpToolsProtocol):
     """One connection: its parser, its single timer, and its requests in progress. Runs on the event loop.
 
-    uvicorn creates one for each client. It is also the transport of its requests (`write`, `close`, `is_closing`),
-    because closing a socket with unread bytes resets the connection, which would lose a response sent early.
+    uvicorn creates one for each client. Its requests use the object itself as their transport (`write`, `close`,
+    `is_closing`), because to close a socket with unread bytes resets the connection, and the client could lose a
+    response that was sent early.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class HttpConnection(HttpToolsProtocol):
             self._watch()
         else:
             self._refuse(UnavailableError("Too many open connections."))
-            transport.close()  # without waiting for the client, so that rejected connections do not pile up
+            transport.close()  # do not wait for the client, so that rejected connections do not accumulate
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_leaving, self._unparsed = True, b""
@@ -156,7 +157,7 @@ class HttpConnection(HttpToolsProtocol):
             flow.resume_reading()
 
     def _take(self, piece: bytes) -> None:
-        """Parse a piece. Raises RequestError if it is not valid HTTP or exceeds a limit."""
+        """Parse a piece of the received bytes. Raises RequestError if it is not valid HTTP or exceeds a limit."""
         was_in_head, was_in_body, self._num_body_bytes = self._in_head, self._in_body, 0
         try:
             self.parser.feed_data(piece)
@@ -177,8 +178,8 @@ class HttpConnection(HttpToolsProtocol):
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Parse the request again without its Upgrade header.
 
-        llhttp assumes that the bytes after such a head belong to another protocol. The clients of Java and curl send
-        the header with every request, and expect a normal response.
+        llhttp assumes that the bytes after a head with this header belong to another protocol. The HTTP clients of Java
+        and curl may send the header with any request, and expect a normal response.
         """
         if self.parser.get_method() == b"CONNECT":
             raise RequestError("CONNECT is not supported.", status=405)
@@ -243,7 +244,8 @@ class HttpConnection(HttpToolsProtocol):
         return self._is_leaving or self.transport.is_closing()
 
     def close(self) -> None:
-        """Close the connection after the client has read the response. Drop all bytes that still arrive."""
+        """Close the connection after the client has read the response. Drop all bytes that still arrive from the
+        client."""
         if self._is_leaving:
             return
         self._is_leaving, self._unparsed = True, b""
@@ -268,8 +270,9 @@ class HttpConnection(HttpToolsProtocol):
             self.loop.call_soon(self._parse)
 
     def shutdown(self) -> None:
-        """Drain: answer requests that have begun, then close. Close idle connections at once. A new connection stays
-        open for a moment, because its first request may be on its way and would fail."""
+        """Drain: answer requests that have begun, then close. Close idle connections at once. A connection without a
+        request so far stays open for `drain_s`, because its first request may be on its way and would otherwise
+        fail."""
         if self._under_way:
             self._under_way[-1].keep_alive = False
         elif self._was_answered and not (self._in_head or self._in_body):
@@ -278,7 +281,8 @@ class HttpConnection(HttpToolsProtocol):
             self._watch()
 
     def _watch(self) -> None:
-        """Set the timer for the client's next action. A request in progress has its own timeouts."""
+        """Set the timer for the client's next action. No timer is set while a request is handled, which has its own
+        timeouts."""
         self._unset_keepalive_if_required()
         limits = self._limits
         if self._is_leaving or self._under_way or self._in_body:
@@ -306,7 +310,8 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse(self, error: BatonError) -> None:
-        """Send an error and close. Omit the error if it would look like the response to another request."""
+        """Send an error and close the connection. Send no error if it would look like the response to another
+        request."""
         response = to_response(Request({"type": "http", "headers": []}), error)
         response.headers["connection"] = "close"
         lines = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
@@ -318,7 +323,7 @@ class HttpConnection(HttpToolsProtocol):
         self.close()
 
     def _abort(self) -> None:
-        """Signal the disconnect to all requests. uvicorn signals it only to the last one."""
+        """Signal the disconnect to all requests in progress. uvicorn itself signals it only to the last one."""
         for cycle in self._under_way:
             cycle.disconnected = True
             cycle.message_event.set()

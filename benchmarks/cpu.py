@@ -52,8 +52,7 @@ Runs = dict[str, dict[str, list[float]]]  # the values by measurement, then by a
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """A row of the table, measured by the workers' method `call`. `goal` is the least ratio of Baton to the best
-    peer."""
+    """A row of the table, measured by the workers' method `call`. `goal` is the least ratio to the best peer."""
 
     label: str
     call: str

@@ -110,8 +110,7 @@ def main() -> None:
 
 
 def started(mode: str) -> dict[str, float]:
-    """Start a cluster of the demo model. Return the seconds until it is ready and until a first token, and MiB by
-    process."""
+    """Start a cluster of the demo model. Return the seconds until it is ready and until a token, and MiB by process."""
     flags = (*ARMS[mode], "--model", str(DEMO_MODEL), "--served-model-name", "model", "--threads", "1")
     began = time.monotonic()
     with running_cluster(flags, 1 + ("--prefill" in flags)) as (url, pid), httpx.Client(base_url=url) as client:

@@ -100,7 +100,7 @@ def table(runs: dict[str, PolicyRun]) -> str:
 
 
 def strip(name: str, run: PolicyRun, max_tokens: int) -> str:
-    """Return an SVG with a rectangle per step, decodes at its bottom. The height grows with the square root of the
+    """Return an SVG with a rectangle per step, decodes at its bottom. Heights grow with the square root of the
     tokens."""
     pixels, name = WIDTH / SHOWN_S, name + (f" (continues until {run.ended:.1f} s)" if run.ended > SHOWN_S else "")
     paths: dict[str, list[str]] = {kind: [] for kind in COLOURS}

@@ -164,8 +164,7 @@ async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
         return f"{endpoint.model} at {settings.url}"
 
     async def replays() -> str:
-        """Check that a prompt always gets the same answer. Because of the random salt, the first answers cannot use the
-        prefix cache."""
+        """Check that a prompt always gets the same answer. The salt keeps the first answers from cached prefixes."""
         prompts, salt = _prompts(endpoint.max_model_len), secrets.token_hex(8)
         answers = {"at once": await greedy_answers(endpoint, prompts, salt)}
         answers["from the prefix cache"] = await greedy_answers(endpoint, prompts, salt)
@@ -223,8 +222,7 @@ def _channels(status: Document) -> str:
 
 
 def _clocks(status: Document) -> str:
-    """Check that the nodes' clocks agree with the router's. Without the dashboard, a router knows no offsets of
-    clocks."""
+    """Check that the nodes' clocks agree with the router's. Without the dashboard, a router knows no offsets."""
     offsets = {node["id"]: node["clock_offset_ms"] for node in status["nodes"] if "clock_offset_ms" in node}
     if skewed := [f"{name} by {-offset:+.0f} ms" for name, offset in offsets.items() if abs(offset) > CLOCK_MS]:
         raise CheckWarning(f"clocks differ from the router's: {', '.join(skewed)}: synchronize them with NTP")

@@ -192,8 +192,7 @@ def rates_of(
     points: Sequence[tuple[int, int]],
     rate: Callable[[str, tuple[int, int]], float],
 ) -> Rates:
-    """Return the rates of every arm and each installed flash-attn version at every point, without failed
-    measurements."""
+    """Return the rates of all arms and installed flash-attn versions at every point. Leave out failed measurements."""
     found: Rates = {point: {} for point in points}
 
     def measure(arm: str, point: Point) -> None:
@@ -250,6 +249,5 @@ def prefill(scene: GpuScene) -> GpuSection:
 
 
 def flops(config: ModelConfig, start: int, end: int) -> float:
-    """Return the FLOPs of one layer: two products, each of two operations per head element and visible query-key
-    pair."""
+    """Return the FLOPs of one layer: two products, each of two operations per head element and query-key pair."""
     return 2.0 * config.num_heads * config.head_dim * (end * (end + 1) - start * (start + 1))

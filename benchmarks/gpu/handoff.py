@@ -39,8 +39,7 @@ Memory = HostMemory | DeviceMemory
 
 @dataclass(frozen=True, slots=True)
 class HandoffJob:
-    """The setup of both processes. `on_gpu`: the KV is in GPU memory; `shares`: the second process owns a shared
-    pool."""
+    """The setup of both processes. `on_gpu`: KV is in GPU memory; `shares`: the second process owns a shared pool."""
 
     directory: str
     on_gpu: bool
@@ -102,8 +101,7 @@ def handoff(scene: GpuScene) -> GpuSection:
 
 
 async def _pushed_s(job: HandoffJob, count: int) -> float:
-    """Return the median seconds of a push of `count` random rows, without the first push, which maps the peer's
-    memory."""
+    """Return the median seconds of a push of `count` random rows; the first push, which maps memory, is left out."""
     memory = job.memory()
     _fill(memory)
     source, target = (Random(seed).sample(range(job.num_rows), count) for seed in (1, 2))

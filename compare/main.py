@@ -1,4 +1,4 @@
-"""Runs `baton compare`. It checks all options before it starts any process, and writes the report."""
+"""Runs `baton compare`: checks all options before it starts any process, runs the session, and writes the report."""
 
 import json
 import os
@@ -27,16 +27,16 @@ from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, resolve
 
 NO_VERDICT = 1
-BUSY = 0.5  # above this load per core, other processes distort the figures
+BUSY = 0.5  # at a higher load average per core, other processes distort the figures
 DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated")
-PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # from less than one block to more than one chunk
-WORDS_ONLY = 4096  # number of ids if the model is not local; `compare.load.outcome.body_of` turns ids into words
+PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # prompt lengths: less than a block to more than a chunk
+WORDS_ONLY = 4096  # vocabulary size if the model is not local; `compare.load.outcome.body_of` turns ids into words
 
 
 async def run_compare(options: CompareOptions) -> int:
-    """Run the comparison. Return 0 if there is a verdict, else 1. Raises ConfigError if it cannot be run."""
+    """Run the comparison. Return 0 if there is a verdict, else 1. Raises ConfigError if the comparison cannot run."""
     experiment, deployments, plan = prepare(options)
     out = experiment.out
     try:
@@ -66,7 +66,7 @@ async def run_compare(options: CompareOptions) -> int:
 
 
 def save_report(report: Document, out: Path) -> int:
-    """Write the report, print its path, and return the exit status. If writing fails, print one line instead."""
+    """Write the report, print its path, and return the exit status. If writing fails, print only the reason."""
     try:
         page = write_report(report, out)
     except (OSError, ValueError) as error:
@@ -77,7 +77,7 @@ def save_report(report: Document, out: Path) -> int:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Return the command that repeats the session. It omits the API key, because reports are shared."""
+    """Return the command that repeats the session, without the API key, because reports are shared."""
     kept = re.sub(r"(^|\0)--api-key(=|\0)[^\0]*", r"\1--api-key\2...", "\0".join(arguments))
     return shlex.join(["baton", *(kept.split("\0") if kept else [])])
 
@@ -88,7 +88,7 @@ def command_line(arguments: Sequence[str]) -> str:
 def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
     """Return the experiment for these options, the deployments of its arms, and the plan to print.
 
-    Raises ConfigError, whose one line names the flag and the remedy.
+    Raises ConfigError with a message of one line, which names the flag and the remedy.
     """
     _check_choices(options)
     model = _model_of(options)
@@ -168,7 +168,7 @@ def _arms_of(options: CompareOptions) -> list[Arm]:
 
 
 def _launches(options: CompareOptions, arms: list[Arm], model: str) -> dict[str, LaunchOptions]:
-    if options.on == "emulated":  # emulated nodes sleep, so they need no cores of their own
+    if options.on == "emulated":  # emulated nodes do not compute, so they need no cores of their own
         return {arm.name: LaunchOptions(model, emulate=options.emulate or DEFAULT_EMULATED) for arm in arms}
     cores = cores_of(arms, sorted(os.sched_getaffinity(0)))
     gpus = num_gpus()
@@ -183,7 +183,7 @@ def _tokenizer(model: Path) -> Tokenizer:
 
 
 def vocabulary_of(model: Path, tokenizer: Tokenizer) -> tuple[PromptVocabulary, int]:
-    """Return the ids that prompts may contain, and the model's longest context (0: unknown). Raises ConfigError."""
+    """Return the ids that prompts may contain, and the model's maximum context (0: unknown). Raises ConfigError."""
     try:
         config = json.loads((model / "config.json").read_text())
         limit = int(config.get("max_position_embeddings", 0))

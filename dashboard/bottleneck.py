@@ -12,7 +12,7 @@ Status = dict[str, Any]
 BUSY = 0.85  # a node that was busy for a larger share of the last seconds has no capacity left
 SLACK = 0.5  # a node that was busy for a smaller share of the last seconds has capacity left
 FULL = 0.97  # a node is full if requests hold at least this share of its KV blocks
-SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a second token is late if it takes 3 times the usual gap, and 50 ms
+SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a second token is late after at least 3 usual gaps and at least 50 ms
 
 
 def bottleneck(status: Status) -> str:
@@ -68,7 +68,7 @@ class Latency:
         self.second, self.usual = percentile("ttst_ms", "p50"), percentile("tbt_ms", "p50")
         p99 = {name: percentile(name, "p99") for name in ("ttft_ms", "tbt_ms") if slo.get(name)}
         self.is_measured = any(value is not None for value in p99.values())
-        self.over = {  # by name, text such as "TTFT p99 812 ms (SLO 500)"
+        self.over = {  # by latency, a text such as "TTFT p99 812 ms (SLO 500)"
             name: f"{name[:-3].upper()} p99 {value:.0f} ms (SLO {slo[name]:.0f})"
             for name, value in p99.items()
             if value is not None and value > slo[name]
@@ -82,7 +82,7 @@ def _held(node: Node) -> float:
 
 
 def _pools(every: Pool, prefill: Pool, decode: Pool, latency: Latency) -> Iterator[str]:
-    """Yield the findings about KV blocks and about nodes without capacity."""
+    """Yield the findings about KV blocks, and about nodes without spare capacity."""
     if full := [node for node in every.nodes if _held(node) >= FULL and node.get("waiting")]:
         yield (
             f"KV blocks are the bottleneck: requests hold {sum(map(_held, full)) / len(full):.0%} of those on "
@@ -117,7 +117,7 @@ def _pools(every: Pool, prefill: Pool, decode: Pool, latency: Latency) -> Iterat
 
 
 def _latencies(every: Pool, prefill: Pool, decode: Pool, latency: Latency) -> Iterator[str]:
-    """Yield the findings about late tokens. A usual gap of 0 means that tokens arrive in groups."""
+    """Yield the findings about late tokens. A usual gap of 0 ms means that tokens arrive in groups."""
     is_handed_over = prefill.nodes and any(node.get("handoffs") for node in every.nodes)
     second, usual = latency.second or 0.0, latency.usual or 0.0
     is_late = second >= max(SLOW_SECOND * usual, SLOW_SECOND_MS) and second > latency.tbt_slo

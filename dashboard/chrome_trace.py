@@ -1,6 +1,6 @@
 """The export of the history as a Chrome trace, for Perfetto and chrome://tracing.
 
-Each node is shown as a process. It has a thread with its steps, counters of its blocks and its queue, and one
+Each node is shown as a process with a thread for its steps, counters of its blocks and its queue, and one
 asynchronous row for each push of KV, because pushes may overlap. Another process has one asynchronous row for each
 request, with its spans. Times are microseconds since the trace began.
 """
@@ -13,7 +13,7 @@ from dashboard.step_ring import FIELDS, StepRing
 from dashboard.trace import CHUNK, AttemptSpan, RequestTrace, Rings
 
 Event = dict[str, Any]
-MAX_STEPS = 200_000  # limit for all nodes together; the earliest steps are left out
+MAX_STEPS = 200_000  # maximum steps of all nodes together; the earliest steps are left out
 COUNTER_NS = 10_000_000  # minimum time between two samples of a counter
 REQUESTS = 1  # process id of the requests; the process ids of the nodes follow
 

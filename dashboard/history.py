@@ -2,7 +2,7 @@
 
 Nodes stamp their records with the clock of their host. The offset of that clock is estimated as the smallest difference
 between the arrival and the sending times of the node's latest heartbeats. The estimate is too large by the latency of
-the fastest heartbeat, a fraction of a millisecond on a local network. Offsets over 1 ms are corrected.
+the fastest heartbeat, a fraction of a millisecond on a local network. Only offsets over 1 ms are corrected.
 """
 
 from collections import Counter, deque
@@ -24,7 +24,7 @@ MAX_TEXT = 200  # maximum characters of a name that a node sends
 HEARTBEATS = 128  # number of latest heartbeats from which a clock's offset is estimated
 OFFSET_NS = 1_000_000  # a smaller offset is ignored
 MAX_NS = 2**62
-WINDOW_NS = 10 * 10**9  # the time before now in which a node's activity is measured
+WINDOW_NS = 10 * 10**9  # a node's activity is measured over this time before now
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,8 +32,8 @@ class HistoryLimits:
     """The maximum sizes of a history."""
 
     requests: int = MAX_REQUESTS
-    rows: int = 500_000  # events and chunks of all requests; they take 150 MB
-    serials: int = 16_384  # requests of one node whose numbers in step records are kept
+    rows: int = 500_000  # events and chunks of all requests; this many take 150 MB
+    serials: int = 16_384  # maximum requests of one node whose numbers in step records are kept
 
 
 class RecordObserver(Protocol):
@@ -51,7 +51,7 @@ class NodeHistory:
 
     incarnation_id: str
     steps: StepRing = field(default_factory=StepRing)
-    serials: dict[int, str] = field(default_factory=dict)  # attempt ids by their number in step records
+    serials: dict[int, str] = field(default_factory=dict)  # attempt ids by serial, the request's number in step records
     delays_ns: deque[int] = field(default_factory=lambda: deque(maxlen=HEARTBEATS))
     offset_ns: int = 0
     updated_ns: int = 0
@@ -87,7 +87,7 @@ class RequestHistory(RouterObserver):
         self._limits = limits
         self._nodes: dict[str, NodeHistory] = {}
         self._traces: dict[str, RequestTrace] = {}  # oldest first
-        self._num_rows = 0  # of all traces
+        self._num_rows = 0  # the rows of all traces
         self.version = 0  # counts the changes of all requests
 
     def subscribe(self, observer: RecordObserver) -> None:
@@ -100,7 +100,7 @@ class RequestHistory(RouterObserver):
         node = self._node_history(info)
         if update.stats is not None:
             node.on_update(update.stats, self._now())
-        for event in update.events:  # events come first, because steps refer to their serials
+        for event in update.events:  # events come first, because they assign the serials that steps refer to
             if len(event.id) > MAX_TEXT or not 0 <= event.at_ns < MAX_NS:
                 self.num_malformed += 1
                 continue
@@ -181,7 +181,7 @@ class RequestHistory(RouterObserver):
             self._make_room()
         trace.num_prompt += num_prompt
         trace.num_samples += num_samples
-        trace.ended_ns = None  # all samples of an earlier prompt of the request may have ended
+        trace.ended_ns = None  # reset: all samples of an earlier prompt of the request may have ended
         self._change(trace)
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
@@ -217,9 +217,9 @@ class RequestHistory(RouterObserver):
         return None if memory is None else memory.steps
 
     def activity(self, node: str) -> dict[str, Any]:
-        """Return a node's activity in the last seconds, for `/v1/status`. Its numbers are 0 before the first step.
+        """Return a node's activity in the last seconds, for `/v1/status`. All numbers are 0 before the first step.
 
-        `clock_offset_ms` is added to the times that the node reports. It is 0 if the offset is at most 1 ms.
+        `clock_offset_ms`, which is added to the times that the node reports, is 0 if the offset is at most 1 ms.
         """
         history, now = self._nodes.get(node), self._now()
         ring = StepRing(1) if history is None else history.steps
@@ -259,7 +259,7 @@ class RequestHistory(RouterObserver):
         return Counter(queue for trace in running for span in trace.current_attempts for queue in span.queues())
 
     def changed(self, since: int, limit: int) -> tuple[int, list[dict[str, Any]]]:
-        """Return summaries of up to `limit` requests that changed after version `since`, and the version so far."""
+        """Return the version reached, and summaries of up to `limit` requests that changed after version `since`."""
         found = [trace for trace in self._traces.values() if trace.version > since]
         found = sorted(found, key=lambda trace: trace.version)[:limit]
         return max([since, *(trace.version for trace in found)]), [trace.summary(self.ring) for trace in found]

@@ -23,7 +23,7 @@ ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 TRANSFER_S = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 TRANSFER_BYTES = tuple(2**power for power in range(11, 35, 2))  # the same buckets as vLLM's: 2 KiB to 8 GiB
 
-# From the nodes' records of steps and requests.
+# Histograms of values in the nodes' records of steps and requests.
 NODE_HISTOGRAMS = {
     "step": ("vllm:iteration_tokens_total", "Tokens per step.", STEP_TOKENS),
     "push_s": ("vllm:nixl_xfer_time_seconds", "Time of one push of KV blocks, over any channel.", TRANSFER_S),
@@ -31,7 +31,7 @@ NODE_HISTOGRAMS = {
     "admission": ("baton_decode_admission_wait_seconds", "Time until a decode node granted a reservation.", TRANSFER_S),
     "error": ("baton_step_prediction_error_ratio", "|predicted - measured| / measured step time.", ERRORS),
 }
-# From the phases of finished requests.
+# Histograms of values derived from the phases of finished requests.
 PHASES = {
     "queue": ("vllm:request_queue_time_seconds", "Time until the first chunk of the prompt ran.", E2E_S),
     "prefill": ("vllm:request_prefill_time_seconds", "Time from the first chunk to the first token.", E2E_S),
@@ -114,7 +114,7 @@ class RecordMetrics(NodeMetrics):
             self.observe_phases(summary["phases_ms"], summary["transfer"])
 
     def observe_phases(self, phases: Mapping[str, float] | None, transfer: Mapping[str, Any] | None) -> None:
-        """Record the phase timings of a finished request, once all of its nodes have reported."""
+        """Record the phase times of a finished request whose nodes have all reported."""
         if phases:
             prefill_s = phases["prefill"] / 1000
             decode_s = sum(phases[name] for name in AFTER_FIRST) / 1000

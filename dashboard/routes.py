@@ -24,7 +24,7 @@ from router.http.responses import dump
 from shared.clock import now_ns
 from shared.errors import RequestError, UnavailableError
 
-ROWS_AT_ONCE = 200  # maximum rows that are formatted at a time
+ROWS_AT_ONCE = 200  # maximum number of rows that are formatted at once
 JSON = "application/json; charset=utf-8"
 MAX_LAST_S = 3600.0
 DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m)?")
@@ -34,8 +34,8 @@ SECONDS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0}
 MAX_SUBSCRIBERS = 64
 TICK_S = 0.1
 REQUEST_TICKS, STATUS_TICKS = 2, 10
-MAX_CHANGED = 200  # requests per event; the others are in the next one
-MAX_STEPS = 2000  # per event; the oldest are left out
+MAX_CHANGED = 200  # maximum requests per event; the next event has the others
+MAX_STEPS = 2000  # maximum steps per event; the oldest are left out
 SILENT_S = 5.0  # a subscriber that does not read for this time is disconnected
 
 FOLDER = Path(__file__).parent / "page"
@@ -66,7 +66,7 @@ QUERIES: dict[str, dict[str, Any]] = {  # the query parameters of each route wit
 class EventStream:
     """`/events`, an ASGI app: the cluster's activity as server-sent events.
 
-    The types are "status" (the document of `/v1/status`, once a second), "steps" (of one node, up to ten times a
+    The events are "status" (the document of `/v1/status`, once a second), "steps" (of one node, up to ten times a
     second), and "requests" (summaries of changed requests, up to five times a second). A client that reads slowly
     misses the oldest steps, and a client that does not read is disconnected.
 
@@ -126,8 +126,8 @@ class EventStream:
         await reply.end()
 
     def _messages(self) -> Iterator[bytes]:
-        """Yield the messages since the last tick, once for each tick."""
-        sent = {ring: ring.num_ever for ring in self._history.rings().values()}  # the number of steps that were sent
+        """Yield, at each tick, the messages since the previous tick."""
+        sent = {ring: ring.num_ever for ring in self._history.rings().values()}  # by ring, the number of steps sent
         version = self._history.version
         for tick in itertools.count(1):
             messages, rings = [], self._history.rings()
@@ -275,7 +275,7 @@ class Dashboard(RequestHistory):
         row = ring.numbered(int(text)) if text.isascii() and text.isdigit() and len(text) < 19 else None
         if row is None:
             raise RequestError(
-                f"No step {text[:40]!r} of node {node} is among its latest {CAPACITY}.", "number", "step_not_found", 404
+                f"Node {node} has no step {text[:40]!r} among its latest {CAPACITY}.", "number", "step_not_found", 404
             )
         members = [
             {

@@ -10,7 +10,7 @@ from scheduler.cost import CostModel, StepWork
 from shared.rpc.messages import StepRecord, unpack_ids
 
 CAPACITY = 65_536
-MEMBERS_BYTES = 16 << 20  # for one node; the members of the oldest steps are dropped first
+MEMBERS_BYTES = 16 << 20  # limit for the members of one node's steps; those of the oldest steps are dropped first
 MAX_REASONS = 256
 MAX_REASON = 64  # maximum characters of a reason
 MAX_NUMBER = 2**32  # limit of a step's microseconds and tokens; larger numbers would overflow sums
@@ -66,7 +66,7 @@ class StepMember(NamedTuple):
 class StepRing:
     """A ring of StepRows, and the members of their steps. The history of a node owns it and fills it on the event loop.
 
-    The index of a step counts all steps that were added before it. Other threads may read the ring. If a row is
+    The index of a step is the number of steps that were added before it. Other threads may read the ring. If a row is
     overwritten meanwhile, they read the newer step.
     """
 

@@ -16,8 +16,8 @@ retry              for a migrated request only: from its first placement to its 
 The phases are differences between times that never decrease, so they sum to the duration even if clocks jump. A request
 has no phases if some of its nodes' records were lost.
 
-Events are kept as plain tuples of numbers and strings, because the garbage collector does not track those. Its pauses
-would otherwise delay tokens.
+Events are kept as plain tuples of numbers and strings, because the garbage collector does not track those. The pauses
+of the garbage collector would otherwise delay tokens.
 """
 
 import math
@@ -28,18 +28,18 @@ from typing import Any, NamedTuple
 
 from dashboard.step_ring import StepRing
 
-MAX_EVENTS = 4096  # limit for one attempt, which usually has a push per chunk and few preemptions
-CHUNK = "chunk"  # the kind of a step that computed tokens of the prompt
+MAX_EVENTS = 4096  # maximum events of one attempt, which usually has a push per chunk and few preemptions
+CHUNK = "chunk"  # kind of an event: a step that computed tokens of the prompt
 GAP_NS = 500_000  # shorter gaps are overhead of the engine's loop
-MAX_STALLS = 200  # limit for one timeline; later stalls are left out
+MAX_STALLS = 200  # maximum stalls in one timeline; later stalls are left out
 PHASES = ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference")
 PREFILL_MARKS = ("queued", "admitted", "first")
 # The queues of handoffs, with SGLang's names and meanings.
 BOOTSTRAP, INFLIGHT = "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"
 PREALLOC, TRANSFER = "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs"
-STATES = {"stop": "finished", "length": "finished", "abort": "cancelled"}  # by finish; all others "failed"
+STATES = {"stop": "finished", "length": "finished", "abort": "cancelled"}  # by finish reason; any other is "failed"
 
-Rings = Callable[[str], StepRing | None]  # the recorded steps of a node
+Rings = Callable[[str], StepRing | None]  # returns the recorded steps of a node
 Span = dict[str, Any]
 
 
@@ -75,7 +75,7 @@ class AttemptSpan:
     _events: list[tuple[Any, ...]] = field(default_factory=list)
 
     def add(self, event: TraceEvent) -> bool:
-        """Record an event. Return False if the attempt has reached the limit."""
+        """Record an event. Return False if the attempt already has MAX_EVENTS events."""
         if len(self._events) < MAX_EVENTS:
             self._events.append(tuple(event))
             return True
@@ -96,7 +96,7 @@ class AttemptSpan:
 
     @property
     def predicted_ms(self) -> dict[str, float | None]:
-        """The predicted milliseconds of both placements; None if there was no finite prediction."""
+        """The predicted milliseconds of a local and a remote prefill; None if no prediction is finite."""
         ways = {"local": self.local_s, "remote": self.remote_s}
         return {way: seconds * 1000 if seconds and math.isfinite(seconds) else None for way, seconds in ways.items()}
 
@@ -137,7 +137,7 @@ class AttemptSpan:
         }
 
     def queues(self) -> Iterator[tuple[str, str]]:
-        """Yield the queues of handoffs that the attempt is in, each with its node."""
+        """Yield the node and the name of each handoff queue that the attempt is in."""
         if self.prefill is None:
             return
         prefill, decode = ({row[1] for row in self._events if row[0] == node} for node in (self.prefill, self.decode))
@@ -180,7 +180,7 @@ class AttemptSpan:
             yield _span(CHUNK, chunk.node, chunk.start_ns, chunk.at_ns, chunk.reason, chunk.num)
 
     def _handoff_spans(self) -> Iterator[Span]:
-        """Yield the pushes, and the causes of the wait between the first token and the first decode step."""
+        """Yield spans for the pushes, and for the waits between the first token and the first decode step."""
         for push in self.pushes()[0]:
             yield _span("transfer", push.node, push.start_ns, push.at_ns, push.channel)
         end, received, granted = self.at("first"), self.at("received", self.decode), self.at("reserving")
@@ -205,14 +205,14 @@ class RequestTrace:
     num_samples: int = 0
     traceparent: str = ""
     num_generated: int = 0
-    num_first_sample: int = 0  # tokens of sample 0 that were sent
+    num_first_sample: int = 0  # number of tokens of sample 0 that were sent
     first_ns: int | None = None
     second_ns: int | None = None
     last_ns: int | None = None
     ended_ns: int | None = None  # when the last sample ended
-    finish: str = ""  # of the last sample that ended; a failed sample takes precedence
+    finish: str = ""  # finish reason of the last sample that ended; a failed sample takes precedence
     num_ended: int = 0
-    version: int = 0  # of the history, when the request last changed
+    version: int = 0  # the history's version when the request last changed
     attempts: dict[str, AttemptSpan] = field(default_factory=dict)
 
     def output(self, sample: int, num_tokens: int, now_ns: int) -> None:
@@ -301,9 +301,9 @@ class RequestTrace:
         return named | ({"retry": retry / 1e6} if len(self.attempts) > 1 else {})
 
     def _cuts(self) -> list[int] | None:
-        """Return the eight times between the phases, in order, or None if one of them is not known.
+        """Return the eight times that bound the phases, in order, or None if one of them is not known.
 
-        They are: accepted, queued, first chunk, first token, received, first decode step, last token sampled, ended.
+        These are: accepted, queued, first chunk, first token, received, first decode step, last token sampled, ended.
         """
         attempt, end_ns = self.last_attempt, self.ended_ns
         if attempt is None or end_ns is None or self.num_samples != 1 or self.finish not in {"stop", "length"}:
@@ -324,7 +324,7 @@ class RequestTrace:
 
 
 def union(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return sorted, disjoint intervals that cover the same time."""
+    """Return sorted, disjoint intervals that cover the same time as `intervals`."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:

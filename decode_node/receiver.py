@@ -33,8 +33,8 @@ from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, unary
 
 log = logging.getLogger("baton.handoff")
 CHECK_LEASES_S = 0.5
-MAX_RENEWED = 1 << 14  # reservations in one renewal: far more than fit into any pool
-MAX_CANCELLED = 1 << 12  # requests whose cancellation is remembered
+MAX_RENEWED = 1 << 14  # maximum reservations in one renewal: far more than fit into any pool
+MAX_CANCELLED = 1 << 12  # maximum requests whose cancellation is remembered
 CORRUPT = "checksums differ"
 NOT_OPEN = Ack("the reservation is not open")
 
@@ -42,10 +42,10 @@ NOT_OPEN = Ack("the reservation is not open")
 class HandoffReceiver(RoleAdapter):
     """The role adapter of a decode node.
 
-    Runs on the event loop; checksums are computed on a thread. Prefill nodes call its RPCs in the order reserve,
-    pushed, commit. They renew leases in between, and may call stop at any time. A request runs only after all its rows
-    were compared with the writer's checksums. After a failed handoff, its blocks are reused only when the writer can
-    no longer write (see `ReservationTable`).
+    Runs on the event loop, but computes checksums on another thread. Prefill nodes call its RPCs in the order reserve,
+    pushed, commit. Prefill nodes renew their leases, and may call stop at any time. A request runs only after all its
+    rows were compared with the writer's checksums. After a failed handoff, its blocks are reused only when the writer
+    can no longer write (see `ReservationTable`).
     """
 
     role = DECODE
@@ -63,7 +63,7 @@ class HandoffReceiver(RoleAdapter):
         self._vocab_size = node.rules.vocab_size
         self._check_leases_s = check_leases_s
         self._table = ReservationTable(all(channel.fenced for channel in channels), lease_s)
-        self._waiting: dict[str, asyncio.Future[Request]] = {}  # requests that wait for blocks, by id
+        self._waiting: dict[str, asyncio.Future[Request]] = {}  # futures of the requests that wait for blocks, by id
         self._cancelled: dict[str, None] = {}  # requests that were stopped before they reserved blocks
         self.handlers = {
             RESERVE: unary(self.reserve),
@@ -106,7 +106,7 @@ class HandoffReceiver(RoleAdapter):
             self._requests.abort(request.id)
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # the prefill node disconnected; otherwise the request was aborted or timed out
+                raise  # the prefill node disconnected; else, the request was aborted or timed out
             return ReserveReply(error=f"no free blocks within {self._reserve_timeout_s:g} s")
         finally:
             del self._waiting[request.id]
@@ -125,7 +125,7 @@ class HandoffReceiver(RoleAdapter):
         reservation_id = secrets.token_bytes(RESERVATION_ID_BYTES)
         reservation = self._table.add(reservation_id, request, message.writer, blocks, time.monotonic())
         if request.shared_pool:
-            reservation.num_checked = len(blocks)  # the rows are not sent, so they cannot differ
+            reservation.num_checked = len(blocks)  # no rows are sent, so there is nothing to check
         for channel in self._channels:
             channel.grant(reservation_id, blocks)
         descriptors = {channel.name: channel.descriptor() for channel in self._channels}
@@ -172,9 +172,9 @@ class HandoffReceiver(RoleAdapter):
         return Ack()
 
     async def _check(self, reservation: Reservation, checksums: bytes) -> str:
-        """Compare the next rows with their checksums, on a thread.
+        """Compare the next rows with their checksums, on another thread.
 
-        Return a description of the error, or an empty string. Rows that differ remain unchecked.
+        Return a description of the error, or an empty string. If a row differs, all of these rows remain unchecked.
         """
         first = reservation.num_checked
         last = first + len(checksums) // CHECKSUM_BYTES
@@ -199,7 +199,7 @@ class HandoffReceiver(RoleAdapter):
         return ""
 
     async def stop(self, message: StopRequest) -> Ack:
-        """End a reservation, because the writer reports that it writes no more."""
+        """End a reservation whose writer reports that it will write no more."""
         if message.request in self._waiting:
             self._requests.abort(message.request)
         reservation_id, known = message.reservation_id, self._table.of(message.request)
@@ -211,9 +211,9 @@ class HandoffReceiver(RoleAdapter):
         return Ack()
 
     def _remember_cancelled(self, request_id: str) -> None:
-        """Refuse later reservations for this request. A delayed one may still arrive on an older connection.
+        """Refuse later reservations for this request. A delayed RPC may still arrive on an older connection.
 
-        The prefill node would not know about that reservation, and would never stop it.
+        The prefill node would not know about a reservation made then, and would never stop it.
         """
         self._cancelled[request_id] = None
         if len(self._cancelled) > MAX_CANCELLED:
@@ -259,7 +259,7 @@ class HandoffReceiver(RoleAdapter):
     def _can_write(self, writer: str) -> bool:
         """Fence a writer that seems dead. Return True if this failed because the writer is connected.
 
-        A writer that seems dead may only be frozen. Without the fence, it could resume and overwrite blocks that were
+        A writer that seems dead may be merely frozen. Without the fence, it could resume and overwrite blocks that were
         reassigned in the meantime.
         """
         return not all(channel.fenced or channel.fence_writer(writer) for channel in self._channels)

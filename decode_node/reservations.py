@@ -2,7 +2,7 @@
 
 The table does no I/O and reads no clock: each method handles one event, and may return reservations to report. After a
 failed handoff, the blocks may be reused only when the writer can no longer write: it has reported that it stopped, it
-is known to be dead, or the channel drops late rows (`fenced`). Until then, the blocks are in quarantine.
+is known to be dead, or the channel drops late rows (`fenced`). Until one of these holds, the blocks are in quarantine.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Reservation:
     num_checked: int = 0  # number of leading `blocks` whose rows match their checksums
     phase: ReservationPhase = ReservationPhase.OPEN
     is_repeated: bool = False  # rows were damaged at the commit, and may be written once more
-    was_quarantined: bool = False  # its request ended when the quarantine began
+    was_quarantined: bool = False  # it was in quarantine, and its request ended when the quarantine began
 
     def move_to(self, phase: ReservationPhase) -> None:
         assert phase in LEGAL[self.phase], f"reservation: {self.phase} -> {phase} is not a legal transition"
@@ -54,9 +54,9 @@ class Reservation:
 class ReservationTable:
     """The reservations of one decode node, by id.
 
-    Belongs to the `HandoffReceiver`, on the event loop. A reservation leaves the table when it is committed, or when
-    its writer can no longer write. A method returns each failed reservation once when it enters quarantine, and once
-    when it is closed. If `fenced`, the channels drop rows that are written under an unknown reservation.
+    Owned by the `HandoffReceiver`; used only on the event loop. A reservation leaves the table when it is committed, or
+    when its writer can no longer write. The methods return each failed reservation once when it enters quarantine, and
+    once when it is closed. If `fenced`, the channels drop rows that are written under an unknown reservation.
     """
 
     def __init__(self, fenced: bool, lease_s: float = LEASE_S) -> None:
@@ -81,7 +81,7 @@ class ReservationTable:
                 reservation.lease_expires = max(reservation.lease_expires, now + self._lease_s)
 
     def open(self, reservation_id: bytes) -> Reservation | None:
-        """Return the reservation if its writer may write."""
+        """Return the reservation if its writer may write, else None."""
         reservation = self._by_id.get(reservation_id)
         return reservation if reservation is not None and reservation.phase is ReservationPhase.OPEN else None
 
@@ -99,7 +99,7 @@ class ReservationTable:
         return [entry.reservation_id for entry in entries if entry.phase is ReservationPhase.QUARANTINED]
 
     def commit(self, reservation_id: bytes) -> Reservation | None:
-        """Begin the check of a reservation after its writer wrote all rows. Return None if it is not open."""
+        """Begin the check of a reservation whose writer wrote all rows. Return None if the reservation is not open."""
         reservation = self.open(reservation_id)
         if reservation is not None:
             reservation.move_to(ReservationPhase.CHECKING)
@@ -133,7 +133,7 @@ class ReservationTable:
         return self.close(reservation)
 
     def abort(self, request_id: str) -> Reservation | None:
-        """End the reservation of a request that ended during its handoff. Return None if it has none."""
+        """End or quarantine the reservation of a request that ended during its handoff. Return it, if there is one."""
         reservation = self.of(request_id)
         if reservation is None or reservation.phase is ReservationPhase.QUARANTINED:
             return None
@@ -143,7 +143,7 @@ class ReservationTable:
         return reservation
 
     def expired(self, now: float, can_write: Callable[[str], bool]) -> list[Reservation]:
-        """End the reservations whose lease has expired. `can_write(writer)` returns whether the writer is connected."""
+        """End the reservations whose lease has expired. `can_write(writer)` returns whether the writer can write."""
         entries = [entry for entry in self._by_id.values() if entry.lease_expires < now]
         ends = [
             self.abort(entry.request.id) if can_write(entry.writer) else self.close(entry)

@@ -1,12 +1,12 @@
-"""Train Baton's demo model, a small Llama, on public-domain texts. The output is a Hugging Face directory.
+"""Train Baton's demo model, a small Llama, on public-domain texts. The output is a Hugging Face model directory.
 
     pip install -e '.[train]'
     python demo/train.py --texts alice29.txt paradise_lost.txt … --out /tmp/short --phases 256:2200 8192:60
     python demo/train.py --texts … --init /tmp/short --out demo/model --learning-rate 1e-3 --phases 1024:150 8192:60
 
-Any UTF-8 text files work. The last twentieth of every file is held out. Training begins with short sequences, which are
-cheap and reduce the loss most. Longer sequences, up to the whole context, then train the later positions.
-`training.json`, next to the weights, records the held-out loss by position.
+Any UTF-8 text files work. The last twentieth of every file is held out for evaluation. Training begins with short
+sequences, which are cheap and reduce the loss most. Longer sequences, up to the whole context, then train the later
+positions. `training.json`, next to the weights, records the held-out loss by position.
 """
 
 import argparse
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def split_texts(files: list[Path]) -> tuple[list[str], list[str]]:
-    """Split each file at the end of a line. Return the training texts and the held-out texts."""
+    """Split each file at the end of a line into a training text and a held-out text. Return both lists."""
     train, held_out = [], []
     for file in files:
         text = file.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
@@ -45,7 +45,7 @@ def split_texts(files: list[Path]) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE, which encodes every byte string losslessly."""
+    """Train a byte-level BPE tokenizer, which encodes every byte string losslessly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -107,7 +107,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def train(model: LlamaForCausalLM, stream: torch.Tensor, args: argparse.Namespace) -> float:
-    """Run all phases and return the seconds taken."""
+    """Run all phases of training, and return the seconds that they took."""
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(

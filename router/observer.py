@@ -1,4 +1,4 @@
-"""The observer of the router: it receives reports about requests and nodes, and adds routes to the router's API."""
+"""The observer of the router, which receives reports about requests and nodes, and adds routes to the router's API."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from shared.rpc.messages import NodeInfo, NodeUpdate
 
 
 class RouterObserver:
-    """Receives events of requests and nodes. This base class ignores everything; the dashboard derives from it.
+    """Receives events of requests and nodes. This base class ignores all events; the dashboard has a subclass.
 
     The router's entry point creates one, and passes it to the pool, the dispatcher and the app. All methods run on the
-    router's event loop, on the path of tokens, so they must be fast and must not raise.
+    router's event loop and delay the tokens, so they must be fast and must not raise.
     """
 
     # ---- nodes --------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ class RouterObserver:
     def placed(
         self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
     ) -> None:
-        """Record the nodes of an attempt. `local_s` and `remote_s` are predicted times, or 0 without a prediction."""
+        """Record the nodes chosen for an attempt. `local_s` and `remote_s` are predicted times; 0: no prediction."""
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
         """Record that tokens of a sample were sent to the client."""
@@ -44,7 +44,7 @@ class RouterObserver:
     # ---- the API ------------------------------------------------------------------------------------------------
 
     queries: Mapping[str, Mapping[str, Any]] = {}
-    """The GET routes with JSON answers for /openapi.json: their paths, and the schemas of their query parameters."""
+    """For /openapi.json: the paths of the GET routes with JSON answers, and the schemas of their query parameters."""
 
     def routes(self, status: Callable[[], dict[str, Any]]) -> Sequence[BaseRoute]:
         """Return routes to add to the API, for admins. `status` returns the document of /v1/status."""
@@ -55,4 +55,4 @@ class RouterObserver:
         return status
 
     def close(self) -> None:
-        """End the streams of the added routes that would not end by themselves. Called when the server drains."""
+        """End those streams of the added routes that would otherwise never end. Called when the server drains."""

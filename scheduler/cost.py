@@ -33,11 +33,11 @@ class StepWork:
 
 
 def pairs_of(start: int, count: int) -> int:
-    """Return the query-key pairs of positions [start, start + count) under causal attention."""
+    """Return the number of query-key pairs of positions [start, start + count) under causal attention."""
     return count * start + count * (count + 1) // 2
 
 
-MAX_COEFFICIENT = 1e6  # largest coefficient accepted: larger than on any device, and small enough to avoid overflow
+MAX_COEFFICIENT = 1e6  # largest accepted coefficient: above that of any device, and small enough to avoid overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class CostModel:
         )
 
     def packed(self) -> list[float]:
-        """Return the fields in order, for a message."""
+        """Return the fields in order, to be sent in a message."""
         return list(astuple(self))
 
     @classmethod

@@ -39,11 +39,11 @@ def run(
     log_format: str = "text",
     name: str = "",
 ) -> int:
-    """Run `main` under uvloop and return its exit status. JSON log lines name the process `name`."""
+    """Run `main` under uvloop and return its exit status. JSON log lines contain `name` as the process's name."""
     logs.configure(log_level, log_format, name)
 
-    # A node's engine thread and its event loop share the interpreter lock. With the default interval of 5 ms, each
-    # could wait for the other for most of a small model's step.
+    # A node's engine thread and its event loop share the interpreter lock. With the default switch interval of 5 ms,
+    # each could wait for the other during most of a small model's step.
     sys.setswitchinterval(0.0005)
 
     async def body() -> int:
@@ -53,7 +53,7 @@ def run(
 
 
 def set_parent_death_signal(parent: int) -> Callable[[], None]:
-    """Return a function to be called in a child process. It makes the kernel kill the child when the parent ends."""
+    """Return a function for the child process to call. It makes the kernel kill the child when the parent ends."""
 
     def ask() -> None:
         LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
@@ -64,7 +64,7 @@ def set_parent_death_signal(parent: int) -> Callable[[], None]:
 
 
 def freeze_gc() -> None:
-    """Exclude all present objects from garbage collection after start-up, because long collections delay tokens."""
+    """Exclude all objects that exist now from later garbage collections, because long collections delay tokens."""
     gc.collect()
     gc.freeze()
 
@@ -80,7 +80,7 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s
 
 
 class TaskGroup:
-    """The background tasks of one owner: holds references to them while they run, and cancels them together."""
+    """The background tasks of one owner. It holds references to the tasks while they run, and cancels them together."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -98,8 +98,8 @@ class TaskGroup:
 
     async def close(self) -> None:
         current = asyncio.current_task()
-        # One cancellation may not suffice: if the stream ends at the same time, grpclib raises the stream's error
-        # instead, and the task continues.
+        # One cancellation may not suffice: if a task's stream ends at the same time, grpclib raises the stream's error
+        # instead of CancelledError, and the task continues.
         while pending := {task for task in self._tasks if task is not current and not task.done()}:
             for task in pending:
                 task.cancel()

@@ -1,4 +1,4 @@
-"""Log formats: plain text, or one JSON object per line. A JSON line includes the id of its request, if it has one."""
+"""Log formats: plain text, or one JSON object per line. A JSON line that concerns a request has its id."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 NOTHING: Mapping[str, str] = MappingProxyType({})
-MAX_PEERS = 1024  # maximum peers that a RateLimitedLog remembers
+MAX_PEERS = 1024  # maximum number of peers that a RateLimitedLog remembers
 LINE_ENDS = {ord(end): repr(end)[1:-1] for end in "\n\r\v\f\x1b\x1c\x1d\x1e\x85\u2028\u2029"}
 _about: ContextVar[Mapping[str, str]] = ContextVar("about", default=NOTHING)
 
@@ -28,7 +28,7 @@ def fields(**values: object) -> dict[str, Any]:
 
 
 def configure(level: str, log_format: str, process: str = "") -> None:
-    """Log to stderr as "text" or "json". JSON lines carry `process` as the field `node`."""
+    """Log to stderr in the format "text" or "json". The field `node` of JSON lines is `process`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(process) if log_format == "json" else TextLines(TEXT))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
@@ -75,7 +75,7 @@ class RateLimitedLog:
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._peers: dict[str, None] = {}  # oldest first
+        self._peers: dict[str, None] = {}  # the peers with a problem, oldest first
         self._lock = threading.Lock()  # KV channels log from threads
 
     def warn(self, peer: str, text: str) -> None:
@@ -87,7 +87,7 @@ class RateLimitedLog:
         self._logger.log(logging.WARNING if is_new else logging.DEBUG, "%s: %s", peer, text)
 
     def reset(self, peer: str) -> None:
-        """Log the next problem with this peer as a warning again, because the peer works now."""
+        """Note that the peer works now, so that its next problem is logged as a warning again."""
         with self._lock:
             self._peers.pop(peer, None)
 

@@ -1,4 +1,4 @@
-"""The files of a model, in a local directory or in a snapshot downloaded from the hub."""
+"""The files of a model, in a local directory or in a snapshot downloaded from the Hugging Face hub."""
 
 import re
 from pathlib import Path
@@ -23,6 +23,6 @@ def resolve(model: str) -> Path:
         ) from None
     try:
         return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
-    except (OSError, ValueError, RuntimeError) as error:  # all errors of the hub and the network
+    except (OSError, ValueError, RuntimeError) as error:  # includes all errors of the hub and the network
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise ValueError(f"model {model!r} is no local directory, and downloading it failed: {reason}") from None

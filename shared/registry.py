@@ -1,8 +1,8 @@
-"""The registry of nodes: nodes announce themselves under a lease, and routers read the list.
+"""The registry of nodes: nodes announce themselves with a lease, and routers read the list of nodes.
 
 There are two implementations. With `EmbeddedRegistry`, the router is the registry, and a node is a member as long as it
-holds a stream to the router. With `RedisRegistry`, several routers share the nodes, and each node has a key with a time
-to live. While Redis is down, paused or newly restarted and empty, a router keeps its last list, and detects lost nodes
+holds a stream to the router. With `RedisRegistry`, several routers share the nodes, and each node sets a key in Redis
+that expires. While Redis is down, frozen or empty after a restart, a router keeps its last list, and detects lost nodes
 by its own streams to them. In a cluster with a secret, Redis is not trusted: entries are signed.
 """
 
@@ -28,12 +28,12 @@ from shared.rpc.methods import JOIN, PEER_FAILURES, RpcServer
 
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
-# The errors that the client raises if Redis has failed, or if the server is not Redis. On malformed replies, its parser
-# may raise any of them. All are caught, so that the tasks continue and notice when Redis is back.
+# The errors that the client raises if Redis has failed, or if the server is not Redis. The client's parser may raise
+# any of them for a malformed reply. All are caught, so that our tasks continue and notice when Redis is back.
 # uvloop raises RuntimeError for a write to a connection that Redis or the network has reset.
 REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 LEASE_HEARTBEATS = 3
-FAILURES_TO_LOG = 15  # fewer failures are normal while a router starts, or stops together with its nodes
+FAILURES_TO_LOG = 15  # fewer are normal while a router starts, or while it stops together with its nodes
 MAX_NODES = 4096
 MAX_TEXT, MAX_ATTRIBUTES = 1024, 64
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -41,9 +41,9 @@ ADDRESS = re.compile(r"[\w.:%-]{1,255}:(\d{1,5})", re.ASCII)
 
 
 def check_node(info: NodeInfo) -> None:
-    """Check that every value is possible for a node. Raises DecodeError, which names the field, if one is not.
+    """Check that each value is one that a node may have. Otherwise, raise DecodeError, which names the field.
 
-    Only the stream to the node itself shows whether the values are true.
+    Whether the values are those of the node is known only from a stream to the node itself.
     """
     address = ADDRESS.fullmatch(info.address)
     if not NAME.fullmatch(info.id) or not NAME.fullmatch(info.incarnation_id):
@@ -62,7 +62,7 @@ def check_node(info: NodeInfo) -> None:
 
 
 class Registry:
-    """The registry as a router uses it. Keeps `nodes` (by id) up to date, and calls `changed` after each change."""
+    """The registry in a router. Keeps `nodes` (by id) up to date, and calls `changed` after each change."""
 
     kind: str
     state = "ok"  # or "down"
@@ -78,7 +78,7 @@ class Registry:
 
 
 class Announcer:
-    """Keeps a node's `info` in the registry, even if the registry restarts, until `close` removes it."""
+    """Keeps a node's `info` in the registry until `close`, and adds it again if the registry restarts."""
 
     info: NodeInfo
 
@@ -102,7 +102,7 @@ class Announcer:
         raise NotImplementedError
 
     async def _wait(self) -> None:
-        """Wait for the next heartbeat or update."""
+        """Wait until the next heartbeat is due or `update` is called."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._updated.wait(), self._heartbeat_s)
         self._updated.clear()
@@ -152,13 +152,13 @@ class EmbeddedRegistry(Registry):
                     self._changed()
                 await stream.send_message(Ack())
         finally:
-            if info is not None and self.nodes.get(info.id) is info:  # a restarted node may have replaced it
+            if info is not None and self.nodes.get(info.id) is info:  # a restarted node may have replaced the entry
                 del self.nodes[info.id]
                 self._changed()
 
 
 class StreamAnnouncer(Announcer):
-    """Holds a stream to one router. Sends the node's info at every heartbeat, and reconnects after every loss."""
+    """Holds a stream to one router. Sends the node's info at every heartbeat, and reconnects if the stream ends."""
 
     def __init__(self, address: str, heartbeat_s: float) -> None:
         super().__init__(heartbeat_s)
@@ -202,7 +202,7 @@ def _keys(cluster: str) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class Sealed:
-    """A node's entry in a cluster with a secret: the encoded NodeInfo, and a signature over it and its Redis key."""
+    """A node's entry in a cluster with a secret: the encoded NodeInfo, and a signature over these bytes and the key."""
 
     info: bytes
     proof: bytes
@@ -225,7 +225,7 @@ def unseal(value: bytes, key: str, identity: tls.ClusterIdentity | None) -> Node
 
 
 class RedisAnnouncer(Announcer):
-    """Holds a key in Redis with a time to live of three heartbeats, and sets it again at each heartbeat."""
+    """Sets a key in Redis at each heartbeat. The key expires after three heartbeats."""
 
     def __init__(self, url: str, cluster: str, heartbeat_s: float) -> None:
         super().__init__(heartbeat_s)
@@ -259,9 +259,9 @@ class RedisAnnouncer(Announcer):
 class RedisRegistry(Registry):
     """Reads all keys from Redis every half second.
 
-    A node leaves the list only after its key was absent from every answer for a whole lease, so a Redis that restarts
-    empty does not empty the list. The names of crashed nodes are removed from the index in Redis after the same time,
-    because only `MAX_NODES` names are read, and names of crashed nodes could hide all live nodes.
+    A node leaves the list only after every answer for the duration of a lease lacked its key, so a Redis that restarts
+    empty does not empty the list. After the same time, the node's name is removed from the index in Redis: only
+    `MAX_NODES` names are read, and the names of crashed nodes could displace those of all live nodes.
     """
 
     kind = "redis"
@@ -269,12 +269,12 @@ class RedisRegistry(Registry):
     def __init__(self, url: str, cluster: str, heartbeat_s: float = 0.5) -> None:
         super().__init__()
         self.state = "down"
-        self.skipped = 0  # malformed or unsigned entries, and those beyond MAX_NODES
+        self.skipped = 0  # number of entries that were malformed, unsigned or beyond MAX_NODES
         self._client = _client(url)
         self._identity = tls.own()
         self._prefix, self._index = _keys(cluster)
         self._interval_s = heartbeat_s
-        self._absent_since: dict[str, float] = {}  # names in `nodes` or in the index that have no key
+        self._absent_since: dict[str, float] = {}  # name in `nodes` or in the index without a key -> since when
         self._tasks = TaskGroup()
 
     async def start(self, changed: Callable[[], None]) -> None:
@@ -305,7 +305,7 @@ class RedisRegistry(Registry):
             await asyncio.sleep(self._interval_s)
 
     async def _read(self) -> tuple[dict[str, NodeInfo], dict[str, bytes]]:
-        """Return the nodes by name, and the names in the index that have no key, with their stored bytes."""
+        """Return the nodes by name, and the members of the index that have no key, by name."""
         members = sorted(await self._client.smembers(self._index))
         self.skipped += max(0, len(members) - MAX_NODES)
         names = {member.decode("utf-8", "replace"): member for member in members[:MAX_NODES]}
@@ -325,7 +325,7 @@ class RedisRegistry(Registry):
         return found, {name: member for name, member in names.items() if entries[name] is None}
 
     def _stale(self, absent: set[str]) -> set[str]:
-        """Return the names that have been absent from every answer for a whole lease."""
+        """Return the names that every answer has lacked for the duration of a lease."""
         now = time.monotonic()
         self._absent_since = {name: self._absent_since.get(name, now) for name in absent}
         return {name for name, since in self._absent_since.items() if now - since > LEASE_HEARTBEATS * self._interval_s}

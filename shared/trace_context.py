@@ -12,17 +12,17 @@ FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.
 
 
 def traceparent_of(headers: Sequence[str]) -> str:
-    """Return the traceparent of a request, in version 00. `headers` are all its headers of that name.
+    """Return the traceparent of a request, in version 00. `headers` are the values of all its traceparent headers.
 
-    Return a new traceparent if there is no header, more than one, or an invalid one. A header is invalid if it is
-    malformed, has version ff, or has an id of zeros only.
+    The result is a new traceparent if there is no header, more than one, or an invalid one. A header is invalid if it
+    is malformed, has version ff, or has an id of zeros only.
     """
     found = FORM.fullmatch(headers[0]) if len(headers) == 1 else None
     if found is not None:
         version, trace, parent, flags, rest = found.groups()
         is_known = version != "ff" and (version != "00" or rest is None)
         if is_known and int(trace, 16) and int(parent, 16):
-            # If the version is later, only the fields of version 00 and the flag "sampled" are forwarded.
+            # Of a later version, only the fields of version 00 and the flag "sampled" are forwarded.
             return f"00-{trace}-{parent}-{flags if version == '00' else f'{int(flags, 16) & 1:02x}'}"
     return f"00-{_id(16)}-{_id(8)}-01"
 

@@ -1,4 +1,5 @@
-"""Rules for the structure of the tree: its size, class names, docstrings of large classes, long functions, imports."""
+"""Test rules for the structure of the tree: its size, class names, docstrings of large classes, long functions,
+imports."""
 
 import ast
 from collections import defaultdict

@@ -25,7 +25,7 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request of a trace. `prompt` is set instead of the pieces if the trace contains the tokens."""
+    """One request of a trace. If the trace contains the prompt's tokens, `prompt` has them and `pieces` is empty."""
 
     pieces: tuple[tuple[str, int], ...]  # (key, number of tokens)
     max_tokens: int
@@ -41,8 +41,8 @@ class TraceRow:
 def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> list[TraceRow]:
     """Return the rows in the order of their times, which are seconds since the start of the trace.
 
-    Requests without a prompt or an answer (BurstGPT's failures) are left out. `encode` tokenizes prompts that are text.
-    Raises ConfigError, which names the file, the line and the problem.
+    Requests with an empty prompt or an empty answer, such as failed requests in BurstGPT, are left out. `encode`
+    tokenizes prompts that are text. Raises ConfigError, which names the file, the line and the problem.
     """
     rows: list[TraceRow] = []
     number = 1
@@ -67,12 +67,13 @@ def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> 
     if not rows:
         raise ConfigError(f"{path}: contains no request")
     rows.sort(key=lambda row: row.at_s)
-    begin_s = rows[0].at_s if form in CSV else 0.0  # the times of CSV formats need not start at 0
+    begin_s = rows[0].at_s if form in CSV else 0.0  # times in the CSV formats need not start at 0
     return [replace(row, at_s=row.at_s - begin_s) for row in rows]
 
 
 def detect_form(path: Path) -> str:
-    """Detect the format from the first line. Raises ConfigError if it is unknown, OSError, or UnicodeDecodeError."""
+    """Return the format, as detected from the file's first line. Raises ConfigError if the format is unknown; raises
+    OSError or UnicodeDecodeError if the file cannot be read."""
     with path.open(encoding="utf-8-sig") as file:
         first = file.readline(1 << 20)
     if form := next((form for sign, form in SIGNS.items() if sign in first), None):
@@ -95,13 +96,13 @@ def _azure(fields: Fields, _: Encode | None) -> TraceRow:
 
 
 def _burstgpt(fields: Fields, _: Encode | None) -> TraceRow:
-    """Parse a row of BurstGPT (Wang et al.). Times are seconds, and a failed request has 0 response tokens."""
+    """Parse a row of BurstGPT (Wang et al.). Times are in seconds, and a failed request has 0 response tokens."""
     pieces = (("", _count(fields["Request tokens"])),)
     return TraceRow(pieces, _count(fields["Response tokens"]), _seconds(fields["Timestamp"]))
 
 
 def _mooncake(fields: Fields, _: Encode | None) -> TraceRow:
-    """Parse a row of Mooncake (Qin et al.). Times are milliseconds, and equal hashes of blocks mean a shared prefix."""
+    """Parse a row of Mooncake (Qin et al.). Times are in milliseconds. Blocks with equal ids have equal tokens."""
     length, ids = _count(fields["input_length"]), fields["hash_ids"]
     if len(ids) != -(-length // MOONCAKE_BLOCK):
         raise ValueError(f"{len(ids)} hash_ids for {length} tokens; each stands for {MOONCAKE_BLOCK}")
@@ -111,7 +112,10 @@ def _mooncake(fields: Fields, _: Encode | None) -> TraceRow:
 
 
 def _own(fields: Fields, encode: Encode | None) -> TraceRow:
-    """Parse {t, prompt | prompt_len [, prefix_id, prefix_len], max_tokens [, session, slo]}, with t in seconds."""
+    """Parse a row of our own format: {t, prompt | prompt_len [, prefix_id, prefix_len], max_tokens [, session, slo]}.
+
+    `t` is the request's time in seconds.
+    """
     if unknown := sorted(set(fields) - OWN_FIELDS):
         raise ValueError(f"unknown field {unknown[0]!r}; the known fields are {', '.join(sorted(OWN_FIELDS))}")
     limits = fields.get("slo")

@@ -1,7 +1,7 @@
-"""Traffic: requests with their times, prompts and lengths. It is drawn once per seed and is the same for every arm.
+"""Traffic: requests with their times, prompts and lengths. Every arm gets the same traffic for the same seed.
 
 Requests come from a trace or from a preset. A preset has log-normal distributions that were fitted to the lengths of a
-public trace. With a rate, times are random. A trace's own times are never scaled to a rate.
+public trace. If a rate is given, the times are random. A trace's own times are never scaled to a rate.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from compare.load.traces import TraceRow
 from compare.options import CompareOptions
 from shared.errors import ConfigError
 
-TIMES, LENGTHS = 1, 2  # streams of random numbers
+TIMES, LENGTHS = 1, 2  # identify two streams of random numbers
 OPEN_SESSIONS = 64  # at most this many sessions can be continued; a new one replaces the oldest
 
 
@@ -39,7 +39,8 @@ class LengthDistribution:
 @dataclass(frozen=True, slots=True)
 class Preset:
     """Distributions of the lengths of prompts and answers. `continues` is the share of requests that
-    continue a session. Such a prompt is the whole session, which nodes may have cached, plus `added` new tokens."""
+    continue a session. The prompt of such a request is the session so far, which nodes may have cached, plus
+    `added` new tokens."""
 
     prompt: LengthDistribution
     answer: LengthDistribution
@@ -67,8 +68,8 @@ PRESETS = {
 }
 MIX = {"chat": 0.5, "code": 0.25, "rag-long": 0.25}
 PRESET_NAMES = (*PRESETS, "mix")
-PRESET_RATE = 4.0  # requests per second; with the demo model, they keep two cores busy without overloading them
-PRESET_SCALE = 0.5  # factor for a preset's lengths, because they come from traffic of larger models
+PRESET_RATE = 4.0  # requests per second; with the demo model, this rate keeps two cores busy without overloading them
+PRESET_SCALE = 0.5  # factor for a preset's lengths, because the traces are traffic of larger models
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Arrivals in the order of their times. `notes` becomes the "traffic" part of a report."""
+    """Arrivals in order of time. `notes` becomes the "traffic" part of a report."""
 
     arrivals: tuple[Arrival, ...]
     notes: dict[str, Any] = field(default_factory=dict)
@@ -107,7 +108,7 @@ class PromptVocabulary:
 
 
 class TrafficSource:
-    """Draws the traffic of a session from its options. `limit` is the model's longest context (0: no limit).
+    """Draws the traffic of a session from its options. `limit` is the model's maximum context (0: no limit).
 
     Without --rate, a preset uses PRESET_RATE, and a trace uses its own times.
     """
@@ -128,8 +129,8 @@ class TrafficSource:
     def draw(self, seed: int, rate: float | None = None) -> Traffic:
         """Return the traffic of a seed, which is the same in every call. `rate` overrides the rate of the options.
 
-        If a trace's own times are used, each seed gets the next part of the trace. Raises ConfigError, which names the
-        problem and the flag to change.
+        If a trace's own times are used, the traffic of each seed is the next part of the trace. Raises ConfigError,
+        which names the problem and the flag to change.
         """
         options, rate = self._options, self._rate if rate is None else rate
         flags = ("--rate", rate), ("--burstiness", options.burstiness), ("--duration", options.duration)
@@ -171,12 +172,12 @@ class TrafficSource:
         if self._preset:
             rows = _preset_rows(self._preset, len(at_s), random)
             return [replace(row, at_s=at) for row, at in zip(rows, at_s, strict=True)], 1
-        first = int(random.integers(len(trace)))  # so that lengths also differ between seeds
+        first = int(random.integers(len(trace)))  # a random row, so that lengths also differ between seeds
         rows = [_lap(trace[(first + index) % len(trace)], index // len(trace), at) for index, at in enumerate(at_s)]
         return rows, -(-len(rows) // len(trace))
 
     def _times(self, seed: int, rate: float) -> list[float]:
-        """Return times with gamma-distributed gaps. A shape of 1 is Poisson, and a lower shape makes bursts.
+        """Return times with gamma-distributed gaps. A shape of 1 is a Poisson process; a lower shape is burstier.
 
         For one seed, the times at two rates differ only by a factor.
         """
@@ -185,7 +186,8 @@ class TrafficSource:
         return list(takewhile(lambda at: at < self._options.duration, accumulate(gaps)))
 
     def _fitted(self, rows: Sequence[TraceRow]) -> tuple[list[TraceRow | None], int]:
-        """Return the rows that fit the context, with None for each dropped row, and the number of cut rows."""
+        """Return the rows, and the number of cut rows. A row that does not fit the context is cut, or replaced by None
+        if such rows are to be dropped."""
         limit, too_long = self._limit, self._options.too_long
         is_over = [bool(limit) and row.prompt_len + row.max_tokens > limit for row in rows]
         if any(is_over) and too_long == "error":
@@ -211,7 +213,7 @@ def _source_of(preset: str) -> str:
 
 
 def _preset_rows(name: str, count: int, random: np.random.Generator) -> list[TraceRow]:
-    """Return `count` rows without times. For "mix", each row comes from one of the presets in MIX."""
+    """Return `count` rows without times. If `name` is "mix", each row comes from one of the presets in MIX."""
     if name == "mix":
         # Use a separate stream of random numbers, so that traffic begins with the same requests at every rate.
         parts = random.spawn(1)[0].choice(list(MIX), size=count, p=list(MIX.values()))
@@ -226,7 +228,7 @@ def _preset_row(preset: Preset, sessions: list[TraceRow], random: np.random.Gene
         return TraceRow((("", preset.prompt.draw(random)),), answer)
     if sessions and random.random() < preset.continues:
         before = sessions.pop(int(random.integers(len(sessions))))
-        answered = (f"answer {index}", before.max_tokens)  # random, because the real answer is not known yet
+        answered = (f"answer {index}", before.max_tokens)  # random tokens, because the real answer is not known yet
         row = TraceRow((*before.pieces, answered, (f"turn {index}", preset.added.draw(random))), answer)
     else:
         row = TraceRow(((f"turn {index}", preset.prompt.draw(random)),), answer)
@@ -242,7 +244,8 @@ def _lap(row: TraceRow, lap: int, at_s: float) -> TraceRow:
 
 
 def _scaled(row: TraceRow, scale: float) -> TraceRow:
-    """Scale both lengths, to at least 1. The ends of pieces are scaled, so that shared prefixes stay shared."""
+    """Scale the lengths of the prompt and the answer, to at least 1. Shared prefixes stay shared, because the end
+    positions of all pieces are scaled alike."""
     if scale == 1:
         return row
     if row.prompt is not None:

@@ -41,7 +41,7 @@ from compare.stats.verdict import ATTAINMENT, CAPACITY, LATENCIES, Ranking, rank
 from scheduler.cost import CostModel
 
 SCHEMA = "baton.compare/1"
-# The metrics in which the control is compared. Tail latencies of short runs vary too much.
+# The metrics in which the control is compared. They exclude tail latencies, which vary too much between short runs.
 CONTROLLED = ("attainment", "goodput_rps", "ttft_p50_ms", "tbt_p50_ms", "tpot_p50_ms", "ttst_p50_ms", "e2e_p50_ms")
 TAILS = ("ttft_p99_ms", "tbt_p99_ms", "tbt_max_ms", "ttst_p99_ms", "fluidity", "throughput_tps")
 COMPARED = CONTROLLED + TAILS
@@ -49,15 +49,15 @@ WORST = 10
 ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
-MIN_PAIRED_SHARE = 0.75  # smallest share of the seeds with valid periods in every arm that permits a verdict
-MIN_INVALID = 2  # fewer invalid periods of a single arm are attributed to chance
+MIN_PAIRED_SHARE = 0.75  # a verdict requires that at least this share of the seeds has valid periods in every arm
+MIN_INVALID = 2  # fewer invalid periods, all of a single arm, are attributed to chance
 
 
 @dataclass
 class Figures:
-    """The figures of a session's periods, computed on first use. It does not change the findings.
+    """The figures of a session's periods, each computed when it is first used. The findings are not changed.
 
-    A seed counts if its periods are valid in all arms. These periods form a pair.
+    A seed counts if its periods are valid in all arms. The periods of such a seed, one per arm, form a pair.
     """
 
     experiment: Experiment
@@ -75,7 +75,7 @@ class Figures:
     def metrics(self) -> dict[int, RunMetrics]:
         """Metrics of every period that has requests, by the position of its trial.
 
-        The window begins after the longest warm-up of an arm, so that the same requests count in all arms.
+        The measured window begins when every arm has warmed up, so that the same requests count in all arms.
         """
         periods = [period for period in self.findings.periods if period.recording.outcomes]
         windows = [measured_window(period.recording.outcomes) for period in periods]
@@ -107,7 +107,7 @@ class Figures:
         return inside(period.recording.outcomes, self.metrics[period.trial.position].window_s)
 
     def runs(self, metric: str) -> Runs:
-        """Return a metric of every arm, with one value per seed."""
+        """Return the values of a metric by arm, with one value per seed."""
         if metric == CAPACITY.name:
             return self.capacities
         return {
@@ -116,7 +116,7 @@ class Figures:
         }
 
     def steady_periods(self, arm: str) -> list[Period]:
-        """Return the arm's periods that were not overloaded. Latencies of the others have no meaning."""
+        """Return the arm's periods that were not overloaded. The latencies of an overloaded period have no meaning."""
         return [period for period in self.periods_of(arm) if not self.metrics[period.trial.position].overloaded]
 
     def pooled(self, periods: Sequence[Period]) -> tuple[list[Outcome], dict[str, Document]]:
@@ -145,7 +145,7 @@ class Figures:
         return ttft_s(outcome) * 1000, tbt_figure(gaps, slo.tbt_of) * 1000 if gaps else 0.0
 
     def attainment_under(self, ttft_ms: float, tbt_ms: float) -> Runs:
-        """Return the attainment that the same outcomes have under another SLO."""
+        """Return the attainment that the same outcomes would have under another SLO."""
         return {
             arm: [float((row <= (ttft_ms, tbt_ms)).all(axis=1).mean()) for row in periods if len(row)]
             for arm, periods in self._kept_limits.items()
@@ -153,8 +153,8 @@ class Figures:
 
     @cached_property
     def capacities(self) -> Runs:
-        """The capacity's pseudo-values by arm, or None if the capacity is only a bound. Only seeds with which
-        every arm was measured at three or more rates count."""
+        """The pseudo-values of each arm's capacity, which are None if it is only a bound. A seed counts only if every
+        arm was measured with this seed at three or more rates."""
         by_arm = {arm: balanced(points) for arm, points in self.findings.points.items()}
         rates = [Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}) for points in by_arm.values()]
         enough = [{seed for seed, count in counts.items() if count >= 3} for counts in rates]
@@ -224,14 +224,14 @@ def _run(period: Period, figures: Figures) -> Document:
 
 
 def _summary(figures: Figures, metrics: Sequence[str]) -> Document:
-    """Return means over seeds with their intervals."""
+    """Return the mean of each metric over seeds, with its interval, by arm."""
     shown: Document = {arm: {} for arm in figures.arms}
     for metric in metrics:
         for arm, row in figures.runs(metric).items():
             known = [value for value in row if value is not None]
             interval = asdict(student(known)) if known and len(known) == len(row) else dict.fromkeys(ESTIMATE)
             shown[arm][metric] = interval | {"per_seed": list(row)}
-    for arm, found in figures.findings.capacities.items():  # from all points; bounds may be missing
+    for arm, found in figures.findings.capacities.items():  # estimated from all points; bounds may be None
         shown[arm][CAPACITY.name] |= {"mean": found.rate, "low": found.low, "high": found.high}
         shown[arm][CAPACITY.name] |= {"bounded": found.bounded, "cliff": found.cliff}
     return shown
@@ -273,7 +273,7 @@ def _ecdf(figures: Figures) -> Document:
 
 
 def _busy(periods: Sequence[Period], figures: Figures) -> Document:
-    """Return the busy shares of each node, averaged over the periods."""
+    """Return the shares of time in which each node was busy or idle, averaged over the periods."""
     rows: dict[str, list[dict[str, float]]] = defaultdict(list)
     for period in periods:
         begin_ms = period.recording.started_unix_ns / 1e6
@@ -302,7 +302,7 @@ def _strip(period: Period, experiment: Experiment) -> Document:
 
 
 def _worst(figures: Figures) -> list[Document]:
-    """Return the requests that exceed the SLO most, worst first, if they have timelines. Skip overloaded periods."""
+    """Return the requests with timelines that exceed the SLO most, worst first. Skip overloaded periods."""
     rows = []
     for period in figures.findings.periods:
         measured = figures.metrics.get(period.trial.position)
@@ -350,7 +350,7 @@ def _verdict(
 
 
 def traffic_notes(experiment: Experiment) -> Document:
-    """Return the notes for the traffic of all seeds. Their rate is the actual rate, not the value of --rate."""
+    """Return notes on the traffic of all seeds together. The rate in them is the actual rate, not the one of --rate."""
     drawn = [experiment.traffic(seed, None) for seed in experiment.seeds]
     first, arrivals = drawn[0].notes, [arrival for each in drawn for arrival in each.arrivals]
     duration_s = sum(each.notes["duration_s"] for each in drawn)
@@ -379,7 +379,7 @@ def conditions(figures: Figures) -> str:
 
 
 def environment() -> Document:
-    """Return the facts of the machine that affect the figures."""
+    """Return the facts about the machine that affect the figures."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
         "machine": platform.machine(),
@@ -427,7 +427,7 @@ def _too_few(figures: Figures) -> list[str]:
 
 
 def _unbounded(figures: Figures) -> list[str]:
-    """Return a problem for each arm whose capacity is only a bound, because it cannot be compared."""
+    """Return a problem for each arm whose capacity is only a bound, because a bound cannot be compared."""
     problems = []
     for arm, found in figures.findings.capacities.items():
         if found.bounded == "above":
@@ -443,7 +443,7 @@ def _unbounded(figures: Figures) -> list[str]:
 
 
 def caveats(figures: Figures) -> list[str]:
-    """Return notes on the data that the figures leave out."""
+    """Return notes on the limits of the figures, such as periods that they leave out."""
     notes = list(figures.findings.notes)
     for arm in figures.arms:
         own = [period for period in figures.findings.periods if period.trial.arm == arm]

@@ -20,7 +20,7 @@ Steps = list[list[Any]]  # rows of start, duration, prompt tokens, decodes, pred
 
 
 def write_report(report: Document, directory: Path) -> Path:
-    """Write both files into `directory`, which is created if needed, and return the page's path.
+    """Write report.json and report.html into `directory`, which is created if needed. Return the page's path.
 
     Raises ValueError if a number is infinite or NaN; raises OSError if writing fails.
     """
@@ -32,7 +32,7 @@ def write_report(report: Document, directory: Path) -> Path:
 
 
 def page_of(report: Document) -> str:
-    """Return the HTML of the page. It contains the data as JSON, which browsers never interpret as markup."""
+    """Return the HTML of the page. The page contains the data as JSON, which browsers never interpret as markup."""
     ours, dashboard = files("compare.report"), files("dashboard")
     parts = {
         "title": escape(f"Baton comparison: {report['traffic']['name']}"),
@@ -52,7 +52,7 @@ def page_of(report: Document) -> str:
 
 
 def thinned(report: Document) -> Document:
-    """Return a copy of bounded size. All strips have the same time range, in ms since the start of their run."""
+    """Return a copy of the report with bounded size. All strips show the same time range, in ms since the run began."""
     different = report["tokens"]["different"]
     strips, period = _strips(report["strip"])
     return report | {
@@ -64,7 +64,7 @@ def thinned(report: Document) -> Document:
 
 
 def _strips(strips: dict[str, Document]) -> tuple[dict[str, Document], dict[str, float]]:
-    """Cut all strips to one time range, in which decodes waited longest for steps that exceeded the SLO."""
+    """Cut all strips to the time range in which decodes waited longest for steps that exceeded the SLO."""
     rebased = {arm: _rebased(strip) for arm, strip in strips.items()}
     rows = [(strip["slo_ms"], row) for strip in rebased.values() for lane in strip["nodes"].values() for row in lane]
     whole = max((row[0] + row[1] for _, row in rows), default=0.0)
@@ -99,15 +99,15 @@ def _rebased(strip: Document) -> Document:
 
 
 def _start(timeline: Document) -> float:
-    """Return the earliest time of a request."""
+    """Return the earliest time in a request's timeline."""
     times = [timeline.get("accepted_ms"), *(span["start_ms"] for span in timeline["spans"])]
     return min((at_ms for at_ms in times if at_ms is not None), default=0.0)
 
 
 def _range(rows: list[tuple[float, list[Any]]], whole: float) -> tuple[float, float]:
-    """Return a range (since, until) of STEPS steps, or the whole run if it has at most STEPS."""
+    """Return the time range (since, until) of the STEPS steps with the most waiting, or of the whole run."""
     ordered = sorted(rows, key=lambda each: float(each[1][0]))
-    late = [0.0]  # for each step: how long decodes had waited until then for steps over the SLO
+    late = [0.0]  # for each step: the total time that decodes waited in earlier steps over the SLO
     for slo_ms, row in ordered:
         late.append(late[-1] + (row[1] if row[3] and row[1] > slo_ms else 0.0))
     if len(ordered) <= STEPS:
@@ -118,8 +118,8 @@ def _range(rows: list[tuple[float, list[Any]]], whole: float) -> tuple[float, fl
 
 
 def _timeline(timeline: Document, origin: float, keeps: tuple[str, ...] = ()) -> Document:
-    """Return a request with its longest spans in order of time, in ms since `origin`. A span without an end is extended
-    to the last known time of the request. If `keeps` is given, drop all other keys."""
+    """Return a timeline with only its longest spans, in order of time, in ms since `origin`. A span without an end is
+    extended to the last known time of the request. If `keeps` is given, drop all other keys of the timeline."""
     spans = timeline["spans"]
     known = [timeline.get("ended_ms"), *(span[edge] for span in spans for edge in ("start_ms", "end_ms"))]
     last = max((moment for moment in known if moment is not None), default=0.0)

@@ -1,4 +1,4 @@
-"""What `baton compare` prints at the end: one row per arm, and the verdict."""
+"""Prints the result of `baton compare`: one row per arm, and the verdict."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 Document = Mapping[str, Any]
-Column = tuple[str, str, float, int]  # heading, metric in report.json, factor, digits
+Column = tuple[str, str, float, int]  # heading, metric in report.json, factor, decimal places
 COLUMNS: tuple[Column, ...] = (
     ("capacity req/s", "capacity_rps", 1.0, 2),
     ("SLO met %", "attainment", 100.0, 1),

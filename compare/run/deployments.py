@@ -1,6 +1,6 @@
 """Deployments of the arms: local clusters or running stacks.
 
-A local cluster is a `baton up` process with the command line of a user. The comparison always ends it.
+A local cluster is a `baton up` process, started by a command that a user could give. The comparison always ends it.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ START_S = 180.0
 DRAIN_S = 3  # short, because no client waits for the answers of an arm that is stopped
 GRACE_S = 12.0
 BAD_SETTINGS = 2
-PROCESS_BYTES = 400 << 20  # memory of a node with its libraries, as measured
-NICENESS = 5  # niceness of nodes, so that the load generator sends on time even if they use all cores
+PROCESS_BYTES = 400 << 20  # measured memory of a node's process without weights and KV
+NICENESS = 5  # niceness of nodes, so that the load generator sends on time even if nodes use all cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class LaunchOptions:
         flags += ["--cpus", ",".join(map(str, self.cpus))] if self.cpus else []
         flags += ["--emulate", self.emulate] if self.emulate else []
         if self.gpus and arm.settings.get("device", "auto") in {"auto", "cuda"}:
-            shared_pool = arm.settings.get("kv_channel") == "pool"  # prefill nodes then use the GPUs of decode nodes
+            shared_pool = arm.settings.get("kv_channel") == "pool"  # then prefill nodes use the decode nodes' GPUs
             num_gpus = min(self.gpus, arm.decode if shared_pool else arm.devices)
             flags += ["--devices", ",".join(f"cuda:{number}" for number in range(num_gpus))]
         return [sys.executable, "-P", "-m", "cluster", "up", *flags, *arm.flags()]
@@ -55,8 +55,8 @@ class LaunchOptions:
 class LocalStack:
     """The stack of one arm: a cluster process with its log or, if the arm has a URL, a running stack.
 
-    After `start`, `endpoint` is the client of its router. Runs on the caller's event loop. `end` always ends the
-    process and its nodes, but never a running stack.
+    After `start`, `endpoint` is the client of the stack's router. All methods run on the caller's event loop. `end`
+    always ends the cluster process and its nodes, but never a running stack.
     """
 
     def __init__(self, arm: Arm, launch: LaunchOptions, log: Path, api_key: str = "") -> None:
@@ -78,7 +78,7 @@ class LocalStack:
                 stdout=log,
                 stderr=STDOUT,
                 env=environment(),
-                start_new_session=True,  # so that Ctrl-C at the terminal does not signal it directly
+                start_new_session=True,  # so that Ctrl-C at the terminal does not signal the process directly
                 preexec_fn=_child_setup(os.getpid()),
             )
         deadline = time.monotonic() + START_S
@@ -109,7 +109,7 @@ class LocalStack:
         return kind(f"{self.arm.name} did not start (status {status}): {line}; see {self._log}")
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process without waiting; `end` waits."""
+        """Send SIGTERM to the process, and do not wait for its exit; `end` waits."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -127,7 +127,7 @@ class LocalStack:
 
 
 class Deployments:
-    """The stacks of all arms. Either all of them stay up, or only one runs at a time and is started for its trial."""
+    """The stacks of all arms. Either all of them stay up, or only one at a time, which is started for its trial."""
 
     def __init__(self, stacks: Sequence[LocalStack], *, keeps_all: bool) -> None:
         self._keeps_all = keeps_all
@@ -155,7 +155,7 @@ class Deployments:
 def fit_together(arms: Sequence[Arm], model: str) -> bool:
     """Return whether the processes of all arms may stay up at once, which requires enough memory.
 
-    Arms on GPUs may not stay up together, because each of them uses the same devices.
+    Arms on GPUs may not stay up together, because they all use the same devices.
     """
     needs_gpu = any(arm.settings.get("device", "auto").startswith("cuda") for arm in arms)
     if needs_gpu or (Path("/dev/nvidia0").exists() and any("device" not in arm.settings for arm in arms)):
@@ -185,7 +185,7 @@ def environment() -> dict[str, str]:
 
 
 def _child_setup(parent: int) -> Callable[[], None]:
-    """Return the function that the child process calls before it executes its program."""
+    """Return the function that the child process calls before it executes the program."""
     die_with_parent = set_parent_death_signal(parent)
 
     def setup() -> None:

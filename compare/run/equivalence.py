@@ -1,4 +1,4 @@
-"""Checks that arms are equivalent: equal facts and greedy answers before the session, equal tokens and work after."""
+"""Checks that arms are equivalent: equal facts and greedy answers before the trials, equal tokens and work after."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +9,9 @@ from compare.endpoint import Document, Endpoint
 from compare.load.outcome import LoadRecording, Outcome
 
 ANSWER_TOKENS = 12
-MAX_DIFFERENCE = 0.01  # largest tolerated difference, as a share of tokens, if the model decides where answers end
+MAX_DIFFERENCE = 0.01  # tolerated difference of answers, as a share of tokens, if the model decides where they end
 UNKNOWN = "unknown"  # the value of a fact that an arm does not publish
-# The settings that determine each fact. A fact with the name of a setting is determined by that setting.
+# The settings that determine each fact. A fact that has the name of a setting is also determined by that setting.
 SETTINGS_OF = {
     "prefix_caching": ("enable_prefix_caching",),
     "num_blocks": ("kv_cache_memory", "block_size"),
@@ -27,7 +27,7 @@ SETTINGS_OF = {
 
 @dataclass(frozen=True, slots=True)
 class ParityCheck:
-    """The facts of all arms. `equal` is true if only facts that were declared as the treatment differ."""
+    """The facts of all arms. `equal` is true if no facts differ except those declared as the treatment."""
 
     equal: bool
     facts: list[Document]
@@ -59,7 +59,7 @@ def settings_that_differ(arms: Sequence[Arm]) -> set[str]:
 
 
 def facts_of(endpoint: Endpoint, status: Document | None) -> dict[str, str]:
-    """Return the facts that must be equal, from the router's status. If nodes differ, join their values by " | "."""
+    """Return the facts that must be equal, from the router's status. Values that differ between nodes are joined."""
     facts = {"engine": "baton" if status else "not Baton: nothing else can be verified", "model": endpoint.model}
     facts["max_model_len"] = str(endpoint.max_model_len or UNKNOWN)
     if not status:
@@ -79,7 +79,8 @@ def facts_of(endpoint: Endpoint, status: Document | None) -> dict[str, str]:
 
 
 async def greedy_answers(endpoint: Endpoint, prompts: Sequence[Sequence[int]], salt: str) -> list[list[int]]:
-    """Send all fitting prompts together, and return the answers. This also warms the arm up. Raises EndpointError."""
+    """Send all prompts that fit the context at once, and return the answers. This also warms the arm up. Raises
+    EndpointError."""
     fitting = [prompt for prompt in prompts if not endpoint.max_model_len or fits(prompt, endpoint.max_model_len)]
     return list(await asyncio.gather(*(endpoint.complete(prompt, ANSWER_TOKENS, salt) for prompt in fitting)))
 
@@ -89,7 +90,7 @@ def fits(prompt: Sequence[int], max_model_len: int) -> bool:
 
 
 def different_answers(answers: Mapping[str, Sequence[Sequence[int]]]) -> list[str]:
-    """Return a line for each answer that differs from the first arm's. `answers` has the answers of each arm."""
+    """Return a line for each answer that differs from the first arm's. `answers` has each arm's answers, by arm."""
     first = next(iter(answers))
     return [
         f"{name} answers greedy prompt {number} with {list(answer)[:8]}..., {first} with {list(expected)[:8]}..."
@@ -99,7 +100,7 @@ def different_answers(answers: Mapping[str, Sequence[Sequence[int]]]) -> list[st
     ]
 
 
-# ---- after: tokens and work, by each arm's recording under equal traffic -------------------------------------------
+# ---- after: tokens and work, compared between the arms' recordings of equal traffic --------------------------------
 
 
 def different_tokens(recordings: Mapping[str, LoadRecording]) -> tuple[int, list[Document]]:
@@ -114,7 +115,7 @@ def different_tokens(recordings: Mapping[str, LoadRecording]) -> tuple[int, list
 
 
 def work_differences(groups: Sequence[Mapping[str, LoadRecording]]) -> tuple[str, str]:
-    """Return a problem and a note, each one line or empty, about arms whose amounts of work differ.
+    """Return a problem and a note about differing amounts of work. Each is one line, or empty.
 
     If prompts are sent as text, the server's tokenizer decides their length, and the model decides where answers end.
     """
@@ -134,7 +135,7 @@ def work_differences(groups: Sequence[Mapping[str, LoadRecording]]) -> tuple[str
 def _by_request(
     recordings: Mapping[str, LoadRecording], counts: Callable[[Outcome], bool]
 ) -> dict[int, dict[str, Outcome]]:
-    """Return the outcomes for which `counts` is true, by request and arm. Leave out requests that only one arm has."""
+    """Return the outcomes for which `counts` is true, by request and arm. Omit requests with only one such outcome."""
     rows: dict[int, dict[str, Outcome]] = {}
     for arm, recording in recordings.items():
         for outcome in recording.outcomes:

@@ -26,20 +26,20 @@ from compare.stats.measures import inside, measured_window, misses, slo_excess
 from shared.errors import ConfigError
 
 TRACE_SLACK_S = 5.0
-TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # number of timelines of the first seed, which the report draws, and of others
+TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # timelines per period, for the first seed (shown in the report) and for others
 ATTEMPTS = 3
-SEEDS_PER_SPARE = 3  # a spare seed replaces a seed that has an invalid period
+SEEDS_PER_SPARE = 3  # one spare seed per this many seeds; it replaces a seed that has an invalid period
 COOL_DOWN_S = 60.0
-SLACK_MS = 1000.0  # steps are fetched from this long before the start of the run
+SLACK_MS = 1000.0  # steps that began up to this long before the run are fetched as well
 COUNTED = ("handoffs", "blocks_moved", "bytes_moved", "handoffs_failed", "preemptions", "records_dropped")
 SHOWN_FACTS = ("num_blocks", "block_tokens", "block_bytes", "cpus", "threads", "policy")
-START_S = 6.0  # estimate of the time to start one process of an arm on a busy machine
-BETWEEN_S = 3.0  # estimate for the last answers of a period, the cool-down, and fetching the records
+START_S = 6.0  # estimated time to start one process of an arm on a busy machine
+BETWEEN_S = 3.0  # estimated time for the last answers of a period, the cool-down, and fetching the records
 REPORT_S = 10.0
 
 
 class Trial(NamedTuple):
-    """One arm under one seed's traffic. `position` is its index among all trials of the session.
+    """One run of one arm with the traffic of one seed. `position` is its index among all trials of the session.
 
     In a search for a capacity, `rate` replaces the rate of the traffic.
     """
@@ -56,39 +56,39 @@ class Trial(NamedTuple):
 
 
 def trials_of(arms: Sequence[str], seed: int, number: int) -> list[Trial]:
-    """Return the trials of the `number`-th seed. The order of arms alternates (ABBA), so drift affects all arms."""
+    """Return the trials of the `number`-th seed. The order of arms alternates, so drift affects all arms equally."""
     order = arms if number % 2 == 0 else arms[::-1]
     return [Trial(arm, seed, number * len(arms) + place) for place, arm in enumerate(order)]
 
 
 @dataclass(slots=True)
 class Period:
-    """The measurements of one trial. The arm is idle before and after it. Any problem makes its figures unusable."""
+    """The measurements of one trial. The arm is idle before and after it. A period with a problem is not used."""
 
     trial: Trial
     recording: LoadRecording = field(default_factory=LoadRecording)
     summaries: dict[str, Document] = field(default_factory=dict)  # the router's summaries, by request id
-    steps: dict[str, list[Document]] = field(default_factory=dict)  # by node, oldest first
+    steps: dict[str, list[Document]] = field(default_factory=dict)  # steps by node, oldest first
     costs: dict[str, list[float]] = field(default_factory=dict)  # packed step-time model of each node
-    timelines: dict[str, Document] = field(default_factory=dict)  # of the worst requests, by request id
+    timelines: dict[str, Document] = field(default_factory=dict)  # timelines of the worst requests, by request id
     counts: dict[str, int] | None = None  # increases of the nodes' counters; None if not available
     problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # limitations of figures that are still valid
+    notes: list[str] = field(default_factory=list)  # limitations of the figures, which are still valid
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
     """The arms to compare, and how to compare them."""
 
-    arms: tuple[Arm, ...]  # the first is the baseline
-    control: Arm | None  # a copy of the first
-    traffic: Callable[[int, float | None], Traffic]  # arguments: the seed, and a rate, or None for the plan's rate
+    arms: tuple[Arm, ...]  # the first arm is the baseline
+    control: Arm | None  # a copy of the first arm
+    traffic: Callable[[int, float | None], Traffic]  # the traffic of a seed at a rate; None: at the plan's rate
     seeds: tuple[int, ...]
     slo: LatencySlo
     attainment: float
-    first_rate: float | None  # where a search for capacities starts; None: no search
-    prompts: tuple[tuple[int, ...], ...]  # for the greedy answers of the preflight
-    treatment: tuple[str, ...]  # facts that may differ
+    first_rate: float | None  # rate at which the search for capacities starts; None: no search
+    prompts: tuple[tuple[int, ...], ...]  # prompts of the preflight, whose greedy answers are compared
+    treatment: tuple[str, ...]  # facts that may differ between arms
     send: str  # "ids" or "text"
     timeout_s: float
     out: Path
@@ -103,11 +103,11 @@ class Experiment:
 
     @property
     def max_trials(self) -> int:
-        """The maximum number of trials of one arm. A search uses up to 12 to bracket the rate, and three per seed."""
+        """The maximum trials of one arm. A search takes up to 12 trials to bracket the rate, and three per seed."""
         return 12 + 3 * len(self.seeds) if self.finds_capacity else len(self.seeds)
 
     def plan(self, duration_s: float, *, keeps_all: bool) -> str:
-        """Return a line with the session's size and duration. With `keeps_all`, each arm is started only once."""
+        """Return a line with the session's size and likely duration. With `keeps_all`, each arm is started once."""
         num_arms, num_trials = len(self.all_arms), self.max_trials
         starts = num_arms * (1 if keeps_all else 1 + num_trials) * (1 + max(arm.devices for arm in self.all_arms))
         total_s = num_arms * num_trials * (duration_s + BETWEEN_S) + starts * START_S + REPORT_S
@@ -119,15 +119,15 @@ class Experiment:
 class Findings:
     """The result of a session, which may be incomplete. `problems` are the reasons why there is no verdict."""
 
-    arms: list[Arm] = field(default_factory=list)  # for running stacks, with their actual numbers of nodes
+    arms: list[Arm] = field(default_factory=list)  # running stacks have their actual numbers of nodes
     parity: ParityCheck = field(default_factory=lambda: ParityCheck(False, []))
     periods: list[Period] = field(default_factory=list)
     points: dict[str, list[CapacityPoint]] = field(default_factory=dict)  # attainment at each measured rate, by arm
-    compared: int = 0  # requests whose answers were compared between arms
+    compared: int = 0  # number of requests whose answers were compared between arms
     different: list[Document] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
-    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # only of arms whose search completed
+    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # of the arms whose search completed
 
 
 def trace_name(experiment: Experiment, arm: str) -> str:
@@ -154,7 +154,7 @@ class ArmLostError(Exception):
 
 async def run_session(experiment: Experiment, deployments: Deployments, say: Callable[[str], None]) -> Findings:
     """Run a session and end all its processes. If a signal arrives or an arm is lost, the findings are incomplete, and
-    their problems say so. Raises ConfigError, EndpointError or OSError if the session cannot start."""
+    `Findings.problems` says so. Raises ConfigError, EndpointError or OSError if the session cannot start."""
     findings = Findings(list(experiment.all_arms))
     session = asyncio.create_task(Session(experiment, deployments, say, findings).run())
     loop = asyncio.get_running_loop()
@@ -206,7 +206,7 @@ class Session:
             await self._run_seeds()
 
     async def _preflight(self) -> None:
-        """Check that facts and greedy answers are equal. The answers also warm the arms up."""
+        """Check that all arms have equal facts and greedy answers. Computing the answers also warms the arms up."""
         experiment, findings = self._experiment, self._findings
         facts: dict[str, dict[str, str]] = {}
         answers = {}
@@ -242,7 +242,7 @@ class Session:
             num_valid += not any(problems)
 
     async def _search_all(self) -> None:
-        """Search the capacities of all arms. Trials take turns. If one search fails, cancel the others."""
+        """Search the capacities of all arms, one trial at a time. If one search fails, cancel the others."""
         searches = [asyncio.ensure_future(self._search(arm.name)) for arm in self._experiment.all_arms]
         try:
             await asyncio.gather(*searches)
@@ -337,10 +337,10 @@ class Session:
         )
 
     def _salt(self, trial: Trial) -> str:
-        """Return a salt that no earlier trial of the same stack used, so that no prefix cache contains its prompts.
+        """Return a salt that no earlier trial of the same stack used, so that no prefix cache has the trial's prompts.
 
         All arms get the same salt, because it decides the words of prompts that are sent as text. Only the control of a
-        running stack gets another one, because both use the same stack.
+        running stack gets another salt, because the arm and its control use the same stack.
         """
         control = self._experiment.control
         again = trial.arm if control and control.url and control.name == trial.arm else ""
@@ -366,7 +366,7 @@ def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
         count, different = equivalence.different_tokens(recordings)
         findings.compared += count
         findings.different += [{"seed": seed, **row} for row in different]
-    names = {arm.name for arm in experiment.arms}  # without the control, whose words may differ
+    names = {arm.name for arm in experiment.arms}  # without the control, whose prompts may have other words
     same = [{name: own for name, own in group.items() if name in names} for group in groups.values()]
     problem, note = equivalence.work_differences(same)
     findings.problems += [problem] if problem else []
@@ -388,7 +388,7 @@ def splits_of(arm: Arm) -> bool | None:
 def check_counts(before: Document, after: Document, *, splits: bool | None) -> tuple[dict[str, int], list[str]]:
     """Return the increases of the nodes' counters between two statuses, and the problems that they show.
 
-    The counters prove whether KV moved: the bytes must match the blocks. `splits` is the result of `splits_of`.
+    The bytes of KV that moved must match the number of blocks that moved. `splits` is the result of `splits_of`.
     """
     was = {node["id"]: node for node in before["nodes"] if node["alive"]}
     now = {node["id"]: node for node in after["nodes"] if node["alive"]}
@@ -404,7 +404,7 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
         expected_bytes += own["blocks_moved"] * now[name]["block_bytes"]
         counts = {count: counts[count] + own[count] for count in COUNTED}
     if counts["bytes_moved"] != expected_bytes:
-        problems.append(f"{counts['bytes_moved']} bytes of KV moved, but its blocks have {expected_bytes}")
+        problems.append(f"{counts['bytes_moved']} bytes of KV were moved, but the moved blocks hold {expected_bytes}")
     shared_pool = {"pool"} == {channel for node in now.values() for channel in node.get("channels", {}).values()}
     if splits and not (counts["handoffs"] and (counts["bytes_moved"] or shared_pool)):
         problems.append("disaggregated, but no KV was handed off")
@@ -417,7 +417,7 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
 
 
 async def _idle_status(endpoint: Endpoint, period: Period) -> Document:
-    """Return the status of the router once the arm is idle. Raises EndpointError."""
+    """Wait until the arm is idle, or record a problem. Return the router's status. Raises EndpointError."""
     if not await endpoint.until_idle(COOL_DOWN_S):
         when = "after the last answer" if period.recording.outcomes else "after the previous period"
         period.problems.append(f"the arm was not idle {COOL_DOWN_S:g} s {when}")

@@ -1,4 +1,4 @@
-"""Search for the capacity, which is the largest rate at which a share `alpha` of the requests meets the SLO.
+"""Search for an arm's capacity: the largest rate at which a share `alpha` of the requests meets the SLO.
 
 This module has no I/O; the caller provides the function that measures.
 """
@@ -18,7 +18,7 @@ CLOSE_RATES = 1.1  # largest ratio between two rates that count as adjacent
 CLIFF_DROP = 0.25  # smallest drop of attainment between adjacent rates that counts as a cliff
 PRECISION = 0.03  # the search ends when half of the interval's width is at most this share of the capacity
 MAX_SEEDS = 20
-BRACKET_RATIO = 1.15  # bisection ends at this ratio
+BRACKET_RATIO = 1.15  # bisection ends when the two rates are at most this ratio apart
 STEP = 1.08
 SPREAD = (1 / STEP, 1.0, STEP)  # every seed is measured at the estimate multiplied by each of these factors
 WIDEST = 2.0**12  # the search covers rates from the first rate / WIDEST to the first rate * WIDEST
@@ -37,7 +37,7 @@ class CapacityPoint:
 class CapacityEstimate:
     """A capacity in requests per second, with a 95 % interval over seeds.
 
-    `low` and `high` are None with fewer than two seeds, or if they lie beyond the measured rates. `bounded` is
+    `low` or `high` is None with fewer than two seeds, or if it lies beyond the measured rates. `bounded` is
     "above" if even the highest measured rate meets the SLO, "below" if even the lowest does not, else "yes". If
     `cliff` is true, the attainment drops abruptly, and `rate` is the last rate before the drop.
     """
@@ -51,7 +51,7 @@ class CapacityEstimate:
 
 def fit_attainment(points: Sequence[CapacityPoint]) -> tuple[list[float], list[float]]:
     """Return the rates in ascending order, and the fitted attainment at each rate. The fit is a non-increasing isotonic
-    regression of the mean of each rate's runs, weighted by their number."""
+    regression of the mean of each rate's runs, weighted by the number of runs."""
     rates = sorted({point.rate for point in points})
     runs = [[point.attainment for point in points if point.rate == rate] for rate in rates]
     fit = isotonic_regression(list(map(np.mean, runs)), weights=list(map(len, runs)), increasing=False)
@@ -59,7 +59,7 @@ def fit_attainment(points: Sequence[CapacityPoint]) -> tuple[list[float], list[f
 
 
 def crossing(rates: Sequence[float], shares: Sequence[float], alpha: float) -> CapacityEstimate:
-    """Return where the curve falls below alpha, interpolated linearly."""
+    """Return the rate at which the curve falls below alpha, interpolated linearly."""
     below = next((index for index, share in enumerate(shares) if share < alpha), None)
     if below is None:
         return CapacityEstimate(rates[-1], None, None, "above")
@@ -73,7 +73,7 @@ def crossing(rates: Sequence[float], shares: Sequence[float], alpha: float) -> C
 
 
 def capacity_of(points: Sequence[CapacityPoint], alpha: float) -> CapacityEstimate:
-    """Return the rate at which the fit of all points crosses alpha, with Student's interval of its `influences`."""
+    """Return the rate at which the fit of all points crosses alpha, with Student's interval of the `influences`."""
     found = crossing(*fit_attainment(points), alpha)
     values = [value for value in influences(points, alpha).values() if value is not None]
     interval = student(values) if values else None
@@ -87,8 +87,8 @@ def capacity_of(points: Sequence[CapacityPoint], alpha: float) -> CapacityEstima
 def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float | None]:
     """Return the jackknife pseudo-values (Tukey, 1958) of the crossing, by seed.
 
-    They estimate the crossing and its uncertainty, so they can be compared like the figures of paired runs. All are
-    None if the crossing of all seeds, or of all but one, lies beyond the measured rates and is only a bound.
+    Pseudo-values estimate the crossing and its uncertainty, so they can be compared like the figures of paired runs.
+    All are None if the crossing, with all seeds or without any one of them, lies beyond the measured rates.
     """
     seeds = sorted({point.seed for point in points})
     without = [[point for point in points if point.seed != seed] for seed in seeds]
@@ -100,27 +100,27 @@ def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float
 
 
 def balanced(points: Sequence[CapacityPoint]) -> list[CapacityPoint]:
-    """Return the points without rates at which only the first seed was measured. With one seed, return all points."""
+    """Return the points at rates at which several seeds were measured, or all points if there is only one seed."""
     measured = Counter(rate for rate, _ in {(point.rate, point.seed) for point in points})
     several = [point for point in points if measured[point.rate] > 1]
     return several if len({point.seed for point in points}) > 1 else list(points)
 
 
 def attainment_bands(points: Sequence[CapacityPoint]) -> dict[str, list[float]]:
-    """Return data for a chart: the fitted share at every rate, with the lowest and highest share of a run."""
+    """Return data for a chart: the fitted attainment at every rate, and the lowest and highest of a run."""
     rates, shares = fit_attainment(points)
     at = [[point.attainment for point in points if point.rate == rate] for rate in rates]
     return {"rate": rates, "share": shares, "low": [min(row) for row in at], "high": [max(row) for row in at]}
 
 
-Measure = Callable[[float, int], Awaitable[float]]  # from a rate and a seed; 0 if overloaded
+Measure = Callable[[float, int], Awaitable[float]]  # attainment at a rate with a seed; 0 if overloaded
 
 
 class CapacitySearch:
-    """Searches for one arm's capacity. `points` are the measurements so far; `run` appends to it.
+    """Searches for one arm's capacity. `run` appends each measurement to `points`.
 
-    With the first seed, it brackets and bisects the rate. Then it measures one seed after the other at rates around the
-    estimate until the interval is narrow. `measure` is called on the event loop of `run`, one call at a time.
+    `run` brackets and bisects the rate with the first seed. Then it measures one seed after the other at rates around
+    the estimate until the interval is narrow. `measure` is called on the event loop of `run`, one call at a time.
     """
 
     def __init__(self, measure: Measure, alpha: float, *, max_runs: int, min_seeds: int = 6) -> None:
@@ -135,7 +135,7 @@ class CapacitySearch:
         return len(self.points) >= self._max_runs
 
     async def run(self, first_rate: float) -> CapacityEstimate:
-        """Return the capacity found with at most `max_runs` runs."""
+        """Search from `first_rate` with at most `max_runs` runs, and return the capacity."""
         bracket = await self._bracket(first_rate)
         if bracket is None:
             return capacity_of(self.points, self._alpha)
@@ -164,7 +164,7 @@ class CapacitySearch:
         return self._found()
 
     async def _bracket(self, rate: float) -> tuple[float, float] | None:
-        """Return a rate that meets alpha, and twice that rate, which does not. Return None if WIDEST is reached."""
+        """Return a rate that meets alpha, and twice that rate, which does not. Return None if no such pair is found."""
         holds = await self._holds(rate, 0)
         factor = 2.0 if holds else 0.5
         first = rate

@@ -1,7 +1,7 @@
 """The metrics of one run, the window that they cover, where requests spend time, and why they miss the SLO.
 
-Every request that was scheduled in the window counts. A failed request misses the SLO, and the times of its remaining
-tokens are infinite. Percentiles are interpolated linearly.
+Every request that was scheduled in the window counts. A failed request misses the SLO, and the latencies of its missing
+tokens count as infinite. Percentiles are interpolated linearly.
 """
 
 import math
@@ -31,7 +31,7 @@ TREND_BATCHES = 10
 P99 = partial(np.percentile, q=99)
 TBT_FIGURES: dict[str, Callable[[Sequence[float]], Any]] = {"p99": P99, "max": max, "mean": fmean}
 TREND_LEVEL = 0.01  # probability that a steady run counts as overloaded if its batches are independent
-MIN_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # smallest growth as a share of the mean, and in standard deviations
+MIN_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # smallest growth: as a share of the mean, and in standard deviations
 
 PHASES = (
     *("client", "router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"),
@@ -51,7 +51,7 @@ BETWEEN = {
     "interference": "behind prompt chunks",
     "retry": "failed attempts",
 }
-MIN_CAUSE_SHARE = 0.5  # a cause must account for this share of the time over the SLO
+MIN_CAUSE_SHARE = 0.5  # a cause must account for at least this share of the time over the SLO
 
 
 # ---- one request, in seconds ---------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def gaps_s(outcome: Outcome) -> list[float]:
 
 
 def tpot_s(outcome: Outcome) -> float | None:
-    """Return the mean gap. It is None for a request of one token, and infinite for a longer one that failed."""
+    """Return the mean time between tokens: None for a request of one token, infinite for a longer one that failed."""
     if not outcome.finished:
         return None if outcome.max_tokens == 1 else math.inf
     count = len(outcome.token_s)
@@ -88,7 +88,8 @@ def e2e_s(outcome: Outcome) -> float:
 
 
 def fluidity(outcome: Outcome, slo: LatencySlo) -> tuple[int, int]:
-    """Return how many tokens met their deadlines, and the total. Token i is due at TTFT SLO + i * TBT SLO (Etalon)."""
+    """Return how many tokens met their deadlines, and how many were due. The deadline of token i is TTFT SLO + i * TBT
+    SLO, as in Etalon."""
     slo = outcome.slo or slo
     first_s, step_s = (limit / 1000 if limit else math.inf for limit in (slo.ttft_ms, slo.tbt_ms))
     due = len(outcome.token_s) if outcome.finished else max(outcome.max_tokens, len(outcome.token_s))
@@ -97,7 +98,7 @@ def fluidity(outcome: Outcome, slo: LatencySlo) -> tuple[int, int]:
 
 
 def misses(outcome: Outcome, slo: LatencySlo) -> list[str]:
-    """Return ["failed"], or which of "ttft" and "tbt" the request missed. A request's own SLO overrides `slo`."""
+    """Return ["failed"], or the limits that the request missed: "ttft", "tbt". Its own SLO overrides `slo`."""
     slo = outcome.slo or slo
     if not outcome.finished:
         return ["failed"]
@@ -116,7 +117,7 @@ def tbt_figure(gaps: Sequence[float], tbt_of: str) -> float:
 
 
 def slo_excess(outcome: Outcome, slo: LatencySlo) -> float:
-    """Return TTFT or the longest gap in units of its limit, whichever is larger. A failed request has infinity."""
+    """Return TTFT or the longest gap, relative to its limit, whichever is larger. Return infinity for a failure."""
     slo = outcome.slo or slo
     if not outcome.finished:
         return math.inf
@@ -144,10 +145,10 @@ def measured_window(outcomes: Sequence[Outcome]) -> tuple[tuple[float, float], b
 
 
 def outstanding(outcomes: Sequence[Outcome], at_s: Series) -> Series:
-    """Return the number of requests that were scheduled but had not ended at each time.
+    """Return the number of requests that were scheduled but had not ended, at each time in `at_s`.
 
-    A request that timed out never ends here. Otherwise, a server that never answers would look steady after the first
-    timeouts.
+    A request that timed out counts as never ended. Otherwise, a server that never answers would look steady after the
+    first timeouts.
     """
     due = np.sort([outcome.scheduled_s for outcome in outcomes])
     ends = [math.inf if one.ended_s is None or one.error == TIMEOUT else one.ended_s for one in outcomes]
@@ -158,8 +159,8 @@ def outstanding(outcomes: Sequence[Outcome], at_s: Series) -> Series:
 def mser(series: Series, batch: int = BATCH) -> int:
     """Return how many of the first values are warm-up, by MSER-5 (White, Cobb and Spratt, 2000).
 
-    The rule minimizes the sum of squared deviations of the rest, divided by the square of its number of batches. It
-    may cut at most half of the values, because it is known to fail beyond that.
+    The rule minimizes the sum of squared deviations of the remaining batches, divided by the square of their number.
+    At most half of the values are cut, because the rule is known to fail beyond that.
     """
     num_batches = len(series) // batch
     if num_batches < 2:
@@ -204,7 +205,7 @@ class RunMetrics:
 
 
 def inside(outcomes: Iterable[Outcome], window_s: tuple[float, float]) -> list[Outcome]:
-    """Return the requests that were scheduled in the window. All figures are about this population."""
+    """Return the requests that were scheduled in the window. All figures cover exactly these requests."""
     return [outcome for outcome in outcomes if window_s[0] <= outcome.scheduled_s <= window_s[1]]
 
 
@@ -237,7 +238,7 @@ def measure(
 
 
 def latencies(population: Sequence[Outcome]) -> dict[str, float | None]:
-    """Return latencies at the client in milliseconds. TBT includes the tokens of failed requests."""
+    """Return percentiles of the latencies at the client, in ms. TBT includes the tokens of failed requests."""
     values = values_ms(population)
     return {
         f"{name}_p{share}_ms": percentile(values[name], share, scale=1) for name in LATENCIES for share in (50, 99)
@@ -245,7 +246,7 @@ def latencies(population: Sequence[Outcome]) -> dict[str, float | None]:
 
 
 def values_ms(population: Sequence[Outcome]) -> dict[str, list[float]]:
-    """Return every value of each latency in milliseconds. Values of missing tokens are infinite."""
+    """Return every value of each latency in milliseconds. The latency of a missing token counts as infinite."""
     tbt = [gap for outcome in population for gap in gaps_s(outcome)]
     tbt += [math.inf for outcome in population if outcome.token_s and not outcome.finished]
     values = {
@@ -270,7 +271,7 @@ def percentile(values: Sequence[float], share: float, scale: float = 1000) -> fl
 def ecdf(values: Sequence[float], points: int = 200) -> dict[str, list[float]]:
     """Return points of the empirical distribution; `y` is the share of values that are at most `x`.
 
-    Points are spaced evenly, with additional points among the largest values. `y` ends below 1 if values are infinite.
+    Points are spaced evenly, with additional points among the largest values. `y` ends below 1 if a value is infinite.
     """
     finite = np.sort([value for value in values if math.isfinite(value)])
     if not len(finite):
@@ -283,7 +284,7 @@ def ecdf(values: Sequence[float], points: int = 200) -> dict[str, list[float]]:
 
 
 def from_summaries(population: Sequence[Outcome], summaries: Summaries) -> dict[str, float | None]:
-    """Return figures of the router's summaries: hidden and exposed KV transfer, and how long prompts delay decodes."""
+    """Return figures from the router's summaries: hidden and exposed KV transfer, and delay of decodes by prompts."""
     known = [summaries[outcome.id] for outcome in population if outcome.id in summaries]
     if not known:
         return {}
@@ -299,10 +300,10 @@ def from_summaries(population: Sequence[Outcome], summaries: Summaries) -> dict[
 
 
 def phases_ms(outcome: Outcome, summary: Summary) -> dict[str, float] | None:
-    """Return the time from the request's scheduled start to its last token at the client, by PHASES and "residual".
+    """Return the milliseconds of each of PHASES, and of "residual", from the scheduled start to the last token.
 
-    The residual is time that neither the client nor the router recorded, such as network time. It makes the sum exact
-    without a common clock. Return None if the request failed or has no phases.
+    The residual is time that neither the client nor the router recorded, such as network time. With it, the phases sum
+    to the whole time without a common clock. Return None if the request failed or has no phases.
     """
     if not outcome.finished or outcome.sent_s is None or not outcome.token_s or not summary.get("phases_ms"):
         return None
@@ -315,7 +316,7 @@ def phases_of(population: Sequence[Outcome], summaries: Summaries, slo: LatencyS
     """Return the mean of every phase over all requests and over those that missed the SLO, and the residual's size.
 
     Only requests that finished and have phases count; `requests` is their number. Return None if there are none.
-    `missed` is empty if none of them missed the SLO.
+    `missed` is empty if no request missed the SLO.
     """
     found = [(outcome, phases_ms(outcome, summaries.get(outcome.id, {}))) for outcome in population]
     rows = [phases for _, phases in found if phases]
@@ -345,7 +346,7 @@ def miss_cause(outcome: Outcome, summary: Summary, slo: LatencySlo) -> str | Non
     """Return the main cause of a miss, such as "TTFT: prefill queue", or None if the request met the SLO.
 
     If both limits are missed, return a cause for TTFT, because an early delay often causes later ones. Without phases,
-    return only the missed limit.
+    the cause is "unknown".
     """
     missed = misses(outcome, slo)
     if not missed:

@@ -1,4 +1,4 @@
-"""Significance of differences. The runs of two arms with the same seed have the same traffic and form a pair."""
+"""Significance of differences between arms. Runs of two arms with the same seed, so the same traffic, form a pair."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +10,11 @@ from scipy import stats
 
 HIGHER_IS_BETTER = frozenset({"attainment", "goodput_rps", "fluidity", "throughput_tps", "capacity_rps"})
 CONFIDENCE = 0.95
-MIN_PERCENT = 3.0  # smaller differences are too close to call, even if they are significant
-ROUNDING = 1e-9  # relative rounding error of differences that count as equal
+MIN_PERCENT = 3.0  # differences of fewer percent are too close to call, even if they are significant
+ROUNDING = 1e-9  # relative deviation up to which differences count as equal
 TOO_CLOSE = "too close to call"
 
-Runs = Mapping[str, Sequence[float | None]]  # by arm, the figures of all seeds in the same order
+Runs = Mapping[str, Sequence[float | None]]  # figures by arm, with the seeds in the same order for all arms
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Interval:
 class Comparison:
     """The comparison of two arms in one metric: the paired difference (`arm` - `against`) with its interval.
 
-    `percent`, `percent_low` and `percent_high` are relative to the mean of `against`, and None if that mean is 0. `p`
+    `percent`, `percent_low` and `percent_high` are relative to the mean of `against`, or None if that mean is 0. `p`
     is corrected for the number of comparisons. If `difference` is None, `note` says why.
     """
 
@@ -49,7 +49,7 @@ class Comparison:
 
 
 def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """Return Student's t interval of the mean."""
+    """Return the mean with its confidence interval by Student's t distribution."""
     mean, count = fmean(values), len(values)
     if count < 2:
         return Interval(mean, None, None)
@@ -60,10 +60,10 @@ def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval
 def compare(
     metric: str, arm: tuple[str, Sequence[float | None]], against: tuple[str, Sequence[float | None]]
 ) -> Comparison:
-    """Compare two arms, each given as its name and its figures. Raises ValueError if they are not paired.
+    """Compare two arms, each given as its name and its figures. Raises ValueError if the figures are not paired.
 
-    If a seed has no figure in one arm, for example because the run was overloaded, compare nothing. The remaining seeds
-    would be a biased selection.
+    If a seed has no figure in one arm, for example because the run was overloaded, compare nothing, because the
+    remaining seeds would be a biased selection.
     """
     (name, ours), (other, theirs) = arm, against
     if len(ours) != len(theirs):
@@ -93,13 +93,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def compare_arms(metric: str, runs: Runs, against: str) -> list[Comparison]:
-    """Compare every other arm with `against`, which was chosen in advance. Correct for the number of arms."""
+    """Compare every other arm with `against`, which was chosen in advance. Correct p-values for the number of arms."""
     return corrected([compare(metric, (arm, runs[arm]), (against, runs[against])) for arm in runs if arm != against])
 
 
 def compare_with_best(metric: str, runs: Runs, best: str) -> list[Comparison]:
-    """Compare every other arm with `best`, which was chosen for its figures. Correct for all pairs of arms, because any
-    arm could have been the best."""
+    """Compare every other arm with `best`, which was chosen for its figures. Correct p-values for all pairs of arms,
+    because any arm could have been the best."""
     pairs = list(combinations(runs, 2))
     p_values = holm([compare(metric, (one, runs[one]), (other, runs[other])).p for one, other in pairs])
     p_of = dict(zip(map(frozenset, pairs), p_values, strict=True))
@@ -108,7 +108,7 @@ def compare_with_best(metric: str, runs: Runs, best: str) -> list[Comparison]:
 
 
 def corrected(found: Sequence[Comparison]) -> list[Comparison]:
-    """Return the comparisons with their p-values corrected for their number."""
+    """Return the comparisons with p-values that are corrected for the number of comparisons."""
     return [with_p(one, p) for one, p in zip(found, holm([one.p for one in found]), strict=True)]
 
 
@@ -129,8 +129,8 @@ def _says(found: Comparison) -> str:
 
 
 def _p_value(differences: Sequence[float]) -> float:
-    """Return the p-value of Student's t-test. If all differences are equal, as is common for shares of few
-    requests, use the sign test, because there is no spread."""
+    """Return the p-value of Student's t-test. If all differences are equal, they have no spread, so use the sign test.
+    Equal differences are common for shares of few requests."""
     mean = fmean(differences)
     if float(np.ptp(differences)) <= ROUNDING * abs(mean):
         return 1.0 if mean == 0 else 2.0 ** (1 - len(differences))

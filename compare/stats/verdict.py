@@ -27,7 +27,7 @@ LATENCIES = {
     "tbt_p50_ms": "TBT p50",
     "tbt_p99_ms": "TBT p99",
     "e2e_p50_ms": "E2E p50",
-}  # compared if the leading metric does not decide; more metrics would lower the significance of each
+}  # latencies to compare if the leading metric does not decide; more metrics would lower the significance of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LeadingMetric:
     """The metric that decides the verdict, and its format. Higher values are better."""
 
     name: str
-    scale: float  # converts the metric's unit to the printed unit
+    scale: float  # factor from the metric's unit to the printed unit
     unit: str
     unit_of_gap: str
     what: str
@@ -45,7 +45,7 @@ class LeadingMetric:
         return "unknown" if mean is None else f"{mean * self.scale:.1f}{self.unit}"
 
     def gap(self, behind: Comparison) -> str:
-        """Return the lead over the other arm of `behind`, with its interval."""
+        """Return how far the best arm leads `behind.arm`, with the interval."""
         if behind.difference is None or behind.low is None or behind.high is None:
             return "no interval"
         # Adding 0 converts -0.0 to 0.0.
@@ -81,7 +81,7 @@ class Ranking:
 
     @property
     def p(self) -> float:
-        """The largest p of the best arm's leads."""
+        """The largest p-value of the best arm's leads over the other arms."""
         return max((other.p for other in self.others), default=1.0)
 
     def listed(self, others: Sequence[Comparison]) -> str:
@@ -90,7 +90,7 @@ class Ranking:
 
 
 def rank(leading: LeadingMetric, runs: Runs) -> Ranking | None:
-    """Rank the arms. Return None if fewer than two have a figure for every seed."""
+    """Rank the arms. Return None if fewer than two arms have a figure for every seed."""
     means = {arm: mean for arm, row in runs.items() if (mean := _mean(row)) is not None}
     if len(means) < 2:
         return None
@@ -105,7 +105,7 @@ def _mean(row: Sequence[float | None]) -> float | None:
 
 
 def sentence(ranking: Ranking | None) -> tuple[str, str | None]:
-    """Return the verdict, and the interval that it is based on."""
+    """Return the verdict as text, and the interval that it is based on."""
     if ranking is None:
         return "no verdict: there are no two arms with valid runs", None
     num_pairs = len(ranking.runs[ranking.best])
@@ -138,10 +138,10 @@ RankAt = Callable[[float, float], Ranking | None]  # returns the ranking under a
 
 
 def flips(rank_at: RankAt, ttft_ms: float, tbt_ms: float) -> list[str]:
-    """Return the ranges of SLOs under which another arm wins with the same outcomes, or one line if there are none.
+    """Return the ranges of SLOs under which another arm wins with the same outcomes, or a line that no arm does.
 
-    Without correction, one SLO in twenty would have a winner by chance. So the p-values are corrected for all SLOs
-    (Holm), and a win counts only if it holds at several consecutive SLOs.
+    Without correction, one SLO in twenty would have a winner by chance. Therefore, the p-values are corrected for all
+    SLOs (Holm), and a win counts only if it holds at several consecutive SLOs.
     """
     winner_now = current.winner if (current := rank_at(ttft_ms, tbt_ms)) else None
     factors = [[2.0 ** (way * step / 2) for step in range(1, STEPS_AROUND + 1)] for way in (-1, 1)]
@@ -189,7 +189,7 @@ def latency_differences(ranking: Ranking | None, figures: Mapping[str, Runs]) ->
 
 
 def _lower(clear: Sequence[Comparison], figures: Mapping[str, Runs], *, several: bool) -> Iterator[str]:
-    """Yield a text for each pair of arms that names the lower latencies of one arm, in percent of the other's."""
+    """Yield a text for each pair of arms: which latencies are lower in one arm, in percent of the other arm's."""
     ahead = [(row.arm, row.against) if row.says == "better" else (row.against, row.arm) for row in clear]
     for arm, behind in dict.fromkeys(ahead):
         parts = []

@@ -71,8 +71,8 @@ async def build_requests(
 def cache_namespace(tenant: str, cache_salt: str | None) -> bytes:
     """Return the salt that the router and the nodes use for this client's entries in the prefix cache.
 
-    Tenants do not share cached prefixes, because the duration of a request would reveal another tenant's prompts. The
-    client's own salt divides its tenant's cache further.
+    Tenants do not share cached prefixes, because the duration of a request would reveal another tenant's prompts.
+    Requests of one tenant share cached prefixes only if they have the same `cache_salt`.
     """
     parts = [tenant.encode(), *([] if cache_salt is None else [cache_salt.encode()])]
     return hashlib.sha256(b"".join(len(part).to_bytes(4) + part for part in parts)).digest() if any(parts) else b""
@@ -85,7 +85,7 @@ def check_ids(ids: list[int], model: ModelCard, param: str) -> None:
 
 
 async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the token ids of a text. Long texts are encoded on a thread."""
+    """Return the token ids of a text. A long text is encoded on a worker thread."""
     if len(text) <= AT_ONCE:
         return tokenizer.encode(text, add_special_tokens)
     return await run_in_thread(tokenizer.encode, text, add_special_tokens)

@@ -1,6 +1,6 @@
-"""Formats OpenAI's responses, as whole objects or as server-sent events, with the API's three formats of logprobs.
+"""Formats responses of the OpenAI API, whole or as server-sent events, with logprobs in the API's three formats.
 
-Events are built by escaping and concatenating strings, because encoding an object for each token would cost more.
+Events are built by escaping and concatenating strings, because encoding a JSON object for each token would be slower.
 """
 
 import codecs
@@ -19,7 +19,7 @@ FLOOR = -9999.0  # replaces lower logprobs, as in vLLM, because JSON has no -Inf
 
 
 def dump(value: object) -> str:
-    """Return compact JSON in ASCII: some clients also split lines at U+2028 and U+0085."""
+    """Return compact JSON in ASCII, because some clients also split lines at the characters U+2028 and U+0085."""
     return json.dumps(value, separators=(",", ":"))
 
 
@@ -28,8 +28,8 @@ def event(value: object) -> bytes:
 
 
 class ResponseFormatter:
-    """Formats one request's output as a completion or a chat completion, streamed or whole. The handler of the request
-    creates it on the event loop, and passes each text delta to `events` or to `collect`."""
+    """Formats one request's output as a completion or a chat completion, streamed or whole. The request's handler
+    creates the formatter on the event loop, and passes each text delta to `events` or to `collect`."""
 
     def __init__(
         self, output: RequestOutput, body: CompletionBody | ChatBody, tokenizer: Tokenizer, model: str, created: int
@@ -61,8 +61,8 @@ class ResponseFormatter:
     # Streams
 
     def events(self, choice: OutputProcessor, delta: TextDelta) -> bytes:
-        """Return the events for a text delta. The result is empty if the text is held back and the client requested no
-        details of each token."""
+        """Return the events for a text delta. While text is held back, the result is empty unless the client requested
+        details for each token."""
         parts: list[str] = []
         text = self._echoed(choice) + delta.text if delta.is_first else delta.text
         prompt_ids = ""
@@ -96,7 +96,7 @@ class ResponseFormatter:
         of_choice: str = "",
         of_request: str = "",
     ) -> str:
-        """Return an event of one choice. All parts are JSON; `of_choice` and `of_request` are further fields."""
+        """Return an event for one choice. All parts are JSON; `of_choice` and `of_request` are additional fields."""
         usage = ""
         if self._body.stream_options.include_usage:
             usage = f',"usage":{dump(self.usage()) if self._body.continuous_usage else "null"}'
@@ -106,7 +106,7 @@ class ResponseFormatter:
         )
 
     def ending(self) -> bytes:
-        """Return the event that ends the stream, after the usage if the client requested it."""
+        """Return the event that ends the stream, preceded by the usage if the client requested the usage."""
         if not self._body.stream_options.include_usage:
             return DONE
         return event(self._envelope | {"choices": [], "usage": self.usage()}) + DONE
@@ -117,7 +117,7 @@ class ResponseFormatter:
         self._collected[choice.index].append(delta)
 
     def answer(self) -> dict[str, Any]:
-        """Return the whole response, after all deltas are collected."""
+        """Return the whole response. All deltas must have been collected."""
         choices = [self._whole_choice(choice) for choice in self._output.choices]
         of_prompt = self._of_prompt(self._output.prompts[0]) if self._is_chat else {}
         return self._envelope | {"choices": choices, "usage": self.usage()} | of_prompt
@@ -137,7 +137,7 @@ class ResponseFormatter:
         return whole if self._is_chat else whole | self._of_prompt(choice.prompt)
 
     def _of_prompt(self, prompt: PromptOutput) -> dict[str, Any]:
-        """Return the fields about a prompt that the client requested."""
+        """Return the requested fields that describe a prompt."""
         found: dict[str, Any] = {"prompt_token_ids": prompt.request.prompt} if self._body.return_token_ids else {}
         if self._body.prompt_logprobs is not None:
             found["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.logprobs, self._body.prompt_logprobs)
@@ -159,7 +159,7 @@ class ResponseFormatter:
         return "" if self._echo is None else self._echo[choice.index // self._body.n]
 
     def _stop_reason(self, delta: TextDelta) -> str | int | None:
-        """Return the stop string or the id from `stop_token_ids` that ended the choice, or None for another reason."""
+        """Return the stop string, or the token id in `stop_token_ids`, that ended the choice; None if neither did."""
         reason = delta.stop_reason
         return None if isinstance(reason, int) and reason not in self._body.stop_token_ids else reason
 
@@ -176,7 +176,7 @@ class CompletionLogprobs:
     """Formats logprobs for completions. Each sample has its own instance, which counts characters for the offsets."""
 
     def __init__(self, tokenizer: Tokenizer, num_top: int, skipped: frozenset[int], num_stripped: int) -> None:
-        """Tokens in `skipped` add no text. The first `num_stripped` leading spaces are not part of the text."""
+        """Tokens in `skipped` add no text. Up to `num_stripped` leading spaces are not part of the text."""
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._skipped = skipped
@@ -185,7 +185,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def format(self, entries: Sequence[Logprobs], unscored: int | None = None) -> dict[str, Any]:
-        """Return the four lists for the next tokens. `unscored` is a prompt's first token, which has no logprob."""
+        """Return the API's four lists for the next tokens. `unscored` is a prompt's first token: it has no logprob."""
         rows: list[tuple[int, float | None, dict[str, float] | None]]
         rows = [] if unscored is None else [(unscored, None, None)]
         rows += [(entry.token, _finite(entry.logprob), self._top(entry)) for entry in entries]
@@ -217,7 +217,7 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> dict[str, Any]:
-    """Format logprobs for chat completions. With `bytes`, clients can assemble characters that span tokens."""
+    """Format logprobs for chat completions. From `bytes`, clients can assemble characters that span several tokens."""
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
         data = list(tokenizer.vocabulary.bytes_of(token))
@@ -231,8 +231,8 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: in
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> list[dict[str, Any] | None]:
-    """Format a prompt's logprobs as vLLM does: for each token, a map from token id to entry. The map has the prompt's
-    token and the most likely tokens. The first token has no logprobs."""
+    """Return a prompt's logprobs in vLLM's format: for each token of the prompt, a map from token ids to entries. Each
+    map has the prompt's own token and the most likely tokens. The first token has None instead of a map."""
 
     def shown(token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token)}

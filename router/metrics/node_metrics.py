@@ -1,6 +1,6 @@
-"""Prometheus metrics of the dispatcher, and of the nodes' latest reports.
+"""Prometheus metrics from the dispatcher's status and from the latest reports of the nodes.
 
-The series of a node that left are dropped. Label values are node ids, roles and members of fixed sets.
+The time series of nodes that have left are dropped. Label values are node ids, roles and members of fixed sets.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,7 @@ from shared.rpc.messages import NodeInfo, NodeStats
 
 NodeRow = tuple[NodeInfo, NodeStats, bool]
 LABELS = ("engine", "role", "model_name")
-MAX_REASONS = 64  # limit of the placement reasons that are exported as labels
+MAX_REASONS = 64  # maximum number of placement reasons that are exported as labels
 
 
 def _usage(stats: NodeStats) -> float:
@@ -22,8 +22,8 @@ def _usage(stats: NodeStats) -> float:
     return used / stats.blocks_total if stats.blocks_total else 0.0
 
 
-# Metrics of the nodes' stats: name, value and help. They have vLLM's names where vLLM has such a metric, so that its
-# dashboards work. A value is an attribute or a function of the stats.
+# Metrics from the nodes' stats: the name, the value (an attribute or a function of the stats) and the help text. A
+# metric that vLLM also has keeps vLLM's name, so that vLLM's dashboards work.
 STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
     ("vllm:num_requests_running", "running", "Requests in the running batch."),
     ("vllm:num_requests_waiting", "waiting", "Requests waiting for blocks or a slot."),
@@ -50,7 +50,7 @@ STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
     ("baton_kv_rows_corrupt_total", "rows_corrupt", "KV rows that failed their checksum."),
     ("baton_records_dropped_total", "records_dropped", "Step records and events that a node dropped before sending."),
 )
-# From the counts in the dispatcher's status.
+# Metrics from the request counts in the dispatcher's status: the name and the help text, by the key of the count.
 COUNTS = {
     "moved": ("baton_request_migrations_total", "Attempts migrated to another node."),
     "refused": ("baton_requests_rejected_total", "Requests rejected because their predicted wait was too long."),

@@ -1,6 +1,6 @@
-"""Latencies and counts of requests as clients see them, under vLLM's metric names so that its dashboards work.
+"""Metrics of request latencies and counts as clients see them, with vLLM's names so that vLLM's dashboards work.
 
-Label values are members of fixed sets, and the tenants in the API keys file.
+Label values are members of fixed sets, or tenants from the API keys file.
 """
 
 import math
@@ -15,15 +15,15 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-WINDOW_S, NUM_SLICES = 60.0, 12  # the time that percentiles in `/v1/status` cover, and its parts
+WINDOW_S, NUM_SLICES = 60.0, 12  # the period that percentiles in `/v1/status` cover, and its number of slices
 SLICE_S = WINDOW_S / NUM_SLICES
-LEAST_S, BUCKET_RATIO = 1e-7, 1.05  # the time that is recorded for 0; the ratio between bucket bounds
+LEAST_S, BUCKET_RATIO = 1e-7, 1.05  # the value recorded for a time of 0; the ratio of adjacent bucket bounds
 SCALE = 1 / math.log(BUCKET_RATIO)
 TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
     *(160, 640, 2560),
 )
-# vLLM's bounds, with finer ones below 10 ms for the tokens of small models.
+# vLLM's bounds, with additional bounds below 10 ms for small models.
 ITL_S = (
     *(0.001, 0.002, 0.004, 0.006, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1),
     *(2.5, 5, 7.5, 10, 20, 40, 80),
@@ -56,7 +56,7 @@ COUNTERS = {
 }
 UNLABELED = (("prompt",), ("generation",), ("without_key",))
 SHOWN_AS_0 = (*UNLABELED, *(("ended", reason) for reason in FINISHES), ("slo", "no"), ("slo", "yes"))
-# Second names of metrics. vLLM's published dashboard uses the first one; all others are deprecated.
+# Alternative names of metrics. vLLM's published dashboard uses the first one; all others are deprecated.
 ALIASES = {
     "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
     "vllm:time_to_first_token_seconds": "gen_ai_server_time_to_first_token_seconds",
@@ -70,7 +70,7 @@ ALIASES = {
 
 
 class Snapshot(Collector):
-    """A copy of all metrics, with their aliases. It is taken on the event loop and formatted on another thread."""
+    """A copy of all metrics, with their aliases. The copy is made on the event loop and formatted on another thread."""
 
     def __init__(self, registry: Collector) -> None:
         self._families: list[Metric] = []
@@ -102,7 +102,7 @@ def _renamed(family: Metric, name: str) -> Metric:
 
 
 class Buckets:
-    """A histogram without a lock. It takes 0.2 us for each token; the client library's histogram takes 2 us."""
+    """A histogram without a lock. Recording a value takes 0.2 us; the client library's histogram takes 2 us."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -121,7 +121,7 @@ class Buckets:
 
 
 class SlidingCounts:
-    """Counts of keys over the last minute, in slices that expire as a whole."""
+    """The number of times that each key was added in the last minute. Counts expire in slices of SLICE_S seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -141,7 +141,7 @@ class SlidingCounts:
 
 
 class SlidingPercentiles:
-    """Percentiles of the last minute's times. They are accurate to 2.5 %, because buckets grow by 5 %."""
+    """Percentiles of the times recorded in the last minute, accurate to 2.5 % because each bucket is 5 % wide."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._buckets = SlidingCounts(clock)
@@ -150,7 +150,7 @@ class SlidingPercentiles:
         self._buckets.add(round(math.log(value_s or LEAST_S) * SCALE))
 
     def read_ms(self) -> dict[str, float | None]:
-        """Return the number of values, and their 50th and 99th percentile in milliseconds."""
+        """Return the 50th and 99th percentiles in milliseconds, and the number of values."""
         counts = self._buckets.totals()
         read: dict[str, float | None] = {"p50": None, "p99": None, "n": counts.total()}
         below = 0
@@ -164,7 +164,7 @@ class SlidingPercentiles:
 
 @dataclass(slots=True, frozen=True)
 class SloTargets:
-    """Service level objectives, in seconds; 0 for none."""
+    """Service level objectives in seconds; 0 means that there is none."""
 
     ttft_s: float = 0.0
     tbt_s: float = 0.0
@@ -172,7 +172,7 @@ class SloTargets:
 
 @dataclass(slots=True)
 class SampleTimings:
-    """When the tokens of one sample arrived, on the monotonic clock."""
+    """The times at which a sample's request arrived and its tokens were sent, on the monotonic clock."""
 
     slo: SloTargets
     arrived: float
@@ -186,7 +186,8 @@ class SampleTimings:
         return self.first - self.arrived if self.num_tokens else None
 
     def breaks(self, now: float) -> bool:
-        """Return whether the sample has missed its SLO by now. Up to 1 % of its gaps may be too long."""
+        """Return whether the SLO is missed by `now`. Up to 1 % of the gaps between the sample's tokens may be too
+        long."""
         ttft_s = now - self.arrived if self.ttft_s is None else self.ttft_s
         return bool(self.slo.ttft_s and ttft_s > self.slo.ttft_s) or self.num_slow > max(0, self.num_tokens - 1) // 100
 
@@ -194,20 +195,20 @@ class SampleTimings:
 class RequestMetrics(Collector):
     """A Prometheus collector of the counts and latencies of requests, and of the tokens that each tenant used.
 
-    Each HTTP request records its tokens as they are sent; `/metrics` and `/v1/status` read the metrics. Everything runs
-    on the event loop. A prompt with `n` samples counts once as a prompt, and each of its samples counts once.
+    The output of each HTTP request records its tokens as they are sent; `/metrics` and `/v1/status` read the metrics.
+    All methods run on the event loop. A prompt with `n` samples counts as one prompt and `n` samples.
     """
 
     def __init__(
         self, model_name: str, slo: Callable[[], SloTargets] = SloTargets, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`slo` returns the targets of requests that arrive now."""
+        """`slo` returns the targets for requests that arrive now."""
         self._model_name = model_name
         self._slo = slo
         self._seen = {what: Buckets(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}
-        self._counts = Counter[tuple[str, ...]](dict.fromkeys(SHOWN_AS_0, 0))  # by key in COUNTERS, and label values
+        self._counts = Counter[tuple[str, ...]](dict.fromkeys(SHOWN_AS_0, 0))  # by key in COUNTERS and label values
         self._window = {what: SlidingPercentiles(clock) for what in ("ttft", "tbt", "ttst")}
-        self._kept = SlidingCounts(clock)  # samples by whether they met their SLO
+        self._kept = SlidingCounts(clock)  # number of samples by whether they met their SLO
 
     # ---- recording ----------------------------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ class RequestMetrics(Collector):
         self._counts["without_key",] += 1
 
     def ended(self, pace: SampleTimings, reason: str, now: float) -> None:
-        """Record the end of a sample. `reason` is in FINISHES: "abort" for a disconnect, "error" for a failure."""
+        """Record the end of a sample. `reason` is in FINISHES: a disconnect is an "abort", a failure is an "error"."""
         self._counts["ended", reason] += 1
         if reason in FINISHED:  # fast rejections would distort the latencies
             self._seen["generation"].observe(pace.num_tokens)
@@ -256,7 +257,7 @@ class RequestMetrics(Collector):
         if pace.num_tokens > 1:
             self._seen["tpot"].observe((pace.last - pace.first) / (pace.num_tokens - 1))
         is_missed = reason == "error" or pace.breaks(now)
-        # A sample whose client disconnected before any token was late neither met nor missed the SLO.
+        # If the client disconnected before the sample missed its SLO, the sample counts neither as met nor as missed.
         if (pace.slo.ttft_s or pace.slo.tbt_s) and (reason != "abort" or is_missed):
             self._counts["slo", "no" if is_missed else "yes"] += 1
             self._kept.add(not is_missed)

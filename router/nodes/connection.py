@@ -35,8 +35,8 @@ class NodeConnection:
 
     The pool creates it, and runs `run` as a task. All methods run on the router's event loop. Attempts send requests
     with `submit`, stop them with `abort`, and receive deltas as a `DeltaListener` until they `forget` the request. The
-    node is alive while messages arrive. When they stop, `on_change` is called first, and then every listener is
-    notified once. `load` is the node's load as placement reads it.
+    node is alive while messages arrive. When messages stop, `on_change` is called first, and then every listener is
+    notified once. `load` holds the node's load for placement.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class NodeConnection:
         on_change: Callable[["NodeConnection"], None],
         observer: RouterObserver,
     ) -> None:
-        """`on_change` is called when the node becomes alive, ready or not ready, or is lost."""
+        """`on_change` is called when the node becomes alive, ready, not ready or lost."""
         self.info = info
         self.stats = NodeStats()
         self.load = NodeLoad()
         self.is_alive = False
         self.alive_since = 0.0
-        self.ramp_until = 0.0  # until then the node gets less than its share of requests
-        self.has_crashed = False  # its stream broke while it was neither silent nor leaving
+        self.ramp_until = 0.0  # until this time, the node gets less than its share of requests
+        self.has_crashed = False  # it is stuck, or its stream broke while it was neither silent nor leaving
         self.is_listed = True  # in the registry
         self.router_is_closing = False
         self.listeners: dict[str, DeltaListener] = {}  # by attempt id
@@ -68,7 +68,7 @@ class NodeConnection:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the node is draining, to shut down or to change its role, or this router is shutting down."""
+        """Whether the node is draining (because it will shut down or change its role) or this router is closing."""
         return self.router_is_closing or "draining" in {self.info.state, self.stats.state}
 
     @property
@@ -88,7 +88,7 @@ class NodeConnection:
         self._wake.set()
 
     def listen(self, identity: str, listener: DeltaListener) -> None:
-        """Pass the deltas of a request to `listener`. Another node will hand the request over to this one."""
+        """Pass to `listener` the deltas of a request that another node will hand over to this node."""
         self.listeners[identity] = listener
         self.load.count_placement()
 
@@ -97,7 +97,7 @@ class NodeConnection:
         self.listeners.pop(identity, None)
 
     def abort(self, identity: str) -> None:
-        """Stop listening, and stop the request on the node."""
+        """Stop listening to a request, and stop the request on the node."""
         if self.listeners.pop(identity, None) is None or not self.is_alive:
             return
         unsent = self._command.submits
@@ -117,7 +117,7 @@ class NodeConnection:
     # ---- the stream ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep a stream to the node open, and reconnect when it ends, while the registry lists the node."""
+        """While the registry lists the node, keep a stream to it open, and reconnect when the stream ends."""
         tries = 0
         while self.is_listed:
             is_silent = False
@@ -133,7 +133,7 @@ class NodeConnection:
             tries += 1
 
     async def _serve_stream(self) -> bool:
-        """Serve one stream until it ends. Return whether the node was alive on it."""
+        """Serve one stream until it ends. Return whether the node sent its stats on the stream."""
         channel = RpcChannel(self.info.address, answer_s=max(ANSWER_S, self._timeout_s - PING_S))
         self._command = RouterCommand(self._router)
         self._wake.clear()
@@ -158,8 +158,8 @@ class NodeConnection:
     async def _liveness_timeout(self) -> AsyncIterator[None]:
         """Raise TimeoutError if no message arrives within the node's timeout.
 
-        The timeout is a number of intervals, so that a stall of this process counts as a single interval. Messages that
-        arrived during the stall are processed before the next interval ends.
+        The timeout consists of several intervals, so that a stall of this process counts as a single interval. Messages
+        that arrived during the stall are processed before the next interval ends.
         """
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
@@ -190,7 +190,8 @@ class NodeConnection:
     # ---- from the node ------------------------------------------------------------------------------------------
 
     def process(self, update: NodeUpdate) -> None:
-        """Process one message. Raises ValueError, which ends the stream, if it is malformed or from another node."""
+        """Process a message. Raises ValueError, which ends the stream, if it is malformed or comes from another
+        node."""
         if update.stats is not None and update.stats.incarnation_id not in {"", self.info.incarnation_id}:
             raise ValueError("another node, or another incarnation of this node, answers at its address")
         if update.stats is not None or update.steps or update.events:
@@ -232,7 +233,7 @@ class NodeConnection:
         if what and (listeners or not self.is_alive):
             log.warning("node %s %s; it had %d requests", self.info.id, what, len(listeners))
         if self.is_alive:
-            self._command.submits = []  # all of them belong to these listeners
+            self._command.submits = []  # all unsent requests belong to these listeners
             self._command.aborts += listeners
             self._wake.set()
         for listener in listeners.values():
@@ -240,7 +241,7 @@ class NodeConnection:
 
 
 def _parts(command: RouterCommand) -> Iterator[RouterCommand]:
-    """Split a command into messages of limited size. The first has the aborts. Only the tokens count as size."""
+    """Split a command into messages of limited size. The first one has the aborts. Only tokens count as size."""
     part, size = RouterCommand(command.router, aborts=command.aborts), 0
     for submit in command.submits:
         if size > MAX_COMMAND_BYTES:

@@ -1,26 +1,26 @@
 """Outlier ejection: a node that fails gets no requests for some time. Callers pass the current time.
 
-It works as in Envoy, except that the time doubles with each ejection instead of growing by a constant.
+It works as in Envoy, except that each ejection lasts twice as long as the one before (Envoy adds a constant).
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
 EJECT_S, MAX_EJECT_S = 1.0, 60.0  # durations of the first and of the longest ejection
-FORGET_S = 60.0  # after this time without a failure, the next ejection counts as the first
-MAX_FAILURES, WINDOW_S = 5, 10.0  # consecutive failures within this time count as a crash
+FORGET_S = 60.0  # if the last ejection ended longer ago than this, the next one counts as the first
+MAX_FAILURES, WINDOW_S = 5, 10.0  # this number of consecutive failures within this time ejects the node
 
 
 @dataclass(slots=True)
 class OutlierDetector:
-    """The failures of one node name, over all its incarnations."""
+    """The failures and ejections of one node, over all its incarnations."""
 
     ejected_until: float = 0.0
     times: int = 0  # the number of recent ejections
     failures: deque[float] = field(default_factory=deque)
 
     def died(self, now: float) -> None:
-        """Eject the node, which crashed or stopped answering."""
+        """Eject the node, because it crashed, stopped answering or failed too often."""
         if now - self.ejected_until > FORGET_S:
             self.times = 0
         self.ejected_until = now + min(MAX_EJECT_S, EJECT_S * 2.0 ** min(self.times, 30))

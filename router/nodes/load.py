@@ -1,4 +1,4 @@
-"""The load and the speed of one node as the router knows them, for placement, and its status for `/v1/status`."""
+"""The load and the speed of one node as placement sees them, and the node's status for `/v1/status`."""
 
 import time
 from collections.abc import Iterable
@@ -10,8 +10,8 @@ from scheduler.cost import MAX_COEFFICIENT, CostModel
 from scheduler.disaggregate import NodeView
 from shared.rpc.messages import NodeInfo, NodeStats
 
-STALE_S = 30.0  # after this time without a step, a node's step-time model is not trusted
-LEARNT_PROMPT_TOKENS = 4096  # a node must compute this many before its step-time model is trusted for prompts
+STALE_S = 30.0  # after this time without a step or a request, a node's step-time model is not trusted
+LEARNT_PROMPT_TOKENS = 4096  # tokens that a node must compute before its step-time model is trusted for prompts
 
 # The fields in `/v1/status`.
 INFO = ("id", "role", "address", "fingerprint", "block_bytes", "block_tokens")
@@ -26,22 +26,22 @@ BLOCKS = ("free", "cached", "owned", "reserved", "quarantined", "total")
 class NodeLoad:
     """The work that this router has sent to a node, and the speed that the node reports.
 
-    Each `NodeConnection` owns one. Attempts change the counters; placement reads them through `view`. The counters run
-    ahead of the node's own reports, which arrive twice a second.
+    Each `NodeConnection` owns one. Attempts change the counters; placement reads them through `view`. The counters are
+    more recent than the node's own reports, which arrive twice a second.
     """
 
     outstanding_tokens: int = 0  # prompt tokens sent to the node that are not computed yet
-    outstanding_pairs: int = 0  # their query-key pairs
+    outstanding_pairs: int = 0  # query-key pairs of the outstanding tokens
     kv_tokens: int = 0  # tokens whose KV is, or will be, on the node
-    prefilling: int = 0  # requests that will generate on the node, and whose prompt is not computed yet
-    num_placed: int = 0  # all attempts that were placed on the node
-    cost: CostModel | None = None  # its step-time model
-    push_s: float = 0.0  # constant part of the time of a push of KV
-    byte_s: float = 0.0  # additional time for each byte
-    last_active: float = field(default_factory=time.monotonic)  # when it last ran a step or got a request
+    prefilling: int = 0  # requests that will generate on the node, but whose prompt is not computed yet
+    num_placed: int = 0  # number of attempts placed on the node so far
+    cost: CostModel | None = None  # the step-time model of the node
+    push_s: float = 0.0  # constant part of the time of a KV push, in seconds
+    byte_s: float = 0.0  # additional time of a KV push for each byte, in seconds
+    last_active: float = field(default_factory=time.monotonic)  # when the node last ran a step or got a request
 
     def read_stats(self, stats: NodeStats, has_stepped: bool) -> None:
-        """Read the node's speed from a heartbeat. Treat invalid values as missing, and remove the cost from `stats`."""
+        """Read the node's speed from its stats. Ignore invalid values, and remove an invalid cost from `stats`."""
         self.cost = CostModel.unpacked(stats.cost)
         if self.cost is None:
             stats.cost = []
@@ -55,12 +55,12 @@ class NodeLoad:
         self.last_active = time.monotonic()
 
     def clear(self) -> None:
-        """Reset the counters, after the stream to the node ended."""
+        """Reset the counters of outstanding work, because the stream to the node has ended."""
         self.outstanding_tokens = self.outstanding_pairs = self.kv_tokens = self.prefilling = 0
 
     @property
     def is_stale(self) -> bool:
-        """Whether the last step was too long ago for predictions."""
+        """Whether the node has been idle for too long to trust its step-time model."""
         return time.monotonic() - self.last_active > STALE_S
 
     def view(self, info: NodeInfo, stats: NodeStats, num_requests: int) -> NodeView:
@@ -124,6 +124,6 @@ def node_status(info: NodeInfo, stats: NodeStats, alive: bool) -> dict[str, Any]
 
 
 def slo_targets(ttft_slo_ms: float, nodes: Iterable[NodeInfo]) -> SloTargets:
-    """Return the SLO targets: the router's for the first token, the strictest decode node's for the other tokens."""
+    """Return the router's SLO for the first token and, for the other tokens, the strictest SLO of any decode node."""
     tbt_ms = [slo for info in nodes if info.role == "decode" and (slo := attribute(info, "tbt_slo_ms", 0.0)) > 0]
     return SloTargets(ttft_slo_ms / 1000, min(tbt_ms, default=0.0) / 1000)

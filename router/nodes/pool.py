@@ -1,4 +1,4 @@
-"""The pool of nodes: it tracks which nodes are alive and take requests, and chooses the nodes of each attempt.
+"""The pool of nodes, which tracks the nodes that are alive and take requests, and chooses the nodes for each attempt.
 
 The registry lists the nodes to connect to. Only a node's stream decides whether the node is alive.
 """
@@ -23,24 +23,24 @@ from shared.rpc.messages import NodeInfo, NodeStats
 
 log = logging.getLogger("baton.fleet")
 PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
-SPARE_REQUESTS = 8  # a node gets one extra request for each SPARE_REQUESTS that it can run, so that it is never idle
+SPARE_REQUESTS = 8  # for each SPARE_REQUESTS that a node can run, it gets one more, so that it is never idle
 BACKLOG_STEPS = 16  # a node should have a queue of prompts for this many steps, which take a second or two
-SLOW_START_S = 10.0  # how long a node that joins busy nodes gets less than its share of requests
+SLOW_START_S = 10.0  # during this time, a node that joins busy nodes gets less than its share of requests
 MAX_DETECTORS = 1024
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
 
 class PoolCapacity(NamedTuple):
-    """The requests and tokens that all nodes together should hold at once."""
+    """The numbers of requests and tokens that all nodes together should hold at once."""
 
     requests: int = 0
     kv_tokens: int = 0
-    prompt_tokens: int = 0  # of prompts that are not computed yet
+    prompt_tokens: int = 0  # tokens of prompts that are not computed yet
     prompts: int = 0  # number of uncomputed prompts that are admitted regardless of their length
 
 
 class PlacementCandidate(NamedTuple):
-    """The placement of a token sequence, the hashes of its blocks, and the cached tokens on the node that computes."""
+    """The placement of a token sequence, its block hashes, and how many of its tokens the computing node has cached."""
 
     placement: Placement
     hashes: list[bytes]
@@ -48,11 +48,11 @@ class PlacementCandidate(NamedTuple):
 
 
 class NodePool:
-    """The nodes that the router knows. It owns one `NodeConnection` for each.
+    """The nodes that the router knows. The pool owns one `NodeConnection` for each node.
 
     It follows the registry, ejects nodes that fail (`OutlierDetector`), ramps up those that join, and chooses the nodes
-    of each attempt. The dispatcher calls it on the router's event loop. To be fast with many nodes, it computes the
-    list of routable nodes only when a node changes, and looks at a few nodes for each decision.
+    for each attempt. The dispatcher calls it on the router's event loop. To be fast with many nodes, it computes the
+    list of routable nodes only when a node changes, and considers only a few nodes for each decision.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class NodePool:
         self.router = router
         self.mode = mode
         self.prefixes = PrefixIndex()
-        self.outliers = defaultdict[str, OutlierDetector](OutlierDetector)  # by node, over all its incarnations
+        self.outliers = defaultdict[str, OutlierDetector](OutlierDetector)  # by node; all its incarnations share one
         self._registry = registry
         self._timeout_s = timeout_s
         self._observer = observer
@@ -83,7 +83,7 @@ class NodePool:
         self._has_shared_pools = False
         self._capacity: PoolCapacity | None = None  # None: to be computed
         self._ramps_until = 0.0  # the latest `ramp_until` of all connections
-        self._handoffs_before = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # by nodes that have left
+        self._handoffs_before = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # totals of nodes that left
 
     # ---- the nodes ----------------------------------------------------------------------------------------------
 
@@ -155,13 +155,13 @@ class NodePool:
             run.cancel()
 
     def notify(self) -> None:
-        """Process a change of a node: invalidate the cached lists, and wake everything that waits for a change."""
+        """Invalidate the cached lists after a change of a node, and wake the tasks that wait for a change."""
         self._routable = self._capacity = None
         self._changed.set()
         self._on_capacity(self.capacity(), time.monotonic())
 
     def connection_changed(self, connection: NodeConnection) -> None:
-        """Process a change of a connection, which became alive, ready or not ready, or was lost."""
+        """Process the change of a connection that became alive, ready, not ready or lost."""
         if connection.is_alive:
             self._start_slowly(connection)
         elif not connection.is_leaving:
@@ -174,7 +174,7 @@ class NodePool:
                 self._drop(connection.info.id)
 
     def _start_slowly(self, connection: NodeConnection) -> None:
-        """Ramp up a node that joins busy ones. It is empty, so placement would otherwise send it every new request."""
+        """Ramp up a node that joins busy nodes: it is idle, so placement would otherwise send it every new request."""
         before = time.monotonic() - SLOW_START_S
         peers = [each for each in self.connections.values() if each.info.role == connection.info.role]
         if connection.alive_since >= before and any(each.is_alive and each.alive_since < before for each in peers):
@@ -226,13 +226,13 @@ class NodePool:
         return self._without_outliers(prefill), self._without_outliers(decode)
 
     def _without_outliers(self, connections: list[NodeConnection]) -> list[NodeConnection]:
-        """Drop ejected nodes, unless that would leave none."""
+        """Return the nodes that are not ejected, or all nodes if every node is ejected."""
         now = time.monotonic()
         kept = [each for each in connections if not self.outliers[each.info.id].is_ejected(now)]
         return kept or connections
 
     def capacity(self) -> PoolCapacity:
-        """Return the capacity of the routable nodes, including a queue of prompts for a second or two."""
+        """Return the capacity of the routable nodes, including queued prompts that take a second or two to compute."""
         prefill, decode = self.routable()
         if self._capacity is None:
             generating = decode or prefill
@@ -253,15 +253,15 @@ class NodePool:
         disaggregate: str,
         prefix_node: str = "",
     ) -> PlacementCandidate | None:
-        """Choose the nodes for these tokens, or return None if no node is routable.
+        """Choose the nodes for a row of tokens, or return None if no node is routable.
 
         Nodes in `avoid` are chosen only if no other node can generate. `prefix_node` is chosen as the prefill node if
-        it is routable, because it has the KV. The decision looks only at a few nodes.
+        it is routable, because it has the KV of the prefix. Only a few nodes are considered.
         """
         prefill, decode = self.routable()
         if avoid:
             preferred = [each for each in prefill if each.info.id not in avoid]
-            prefill = preferred if decode else preferred or prefill  # a decode node generates without a prefill node
+            prefill = preferred if decode else preferred or prefill  # a decode node can also compute prompts
             decode = [each for each in decode if each.info.id not in avoid] or decode
         if (now := time.monotonic()) < self._ramps_until:
             prefill, decode = ([each for each in pool if _has_room(each, now)] or pool for pool in (prefill, decode))
@@ -283,7 +283,7 @@ class NodePool:
         return PlacementCandidate(placement, hashes, cached.get(placement.prefill or placement.decode, 0))
 
     def _views(self, identity: str, connections: list[NodeConnection], matches: list[str]) -> list[NodeView]:
-        """Return the nodes that a decision looks at: a few, and the one with the longest cached prefix."""
+        """Return the nodes that a decision considers: a few nodes, and the node with the longest cached prefix."""
         known = (self._routable_by_name[name] for name in matches if name in self._routable_by_name)
         role = connections[0].info.role if connections else ""
         prefix_match = next((each for each in known if each.info.role == role), None)

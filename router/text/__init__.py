@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizer, chat template, model files."""
+"""Conversion between text and token ids: the tokenizer, the chat template and the model's files."""

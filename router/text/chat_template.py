@@ -1,10 +1,10 @@
 """A model's chat template, rendered in a child process. Clients cannot supply a template.
 
-A template is a program that comes with the model. Jinja's sandbox denies it access to the file system, but does not
-limit its time or memory, and Python cannot stop a thread. Therefore this module also runs as a child process (`python
--m router.text.chat_template`). The child reads a JSON line with the template, then one line for each conversation, and
-writes one line with each result. Its memory is limited, and an alarm kills it if it takes too long. A child
-process also prevents long conversations from holding the interpreter lock while the router streams tokens.
+A template is a program that comes with the model. Jinja's sandbox denies the template access to the file system, but
+does not limit its time or memory, and Python cannot stop a thread. Therefore this module also runs as a child process
+(`python -m router.text.chat_template`). The child reads a JSON line with the template, then one line for each
+conversation, and writes one line with each result. The child's memory is limited, and an alarm kills the child if it
+takes too long. With a child process, long conversations also do not hold the router's interpreter lock.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _source(directory: Path, config: dict[str, Any]) -> str | None:
-    """Return the text of chat_template.jinja, or else the (default) template in tokenizer_config.json."""
+    """Return the text of chat_template.jinja or, without it, the default template in tokenizer_config.json."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         if file.stat().st_size > MAX_SOURCE_BYTES:
@@ -75,7 +75,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: dict[str, str], special: Sequence[str]) -> None:
-        """`tokens` maps bos_token and so on to their text; `special` lists the text of all special tokens.
+        """`tokens` maps names such as bos_token to tokens as text; `special` lists all special tokens as text.
 
         Raises ConfigError when the template does not compile.
         """
@@ -88,14 +88,14 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path, config: dict[str, Any], special: Sequence[str]) -> "ChatTemplate | None":
-        """Return the model's template, or None if it has none. Raises ConfigError when it does not compile."""
+        """Return the model's template, or None if there is none. Raises ConfigError when it does not compile."""
         source = _source(directory, config)
         return None if source is None else cls(source, special_tokens(config), special)
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> tuple[str, list[int]]:
-        """Return the prompt, and the offsets at which a message contains the text of a special token.
+        """Return the prompt, and the offsets in it at which a message contains the text of a special token.
 
         Raises RequestError when the template refuses the conversation, fails, or exceeds its time or memory.
         """
@@ -114,7 +114,7 @@ class ChatTemplate:
         if "failed" in answer:
             raise RequestError("The chat template cannot render this conversation.", "messages")
         text = answer["text"]
-        if continue_final_message:  # drop the text of the template after the message
+        if continue_final_message:  # remove the text that the template adds after the message
             end = marked[-1]["content"].strip()
             at = text.rfind(end)
             if at < 0:
@@ -135,7 +135,7 @@ class ChatTemplate:
             raise ConfigError(f"the model's chat template does not compile: {next(iter(reasons.values()))}")
 
     def _ask(self, question: object) -> dict[str, str]:
-        """Return the child's answer. If there is none, it exceeded its time or memory: kill it and report that."""
+        """Return the child's answer. If there is none, the child exceeded its limits: kill it and return a refusal."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -150,7 +150,7 @@ class ChatTemplate:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with contextlib.suppress(OSError):  # the child did not read all of its input
+    with contextlib.suppress(OSError):  # OSError: the child did not read all of its input
         process.communicate()
 
 

@@ -1,12 +1,13 @@
-"""Detokenization as tokens arrive, and stop strings.
+"""Incremental detokenization, and the search for stop strings.
 
 A detokenizer converts one row of tokens to text. It returns text as soon as no later token can change it. It processes
 the bytes of each new token once, so that the cost of a token does not grow with the length of the row. The returned
 pieces concatenate to the tokenizer's own decoding of the whole row.
 
-`tokenizers.decoders.DecodeStream` does not guarantee this. While its text ends with U+FFFD, it holds the text back and
-decodes all of it again for each token: for 4,000 bytes 0xFF, it returns no text and takes 740 us for each token. It
-also raises "Invalid prefix" if an invalid byte changes a partly returned run of byte-fallback tokens.
+`tokenizers.decoders.DecodeStream` does not give these guarantees. While the text ends with U+FFFD, `DecodeStream` holds
+the text back and decodes all of it again for each token. For 4,000 bytes of 0xFF, it returns no text and takes 740 us
+for each token. It also raises "Invalid prefix" if an invalid byte changes a run of byte tokens after a part of its text
+was returned.
 """
 
 import codecs
@@ -21,14 +22,14 @@ import tokenizers
 from shared.errors import ConfigError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A run of byte tokens is decoded at its end, because one invalid byte changes the text of the whole run. After this
-# many bytes, complete characters are returned earlier, and an invalid byte changes only the rest of the run.
+# A run of byte tokens is decoded at its end, because one invalid byte changes the text of the whole run. After
+# HELD_BYTES bytes, complete characters are returned before the end, and an invalid byte changes only the rest.
 HELD_BYTES = 64
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte for each of GPT-2's printable characters (Radford et al. 2019, `bytes_to_unicode`)."""
+    """Return a map from GPT-2's printable characters to bytes (Radford et al. 2019, `bytes_to_unicode`)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -57,7 +58,7 @@ class TokenVocabulary:
         self.bytes_of = cache(self._read_bytes)
 
     def _read_decoder(self, decoder: dict[str, Any]) -> None:
-        """Read a byte-level or byte-fallback decoder. Raises ConfigError for any other."""
+        """Read a byte-level or byte-fallback decoder. Raises ConfigError for any other decoder."""
         steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:
@@ -84,7 +85,7 @@ class TokenVocabulary:
         return int(byte[1], 16) if byte else text
 
     def _read_bytes(self, token: int) -> bytes:
-        """Return the bytes that the token adds to the UTF-8 text. They may be part of a character."""
+        """Return the bytes that the token adds to the UTF-8 text. They may be only a part of a character."""
         piece = self.piece(token)
         if piece is None or isinstance(piece, int):
             return b"" if piece is None else bytes([piece])
@@ -100,7 +101,7 @@ def _max_token_bytes(written: dict[str, Any]) -> int:
     `written` is the content of tokenizer.json.
     """
     cutter, model, added = written["pre_tokenizer"] or {}, written["model"], written["added_tokens"]
-    # In the worst case, NFC shrinks 7 bytes of text to 2: U+1FBE U+0308 U+0301.
+    # In the worst case (U+1FBE U+0308 U+0301), NFC shrinks 7 bytes of text to 2.
     shrinks = {None: 1, "NFC": 4}.get((written["normalizer"] or {"type": None})["type"])
     steps = cutter.get("pretokenizers", [cutter])
     keeps_all = all(
@@ -141,7 +142,7 @@ class ByteFallbackDetokenizer:
         self._skipped = skipped
         self._strip = vocabulary.strip_start if at_start else 0
         self._run = bytearray()
-        self._spoilt = False  # this run has already returned a U+FFFD
+        self._spoilt = False  # a U+FFFD was already returned for this run
 
     def push(self, tokens: Iterable[int]) -> str:
         out: list[str] = []
@@ -194,7 +195,7 @@ class StopStrings:
     """Searches a text that arrives in pieces for stop strings.
 
     The match is the stop string that ends first; if several end at the same position, it is the longest of them. The
-    result does not depend on how the text is split into pieces. A tail that could become a stop string is held back.
+    result does not depend on how the text is split into pieces. A tail that may begin a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -204,7 +205,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Return the text that is final. A match sets `matched`; after that, no more text may be pushed."""
+        """Return the text that is not held back. A match sets `matched`; after a match, no more text may be pushed."""
         assert self.matched is None, "text was pushed after the stop string"
         if not self._stops:
             return text

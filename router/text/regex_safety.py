@@ -1,7 +1,7 @@
 """Rejects regular expressions in a tokenizer.json that can take exponential time.
 
-The tokenizer's regex engine backtracks, in native code that cannot be interrupted: `(a+)+` takes hours for 40 letters.
-A pattern is rejected if a group that repeats without bound contains alternatives or another unbounded repeat.
+The tokenizer's regex engine backtracks in uninterruptible native code. For example, `(a+)+` can take hours for 40
+letters. A pattern is rejected if a group that repeats without bound contains alternatives or another unbounded repeat.
 """
 
 import json
@@ -10,15 +10,15 @@ from typing import Any
 
 import tokenizers
 
-# An escape with its braces, an unbounded quantifier, a bounded quantifier, or any single character. The alternatives do
-# not overlap, so that this pattern itself does not backtrack.
+# Matches one piece of a pattern: an escape with its braces, an unbounded quantifier, a bounded quantifier, or any
+# single character. The alternatives do not overlap, so PIECE itself does not backtrack.
 PIECE = re.compile(
     r"\\[pPxuo]\{[^}]{0,64}\}|\\.|(?P<endless>[*+]|\{\d+,\})[?+]?|\{(?:\d+,)?\d+\}[?+]?|\{,\d+\}[?+]?|.", re.DOTALL
 )
 
 
 def check_patterns(tokenizer: tokenizers.Tokenizer) -> None:
-    """Raise ValueError, naming the pattern, if a pattern may take exponential time."""
+    """Raise ValueError, naming the pattern, if a pattern of the tokenizer may take exponential time."""
 
     def check(value: dict[str, Any]) -> None:
         pattern = value.get("Regex")
@@ -34,9 +34,9 @@ def check_patterns(tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def may_backtrack_exponentially(pattern: str) -> bool:
-    """Return whether a group that repeats without bound contains alternatives or another unbounded repeat."""
-    open_groups = [False]  # whether each contains alternatives or an unbounded repeat so far
-    closed: bool | None = None  # the same for a group that has just ended
+    """Return whether a group repeats without bound and contains alternatives or another unbounded repeat."""
+    open_groups = [False]  # whether each open group contains alternatives or an unbounded repeat so far
+    closed: bool | None = None  # the same for the group that has just ended, if any
     class_depth = 0
     for piece in PIECE.finditer(pattern):
         text, ended, closed = piece[0], closed, None

@@ -1,4 +1,4 @@
-"""A model's tokenizer: text to token ids, with or without the chat template, and token ids to text."""
+"""A model's tokenizer, which converts text to token ids, with or without the chat template, and token ids to text."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from router.text.model_files import read_object
 from router.text.regex_safety import check_patterns
 from shared.errors import ConfigError, RequestError
 
-MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20  # some models' files have 35 MB and 1.2 MB
+MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20  # some models have files of 35 MB and 1.2 MB
 
 
 class Tokenizer:
@@ -51,7 +51,7 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ConfigError(f"{file}: {str(error)[:300]}") from error
         last = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
-        if vocab_size and last >= vocab_size:  # added tokens beyond it are rejected per request
+        if vocab_size and last >= vocab_size:  # requests with added tokens beyond it are rejected
             raise ConfigError(f"{file}: token id {last} is beyond the vocab_size {vocab_size} of config.json")
         config_file = directory / "tokenizer_config.json"
         config = read_object(config_file, MAX_CONFIG_BYTES) if config_file.is_file() else {}
@@ -65,14 +65,14 @@ class Tokenizer:
         return self.vocabulary.size
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens that `encode` returns, without encoding."""
+        """Return a lower bound for the number of tokens that `encode` would return."""
         max_bytes = self.vocabulary.max_token_bytes
         return len(text.encode(errors="replace")) // max_bytes if max_bytes else 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`. As in other servers, the name of a special token becomes that token. The call
-        takes about a second per megabyte, and other threads can run during this time."""
-        # Only batch calls release the interpreter lock. This one is faster because it returns no offsets.
+        """Return the ids of `text`. As in other servers, the name of a special token in the text is encoded as that
+        token. The call takes about a second per megabyte, and other threads can run during this time."""
+        # Only batch calls release the interpreter lock. `encode_batch_fast` is faster because it omits offsets.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if not add_special_tokens:
             return ids
@@ -90,9 +90,9 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation in the model's template. Raises RequestError if the template refuses it.
 
-        The name of a special token inside a message is encoded as plain text. Rendering returns the offsets of such
-        names, and the tokens at these offsets are replaced by the ids of the name's text. This does not change the rest
-        of the encoding, because the text is split at special tokens first.
+        The name of a special token inside a message is encoded as plain text. `ChatTemplate.render` returns the offsets
+        of such names. The special tokens at these offsets are replaced by the ids of the names as plain text. The rest
+        of the encoding does not change, because the tokenizer first splits the text at special tokens.
         """
         if self._template is None:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")
@@ -114,12 +114,12 @@ class Tokenizer:
         return ids
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of a whole row."""
+        """Return the text of a whole row of tokens."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(tokens) + detokenizer.finish()
 
     def detokenizer(self, prompt: Iterable[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a detokenizer for a row that follows `prompt`. It keeps a leading space if there is a prompt."""
+        """Return a detokenizer for the tokens after `prompt`. It keeps a leading space if the prompt has any text."""
         skipped = self.vocabulary.special if skip_special_tokens else frozenset()
         if self.vocabulary.byte_level:
             return ByteLevelDetokenizer(self.vocabulary, skipped)
@@ -127,7 +127,7 @@ class Tokenizer:
         return ByteFallbackDetokenizer(self.vocabulary, skipped, at_start=at_start)
 
     def token_text(self, token: int) -> str:
-        """Return a token's text as in OpenAI's logprobs. A part of a character becomes `bytes:\\xf0\\x9f`."""
+        """Return a token's text as in OpenAI's logprobs, such as `bytes:\\xf0\\x9f` for a part of a character."""
         data = self.vocabulary.bytes_of(token)
         try:
             return data.decode()
@@ -140,7 +140,7 @@ class Tokenizer:
 
 
 def _missing_affixes(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Return the first and last tokens that the config requires. A token that tokenizer.json adds itself is None."""
+    """Return the first and the last token that the config requires; None for one that tokenizer.json itself adds."""
     bare = tokenizer.encode("").ids
     names = special_tokens(config)
     front = tokenizer.token_to_id(names.get("bos_token", "")) if config.get("add_bos_token") else None

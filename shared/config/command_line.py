@@ -19,8 +19,8 @@ from shared.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
 
-# The base class of usage errors. Depending on its version, Typer includes a copy of click or depends on click, and it
-# does not export the class from either.
+# The base class of usage errors. Typer does not export this class of click, and some versions of Typer contain their
+# own copy of click.
 Misuse = cast(type[Exception], next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"))
 
 
@@ -35,7 +35,7 @@ def settings_from_command_line(kind: type[S], argv: Sequence[str], prog: str) ->
 
 
 def markup_mode() -> Literal["rich"] | None:
-    """Return the markup of --help: boxes and colours on a terminal, plain text elsewhere."""
+    """Return the markup mode of --help: boxes and colours on a terminal, plain text elsewhere."""
     return "rich" if sys.stdout.isatty() else None
 
 
@@ -79,7 +79,7 @@ def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..
 
 
 def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    """Return the option of a field. Its value is text, since pydantic parses the values of all sources."""
+    """Return the option for a field. Its value is text, because pydantic parses the values of all sources."""
     flag = flag_of(name)
     default = format_value(field.get_default(call_default_factory=True))
     about = str(field.description)

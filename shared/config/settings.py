@@ -31,7 +31,7 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def parse_size(value: int | str) -> int:
-    """Return the bytes of a size such as "512MiB", "2GB" or "4096". Raises ValueError if it is malformed."""
+    """Return the number of bytes in a size such as "512MiB", "2GB" or "4096". Raises ValueError if it is malformed."""
     match = SIZE.fullmatch(str(value).strip())
     # "2G" is rejected, since it is 2 GB in some programs and 2 GiB in others.
     if match is None or (match[2] and not match[0].upper().endswith("B")):
@@ -58,7 +58,7 @@ def parse_cpus(value: str | Iterable[int]) -> tuple[int, ...]:
 
 
 def format_value(value: object) -> str:
-    """Format a value as the command line and the environment accept it."""
+    """Format a value in the form that the command line and the environment accept."""
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -87,7 +87,7 @@ def _check_registry(value: str) -> str:
     try:
         parts = urlsplit(value)
         valid = parts.scheme in {"redis", "rediss", "unix"} and (parts.port or 0) >= 0 and (parts.netloc or parts.path)
-    except ValueError:  # its message would show the URL with the password
+    except ValueError:  # the error's message would show the URL with the password
         valid = False
     if not valid:
         raise ValueError("must be redis://host:port/database, rediss:// or unix:// for a URL")
@@ -180,11 +180,11 @@ class ServingSettings(CommonSettings):
     host: Host = setting("127.0.0.1", "Address that the OpenAI API listens on.")
     port: Port = setting(8000, "Port of the API; 0: any free port.")
     registry: Annotated[str, AfterValidator(_check_router_registry)] = setting(
-        "", "redis://host:port, for several routers that share nodes; empty: the router is the registry."
+        "", "redis://host:port, for several routers that share nodes. If empty, the router is the registry."
     )
-    registry_host: HostOrNone = setting("", "Address that nodes join at; empty: the same as --host.")
+    registry_host: HostOrNone = setting("", "Address that nodes join at. Default: the same as --host.")
     registry_port: Port = setting(8001, "Port that nodes join at; 0: any free port.")
-    served_model_name: str = setting("", "Model name in the API; empty: the name of the model directory.")
+    served_model_name: str = setting("", "Model name in the API. Default: the name of the model directory.")
     mode: Literal["disaggregated", "colocated"] = setting(
         "disaggregated", "Where prompts are computed: on prefill nodes, or on the decode nodes themselves."
     )
@@ -201,7 +201,7 @@ class ServingSettings(CommonSettings):
         0, "Maximum tokens in the admission queue; 0: 4 times the KV capacity of the nodes, at least 262,144."
     )
     api_keys_file: str = setting(
-        "", "File of API keys, one `tenant:sha256` per line (see `baton key`); empty: no key is required."
+        "", "File of API keys, one `tenant:sha256` per line (see `baton key`). If empty, no key is required."
     )
     api_keys: str = setting(
         "", "API keys in the same form, separated by commas. If there are any, requests need a key."
@@ -283,7 +283,7 @@ class ComputingSettings(CommonSettings):
         "Exit after this many seconds without progress, to be restarted by a supervisor. Slow steps get more.",
     )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = setting(0.5, "Seconds between two heartbeats.")
-    cpus: Cpus = setting((), "CPUs to run on, as in 0,2-3; empty: all.")
+    cpus: Cpus = setting((), "CPUs to run on, as in 0,2-3. Default: all.")
     threads: Annotated[int, Field(ge=0, le=4096)] = setting(0, "Number of compute threads; 0: one per CPU.")
     runner: Literal["torch", "hash"] = setting(
         "torch", "hash: a model for tests, which hashes its KV instead of computing."
@@ -297,17 +297,17 @@ class RouterSettings(ServingSettings):
 class NodeSettings(ComputingSettings):
     """This node"""
 
-    id: LabelOrNone = setting("", "Unique name; empty: derived from role, host and process id.")
+    id: LabelOrNone = setting("", "Unique name. Default: derived from role, host and process id.")
     host: Host = setting("127.0.0.1", "Address that the node listens on for RPCs.")
     port: Port = setting(0, "Port for RPCs; 0: any free port.")
     advertise: HostOrNone = setting(
         "",
-        "Address at which other processes reach this node; empty: --host, or the local address towards the registry.",
+        "Address at which others reach this node. Default: --host, or for a wildcard, the route to the registry.",
     )
     registry: Annotated[str, AfterValidator(_check_registry)] = setting(
         "127.0.0.1:8001", "host:port of the registry in the router, or redis://host:port."
     )
-    kv_host: HostOrNone = setting("", "Address for KV over tcp; empty: the same as --host.")
+    kv_host: HostOrNone = setting("", "Address for KV over tcp. Default: the same as --host.")
     kv_port: Port = setting(0, "Port for KV over tcp; 0: any free port.")
 
 
@@ -327,8 +327,9 @@ def variable_of(name: str) -> str:
 def resolve(kind: type[S], flags: Mapping[str, object], environment: Mapping[str, str]) -> tuple[S, dict[str, str]]:
     """Return the settings and the source of each: "flag --port", "environment BATON_PORT" or "default".
 
-    `flags` maps fields to values from the command line, or to None. An empty variable counts as unset. Raises
-    ConfigError if a value is invalid; its message is one line with the source, the value and the allowed values.
+    `flags` maps fields to values from the command line, or to None if a flag is absent. An empty environment variable
+    counts as unset. Raises ConfigError if a value is invalid; its message is one line with the source, the value and
+    the allowed values.
     """
     _refuse_misspelt(kind, environment)
     given = {name: (f"flag {flag_of(name)}", value) for name, value in flags.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The connections of a channel over sockets: a listener for writers into our pool, and the peers to which we write.
+"""The connections of a KV channel over sockets: a listener for writers to our pool, and the peers to which we write.
 
 A greeting contains the id of a reservation: 16 random bytes, which the writer received in an RPC reply over TLS. Over
 tcp, a writer is admitted only if its reservation is open. A unix socket is protected by its permissions.
@@ -31,11 +31,11 @@ from shared.kv.memory import KVMemory
 
 MAGIC = b"BTKV"
 VERSION = 3
-# Magic, version, row bytes, incarnation id of the writer, incarnation id of the receiver, and reservation id.
+# Magic, version, bytes per row, incarnation id of the writer, incarnation id of the receiver, and reservation id.
 HELLO = struct.Struct("<4sHxxI32s32s16s")
 ANSWER = struct.Struct("<4sHH")  # magic, version, verdict
-MAX_CONNECTIONS_PER_ADDRESS = 64  # enough for all nodes of a host; each connection has a thread
-MAX_CONNECTIONS_PER_WRITER = 4  # a writer uses one; broken ones may remain until their end is detected
+MAX_CONNECTIONS_PER_ADDRESS = 64  # enough for all nodes of a host; bounded, because each connection has a thread
+MAX_CONNECTIONS_PER_WRITER = 4  # a writer uses one; broken connections may remain until their loss is detected
 
 Memory = TypeVar("Memory", bound=KVMemory)
 
@@ -57,7 +57,7 @@ class MalformedError(Exception):
 
 
 class Greeting(NamedTuple):
-    """The first message of a writer. `owner` is the incarnation id of the process that it wants to reach."""
+    """The first message of a writer. `owner` is the incarnation id of the process that the writer wants to reach."""
 
     row_bytes: int
     writer: str
@@ -82,7 +82,7 @@ def pack_greeting(
 
 
 def check_answer(data: bytes) -> None:
-    """Raise ChannelError unless `data` is a welcome."""
+    """Raise ChannelError unless `data`, the answer to a greeting, admits the writer."""
     if len(data) != ANSWER.size:
         raise PeerLostError("it hung up at the greeting")
     magic, version, verdict = ANSWER.unpack(data)
@@ -94,7 +94,7 @@ def check_answer(data: bytes) -> None:
 
 
 def set_timeout(connection: socket.socket, seconds: float) -> None:
-    """Limit the time of each blocking call. Unlike with `settimeout`, a large send remains one system call."""
+    """Limit the time of each blocking call. `settimeout` would split a large send into many system calls."""
     connection.settimeout(None)
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -113,7 +113,7 @@ def receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def hung_up(connection: socket.socket) -> bool:
-    """Return whether the other end has closed or died. Reads nothing from the stream."""
+    """Return whether the other end has closed the connection or died. Reads nothing from the stream."""
     poll = select.poll()
     try:
         poll.register(connection, select.POLLRDHUP)
@@ -127,9 +127,9 @@ class ChannelListener:
     """Accepts writers on `server` (bound and listening) until `close`. Must be created on the event loop.
 
     When a writer is admitted, `serve(connection)` runs in the connection's thread: it sends WELCOME, and returns when
-    the writer ends. `on_writer_lost(incarnation_id)` is called on the loop when the last connection of that writer has
-    ended for any reason but our own `close`. `timeout_s` limits each call on a connection. `is_open(reservation_id)`
-    decides whether to admit a writer with this reservation.
+    the connection ends. `on_writer_lost(incarnation_id)` is called on the loop when the last connection of that writer
+    has ended for any reason but our own `close`. `timeout_s` limits each blocking call on a connection.
+    `is_open(reservation_id)` decides whether to admit a writer with this reservation.
     """
 
     _server: socket.socket
@@ -143,7 +143,7 @@ class ChannelListener:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # guards the attributes below
         self._threads: dict[socket.socket, threading.Thread] = {}
-        # Connections by address, and, after the greeting, also by the incarnation id of the writer.
+        # The number of open connections by address and, after the greeting, also by the incarnation id of the writer.
         self._num_open: Counter[str] = Counter()
         self._fenced: set[str] = set()
         self._closing = False
@@ -156,14 +156,14 @@ class ChannelListener:
             self._closing = True
             threads = dict(self._threads)
         for connection in (self._server, *threads):
-            with contextlib.suppress(OSError):  # it may have ended by itself
+            with contextlib.suppress(OSError):  # the connection may have ended already
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in (self._thread, *threads.values()):
             thread.join()
         self._server.close()
 
     def fence_writer(self, incarnation_id: str) -> bool:
-        """Refuse connections of this writer from now on, and return True. If it is connected, only return False."""
+        """Refuse connections of this writer from now on. If it is connected, do nothing and return False."""
         with self._lock:
             if not self._num_open[incarnation_id]:
                 self._fenced.add(incarnation_id)
@@ -173,7 +173,7 @@ class ChannelListener:
         while not self._closing:
             try:
                 connection, address = self._server.accept()
-            except OSError:  # we closed the socket, a connection was aborted, or no file descriptor is left
+            except OSError:  # `close` shut the socket down, a client disconnected, or no file descriptor is free
                 time.sleep(0 if self._closing else 0.05)
                 continue
             self._start(connection, str(address[0]) if address else "local")
@@ -183,10 +183,10 @@ class ChannelListener:
         with self._lock:
             if not self._closing and self._take(address, MAX_CONNECTIONS_PER_ADDRESS):
                 try:
-                    thread.start()  # it needs this lock to remove itself, so it is added first
+                    thread.start()  # the thread cannot remove itself before it is added, because both need the lock
                     self._threads[connection] = thread
                     return
-                except RuntimeError:  # no more threads can be started
+                except RuntimeError:  # the system cannot start another thread
                     self._release(address)
         connection.close()
 
@@ -202,7 +202,7 @@ class ChannelListener:
             else:
                 connection.sendall(ANSWER.pack(MAGIC, VERSION, verdict))
         except (MalformedError, OSError, EOFError):
-            pass  # the connection ends below, where the loss of the writer is reported
+            pass  # the connection is closed below, where the loss of the writer is reported
         finally:
             connection.close()
             with self._lock:
@@ -214,7 +214,7 @@ class ChannelListener:
                     self._loop.call_soon_threadsafe(self._on_writer_lost, writer)
 
     def _verdict(self, greeting: Greeting) -> int:
-        """Return the answer to a greeting. If the writer is admitted, count the connection as one of the writer."""
+        """Return the answer to a greeting. If it is ADMITTED, add one to the number of connections of the writer."""
         with self._lock:
             if greeting.owner != self._descriptor.incarnation_id:
                 return OTHER_INCARNATION
@@ -232,7 +232,7 @@ class ChannelListener:
         return is_free
 
     def _release(self, key: str) -> bool:
-        """Decrement the number of connections of `key`. Return whether this was the last one."""
+        """Decrement the number of connections of `key`. Return whether none is left."""
         self._num_open[key] -= 1
         if is_last := not self._num_open[key]:
             del self._num_open[key]
@@ -240,28 +240,29 @@ class ChannelListener:
 
 
 class ChannelLink(Protocol):
-    """A blocking connection to one peer. One thread uses it, except for `interrupt`."""
+    """A blocking connection to one peer. One thread makes all calls, except `interrupt`."""
 
     socket: socket.socket
 
     def push(
         self, reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Copy rows to the peer. When `stopped()`, return early, in a state that allows another push.
+        """Copy rows to the peer. Once `stopped()` is true, return early, in a state that allows another push.
 
-        Raises ReservationRefusedError if the link remains usable, and OSError, EOFError or PeerLostError if not.
+        Raises ReservationRefusedError, after which the link is still usable, or OSError, EOFError or PeerLostError,
+        after which it is not.
         """
         ...
 
     def interrupt(self) -> None:
-        """Make a push that is blocked fail soon. May be called on any thread."""
+        """Make a blocked push fail soon. May be called on any thread."""
         ...
 
     def close(self) -> None: ...
 
 
 class _Peer:
-    """One peer during one connection. If it is `lost`, the next push creates a new object with a new connection."""
+    """One peer during one connection. Once it is `lost`, the next push creates a new object with a new connection."""
 
     def __init__(self, descriptor: PeerDescriptor, connect: Callable[[PeerDescriptor, bytes], ChannelLink]) -> None:
         self._descriptor = descriptor
@@ -274,7 +275,7 @@ class _Peer:
         return self.lost or (self._link is not None and hung_up(self._link.socket))
 
     async def push(self, reservation_id: bytes, source: Sequence[int], target: Sequence[int]) -> None:
-        """Push the rows after earlier pushes have ended. If cancelled, still wait until nothing is being written."""
+        """Push the rows after earlier pushes have ended. If cancelled, return only when nothing is being written."""
         stop = threading.Event()
         call = self._thread.submit(self._run, reservation_id, source, target, stop)
         pushing = asyncio.wrap_future(call)
@@ -285,14 +286,14 @@ class _Peer:
             except asyncio.CancelledError as error:
                 cancelled = error
                 stop.set()
-                call.cancel()  # has an effect only if the push has not started
+                call.cancel()  # no effect once the push has started
         try:
             if cancelled is None:
                 return pushing.result()
             if not pushing.cancelled():
-                pushing.exception()  # mark it as retrieved; the caller gets the cancellation
+                pushing.exception()  # otherwise asyncio would log the error; the caller gets the cancellation
             raise cancelled
-        finally:  # break the reference cycle of the error and this frame, so that memory is freed at once
+        finally:  # break the reference cycle of the error and this frame, so that their memory is freed at once
             del call, pushing, cancelled
 
     async def close(self) -> None:
@@ -329,10 +330,11 @@ class _Peer:
 
 
 class SocketChannel(Generic[Memory]):
-    """The base of the channels over sockets (see KVChannel). Must be created on the event loop.
+    """The base class of channels over sockets (see KVChannel). Must be created on the event loop.
 
     Each connection has a thread. The thread of a writer runs `_serve`, which receives rows. The thread of a peer
-    connects with `_link`, and then pushes rows, one push at a time. `grant` and `revoke` do nothing here.
+    connects with `_link`, and then pushes rows, one push at a time. Here, `grant` only checks its arguments, and
+    `revoke` does nothing.
     """
 
     name: str
@@ -347,7 +349,7 @@ class SocketChannel(Generic[Memory]):
         address: tuple[str, str],
         patience_s: float,
     ) -> None:
-        """`address` has the host and the endpoint for the descriptor."""
+        """`address` is the host and the endpoint that our descriptor contains."""
         self._memory = memory
         self._own = PeerDescriptor(self.name, *address, incarnation_id, memory.row_bytes, memory.num_rows)
         self._patience_s = patience_s
@@ -355,7 +357,7 @@ class SocketChannel(Generic[Memory]):
         self._peers: dict[str, _Peer] = {}  # by incarnation id
         self._leaving: set[asyncio.Task[None]] = set()
         # The loop waits on this epoll to notice disconnected peers even while no push is in progress, so that the
-        # memory of a dead peer is released at once. It reads nothing from the sockets, which belong to the threads.
+        # memory of a dead peer is released at once. Only the threads read from the sockets.
         self._hangups = select.epoll()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._hangups.fileno(), self._on_hangup)
@@ -366,11 +368,11 @@ class SocketChannel(Generic[Memory]):
         return True
 
     def _serve(self, connection: socket.socket) -> None:
-        """Welcome a writer, and return when it ends."""
+        """Send the welcome to a writer, serve it, and return when its connection ends."""
         raise NotImplementedError
 
     def _link(self, descriptor: PeerDescriptor, reservation_id: bytes) -> ChannelLink:
-        """Connect to a peer. The reservation is the one of the first push."""
+        """Connect to a peer. `reservation_id` is the reservation of the first push."""
         raise NotImplementedError
 
     def descriptor(self) -> bytes:
@@ -397,7 +399,7 @@ class SocketChannel(Generic[Memory]):
             raise ChannelError("the channel is closed")
         other = PeerDescriptor.unpack(descriptor, self.name)
         other.check_row_bytes(self._own.row_bytes)
-        try:  # check here, since a one-sided write outside the peer's pool would not fail
+        try:  # check here, since a one-sided write outside the peer's pool would cause no error
             check_open(reservation_id, source, self._own.num_rows)
             check_open(reservation_id, target, other.num_rows)
         except ValueError as error:
@@ -428,12 +430,12 @@ class SocketChannel(Generic[Memory]):
             link = self._link(descriptor, reservation_id)
         except (ValueError, OverflowError) as error:  # the address is not valid for a system call
             raise DescriptorError(f"not an address: {error}") from error
-        with contextlib.suppress(ValueError):  # the socket was closed in the meantime
+        with contextlib.suppress(ValueError):  # `interrupt` or `close` closed the socket in the meantime
             self._hangups.register(link.socket, select.EPOLLRDHUP | select.EPOLLET)
         return link
 
     def _on_hangup(self) -> None:
-        self._hangups.poll(0)  # clears the edge-triggered events; each peer is checked below
+        self._hangups.poll(0)  # only clears the edge-triggered events; every peer is checked below
         self._retire_lost()
 
     def _retire_lost(self) -> None:

@@ -1,4 +1,4 @@
-"""The shape of a KV pool. Only this module defines the order of heads, layers and tokens inside a block."""
+"""The layout of a KV pool. Only this module defines the order of heads, layers and tokens inside a block."""
 
 from dataclasses import dataclass
 from math import prod
@@ -12,8 +12,8 @@ class KVLayout:
     """The layout of a pool: block-major, heads before layers (vLLM's BHLNC with K and V packed; see its PR #33339).
 
     A block with all its layers is one contiguous row, so that a handoff moves few large pieces. A range of heads of a
-    block is contiguous too, for peers that split heads differently. Raises ValueError if a size is below one or the
-    dtype is not supported.
+    block is contiguous too, so that peers can divide the heads differently. Raises ValueError if a size is below one or
+    the dtype is not supported.
     """
 
     num_blocks: int
@@ -36,16 +36,16 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """The size of one row of the pool: a block with all its layers."""
+        """The size of one row of the pool in bytes. A row is a block with all its layers."""
         return prod(self.shape[1:]) * BYTES_OF[self.dtype]
 
     @property
     def layer_bytes(self) -> int:
-        """The size of the keys and values of one head and one layer in a block, which are contiguous."""
+        """The size in bytes of the keys and values of one head and layer in a block. These bytes are contiguous."""
         return self.block_bytes // (self.kv_heads * self.layers)
 
     def describe(self) -> str:
-        """Return a text that is equal for two pools if they can exchange blocks. It omits the number of blocks."""
+        """Return a text that is equal for pools that can exchange blocks. The number of blocks is not in it."""
         return (
             f"kv=BHLNC heads={self.kv_heads} layers={self.layers} block_tokens={self.block_tokens} "
             f"head_dim={self.head_dim} dtype={self.dtype}"

@@ -1,6 +1,6 @@
-"""The base of the channels within one host. Writers receive access to our memory over a private unix socket.
+"""The base class of channels within one host. Writers receive access to our memory over a private unix socket.
 
-After that, the socket carries no data; its end of file shows each side that the other is gone. Writes are one-sided, so
+After that, the socket carries no data; an end of file shows each side that the other is gone. Writes are one-sided, so
 the channels are not `fenced`.
 """
 
@@ -21,8 +21,8 @@ SWEEP_AGE_S = 60.0  # a younger socket may be bound but not listening yet
 
 
 class LocalChannel(SocketChannel[Memory]):
-    """See KVChannel. A subclass defines the message that gives a writer access (`_offer`) and the link of a writer
-    (`_link`). It may override the location of our memory (`_place`) and the check of other locations (`_reaches`).
+    """See KVChannel. A subclass defines the message that gives a writer access (`_offer`) and how a writer connects
+    (`_link`). It may override the location of our memory (`_place`) and which locations we can reach (`_reaches`).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LocalChannel(SocketChannel[Memory]):
         super().__init__(memory, incarnation_id, on_writer_lost, server, address, patience_s)
 
     def _place(self) -> str:
-        """Return the location of our memory, for the descriptor."""
+        """Return the location of our memory, which is a part of our descriptor."""
         return host_id()
 
     def _reaches(self, place: str) -> bool:
@@ -53,11 +53,11 @@ class LocalChannel(SocketChannel[Memory]):
         raise NotImplementedError
 
     def reachable(self, descriptor: bytes) -> bool:
-        """Return whether the owner is alive on this machine, and this container can reach its socket."""
+        """Return whether the owner is alive on this machine and its socket can be reached from this container."""
         return super().reachable(descriptor) and self.is_live(PeerDescriptor.unpack(descriptor, self.name))
 
     def is_live(self, peer: PeerDescriptor) -> bool:
-        """Return the same as `reachable`, but accept rows of any size."""
+        """Return the same as `reachable`, but without a check of the row size."""
         return self._reaches(peer.host) and _answers(peer.endpoint)
 
     async def close(self) -> None:
@@ -67,7 +67,7 @@ class LocalChannel(SocketChannel[Memory]):
     def _serve(self, connection: socket.socket) -> None:
         data, descriptors = self._offer()
         socket.send_fds(connection, [WELCOME + data], descriptors)
-        # Ignore unexpected bytes until the writer ends. If we disconnected it, it could still write to the memory.
+        # Ignore unexpected bytes until the writer ends. To disconnect it would not stop its writes to our memory.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bytes(16))
         while connection.recv(4096):
             pass
@@ -79,7 +79,8 @@ def greeted(
 ) -> Iterator[tuple[socket.socket, bytes, list[int]]]:
     """Connect to the owner of the descriptor. Yield the connection, and the bytes and file descriptors of its offer.
 
-    Close the file descriptors in the end, and the connection if the block fails. Raises ChannelError or OSError.
+    After the block, the file descriptors are closed, and if the block failed, the connection too. Raises ChannelError
+    or OSError.
     """
     with contextlib.ExitStack() as files, contextlib.ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -110,7 +111,7 @@ def _answers(path: str) -> bool:
 def _listening(directory: Path) -> socket.socket:
     """Return a listening unix socket that only our user can reach, with a random name.
 
-    First remove the sockets of killed processes. They are old and have no listener.
+    First remove the sockets that killed processes left in the directory: those that are old and have no listener.
     """
     for old in directory.iterdir() if directory.is_dir() else ():
         with contextlib.suppress(OSError):
@@ -119,7 +120,7 @@ def _listening(directory: Path) -> socket.socket:
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     path = directory.absolute() / secrets.token_hex(16)
     try:
-        os.fchmod(server.fileno(), 0o600)  # before bind: the file never exists with a wider mode
+        os.fchmod(server.fileno(), 0o600)  # set before `bind`, so that the file never exists with a wider mode
         server.bind(str(path))
         server.listen(128)
     except OSError as error:
@@ -132,8 +133,8 @@ def _listening(directory: Path) -> socket.socket:
 def private(directory: str | Path) -> Path:
     """Create the directory if needed, and return it. Raises OSError if other users can create files in it.
 
-    Such users could create sockets and receive the prompts of writers. A directory that belongs to
-    root, such as a mounted volume, is trusted.
+    Such users could create sockets there, to which writers would send prompts. A directory that belongs to root, such
+    as a mounted volume, is trusted.
     """
     path = Path(directory)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -21,18 +21,18 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Staging(Protocol):
-    """Host buffers for rows, for channels that use sockets. Returned buffers are valid until the next call."""
+    """Host buffers for the rows that socket channels send and receive. They are valid until the next call."""
 
     def read(self, rows: Sequence[int]) -> list[memoryview]:
-        """Return the bytes of these rows."""
+        """Return buffers with the bytes of these rows."""
         ...
 
     def room(self, rows: Sequence[int]) -> list[memoryview]:
-        """Return buffers to be filled with bytes for these rows."""
+        """Return one buffer for each row, which the caller fills."""
         ...
 
     def write(self, rows: Sequence[int]) -> None:
-        """Copy the content of `room(rows)` to the rows, and wait until the copy is complete."""
+        """Copy the buffers that `room(rows)` returned to the rows, and wait until the copy is complete."""
         ...
 
     def close(self) -> None: ...
@@ -41,7 +41,7 @@ class Staging(Protocol):
 class KVMemory(Protocol):
     """The rows of a KV pool, on the host or on a GPU: `num_rows` of `row_bytes` each.
 
-    `sums` names the checksum. Two memories must use the same one to compare rows.
+    `sums` names the checksum algorithm. Checksums of rows in two memories can be compared only if it is the same.
     """
 
     sums: ClassVar[str]
@@ -57,20 +57,20 @@ class KVMemory(Protocol):
         ...
 
     def staging(self) -> Staging:
-        """Return a new staging. The same thread must create, use and close it."""
+        """Return a new Staging. The same thread must create, use and close it."""
         ...
 
 
 def checksums(rows: Rows, indices: Sequence[int]) -> bytes:
-    """Return the xxh3-64 of each of `rows[indices]`, 8 bytes little-endian each, in the order of `indices`.
+    """Return the xxh3-64 checksums of the rows `indices`, in this order, each as 8 little-endian bytes.
 
-    `rows` is uint8 [num_rows, row_bytes], with contiguous rows. Raises IndexError for an index out of range.
+    `rows` is a uint8 array [num_rows, row_bytes], with contiguous rows. Raises IndexError for an index out of range.
     """
     return b"".join(xxhash.xxh3_64_intdigest(rows[index]).to_bytes(CHECKSUM_BYTES, "little") for index in indices)
 
 
 class InPlaceStaging:
-    """The staging of rows in host memory, which copies nothing."""
+    """A Staging for rows in host memory. Its buffers are the rows themselves, so it copies nothing."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -90,9 +90,9 @@ class InPlaceStaging:
 class HostMemory:
     """`num_rows` rows of `row_bytes` zero bytes in a memfd, which the kernel frees when the last process unmaps it.
 
-    `rows` is uint8 [num_rows, row_bytes]. The constructor touches every page, because the first touch of a page takes
-    20 times as long as a later copy. Raises ValueError if a size is below one. Raises OSError (ENOMEM) if the machine
-    or the control group has too little memory, since the kernel would later kill the process without a message.
+    `rows` is a uint8 array [num_rows, row_bytes]. The constructor touches every page, because the first touch of a page
+    takes 20 times as long as a later copy. Raises ValueError if a size is below one. Raises OSError (ENOMEM) if the
+    machine or the control group has too little memory, since the kernel would later kill the process without a message.
     """
 
     sums: ClassVar[str] = "xxh3"
@@ -110,7 +110,7 @@ class HostMemory:
         self.num_rows, self.row_bytes = num_rows, row_bytes
         self._fd: int | None = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self._fd, 0, size)  # fails if memory is short; touching the page would raise SIGBUS
+            os.posix_fallocate(self._fd, 0, size)  # fails if memory is short; the first access would raise SIGBUS
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
             flat = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)  # the array owns the mapping
         except OSError as error:
@@ -122,7 +122,7 @@ class HostMemory:
 
     @property
     def fd(self) -> int:
-        """The memfd. Raises ValueError after `close`, since its number may then belong to another file."""
+        """The memfd. Raises ValueError after `close`, since the descriptor's number may then belong to another file."""
         if self._fd is None:
             raise ValueError("the KV memory is closed")
         return self._fd
@@ -134,7 +134,7 @@ class HostMemory:
         return InPlaceStaging(self.rows)
 
     def close(self) -> None:
-        """Release the memory. Idempotent. The mapping remains until the last view of `rows` is deleted."""
+        """Release the memory. Idempotent. It stays mapped until the last view of `rows` is deleted."""
         if self._fd is not None:
             os.close(self._fd)
         self._fd = None

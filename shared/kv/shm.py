@@ -17,11 +17,11 @@ from shared.kv.connections import hung_up
 from shared.kv.local import LocalChannel, greeted, host_id
 from shared.kv.memory import HostMemory, Rows
 
-PIECE_BYTES = 8 << 20  # copied between two checks for a stop, in a few milliseconds
+PIECE_BYTES = 8 << 20  # copied between two checks of `stopped`, which takes a few milliseconds
 
 
 class ShmChannel(LocalChannel[HostMemory]):
-    """See KVChannel. Close the channel before the memory."""
+    """See KVChannel. Close the channel before its memory."""
 
     name = "shm"
 
@@ -33,7 +33,7 @@ class ShmChannel(LocalChannel[HostMemory]):
 
 
 class _Mapping:
-    """The mapping of a peer's pool into this process. It lasts while the peer is alive."""
+    """A peer's pool, mapped into this process, and the connection that shows whether the peer is alive."""
 
     def __init__(self, ours: Rows, connection: socket.socket, theirs: Rows) -> None:
         self._ours = ours
@@ -43,7 +43,7 @@ class _Mapping:
     def push(
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Copy adjacent rows in one call. numpy releases the interpreter lock, so other threads run in the meantime."""
+        """Copy adjacent rows in one call. numpy releases the interpreter lock during a copy, so other threads run."""
         row_bytes = self._ours.shape[1]
         copied = PIECE_BYTES  # bytes since the last check
         for start, end in runs(source, target, max(1, PIECE_BYTES // row_bytes)):
@@ -59,15 +59,15 @@ class _Mapping:
             raise PeerLostError("it has ended")
 
     def interrupt(self) -> None:
-        """Do nothing: a push checks `stopped` after each piece, and needs the open connection until it ends."""
+        """Do nothing: a push checks `stopped` after each piece, and must keep the connection open until it returns."""
 
     def close(self) -> None:
         self._theirs = np.empty((0, 0), np.uint8)  # unmaps
-        self.socket.close()  # last, because it shows the peer that we write no more
+        self.socket.close()  # last, because a closed connection shows the peer that we write no more
 
 
 def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -> tuple[socket.socket, Rows]:
-    """Map the memory of the owner. Return the connection and the mapping. Release the mapping before the connection.
+    """Map the owner's pool. Return the connection and the mapped rows. Delete the rows before the connection.
 
     Raises DescriptorError, PeerLostError, or OSError.
     """
@@ -79,9 +79,9 @@ def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -
 
 
 def _mapped(fds: list[int], descriptor: PeerDescriptor) -> Rows:
-    """Map the peer's memfd as uint8 [num_rows, row_bytes], and touch its pages.
+    """Map the peer's memfd as a uint8 array [num_rows, row_bytes], and touch its pages.
 
-    Raises PeerLostError unless its size is sealed and equals the size in the descriptor, because an access beyond the
+    Raises PeerLostError unless the size is sealed and equals the size in the descriptor, because an access beyond the
     end of the file would raise SIGBUS.
     """
     size = descriptor.num_rows * descriptor.row_bytes
@@ -91,12 +91,12 @@ def _mapped(fds: list[int], descriptor: PeerDescriptor) -> Rows:
     if not sealed or os.fstat(fds[0]).st_size != size:
         raise PeerLostError(f"it did not send a sealed memory of {size} bytes")
     flat = np.frombuffer(mmap.mmap(fds[0], size), np.uint8)
-    flat[:: mmap.PAGESIZE].max()  # read only: the pool is in use
+    flat[:: mmap.PAGESIZE].max()  # only read, since the pool is in use
     return flat.reshape(descriptor.num_rows, descriptor.row_bytes)
 
 
 def runs(source: Sequence[int], target: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Split the positions into ranges [start, end) of at most `limit` rows that are adjacent in both sequences."""
+    """Yield ranges [start, end) of positions, each of at most `limit` rows that are adjacent in both sequences."""
     start = 0
     for end in range(1, len(source) + 1):
         if (

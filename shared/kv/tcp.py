@@ -1,7 +1,8 @@
 """The KV channel between hosts: frames over TCP, sent directly from the pool and received directly into it.
 
-Blocking sockets in threads take a quarter of the CPU time of an event loop. The receiver checks the reservation and the
-rows of a frame before it writes the bytes, so a late writer cannot damage other rows: the channel is `fenced`.
+Blocking sockets in threads need a quarter of the CPU time that an event loop would need. The receiver checks the
+reservation and the rows of a frame before it writes the bytes, so a late writer cannot damage other rows: the channel
+is `fenced`.
 """
 
 import contextlib
@@ -29,22 +30,22 @@ from shared.kv.connections import (
 from shared.kv.memory import KVMemory, Staging
 
 # A push consists of frames with rows and a last frame without rows, which the receiver answers with an ACK.
-# A frame has a header, then the row numbers as u32, then the bytes of the rows, whose checksums are in the commit. The
+# A frame has a header, the row numbers as u32, and the bytes of the rows. The checksums of rows are sent by RPC. The
 # header has magic, version, number of rows, reservation id, bytes per row, and a CRC-32 of these. Without the CRC, a
 # corrupted number of rows would make the receiver wait for rows that never arrive.
 FRAME, FRAME_CHECK = struct.Struct("<4sHH16sI"), struct.Struct("<I")
 ACK = struct.Struct("<4sHxxII")  # magic, version, rows accepted, rows refused
 PATIENCE_S = 2.0
-LEAST_BYTES_PER_S = 256 << 10  # minimum speed within a frame, since a slow writer occupies blocks and a thread
+LEAST_BYTES_PER_S = 256 << 10  # minimum speed within a frame, because a slow writer occupies blocks and a thread
 MAX_FRAME_ROWS = 512  # well below the kernel's limit of 1,024 buffers per call
-FRAME_BYTES = 4 << 20  # large, to make few calls; but a cancelled push ends only after a whole frame
+FRAME_BYTES = 4 << 20  # large, for few system calls; not larger, because a cancelled push first completes its frame
 
 
 class _OpenRows:
-    """The rows of one reservation, which may be written until `shut`.
+    """The rows of one reservation. Writers may fill them until `shut` is called.
 
     A thread holds the lock while it copies bytes from the socket's buffer into the rows, but not while it waits for
-    bytes. `shut` therefore waits for at most one copy. After `shut`, further bytes go to the scratch buffer.
+    bytes. `shut` therefore waits for at most one copy. After `shut`, bytes for these rows go to the scratch buffer.
     """
 
     def __init__(self, rows: Sequence[int]) -> None:
@@ -58,7 +59,7 @@ class _OpenRows:
 
 
 class TcpChannel(SocketChannel[KVMemory]):
-    """See KVChannel. `patience_s` limits the time without any byte during a push."""
+    """See KVChannel. A push fails if no byte passes for `patience_s`."""
 
     name = "tcp"
     fenced = True
@@ -73,7 +74,7 @@ class TcpChannel(SocketChannel[KVMemory]):
         advertised: str | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """Listen on `host`. The descriptor contains `advertised` or, by default, `host`. Raises OSError."""
+        """Listen on `host`. The host in the descriptor is `advertised` or, by default, `host`. Raises OSError."""
         if advertised is None and host in ("", "0.0.0.0", "::"):
             raise ValueError(f"listening on every address ({host!r}): give the one at which peers reach this node")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -109,7 +110,7 @@ class TcpChannel(SocketChannel[KVMemory]):
     def receive(self, connection: socket.socket, staging: Staging) -> None:
         """Receive pushes until the writer ends, is silent during a push, or violates the protocol.
 
-        Raises EOFError, OSError or MalformedError. `connection` is blocking, with a timeout.
+        Raises EOFError, OSError or MalformedError. `connection` must be blocking, with a timeout.
         """
         poll = select.poll()
         poll.register(connection, select.POLLIN)
@@ -117,7 +118,7 @@ class TcpChannel(SocketChannel[KVMemory]):
         pushing = False
         while True:
             if not pushing:
-                poll.poll()  # between pushes, a writer may be silent
+                poll.poll()  # wait without a limit, because a writer may be silent between pushes
             header = receive_exactly(connection, FRAME.size + FRAME_CHECK.size)
             magic, version, count, reservation_id, row_bytes = FRAME.unpack(header[: FRAME.size])
             is_known = (magic, version, row_bytes) == (MAGIC, VERSION, self._own.row_bytes)
@@ -129,7 +130,7 @@ class TcpChannel(SocketChannel[KVMemory]):
                 num_received = self._receive_rows(connection, poll, staging, granted, rows)
                 accepted, refused = accepted + num_received, refused + count - num_received
             else:
-                # Do not wait: a peer that fills the buffer with unread answers violates the protocol.
+                # Do not wait for room in the buffer: a peer that fills it with unread answers violates the protocol.
                 connection.send(ACK.pack(MAGIC, VERSION, accepted, refused), socket.MSG_DONTWAIT)
                 accepted = refused = 0
             pushing = count > 0
@@ -137,7 +138,7 @@ class TcpChannel(SocketChannel[KVMemory]):
     def _receive_rows(
         self, connection: socket.socket, poll: select.poll, staging: Staging, granted: _OpenRows, rows: Sequence[int]
     ) -> int:
-        """Receive the rows of a frame into the pool or into scratch. Return how many rows in the pool are complete."""
+        """Receive the rows of a frame, each into the pool or the scratch buffer. Return how many reached the pool."""
         row_bytes = self._own.row_bytes
         num_complete = len(rows)
         wanted = [row for row in rows if row in granted.rows]
@@ -169,7 +170,7 @@ class TcpChannel(SocketChannel[KVMemory]):
 
 
 class _Connection:
-    """The writing end of a connection: sends frames, and receives one answer per push."""
+    """The writer's end of a connection: sends frames, and receives one answer per push."""
 
     def __init__(
         self, descriptor: PeerDescriptor, greeting: bytes, staging: Callable[[], Staging], patience_s: float
@@ -189,7 +190,7 @@ class _Connection:
     def push(
         self, reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Send the rows and wait for the answer. When `stopped()`, send fewer rows, but only complete frames."""
+        """Send the rows and wait for the answer. Once `stopped()` is true, omit the remaining frames."""
         row_bytes = self._row_bytes
         per_frame = min(MAX_FRAME_ROWS, max(1, FRAME_BYTES // row_bytes))
         sent = 0
@@ -229,7 +230,7 @@ class _Connection:
 
 
 def checked(head: bytes) -> bytes:
-    """Return the header of a frame with its checksum."""
+    """Append the checksum to the header of a frame."""
     return head + FRAME_CHECK.pack(crc32(head))
 
 

@@ -1,9 +1,9 @@
 """The msgpack codec of the control plane: a dataclass is encoded as an array of its fields, in order.
 
 If the array is shorter than the dataclass, the missing fields take their defaults; if it is longer, the extra fields
-are skipped. Thus adjacent versions can exchange messages. The decoder follows the types of the fields. At the first
-value of a wrong type, it raises `DecodeError`, which names the field. It never builds a value that the types do not
-allow. Only this module imports msgpack.
+are skipped. So processes of successive versions can exchange messages. The decoder follows the types of the fields. At
+the first value of a wrong type, it raises `DecodeError`, which names the field, before it builds the value. Only this
+module imports msgpack.
 """
 
 import types
@@ -17,9 +17,9 @@ import msgpack
 from grpclib.encoding.base import CodecBase
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # enough for a prompt of 4 million tokens; KV is not sent by RPC
-MAX_ITEMS = 1 << 20  # in all lists and maps of a message together
-DATACLASS_ITEMS = 16  # an item that is a dataclass counts as 16 items, since it costs more to build
-MAX_FIELDS = 256  # in one dataclass, including fields of later versions
+MAX_ITEMS = 1 << 20  # maximum number of items in all lists and maps of a message
+DATACLASS_ITEMS = 16  # number of items as which a dataclass in a list counts, since it costs more to build
+MAX_FIELDS = 256  # maximum number of fields in one dataclass, including fields of later versions
 NIL = b"\xc0"
 BAD_BYTES = (ValueError, msgpack.UnpackException)
 T = TypeVar("T")
@@ -36,7 +36,7 @@ def encode(message: object) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """Decode exactly one `kind`. Raises DecodeError if `data` is incomplete, too long, or has a value of a wrong type.
 
-    Invalid input costs no more than the largest valid message would.
+    Invalid data costs no more time and memory than the largest valid message would.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise DecodeError(f"{kind.__name__}: {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
@@ -57,12 +57,12 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 
 class _Source:
-    """The bytes of one message. `value` reads a scalar, and rejects a container before building it."""
+    """The bytes of one message. `value` reads a scalar. It rejects a list or map before it builds one."""
 
     __slots__ = ("_items_left", "array", "data", "map", "skip", "tell", "value")
 
     def __init__(self, data: bytes) -> None:
-        # The limits apply to `unpack` only. Containers that the types require are read through their headers.
+        # These limits apply to `unpack` only. Lists and maps that the types require are read with their headers.
         unpacker = msgpack.Unpacker(
             None, raw=False, max_buffer_size=max(1, len(data)), max_array_len=0, max_map_len=0, max_ext_len=0
         )
@@ -76,7 +76,7 @@ class _Source:
         self._items_left = MAX_ITEMS
 
     def count(self, header: Callable[[], int], cost: int, where: str, what: str) -> int:
-        """Read the header of a list or map, and return its length. Raises DecodeError if there are too many items."""
+        """Read the header of a list or map, and return its length. Raises DecodeError if the items are too many."""
         try:
             number = header()
         except BAD_BYTES:
@@ -92,7 +92,7 @@ Read = Callable[[_Source], Any]
 
 @cache
 def _reader(hint: Any, where: str) -> Read:
-    """Return a function that reads a value of type `hint`. `where` names the value in errors."""
+    """Return a function that reads a value of type `hint`. Error messages call the value `where`."""
     if is_dataclass(hint):
         return _dataclass_reader(cast(type, hint), where)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -165,7 +165,7 @@ def _dataclass_reader(kind: type, where: str) -> Read:
 
 @dataclass(frozen=True)
 class MessageCodec(CodecBase):
-    """The codec as grpclib needs it, for `content-type: application/grpc+msgpack`."""
+    """The codec in the form that grpclib requires, for `content-type: application/grpc+msgpack`."""
 
     __content_subtype__ = "msgpack"
 

@@ -1,9 +1,9 @@
-"""HTTP/2 connections between Baton's processes: grpclib, with a limit on messages and detection of silent peers.
+"""HTTP/2 connections between Baton's processes: grpclib with a limit on message sizes and detection of silent peers.
 
-grpclib's own protocol class accepts messages of any size, and does not notice a peer that stopped answering while bytes
-for it are unsent. These classes replace it, using grpclib's public parts (Connection, Stream, EventsProcessor,
-AbstractHandler, request_handler). Only `RpcChannel` overrides private methods; tests/shared/test_services.py fails if a
-release of grpclib stops calling them.
+grpclib's own protocol class accepts messages of any size, and while bytes are unsent, it does not notice that the peer
+has stopped answering. The classes here replace it, using grpclib's public parts (Connection, Stream, EventsProcessor,
+AbstractHandler, request_handler). Only `RpcChannel` overrides private methods of grpclib; tests/shared/test_services.py
+fails if a release of grpclib no longer calls them.
 
 Every peer has proved by its certificate that it belongs to the cluster, or runs on this machine.
 """
@@ -33,10 +33,10 @@ from shared.rpc.codec import MAX_MESSAGE_BYTES, DecodeError, MessageCodec
 
 CODEC = MessageCodec()
 CONNECT_S = 5.0  # time limit for connecting to a peer, including the TLS handshake
-# A peer that is frozen or cut off sends no reset. By default, a client detects it after 2.0 to 2.6 s.
+# A peer that is frozen or cut off does not close its connections. By default, a client detects it after 2.0 to 2.6 s.
 PING_S = 0.65
 ANSWER_S = 1.9
-SERVER_ANSWER_S = 6.0  # longer than the clients' limit; then the server frees the resources of a silent client
+SERVER_ANSWER_S = 6.0  # longer than ANSWER_S; after this, the server closes the connection of a silent client
 FLUSH_S = 1.0  # time limit for sending the remaining bytes when a connection is closed
 WINDOW_BYTES = 4 << 20
 
@@ -51,10 +51,10 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 class ClosingTransport:
-    """A transport whose `write` raises StreamTerminatedError once closed, and whose `close` takes at most FLUSH_S.
+    """A transport on which `write` raises StreamTerminatedError after `close`, and `close` takes at most FLUSH_S.
 
-    By default, a write to a closed transport raises RuntimeError in uvloop and is ignored in asyncio, and `close` waits
-    without limit for a peer that does not read.
+    Without this class, a write to a closed transport raises RuntimeError in uvloop and is ignored in asyncio, and
+    `close` waits without limit for a peer that does not read.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -78,19 +78,19 @@ class ClosingTransport:
 
 
 class BoundedStream(H2Stream):
-    """A stream that rejects messages that are too long or compressed, before it receives them."""
+    """A stream that rejects a message that is too long or compressed before it receives the message."""
 
     _at_header = True
 
     async def recv_data(self, size: int) -> bytes:
-        """Receive `size` bytes. grpclib calls it for the 5-byte header of a message, then for the message."""
+        """Receive `size` bytes. grpclib first calls this for the 5-byte header of a message, then for the message."""
         if size > MAX_MESSAGE_BYTES:
             raise GRPCError(
                 Status.RESOURCE_EXHAUSTED, f"a message of {size} bytes is over the limit of {MAX_MESSAGE_BYTES}"
             )
         try:
             data = await super().recv_data(size)
-        except AssertionError:  # grpclib raises it for a stream that ended too soon
+        except AssertionError:  # grpclib raises this for a stream that ended too early
             raise DecodeError("the stream ended within a message") from None
         if self._at_header and data[:1] > b"\0":
             raise GRPCError(Status.UNIMPLEMENTED, "compressed messages are not supported")
@@ -101,7 +101,7 @@ class BoundedStream(H2Stream):
 
 
 class RpcConnection(Connection):
-    """The state that grpclib keeps for a connection. Its streams are bounded."""
+    """The state that grpclib keeps for a connection. Each of its streams is a BoundedStream."""
 
     def __init__(self, http: H2Connection, transport: ClosingTransport, config: Configuration) -> None:
         super().__init__(http, cast(asyncio.Transport, transport), config=config)
@@ -116,7 +116,7 @@ class PeerProtocol(H2Protocol):
     """One HTTP/2 connection, on the client or the server, from `connection_made` to `connection_lost`.
 
     Runs on the event loop. It pings the peer, and closes the connection when the peer violates the protocol or leaves a
-    ping unanswered for `answer_s`. A server passes its `connections`, which contain this one while it is open.
+    ping unanswered for `answer_s`. In a server, `connections` contains all its open connections.
     """
 
     connection: RpcConnection
@@ -138,7 +138,7 @@ class PeerProtocol(H2Protocol):
         self._answer_s = answer_s
         self._connections = {} if connections is None else connections
         self._loop = asyncio.get_running_loop()
-        self._pinged_at: float | None = None  # when the unanswered ping was sent
+        self._pinged_at: float | None = None  # when the ping was sent that is not answered yet
         self._checked_at = self._loop.time()
         self._watch: asyncio.TimerHandle
 
@@ -176,7 +176,7 @@ class PeerProtocol(H2Protocol):
             peer = str(address[0]) if isinstance(address, tuple) else "local"
             peer_log.warn(peer, f"RPC connection closed: {str(error) or type(error).__name__}")
             with contextlib.suppress(StreamTerminatedError):
-                self._flush()  # sends the reason if it was an HTTP/2 error
+                self._flush()  # this sends the reason to the peer if it was an HTTP/2 error
             self.processor.close("Protocol error")
 
     def _flush(self) -> None:
@@ -192,7 +192,7 @@ class PeerProtocol(H2Protocol):
             self.connection.http.ping(bytes(8))
             self.connection.flush()
         else:
-            # Exclude the time in which this process did not run.
+            # Exclude time during which this process itself did not run.
             self._pinged_at += max(0.0, now - self._checked_at - PING_S)
             if now - self._pinged_at > self._answer_s:
                 self.fell_silent = True
@@ -215,7 +215,7 @@ class CallHandler(AbstractHandler):
         self._dispatch = grpclib.server.Server([]).__dispatch__
 
     def accept(self, stream: H2Stream, headers: Any, release_stream: Callable[[], Any]) -> None:
-        # The stream is released below. A task that is cancelled before it starts would not release it.
+        # The stream is released below, because a task that is cancelled before it starts would not release it.
         work = grpclib.server.request_handler(self._methods, stream, headers, CODEC, None, self._dispatch, lambda: None)
         task = self.tasks[stream] = asyncio.get_running_loop().create_task(work)
 
@@ -238,10 +238,10 @@ class CallHandler(AbstractHandler):
 
 
 class RpcChannel(grpclib.client.Channel):
-    """A channel to `host:port`, which its owner closes. It connects at the first call, and again after a loss.
+    """A channel to `host:port`, which its owner closes. It connects at the first call, and at a call after a loss.
 
-    It closes a connection when the peer's certificate is not accepted, or a ping is unanswered for `answer_s`.
-    `identity` defaults to that of this process, if any.
+    It closes a connection if the peer's certificate is not accepted or a ping is unanswered for `answer_s`. The default
+    `identity` is that of this process, if it has one.
     """
 
     def __init__(self, address: str, identity: tls.ClusterIdentity | None = None, answer_s: float = ANSWER_S) -> None:

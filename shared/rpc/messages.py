@@ -1,6 +1,6 @@
 """The messages of the control plane. Each is a slotted dataclass, sent as a msgpack array in field order.
 
-Token ids are sent as bytes (`pack_ids`): a list of integers takes a hundred times as long to check and copy.
+Token ids are sent as bytes (`pack_ids`); a list of integers would take a hundred times as long to check and copy.
 """
 
 from array import array
@@ -25,7 +25,7 @@ def unpack_ids(data: bytes) -> list[int]:
 
 @dataclass(slots=True)
 class SamplingParams:
-    """How the next token is sampled. Names and meanings are those of vLLM; temperature 0 is greedy."""
+    """How tokens are sampled. Names and meanings are those of vLLM. Temperature 0 selects greedy sampling."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -36,13 +36,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-    logprobs: int | None = None  # number of alternatives in addition to the sampled token; None: no logprobs
+    logprobs: int | None = None  # number of alternatives to the sampled token that are returned; None: no logprobs
     prompt_logprobs: int | None = None
 
 
 @dataclass(slots=True)
 class SubmitRequest:
-    """Router to node: compute this request. `decode_node` is the address of the node that generates; "": this node."""
+    """Router to node: compute this request. `decode_node` is the address of the generating node; "": this node."""
 
     id: str
     router: str
@@ -86,20 +86,20 @@ class TokenDelta:
     id: str
     position: int = 0
     tokens: bytes = b""
-    finish: str = ""  # "stop" | "length": the request is over
-    error: str = ""  # the reason why this node gave up the request, if it did
-    handed_off: bool = False  # all KV has arrived; from now on, only this node generates
+    finish: str = ""  # "stop" or "length" if the request is complete
+    error: str = ""  # the reason if this node gave up the request
+    handed_off: bool = False  # all KV has arrived at this node; from now on, only it generates
     cached_tokens: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    retry: bool = False  # with `error`: another node may succeed
+    retry: bool = False  # with `error`: whether another node may succeed
 
 
 @dataclass(slots=True)
 class NodeStats:
     """The state of a node, sent at each heartbeat. Blocks: free + cached + owned + reserved + quarantined = total."""
 
-    state: str = "ready"  # "ready" | "draining" | "stuck" | "breached": its block ledger is broken
+    state: str = "ready"  # "ready" | "draining" | "stuck" | "breached" (an error in the block ledger)
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
@@ -112,35 +112,35 @@ class NodeStats:
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    cache_queries: int = 0  # tokens looked up in the prefix cache
-    cache_hits: int = 0  # tokens found there
+    cache_queries: int = 0  # number of tokens looked up in the prefix cache
+    cache_hits: int = 0  # number of tokens found in the prefix cache
     preemptions: int = 0
-    handoffs: int = 0  # prefill node: handoffs committed by a decode node
+    handoffs: int = 0  # prefill node: number of handoffs that decode nodes committed
     handoffs_failed: int = 0
     blocks_moved: int = 0
     bytes_moved: int = 0
-    channels: dict[str, str] = field(default_factory=dict)  # peer id -> channel in use
+    channels: dict[str, str] = field(default_factory=dict)  # peer id -> name of the channel in use
     channel_fallbacks: int = 0
     cost: list[float] = field(default_factory=list)  # scheduler.cost.CostModel.packed; empty until a model is fitted
     transfer: list[float] = field(default_factory=list)  # prefill node: seconds per push, and seconds per byte
-    records_dropped: int = 0  # step records and request events that were not sent to a router
-    sent_ns: int = 0  # the node's Unix time when this was sent, to compute the offset of its clock
-    overruns: int = 0  # emulated passes that ended late because this machine is too slow
-    rows_corrupt: int = 0  # decode node: rows of KV whose checksum differed on arrival
+    records_dropped: int = 0  # number of step records and request events that no router received
+    sent_ns: int = 0  # the node's Unix time when this was sent, which shows the offset of the node's clock
+    overruns: int = 0  # number of emulated passes that ended late because the machine is too slow
+    rows_corrupt: int = 0  # decode node: number of KV rows that arrived with a wrong checksum
     ledger_error: str = ""  # the error in the block ledger, if there is one
-    incarnation_id: str = ""  # of the sender, because another process may reuse its address
+    incarnation_id: str = ""  # shows which process sent this, because another process may reuse its address
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """The contents and durations of one step. Times are Unix time of the node. For pairs, see `cost.StepWork`."""
+    """The contents and durations of one step. Times are Unix times on the node. For pairs, see `cost.StepWork`."""
 
     number: int
     start_ns: int  # start of the step's forward pass
     duration_us: int  # duration of the forward pass
-    host_us: int = 0  # time of the engine's loop outside the device: planning, and publishing the previous step
-    predicted_us: int = 0  # duration_us + host_us as the cost model predicted them; 0: no model
-    budget: int = 0  # maximum tokens of this step
+    host_us: int = 0  # time without the device: to plan this step and to publish the previous one
+    predicted_us: int = 0  # the cost model's prediction of duration_us + host_us; 0: no model
+    budget: int = 0  # maximum number of tokens in this step
     reason: str = ""  # what limited the budget: see scheduler.budget
     num_prefills: int = 0
     prefill_tokens: int = 0
@@ -154,23 +154,23 @@ class StepRecord:
     blocks_cached: int = 0
     blocks_owned: int = 0
     blocks_reserved: int = 0
-    members: bytes = b""  # packed (serial, start, count) of each slice, prompts first; for serial, see RequestEvent
+    members: bytes = b""  # packed (serial, start, count) of each slice, prompts first; see RequestEvent for serial
 
 
 @dataclass(slots=True)
 class RequestEvent:
-    """An event of one request on one node. The event ended at `at_ns` (the node's Unix time) and lasted `duration_us`.
+    """An event of one request on one node. It ended at `at_ns` (the node's Unix time) and lasted `duration_us`.
 
-    The kinds, and the other fields that each sets:
-    "queued"     the node accepted the request: serial (its number in step records of this node), count = its tokens
-    "reserving"  `peer` reserved blocks: duration_us = time until the reply
-    "transfer"   blocks were pushed to `peer`: count = blocks, bytes, channel, duration_us
+    Each kind, and the other fields that an event of this kind sets:
+    "queued"     the node accepted the request: serial (its number in step records), count = number of its tokens
+    "reserving"  `peer` reserved blocks: duration_us = time until its reply
+    "transfer"   blocks were pushed to `peer`: count = number of blocks, bytes, channel, duration_us
     "committed"  `peer` acknowledged that it has all blocks: duration_us
     "received"   the decode node has all blocks, and the request may run there
-    "admitted"   the first step of the request on this node began: count = tokens found in the prefix cache
-    "first"      its first token on this node was sampled
-    "preempted"  its blocks were freed for another request; its tokens are computed again
-    "ended"      it ended on this node: reason = "stop", "length", "handed_off", "aborted", or an error
+    "admitted"   the first step of the request on this node began: count = its tokens found in the prefix cache
+    "first"      the first token of the request on this node was sampled
+    "preempted"  its blocks were freed for another request; the KV of its tokens will be computed again
+    "ended"      the request ended on this node: reason = "stop", "length", "handed_off", "aborted", or an error
     """
 
     id: str
@@ -198,7 +198,7 @@ class NodeUpdate:
 
 @dataclass(slots=True)
 class NodeInfo:
-    """The description of a node in the registry. `incarnation_id` is new at every start of its process."""
+    """The description of a node in the registry. Each start of its process has a new `incarnation_id`."""
 
     id: str
     incarnation_id: str
@@ -213,13 +213,13 @@ class NodeInfo:
     max_num_seqs: int
     version: str = ""
     state: str = "ready"
-    attributes: dict[str, str] = field(default_factory=dict)  # other settings; comparisons and placement use them
-    shared_pool_owner: str = ""  # incarnation id of the decode node in whose pool it computes, if any
+    attributes: dict[str, str] = field(default_factory=dict)  # other settings, which comparisons and placement read
+    shared_pool_owner: str = ""  # incarnation id of the decode node in whose pool this node computes, if any
 
 
 @dataclass(slots=True)
 class ReserveRequest:
-    """Prefill node to decode node: reserve blocks for the KV of this request. The reply comes when there are blocks."""
+    """Prefill node to decode node: reserve blocks for the KV of this request. The reply waits for free blocks."""
 
     request: SubmitRequest
     writer: str  # incarnation id of the prefill node
@@ -228,22 +228,22 @@ class ReserveRequest:
 
 @dataclass(slots=True)
 class ReserveReply:
-    """The reserved blocks. The decode node already has the first `num_held` logical blocks of the prompt; `targets` are
-    the blocks to fill with the others."""
+    """The reserved blocks. The decode node already has the first `num_held` blocks of the prompt. `targets` are the ids
+    of the blocks to which the prefill node writes the other blocks of the prompt."""
 
     reservation_id: bytes = b""
     num_held: int = 0
     targets: bytes = b""
-    descriptors: dict[str, bytes] = field(default_factory=dict)  # channel name -> how to write into this pool
+    descriptors: dict[str, bytes] = field(default_factory=dict)  # channel name -> descriptor of the decode node's pool
     error: str = ""
-    held: bytes = b""  # the blocks of the first `num_held`, for a prefill node that computes in this pool
+    held: bytes = b""  # ids of the first `num_held` blocks, for a prefill node that computes in this pool
 
 
 @dataclass(slots=True)
 class PushedNotice:
-    """The next target blocks of the reservation are written. `checksums`: the 8-byte xxh3-64 of each, in order.
+    """The next target blocks of the reservation are written. `checksums` has the 8-byte xxh3-64 of each, in order.
 
-    It is sent while the next chunk is computed, so that only the last rows remain to be checked at the commit.
+    The notice is sent while the next chunk is computed, so that only the last rows remain to be checked at the commit.
     """
 
     reservation_id: bytes
@@ -252,7 +252,7 @@ class PushedNotice:
 
 @dataclass(slots=True)
 class CommitRequest:
-    """All rows of the reservation are written. `checksums` are those that no `PushedNotice` contained."""
+    """All rows of the reservation are written. `checksums` has those of the rows that no `PushedNotice` covered."""
 
     reservation_id: bytes
     first_token: int
@@ -269,10 +269,10 @@ class RenewRequest:
 
 @dataclass(slots=True)
 class RenewReply:
-    """The writer's reservations that the decode node still has.
+    """What the decode node still has of the writer's reservations.
 
-    `has_reservations`: it has reservations of this writer, renewed or not. `quarantined`: the ids (16 bytes each,
-    concatenated) of reservations in quarantine, whose blocks are not reused before the writer stops.
+    `has_reservations`: whether it has any reservation of this writer, renewed or not. `quarantined`: the ids (16 bytes
+    each, concatenated) of reservations in quarantine, whose blocks are not reused before the writer stops writing.
     """
 
     error: str = ""
@@ -282,7 +282,7 @@ class RenewReply:
 
 @dataclass(slots=True)
 class StopRequest:
-    """The writer gives up the reservation and writes no more. If it has no reservation id, `request` is set instead."""
+    """The writer gives up the reservation and writes no more. `request` is set if it has no reservation id."""
 
     reservation_id: bytes
     reason: str = ""
@@ -291,7 +291,7 @@ class StopRequest:
 
 @dataclass(slots=True)
 class SetRoleRequest:
-    """Router to node: become a "prefill" or a "decode" node. The reply comes when the node has rejoined in that role.
+    """Router to node: become a "prefill" or a "decode" node. The reply is sent once the node has rejoined in that role.
 
     Requests that still run after `drain_s` are retried on other nodes.
     """
@@ -303,4 +303,4 @@ class SetRoleRequest:
 @dataclass(slots=True)
 class Ack:
     error: str = ""
-    again: bool = False  # with `error`: the sender may repeat the last push, once
+    again: bool = False  # with `error`: whether the sender may repeat the last push once

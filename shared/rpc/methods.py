@@ -1,4 +1,4 @@
-"""The RPCs of Baton. One line defines each RPC, both for the handler of the server and for the call of the client."""
+"""The RPCs of Baton. One line defines each RPC for both the server's handler and the client's call."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -39,7 +39,7 @@ class Rpc(Generic[Request, Reply]):
     path: str
     request: type[Request]
     reply: type[Reply]
-    streams: bool = False  # in both directions, as long as the connection lasts
+    streams: bool = False  # whether both sides send any number of messages during one call
 
     def serve(self, handle: "Handle[Request, Reply]") -> Handler:
         async def handler(stream: Any) -> None:
@@ -61,20 +61,20 @@ class Rpc(Generic[Request, Reply]):
 
     @asynccontextmanager
     async def open(self, channel: grpclib.client.Channel) -> AsyncIterator["ClientStream[Request, Reply]"]:
-        """Open a stream. It is reset when the block ends."""
+        """Open a stream, and reset it when the block ends."""
         method = grpclib.client.StreamStreamMethod(channel, self.path, self.request, self.reply)
         async with method.open() as stream:
             try:
                 yield stream
             finally:
-                with suppress(ProtocolError, StreamTerminatedError):  # not sent yet, or ended already
+                with suppress(ProtocolError, StreamTerminatedError):  # the stream is not open yet, or has ended
                     await stream.cancel()
 
 
 Handle = Callable[["ServerStream[Request, Reply]"], Awaitable[None]]
 ServerStream = grpclib.server.Stream
 ClientStream = grpclib.client.Stream
-# Raised for a sender whose stream has ended. A reader sees the end of the stream instead.
+# Raised when a message is sent on a stream that has ended. A receiver gets the end of the stream instead.
 STREAM_ENDED = (StreamTerminatedError, StreamClosedError)
 PEER_FAILURES = (GRPCError, *STREAM_ENDED, OSError, asyncio.TimeoutError, DecodeError)
 
@@ -94,7 +94,7 @@ RENEW = Rpc("/baton.Decode/Renew", RenewRequest, RenewReply)
 
 
 def unary(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[None]]:
-    """Return a handler that calls `handle` with the request and sends its result."""
+    """Return a handler that calls `handle` with the request and sends the result as the reply."""
 
     async def handler(stream: Any) -> None:
         request = await stream.recv_message()
@@ -108,7 +108,7 @@ def unary(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[
 class RpcServer:
     """Serves RPCs on one port until `close`. With an identity, it uses TLS and rejects peers outside the cluster.
 
-    `identity` defaults to that of this process, if any.
+    The default `identity` is that of this process, if it has one.
     """
 
     def __init__(
@@ -118,13 +118,13 @@ class RpcServer:
         answer_s: float = SERVER_ANSWER_S,
     ) -> None:
         methods = {rpc.path: rpc.serve(handle) for rpc, handle in handlers.items()}
-        self.connections: dict[PeerProtocol, None] = {}  # those that have completed the TLS handshake
+        self.connections: dict[PeerProtocol, None] = {}  # the connections whose TLS handshake is complete
         self._make = lambda: PeerProtocol(CallHandler(methods), answer_s, self.connections)
         self._identity = identity or tls.own()
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port in use. Raises OSError if it cannot be bound."""
+        """Listen, and return the port in use. Raises OSError if the port cannot be bound."""
         secure: dict[str, Any] = {}
         if self._identity is not None:
             secure = {"ssl": self._identity.server_context, "ssl_handshake_timeout": tls.HANDSHAKE_S}
@@ -132,7 +132,7 @@ class RpcServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self, timeout_s: float = 2.0) -> None:
-        """Stop listening, cancel the calls in progress, wait for them up to `timeout_s`, and close all connections."""
+        """Stop listening, cancel all calls, wait until they end, for at most `timeout_s`, and close all connections."""
         if self._server is not None:
             self._server.close()
         tasks = [task for each in self.connections for task in cast(CallHandler, each.handler).tasks.values()]

@@ -1,8 +1,8 @@
-"""Mutual TLS between the processes of a cluster, and the signature on their entries in Redis.
+"""Mutual TLS between the processes of a cluster, and the signatures on their entries in Redis.
 
 One PEM file (or a directory in cert-manager's layout) is the identity of every process and its only trust root: a peer
-is a member of the cluster if that root signed its certificate. Host names are not checked, since the addresses of nodes
-change with each start, and all members have the same rights.
+is a member of the cluster if that root signed its certificate. Host names are not checked, because the addresses of
+nodes change with each start and all members have the same rights.
 """
 
 import base64
@@ -23,7 +23,7 @@ from shared.errors import ConfigError
 from shared.logs import peer_log
 
 HANDSHAKE_S = 4.0
-MAX_HANDSHAKES = 512  # maximum of incomplete handshakes, since a stranger may leave any number incomplete
+MAX_HANDSHAKES = 512  # maximum number of incomplete handshakes, which a stranger could start without limit
 MAX_FILE_BYTES = 1 << 16
 PRIVATE_KEY = re.compile(rb"-----BEGIN ([A-Z ]*PRIVATE KEY)-----([A-Za-z0-9+/=\s]+)-----END \1-----")
 REGISTRY_PURPOSE = b"baton registry 1"
@@ -37,7 +37,7 @@ class ServerContext(ssl.SSLContext):
     """A server's side of TLS, with a bound on the connections that have not completed their handshake."""
 
     def __init__(self, _protocol: int) -> None:
-        self.handshakes: dict[ServerHandshake, float] = {}  # in progress, oldest first: start times
+        self.handshakes: dict[ServerHandshake, float] = {}  # start times of those in progress, oldest first
         self.sslobject_class = ServerHandshake
 
 
@@ -45,10 +45,10 @@ class ServerHandshake(ssl.SSLObject):
     """A TLS handshake on the server. It logs rejected clients, which asyncio does not report."""
 
     def do_handshake(self) -> None:
-        """Continue the handshake. Raises SSLError if the client is invalid or too many handshakes are in progress."""
+        """Continue the handshake. Raises SSLError if the client is rejected or too many handshakes are in progress."""
         pending, now = cast(ServerContext, self.context).handshakes, time.monotonic()
         if self not in pending:
-            while pending and now - next(iter(pending.values())) > HANDSHAKE_S:  # asyncio closed these
+            while pending and now - next(iter(pending.values())) > HANDSHAKE_S:  # asyncio has closed these connections
                 del pending[next(iter(pending))]
             if len(pending) >= MAX_HANDSHAKES:
                 peer_log.warn("RPC clients", f"refused: {MAX_HANDSHAKES} TLS handshakes are in progress")
@@ -70,8 +70,8 @@ class ServerHandshake(ssl.SSLObject):
 class ClusterIdentity:
     """The certificate and key of this process, and the roots that it trusts.
 
-    A file may contain several certificates and keys. This process presents the first certificate and signs with the
-    first key, and accepts all of them. So a secret can be replaced while all processes keep accepting each other.
+    A file may contain several certificates and keys. This process presents the first certificate, signs with the first
+    key, and accepts all of them from peers. So a secret can be replaced while the processes keep accepting each other.
     """
 
     server_context: ssl.SSLContext
@@ -79,7 +79,7 @@ class ClusterIdentity:
     registry_keys: tuple[bytes, ...]
 
     def sign(self, name: str, data: bytes) -> bytes:
-        """Return an HMAC-SHA256 over `data` and the name that it is stored under."""
+        """Return an HMAC-SHA256 over `data` and its name, which is its key in Redis."""
         return _signature(self.registry_keys[0], name, data)
 
     def is_signed(self, proof: bytes, name: str, data: bytes) -> bool:
@@ -94,7 +94,7 @@ def _signature(key: bytes, name: str, data: bytes) -> bytes:
 def read_identity(path: str) -> ClusterIdentity:
     """Load a PEM file written by `baton secret`, or a directory with ca.crt, tls.crt and tls.key.
 
-    Raises ConfigError if it cannot be used; the message never quotes the contents.
+    Raises ConfigError if the file cannot be used. The message never quotes the file's contents.
     """
     flag = f"--cluster-secret-file {path}"
     file = Path(path)
@@ -124,14 +124,14 @@ def read_identity(path: str) -> ClusterIdentity:
 
 
 def _read_private(path: Path, flag: str) -> bytes:
-    """Read a file. Raises ConfigError unless only its owner can read it."""
+    """Read a file. Raises ConfigError if users other than its owner can read it."""
     try:
         with path.open("rb") as file:
             status, read_only = os.fstat(file.fileno()), os.fstatvfs(file.fileno()).f_flag & os.ST_RDONLY
             data = file.read(MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"{flag}: cannot be read: {error.strerror}; `baton secret FILE` writes a new one") from None
-    # Container platforms mount secrets read-only, owned by root and readable, and control which containers see them.
+    # Container platforms mount secrets read-only, readable by all and owned by root, and limit who can mount them.
     is_mounted = status.st_uid == 0 and read_only and not status.st_mode & 0o022
     if status.st_mode & 0o077 and not is_mounted:
         raise ConfigError(
@@ -149,7 +149,7 @@ def configure(path: str, listens: Mapping[str, str]) -> None:
     """Use the identity in `path`, if given, for every connection that this process makes or accepts from now on.
 
     `listens` maps flags to the addresses that this process will listen on. Raises ConfigError if the file cannot be
-    used, or if there is none and an address can be reached from other machines.
+    used, or if no file is given and an address can be reached from other machines.
     """
     _own.clear()
     if path:
@@ -169,7 +169,7 @@ def own() -> ClusterIdentity | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a host name or address. Raises ConfigError if it does not resolve."""
+    """Return whether a host name or address is reachable only from this machine. Raises ConfigError if unresolvable."""
     try:
         found = {str(address[0]).partition("%")[0] for *_, address in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError) as error:

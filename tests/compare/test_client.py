@@ -112,14 +112,15 @@ async def test_a_server_that_does_not_answer_fails_every_request_and_the_run() -
 
 @pytest.mark.parametrize("crashes", [False, True])
 async def test_a_recording_stays_usable_if_the_load_generator_crashes_or_is_cancelled(crashes: bool) -> None:
-    recording = LoadRecording()
+    recording, before = LoadRecording(), set(psutil.Process().children())
     async with serving() as (url, bodies):
         driving = asyncio.create_task(drive(spec_of(url, "plain", 0.0, 0.0, 0.5, 60.0), recording))
         async with asyncio.timeout(20):
             while len(bodies) < 3:  # noqa: ASYNC110 - a list has no event
                 await asyncio.sleep(0.02)
         if crashes:
-            psutil.Process().children()[0].send_signal(signal.SIGKILL)
+            (load_generator,) = set(psutil.Process().children()) - before
+            load_generator.send_signal(signal.SIGKILL)
             await driving
         else:
             driving.cancel()

@@ -1,4 +1,5 @@
-"""A request's tokens do not depend on chunks, block size, preemption, handoff, or other requests and their faults."""
+"""Test that a request's tokens do not depend on chunks, block size, preemption, handoff, other requests or their
+faults."""
 
 from dataclasses import replace
 from itertools import product

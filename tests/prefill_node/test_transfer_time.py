@@ -1,4 +1,5 @@
-"""The model of transfer times estimates latency and bandwidth from pushes of different sizes, despite slow outliers."""
+"""Test that the model of transfer times estimates latency and bandwidth from pushes of different sizes, despite slow
+outliers."""
 
 import random
 

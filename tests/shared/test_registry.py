@@ -1,4 +1,4 @@
-"""Membership when streams end late, a router restarts, or Redis fails, freezes or loses its data."""
+"""Test membership when streams end late, a router restarts, or Redis fails, freezes or loses its data."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,5 @@
-"""Checks that an idle cluster holds no resources and its counts add up, and that a set of seeds reaches every fault."""
+"""Checks that an idle cluster holds no resources and that its counts add up, and that a set of seeds reaches every
+fault."""
 
 from collections import Counter
 from typing import Any

@@ -40,8 +40,7 @@ def fails_with_1(command: str, run: Callable[[], int]) -> int:
 def request(
     method: str, url: str, path: str, api_key: str, timeout_s: float | None = TIMEOUT_S, body: Document | None = None
 ) -> Iterator[httpx.Response]:
-    """Send a request and yield the streamed response. Raises UnreachableError if that fails or if the response is an
-    error."""
+    """Send a request and yield the streamed response. Raises UnreachableError on failure or an error response."""
     try:
         # Ignore the environment's proxy settings, because the default URL is on this machine.
         client = httpx.Client(
@@ -246,8 +245,7 @@ def _prompts(is_terminal: bool) -> Iterator[str]:
 
 
 def _answer(url: str, api_key: str, fields: Document) -> str:
-    """Print an answer as it arrives, then its timing to stderr. Return the text of the answer. Raises
-    UnreachableError."""
+    """Print an answer as it arrives, then its timing to stderr. Return the answer's text. Raises UnreachableError."""
     body = {name: value for name, value in fields.items() if value is not None}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     text, num_tokens, started, ttft_s, total_s = "", 0, time.monotonic(), 0.0, 0.0

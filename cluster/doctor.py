@@ -1,4 +1,4 @@
-"""`baton doctor`: checks this installation or a running cluster, and changes nothing.
+"""The `baton doctor` command, which checks this installation or a running cluster, and changes nothing.
 
 Without --url, it checks this machine and starts small clusters, whose answers must be equal in both modes and over
 every KV channel. With --url, it checks the registry and the nodes of that cluster, and that answers are repeatable.

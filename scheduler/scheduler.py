@@ -63,7 +63,7 @@ class SchedulerCounters:
 
 BY_PRIORITY = attrgetter("priority", "arrival")
 # When a request is admitted, blocks are kept free for this share of the tokens that running requests may still
-# generate. Most requests stop early, and preemption handles the rest (SGLang's new-token ratio, with its cap).
+# generate. Most requests stop early, and preemption handles the rest. This is SGLang's new-token ratio, with its cap.
 GROWTH_SHARE = 0.3
 GROWTH_CAP_TOKENS = 4096
 

@@ -111,8 +111,8 @@ class CudaRunner(TorchRunner):
 
     def warm_up(self) -> None:
         """Run steps that differ from the largest and the captured ones: with long and short contexts, few and many
-        tokens, and a logit bias. This compiles kernels for which a request could otherwise wait for seconds. Their KV
-        is stored in the dummy block."""
+        tokens, and a logit bias. This compiles kernels for which a request could otherwise wait for seconds. The KV
+        of these steps is stored in the dummy block."""
         far = min(self._buffers.most_tokens, FAR) - WARM_COUNT
         many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
         mixes = ([(0, 1), (0, WARM_COUNT)], [(far, 1), (0, WARM_COUNT)], [(0, 2)], [(far, 2)], [(0, WARM_COUNT)] * many)

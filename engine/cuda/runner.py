@@ -63,7 +63,7 @@ class CudaRunner(TorchRunner):
 
     The engine's thread calls it, and at most one step is pending at a time. `sampler` draws all tokens on the device.
     If it is None, `engine.sampling` draws, and waits for the device unless all rows are greedy. Penalties, biases, bans
-    and logprobs are computed on the host, and also wait for the device. A row's token does not depend on other rows.
+    and logprobs need copies to or from the host, which also wait. A row's token does not depend on other rows.
     """
 
     can_run_ahead = True

@@ -160,7 +160,7 @@ class TorchRunner(Runner):
         return self._model.logits(hidden[: len(batch.sampled)]), hidden[len(batch.sampled) :]
 
     def _carry(self, batch: Batch) -> None:
-        """Copy tokens drawn by the previous step into this batch. If a draw failed (0), its request has ended."""
+        """Copy tokens drawn by the previous step into this batch, or 0 for a failed draw, whose request has ended."""
         draws, self._draws = self._draws, None
         if batch.carried and draws is None:
             raise RuntimeError("the previous step failed, and this step needs its tokens")

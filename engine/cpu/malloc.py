@@ -52,7 +52,7 @@ def empty(*shape: int) -> Tensor:
 
 
 def _set(option: int, value: int) -> bool:
-    """Change a setting of glibc. Return False if it failed, or if the C library is not glibc."""
+    """Change a setting of glibc. Return False if this failed, or if the C library is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(option, value))
 

@@ -157,7 +157,7 @@ def draw_part(
     given, logits, parameters, least, best, tokens, given_stride, row_stride, vocab,
     PART: tl.constexpr, BLOCK: tl.constexpr, ADJUSTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows x parts of the vocabulary. Store each part's best score and, as its token, that token or BROKEN."""
+    """Grid: rows x parts of the vocabulary. Store each part's best score and the token with this score, or BROKEN."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = _number(parameters, row, 0)
     greedy = temperature < GREEDY

@@ -63,7 +63,7 @@ class CudaRunner(TorchRunner):
 
     The engine's thread calls it, and at most one step is pending at a time. `sampler` draws all tokens on the device.
     If it is None, `engine.sampling` draws, and waits for the device unless all rows are greedy. Penalties, biases, bans
-    and logprobs are computed on the host, and also wait for the device. A row's token does not depend on other rows.
+    and logprobs need copies to or from the host, which also wait. A row's token does not depend on other rows.
     """
 
     can_run_ahead = True
@@ -111,8 +111,8 @@ class CudaRunner(TorchRunner):
 
     def warm_up(self) -> None:
         """Run steps that differ from the largest and the captured ones: with long and short contexts, few and many
-        tokens, and a logit bias. This compiles kernels for which a request could otherwise wait for seconds. Their KV
-        is stored in the dummy block."""
+        tokens, and a logit bias. This compiles kernels for which a request could otherwise wait for seconds. The KV
+        of these steps is stored in the dummy block."""
         far = min(self._buffers.most_tokens, FAR) - WARM_COUNT
         many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
         mixes = ([(0, 1), (0, WARM_COUNT)], [(far, 1), (0, WARM_COUNT)], [(0, 2)], [(far, 2)], [(0, WARM_COUNT)] * many)

@@ -55,7 +55,7 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
 
 
 def usable_on_cuda(name: str, device: torch.device) -> str:
-    """Return `name`, or "own" if `name` is "auto", which selects FlashAttention 3, but this cannot be loaded.
+    """Return `name`, or "own" if `name` is "auto" and would select FlashAttention 3, but that fails to load.
 
     The failure is logged here once. Otherwise it would be logged for each pool.
     """

@@ -41,7 +41,7 @@ class Driver:
         return result[0] if result else None
 
     def uuids(self) -> list[str]:
-        """Return the UUIDs of the GPUs that this process may use, in order of ordinals, which differ by process."""
+        """Return the UUIDs of this process's GPUs in the order of their ordinals, which differ between processes."""
         ordinals = range(self.call("cuDeviceGetCount"))
         return [self.call("cuDeviceGetUuid", self.call("cuDeviceGet", ordinal)).bytes.hex() for ordinal in ordinals]
 

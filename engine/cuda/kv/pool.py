@@ -82,7 +82,7 @@ class PoolOwner:
 
 
 def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
-    """Return whether the process that wrote its descriptor to `path` is running. A killed process leaves a file."""
+    """Return whether the process that wrote its descriptor to `path` is running. A killed one leaves its file."""
     try:
         return channel.is_live(PeerDescriptor.unpack(path.read_bytes(), channel.name))
     except (FileNotFoundError, DescriptorError):

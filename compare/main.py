@@ -27,7 +27,7 @@ from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, resolve
 
 NO_VERDICT = 1
-BUSY = 0.5  # above this load per core, other processes distort the figures
+BUSY = 0.5  # at a higher load average per core, other processes distort the figures
 DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated")

@@ -16,8 +16,8 @@ retry              for a migrated request only: from its first placement to its 
 The phases are differences between times that never decrease, so they sum to the duration even if clocks jump. A request
 has no phases if some of its nodes' records were lost.
 
-Events are kept as plain tuples of numbers and strings, because the garbage collector does not track those. Its pauses
-would otherwise delay tokens.
+Events are kept as plain tuples of numbers and strings, because the garbage collector does not track those. The pauses
+of the garbage collector would otherwise delay tokens.
 """
 
 import math

@@ -43,9 +43,9 @@ class HandoffReceiver(RoleAdapter):
     """The role adapter of a decode node.
 
     Runs on the event loop, but computes checksums on another thread. Prefill nodes call its RPCs in the order reserve,
-    pushed, commit. They renew leases in between, and may call stop at any time. A request runs only after all its rows
-    were compared with the writer's checksums. After a failed handoff, its blocks are reused only when the writer can
-    no longer write (see `ReservationTable`).
+    pushed, commit. Prefill nodes renew their leases, and may call stop at any time. A request runs only after all its
+    rows were compared with the writer's checksums. After a failed handoff, its blocks are reused only when the writer
+    can no longer write (see `ReservationTable`).
     """
 
     role = DECODE

@@ -2,7 +2,7 @@
 
 The table does no I/O and reads no clock: each method handles one event, and may return reservations to report. After a
 failed handoff, the blocks may be reused only when the writer can no longer write: it has reported that it stopped, it
-is known to be dead, or the channel drops late rows (`fenced`). Until then, the blocks are in quarantine.
+is known to be dead, or the channel drops late rows (`fenced`). Until one of these holds, the blocks are in quarantine.
 """
 
 from collections.abc import Callable

@@ -4,9 +4,9 @@
     python demo/train.py --texts alice29.txt paradise_lost.txt … --out /tmp/short --phases 256:2200 8192:60
     python demo/train.py --texts … --init /tmp/short --out demo/model --learning-rate 1e-3 --phases 1024:150 8192:60
 
-Any UTF-8 text files work. The last twentieth of every file is held out. Training begins with short sequences, which are
-cheap and reduce the loss most. Longer sequences, up to the whole context, then train the later positions.
-`training.json`, next to the weights, records the held-out loss by position.
+Any UTF-8 text files work. The last twentieth of every file is held out for evaluation. Training begins with short
+sequences, which are cheap and reduce the loss most. Longer sequences, up to the whole context, then train the later
+positions. `training.json`, next to the weights, records the held-out loss by position.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def split_texts(files: list[Path]) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE, which encodes every byte string losslessly."""
+    """Train a byte-level BPE tokenizer, which encodes every byte string losslessly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Print the requirements that `make lock` pins: those of Baton, its build and torch, but neither torch nor CUDA.
+"""Print the requirements that `make lock` pins: those of Baton, of its build and of torch, without torch and CUDA.
 
 The CPU and CUDA builds of torch have equal versions but different hashes, and only the CUDA build needs CUDA libraries.
 """

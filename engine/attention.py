@@ -16,13 +16,13 @@ from engine.kv_pool import KVPool
 
 
 class AttentionPlan(Protocol):
-    """The attention of one step, for all layers."""
+    """Computes the attention of one step, one layer at a time."""
 
     def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
-        """Return attention for the rotated queries `q`, [T, heads, head_dim], in the same shape and dtype.
+        """Return the result of attention for the rotated queries `q`, [T, heads, head_dim], in q's shape and dtype.
 
-        The step's K and V of this layer must be in the pool. A query attends to its own position and all earlier ones.
-        If `window` is not 0, it attends only to the last `window` of these. Scores are scaled by head_dim ** -0.5.
+        The step's K and V of this layer must be in the pool. A query attends to its own position and all earlier ones,
+        or to the last `window` of these if `window` is not 0. Scores are scaled by head_dim ** -0.5.
         """
 
 
@@ -40,7 +40,7 @@ class _Reach:
     """The part of the pool that one slice reads, for one window size."""
 
     queries: slice  # rows of the packed batch
-    pieces: Tensor  # int64 [kv_heads * blocks]: (block, head) pieces of a layer, head by head
+    pieces: Tensor  # int64 [kv_heads * blocks]: indices of a layer's (block, head) pieces, head by head
     length: int  # tokens of context; the tail of the last block is cut off
     mask: Tensor | None  # bool [queries, context]; None if all positions are visible or `causal` is set
     causal: bool

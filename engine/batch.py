@@ -1,6 +1,6 @@
 """Packs the slices of a step into the flat integer tensors that a forward pass reads. Independent of the model.
 
-The Python work for a slice does not grow with its context, except for copying its row of the block table.
+The time that Python spends on a slice does not grow with its context, except for copying its row of the block table.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from engine.kv_pool import DUMMY_BLOCK
 from scheduler.request import Request, RequestState, Slice
 
 IntArray = NDArray[np.int32]
-KEPT_ROWS = 1024  # rows of ended requests are dropped when more than this are cached
+KEPT_ROWS = 1024  # number of cached rows beyond which the rows of ended requests are dropped
 
 
 @dataclass(slots=True)
@@ -25,8 +25,8 @@ class Batch:
     `starts` and `kv_lens` are host copies, so that planning never waits for a device. A slice's queries are the last
     tokens of its context: token j of slice s is at position kv_lens[s] - count + j.
 
-    `carried` is used while the previous step is pending. An entry (t, d) means that token t of this batch is draw d of
-    that step, numbered in the order of that step's `sampled`. `tokens[t]` is 0 until the runner inserts the draw.
+    `carried` is used while the previous step is pending. Its entry (t, d) means that token t of this batch is draw d of
+    the previous step, in the order of that step's `sampled`. `tokens[t]` is 0 until the runner inserts the draw.
     """
 
     tokens: Tensor  # int64 [T]
@@ -35,10 +35,10 @@ class Batch:
     cu_q: Tensor  # int32 [S + 1]: slice s holds tokens cu_q[s] to cu_q[s + 1]
     kv_len: Tensor  # int32 [S]: context length, including this step's tokens
     block_table: Tensor  # int32 [S, largest number of blocks], padded with the dummy block
-    logit_rows: Tensor  # int64: the last token of every sampling slice, then the rows of `scored`
+    logit_rows: Tensor  # int64: rows that need logits: the last row of every sampling slice, then those of `scored`
     starts: list[int]  # position of each slice's first token
     kv_lens: list[int]
-    sampled: list[int]  # slices that sample, ascending
+    sampled: list[int]  # indices of the slices that sample, ascending
     scored: list[tuple[int, int]]  # (slice, n): the first n rows of the slice need prompt logprobs
     carried: list[tuple[int, int]] = field(default_factory=list)
 
@@ -47,7 +47,7 @@ class Batch:
         return [end - start for start, end in zip(self.starts, self.kv_lens, strict=True)]
 
     def drawing(self) -> "Batch | None":
-        """Return a batch of only the last token of each sampling slice, in the order of `logit_rows`.
+        """Return a batch that contains only the last token of each sampling slice, in the order of `logit_rows`.
 
         Returns None if that would be the whole batch, or if prompt logprobs need other rows as well.
         """
@@ -77,7 +77,7 @@ def num_scored(slice_: Slice) -> int:
 
 
 class BlockRows:
-    """Caches the block lists of requests as int32 arrays, and extends them as requests grow."""
+    """Caches the block lists of requests as int32 arrays, and extends the arrays as the lists grow."""
 
     def __init__(self) -> None:
         self._rows: dict[str, tuple[Request, list[int], IntArray]] = {}  # by request id
@@ -93,7 +93,7 @@ class BlockRows:
         return table
 
     def _row(self, request: Request, count: int) -> IntArray:
-        """Return at least `count` blocks of a request. A block list only grows; preemption replaces the list."""
+        """Return the first `count` or more blocks of a request. A list of blocks only grows; preemption replaces it."""
         kept = self._rows.get(request.id)
         row = kept[2] if kept is not None and kept[1] is request.blocks else _NONE
         if len(row) < count:
@@ -114,8 +114,8 @@ def build(
 ) -> Batch:
     """Build the batch of one step on `device`.
 
-    `before` has the slices of the pending step, whose draws may be `carried`. Raises ValueError if a slice reaches
-    beyond its request's tokens or blocks, which is a scheduler bug.
+    `before` contains the slices of the pending step, whose draws may be `carried`. Raises ValueError if a slice ends
+    after its request's last token or block, which would be a bug of the scheduler.
     """
     tokens: list[int] = []
     cu_q = [0]
@@ -162,7 +162,7 @@ def build(
 
 
 def _draws_of(before: Sequence[Slice]) -> dict[int, int]:
-    """Map id(request) to the index of the draw that will be its next token."""
+    """Map the id() of each request to the index of the draw that will be the request's next token."""
     return {id(slice_.request): draw for draw, slice_ in enumerate(slice_ for slice_ in before if slice_.samples)}
 
 

@@ -1,4 +1,4 @@
-"""Builds the engine's components: the model, its KV pool, and the runner over both."""
+"""Builds the engine's components: the model, its KV pool, and the runner that uses both."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +30,8 @@ SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-d
 def build(options: BuildOptions, borrowed: PoolClient | None = None) -> EngineComponents:
     """Build the components for `options`.
 
-    If `borrowed` is given, the node computes in this KV memory of another node and allocates none. Raises ValueError,
-    with the fix in its message, if the model, the memory or the device is not available.
+    If `borrowed` is given, the node uses this KV memory, which another node owns, and allocates none. Raises ValueError
+    if the model, the memory or the device is not available; the message states the remedy.
     """
     with stage(f"--device {options.device}", "free memory on it, or choose another"):
         return _build(options, borrowed)
@@ -80,7 +80,7 @@ def _build_on_cpu(
     share_one()
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     layout = _layout(options, config, emulation)
-    # The pool may be too small for the model's own maximum length, which few requests reach.
+    # The pool need not have room for a request of the model's maximum length, which few requests reach.
     check_holds(layout, options.max_model_len)
     memory = (
         HostMemory(layout.num_blocks, layout.block_bytes) if borrowed is None else borrowed.fitting(layout.block_bytes)
@@ -103,10 +103,10 @@ def _build_on_cpu(
 def _torch_runner(
     options: BuildOptions, config: ModelConfig, path: Path, pool: KVPool
 ) -> tuple[TorchRunner, dict[str, str]]:
-    """Return the runner, and the names of its parts."""
+    """Return the runner, and the names of its attention backend, kernels and weight format."""
     map_large_blocks()
     # Load on a thread that ends afterwards, so that its team of OpenMP threads ends too. With a second team, there are
-    # more OpenMP threads than cores, and libgomp makes every team sleep between two products, which takes 50 us.
+    # more OpenMP threads than cores, so libgomp puts every team to sleep between two products, which costs 50 us.
     loads = stage(f"loading {weight_bytes(path) / 2**30:.1f} GiB of weights", SMALLER_MODEL)
     with ThreadPoolExecutor(1) as loading, loads:
         linear, model = loading.submit(_load_on_cpu, options, path).result()
@@ -119,7 +119,7 @@ def _torch_runner(
 
 
 def _load_on_cpu(options: BuildOptions, path: Path) -> tuple[LinearFormat, Decoder]:
-    linear = linear_on_cpu(options.weight_dtype, options.quantization)  # runs small products to test the CPU
+    linear = linear_on_cpu(options.weight_dtype, options.quantization)  # runs small matrix products to test the CPU
     return linear, load_model(path, torch.float32, torch.device("cpu"), linear)
 
 
@@ -130,7 +130,7 @@ def on_gpu(device: str, *, computes: bool) -> bool:
 
 def _layout(options: BuildOptions, config: ModelConfig, emulation: Emulation | None) -> KVLayout:
     dtype = options.kv_cache_dtype
-    if dtype == "auto":  # users of int8 weights prefer speed to exactness
+    if dtype == "auto":  # a user who chooses int8 weights prefers speed to exactness
         dtype = "float16" if options.quantization == "int8" else "float32"
     size = options.block_size or CPU_BLOCK_TOKENS
     one = KVLayout(1, config.num_kv_heads, config.num_layers, size, config.head_dim, dtype)

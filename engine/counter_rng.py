@@ -1,12 +1,12 @@
-"""Definitions that all implementations of the draw share: error codes, the size of a row of parameters, and the noise.
+"""Definitions shared by all implementations of the draw: error codes, the size of a row of parameters, and the noise.
 
-The Gumbel noise has no state: splitmix64 (Steele, Lea and Flood 2014) hashes seed, position and token.
+The Gumbel noise needs no state: it is a hash (splitmix64, Steele, Lea and Flood 2014) of seed, position and token.
 """
 
 from torch import Tensor
 
 BROKEN, NOTHING_ALLOWED = -1, -2  # returned instead of a token: see `engine.sampling.draw`
-WORDS = 5  # words of 8 bytes in a row that `engine.sampling.parameters_of` packs
+WORDS = 5  # number of 8-byte words in a row of parameters, packed by `engine.sampling.parameters_of`
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -29,7 +29,7 @@ def key_of(seed: int, position: int) -> int:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Shift right and fill with zeros. The shift of int64 itself repeats the sign bit."""
+    """Shift right, filling with zeros. The right shift of int64 in torch copies the sign bit."""
     return values.bitwise_right_shift(bits).bitwise_and(2 ** (64 - bits) - 1)
 
 
@@ -42,6 +42,6 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     values = (values ^ _shifted(values, 30)) * _signed(0xBF58476D1CE4E5B9)
     values = (values ^ _shifted(values, 27)) * _signed(0x94D049BB133111EB)
     values = values ^ _shifted(values, 31)
-    # 52 bits plus one half are exact in float64, so the uniform number is never 0 or 1.
+    # An integer of 52 bits plus one half is exact in float64, so the uniform number is never 0 or 1.
     uniform = (_shifted(values, 12).double() + 0.5) * 2.0**-52
     return -(-uniform.log()).log()

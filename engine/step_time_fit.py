@@ -1,8 +1,8 @@
-"""The step-time model and the watchdog's deadline, learnt from the durations of earlier steps on this device.
+"""The step-time model and the watchdog's deadline, both estimated from earlier steps on this device.
 
-The model is a non-negative least squares fit of relative errors over the latest steps. A few older steps of each kind
-have a small weight, so that rare kinds are not forgotten (the bucketed reservoir of NVIDIA Dynamo). Memory is bounded,
-and fitting takes less than 1 % of the time of the steps.
+The model is fitted to the latest steps by non-negative least squares of relative errors. A few older steps of each
+kind also count, with a small weight, so that rare kinds are not forgotten (as in NVIDIA Dynamo's bucketed reservoir).
+Memory is bounded, and fitting takes less than 1 % of the duration of the steps.
 """
 
 import math
@@ -19,34 +19,35 @@ from scipy.optimize import nnls
 from scheduler.cost import MAX_COEFFICIENT, CostModel, StepWork
 from scheduler.request import Step
 
-RECENT = 256  # latest steps kept; the margin is taken from all of them
-FITTED = 128  # latest steps that the model is fitted to
-DECAY = 0.98  # weight of a step relative to the next newer one; halves after 34 steps
+RECENT = 256  # number of latest steps that are kept; the margin is computed from all of them
+FITTED = 128  # number of latest steps that the model is fitted to
+DECAY = 0.98  # weight of a step relative to the next newer one; 34 steps halve it
 KINDS, PER_KIND, OLD_WEIGHT = 48, 2, 0.02  # older steps: kinds kept, steps per kind, and their weight
-INERTIA = 1e-4  # weight of the previous model; it fixes the coefficients that the steps leave undetermined
+INERTIA = 1e-4  # weight of the previous model; it determines the coefficients that the steps do not
 KNEE_GAIN = 0.98  # the knee changes only if the squared error falls below this fraction of its current value
-FIRST_FIT = 8  # steps before the first fit
+FIRST_FIT = 8  # number of steps before the first fit
 REFIT_STEPS, REFIT_S = 16, 0.1  # minimum steps and seconds between fits; a fit takes less than a millisecond
-CHANGE = 1.5  # the device's speed has changed if the median of WATCHED steps is off by this factor
+CHANGE = 1.5  # the device's speed has changed if the last WATCHED predictions are off by this factor (median)
 WATCHED = 8
-MAX_RESCALE = 32.0  # older measurements are rescaled by at most this factor, over all changes of the speed
-QUANTILE = 0.99  # quantile of the relative residuals that `margin` covers, over steps with prompts
-ENOUGH = 20  # if fewer steps have prompts, the margin is taken over all steps
+MAX_RESCALE = 32.0  # limit of the total factor by which changes of speed rescale a measurement
+QUANTILE = 0.99  # quantile of the relative prediction errors of steps with prompts that `margin` covers
+ENOUGH = 20  # if fewer recent steps have prompts, the margin is computed from all recent steps
 MARGIN_CAP = 1.0
 KNEES = (0.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
-SLACK = 10.0  # the deadline is this multiple of the expected time, because the machine may be busy
+SLACK = 10.0  # the deadline is at least this multiple of the expected time, because the machine may be busy
 FIRST_S = 300.0  # deadline of the first step, in seconds
 
 
 class StepObservation(NamedTuple):
-    """The work of one step, its duration at the device's current speed (`seconds`), and its measured duration."""
+    """The work of one step, its measured duration, and this duration rescaled to the device's current speed
+    (`seconds`)."""
 
     work: StepWork
     seconds: float
     measured_s: float
 
     def slower(self, factor: float) -> "StepObservation":
-        """Return the observation rescaled to a device that is slower by `factor`.
+        """Return the observation with `seconds` rescaled to a device that is slower by `factor`.
 
         The total rescaling is limited, because the product of many factors could diverge on a busy machine.
         """
@@ -72,14 +73,15 @@ class CostFit:
         fit.observe(step.work, seconds)
         scheduler.cost = fit.model()
 
-    Guarantees: Memory is limited to RECENT + KINDS * PER_KIND observations. The model is the same object between fits.
-    After a change of the device's speed, predictions follow within WATCHED steps.
+    Guarantees: Memory is limited to RECENT + KINDS * PER_KIND observations. Between fits, `model()` returns the same
+    object. After a change of the device's speed, the model is corrected once WATCHED steps of known kinds (and at least
+    REFIT_S seconds of steps) have run.
     """
 
     def __init__(self) -> None:
         self._recent: deque[StepObservation] = deque(maxlen=RECENT)
         self._old: OrderedDict[Kind, deque[StepObservation]] = OrderedDict()
-        self._ratios: deque[float] = deque(maxlen=WATCHED)  # ratios of measured to predicted time of the last steps
+        self._ratios: deque[float] = deque(maxlen=WATCHED)  # measured time / predicted time of the last steps
         self._model: CostModel | None = None
         self._known: set[Kind] = set()  # kinds of steps that the model was fitted to
         self._steps = 0  # since the last fit
@@ -88,7 +90,7 @@ class CostFit:
 
     @property
     def num_observations(self) -> int:
-        """The number of steps that are remembered, at most RECENT + KINDS * PER_KIND."""
+        """The number of observations that are kept, at most RECENT + KINDS * PER_KIND."""
         return len(self._recent) + sum(map(len, self._old.values()))
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -100,12 +102,12 @@ class CostFit:
         self._recent.append(StepObservation(work, seconds, seconds))
         self._steps += 1
         self._seconds += seconds
-        # A wrong prediction for a new kind of step is the model's error, not a change of the device's speed.
+        # For a new kind of step, a wrong prediction does not mean that the device's speed has changed.
         if self._model is not None and _kind(work) in self._known:
             self._ratios.append(seconds / max(self._model.seconds(work), 1e-9))
 
     def model(self) -> CostModel | None:
-        """Return the current model, after a fit if one is due. Return None before the first FIRST_FIT steps."""
+        """Fit the model if a fit is due, and return it. Return None until FIRST_FIT steps have run."""
         if self._model is None:
             due = self._steps >= FIRST_FIT
         elif self._seconds < REFIT_S:
@@ -120,7 +122,8 @@ class CostFit:
         return self._model
 
     def _keep(self, sample: StepObservation) -> None:
-        """Keep an observation that is no longer recent as one of its kind. Evict the least recently seen kind."""
+        """Move an observation out of the recent ones to its kind. If there are too many kinds, drop the one not seen
+        longest."""
         kind = _kind(sample.work)
         self._old.setdefault(kind, deque(maxlen=PER_KIND)).append(sample)
         self._old.move_to_end(kind)
@@ -158,7 +161,7 @@ class CostFit:
         self._model = replace(model, margin=self._margin(model))
 
     def _margin(self, model: CostModel) -> float:
-        """Return the QUANTILE of the relative excess of the recent steps over their predictions."""
+        """Return the QUANTILE of the relative excess of the recent steps' durations over their predictions."""
         samples = [sample for sample in self._recent if sample.work.prefill_tokens]
         if len(samples) < ENOUGH:
             samples = list(self._recent)
@@ -166,7 +169,7 @@ class CostFit:
         return min(MARGIN_CAP, max(0.0, excess[int(QUANTILE * (len(excess) - 1))]))
 
 
-WEIGHTS = [DECAY ** (age / 2) for age in range(FITTED)]  # square roots, because squares are summed
+WEIGHTS = [DECAY ** (age / 2) for age in range(FITTED)]  # square roots, because the fit sums squared errors
 
 
 def _fit(
@@ -174,13 +177,13 @@ def _fit(
 ) -> tuple[float, tuple[float, ...]]:
     """Return (weighted sum of squared relative errors, the fields of a CostModel except `margin`) for one knee.
 
-    Solves one non-negative least squares problem with a row for each sample. For each coefficient, another row (weight
+    Solves one non-negative least squares problem with a row for each sample. One more row for each coefficient (weight
     INERTIA) pulls it towards its value in `before`. Raises RuntimeError if the solver does not converge.
     """
     works, seconds = [sample.work for sample in samples], np.array([sample.seconds for sample in samples])
     terms = [(1, max(knee, w.tokens), w.prefill_pairs, w.decode_context, w.num_decodes) for w in works]
     target = np.asarray(weights, np.float64)
-    # Dividing by the measured time makes errors relative, and bounds the influence of one stall of the system.
+    # Dividing by the measured time makes errors relative, and limits the effect of a single step delayed by the system.
     columns = np.array(terms, np.float64) * (target / seconds)[:, None]
     norms = np.linalg.norm(columns, axis=0)
     norms[norms == 0] = 1.0
@@ -193,11 +196,12 @@ def _fit(
 
 
 class StepDeadline:
-    """The watchdog's deadline for a step, learnt from the steps before it.
+    """Computes the watchdog's deadline for a step from the steps before it.
 
     The deadline is at least `least_s`, and at least `SLACK` times the expected time. The expected time is the predicted
-    one or, if larger, the number of tokens times the shortest time per token so far. A prompt token takes less time
-    than a decode, which reads all weights, so this also covers the first long chunk of a node that has only decoded.
+    one or, if larger, the number of tokens times the shortest time per token so far. A token of a long chunk takes less
+    time than a decode, which reads all weights for one token. The deadline is therefore long enough also for the first
+    long chunk of a node that has only decoded.
     """
 
     def __init__(self, least_s: float) -> None:
@@ -209,7 +213,7 @@ class StepDeadline:
         self._token_s = min(self._token_s, seconds / max(1, tokens))
 
     def seconds(self, step: Step) -> float:
-        """Return the deadline of a step in seconds."""
+        """Return the number of seconds that a step may take."""
         if self._token_s == math.inf:
             return max(self.least_s, FIRST_S)
         return max(self.least_s, SLACK * max(step.predicted_s, step.work.tokens * self._token_s))

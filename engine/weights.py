@@ -1,4 +1,4 @@
-"""Reads a model's safetensors files. Pickled weights are rejected, and no code of a model is run."""
+"""Reads a model's safetensors files. Rejects pickled weights, and runs no code from the model's files."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -10,17 +10,18 @@ from torch import Tensor
 
 from engine.models.config import read_json
 
-MAX_NAME_BYTES = 255  # limit of file systems
-EDGE_BYTES = 2**20  # read for the fingerprint at each end of a file
+MAX_NAME_BYTES = 255  # the limit that file systems have
+EDGE_BYTES = 2**20  # how much of each end of a file the fingerprint covers
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def fingerprint(directory: Path) -> str:
-    """Return a digest of config.json and of the weight files' sizes, headers and ends, 32 hex digits.
+    """Return a digest of config.json and of the weight files' names, sizes, headers and ends, as 32 hex digits.
 
-    Reads a few MiB regardless of the model's size. Copies of a model have equal digests. Other revisions, dtypes and
-    fine-tunes have other digests, unless only the middle of a file differs. Raises ValueError as `Checkpoint` does.
+    Reads a few MiB regardless of the model's size. Copies of a model have equal digests. Revisions, dtypes and
+    fine-tunes of a model have different digests, unless they differ only in the middle of a file. Raises ValueError as
+    `Checkpoint` does.
     """
     digest = blake2b((directory / "config.json").read_bytes(), digest_size=16)
     for file in weight_files(directory):
@@ -35,7 +36,8 @@ def fingerprint(directory: Path) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files by name. Raises ValueError if there are none, or if a file in the index is missing."""
+    """Return the weight files, sorted by name. Raises ValueError if there are none, or if a file in the index is
+    missing."""
     if (directory / INDEX).exists():
         named = read_json(directory / INDEX).get("weight_map")
         if not isinstance(named, dict) or not named:
@@ -51,7 +53,8 @@ def weight_files(directory: Path) -> list[Path]:
 def _inside(directory: Path, name: str) -> Path:
     """Return the file's path. Raises ValueError if it is not a safetensors file inside the directory.
 
-    A snapshot in the hub's cache may link to the hub's own blob directory. Other links to outside are rejected.
+    A snapshot in the hub's cache may link to the hub's own blob directory. Links to other places outside the directory
+    are rejected.
     """
     file, home = directory / name, directory.resolve()
     allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
@@ -69,7 +72,8 @@ def weight_bytes(directory: Path) -> int:
 
 
 def stored_dtype(directory: Path) -> str:
-    """Return torch's name of the dtype of the first matrix. Raises ValueError as `Checkpoint` does."""
+    """Return torch's name for the dtype of the first matrix in the weight files. Raises ValueError as `Checkpoint`
+    does."""
     for file in weight_files(directory):
         opened = _open(file)
         for name in _tensor_names(file):
@@ -96,7 +100,7 @@ class Checkpoint:
                 self._files[name] = file
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor. Raises ValueError if it is missing, was taken already, or has another shape."""
+        """Return a tensor. Raises ValueError if it is missing, was already taken, or has a shape other than `shape`."""
         if name not in self._files:
             raise ValueError(f"{self._directory}: tensor {name!r} is missing; the config needs {list(shape)}")
         # Open the file for each tensor, because an open mapping would keep the file's pages in memory.
@@ -104,12 +108,12 @@ class Checkpoint:
             found = file.get_slice(name).get_shape()
             if list(shape) != found:
                 raise ValueError(f"{self._directory}: tensor {name!r} is {found}, the config needs {list(shape)}")
-            # Copy, so that overwriting the file does not change a running model.
+            # Copy the tensor, so that overwriting the file does not change a running model.
             tensor: Tensor = file.get_tensor(name)
             return tensor.to(self._device, copy=True)
 
     def finish(self, known: tuple[str, ...], suffix: str) -> None:
-        """Raise ValueError if a tensor was not taken, is not `known` and does not end with `suffix`.
+        """Raise ValueError if a tensor of the files was not taken, is not in `known`, and does not end with `suffix`.
 
         Such a tensor means that the config belongs to another model.
         """

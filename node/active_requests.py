@@ -1,4 +1,4 @@
-"""The requests in progress on this node: their registration, their commands to the engine, and their end."""
+"""Keeps the requests in progress on this node: registers them, posts their commands to the engine, and ends them."""
 
 import asyncio
 import logging
@@ -18,47 +18,47 @@ from shared.logs import fields
 from shared.rpc.messages import SubmitRequest, TokenDelta, unpack_ids
 
 log = logging.getLogger("baton.node")
-MAX_REQUESTS = 8192  # further requests wait at their routers
-MAX_TOKENS = 1 << 23  # of all requests together at their submission; 36 bytes per token make 300 MB
-MAX_POOLS = 16  # the limit is what fits into this number of KV pools if that exceeds MAX_TOKENS
+MAX_REQUESTS = 8192  # a node with this number of requests rejects new ones
+MAX_TOKENS = 1 << 23  # limit of the tokens of all requests, counted when submitted; 36 bytes a token, 300 MB in all
+MAX_POOLS = 16  # if this number of KV pools holds more tokens than MAX_TOKENS, that is the limit
 
 
 class OverloadedError(ValueError):
     """This node does not accept the request now, but another node may."""
 
 
-# End the handoff of an aborted request. Return True if this returns the request's blocks to the scheduler.
+# Ends the handoff of an aborted request. Returns True if the callee itself returns the blocks to the scheduler.
 AbortHandoff = Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
-    """The limits of this node, and its options for computing requests."""
+    """The limits of this node's requests, and the options for computing them."""
 
     vocab_size: int
     share_prefixes: bool = True
-    shared_pool: bool = False  # handoffs move nothing: a prefill node computes in the decode node's pool
+    shared_pool: bool = False  # handoffs copy no KV: a prefill node computes in the decode node's pool
     max_requests: int = MAX_REQUESTS
-    max_tokens: int | None = None  # default: `MAX_TOKENS`, or `MAX_POOLS` pools if that is more
+    max_tokens: int | None = None  # None: `MAX_TOKENS`, or the size of `MAX_POOLS` pools if that is more
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveRequest:
-    """One request in progress. `num_tokens` is its size when it was submitted."""
+    """One request in progress. `num_tokens` is the number of its tokens when it was submitted."""
 
     request: Request
     router: str
     num_tokens: int
-    abort_handoff: AbortHandoff | None  # of the role adapter, while the KV is sent or received
+    abort_handoff: AbortHandoff | None  # a method of the role adapter; None without a handoff
 
 
 class ActiveRequests:
     """The requests in progress, by id.
 
-    Used by the node and its role adapter, on the event loop; commands for the scheduler are posted to the engine's
-    thread, in order. A request is registered once and ends once: the first call of `finish`, `fail` or `abort` removes
-    its entry, and later calls do nothing. An exception in code that serves one request fails that request alone, as
-    "internal".
+    Used by the node and its role adapter, on the event loop. Commands for the scheduler are posted to the engine's
+    thread and run there in order. A request is registered once and ends once: the first call of `finish`, `fail` or
+    `abort` removes its entry, and later calls do nothing. An exception in code that serves one request fails only that
+    request, with the error "internal".
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class ActiveRequests:
         self.post_for(request, add)
 
     def post_for(self, request: Request, command: Callable[[Scheduler], object]) -> None:
-        """Run a command on the engine's thread; if it raises, only `request` fails."""
+        """Run a command on the engine's thread; if it raises an exception, only `request` fails."""
 
         def guarded(scheduler: Scheduler) -> None:
             try:
@@ -177,7 +177,7 @@ class ActiveRequests:
         self._engine.post(guarded)
 
     def guard(self, request_id: str, call: Callable[..., object], *args: object) -> None:
-        """Call a function; if it raises, only this request fails."""
+        """Call a function; if it raises an exception, only this request fails."""
         try:
             call(*args)
         except Exception:
@@ -187,7 +187,7 @@ class ActiveRequests:
     # ---- output -------------------------------------------------------------------------------------------------
 
     def send(self, delta: TokenDelta) -> None:
-        """Send a delta to the request's router; drop it if the request is over."""
+        """Send a delta to the request's router; drop the delta if the request has ended."""
         entry = self._entries.get(delta.id)
         if entry is not None:
             self.send_to(entry.router, delta)
@@ -200,7 +200,7 @@ class ActiveRequests:
     # ---- end ----------------------------------------------------------------------------------------------------
 
     def finish(self, request_id: str, reason: str, at_ns: int | None = None) -> None:
-        """Remove a request that ended at `at_ns`, by default now. Does not abort it in the scheduler."""
+        """Remove a request that ended at `at_ns` (default: now), without aborting it in the scheduler."""
         if self._pop(request_id) is not None:
             self._recorder.event(request_id, "ended", at_ns, reason=reason)
 
@@ -220,7 +220,7 @@ class ActiveRequests:
         return len(request_ids)
 
     def abort_router(self, router: str) -> None:
-        """Abort all requests of a router."""
+        """Abort all requests that came from a router."""
         for request_id in [key for key, entry in self._entries.items() if entry.router == router]:
             self.abort(request_id)
 
@@ -235,7 +235,7 @@ class ActiveRequests:
             is_handled = entry.abort_handoff is not None and entry.abort_handoff(request_id)
         except Exception:
             log.exception("aborting request %s failed", request_id)
-            # A writer may still be active: keep the blocks forever rather than reuse them too early.
+            # Another node may still write into the blocks: never reuse them, rather than reuse them too early.
             is_handled = writer_stopped = False
         if is_handled:
             self._recorder.event(request_id, "ended", at_ns, reason=reason)
@@ -243,7 +243,7 @@ class ActiveRequests:
 
         def end(scheduler: Scheduler) -> None:
             scheduler.abort(entry.request, writer_stopped=writer_stopped)
-            # Recorded on the engine's thread, like "queued", so that "ended" always follows it.
+            # Record "ended" on the engine's thread, as "queued" is, so that it always follows "queued".
             self._recorder.event(request_id, "ended", at_ns, reason=reason)
 
         self._engine.post(end)

@@ -1,4 +1,5 @@
-"""A KV channel that takes as long as an emulated link. A real channel moves the rows, which are much smaller."""
+"""A KV channel whose pushes take as long as on an emulated link. A real channel moves the rows, which are much smaller
+than those of the emulated model."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from shared.kv.channel import KVChannel
 
 
 class EmulatedLink:
-    """A link that moves one push of its node at a time: each begins when the previous one ends."""
+    """A link that carries one push of its node at a time: each push begins when the previous one ends."""
 
     def __init__(self, channel: KVChannel, emulation: Emulation, block_tokens: int) -> None:
         self._channel = channel

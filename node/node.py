@@ -1,9 +1,9 @@
-"""A node: the engine, the standing streams to routers, and the adapters of its roles.
+"""A node: the engine, the long-lived streams to routers, and the adapters of its roles.
 
 Requests from a router go to the engine, and the results of the engine's steps go back to the router. The adapter of the
-current role sends the KV of prompts to decode nodes, or receives it from prefill nodes. A node that switches its role
-drains, takes the adapter of the other role, and keeps its weights, its KV pool and its prefix cache. The adapter of the
-former role stays idle, but answers calls of peers about reservations that have ended.
+current role sends the KV of prompts to decode nodes, or receives it from prefill nodes. To switch its role, a node
+drains and then uses the adapter of the other role. It keeps its weights, its KV pool and its prefix cache. The adapter
+of the former role starts no handoffs, but still answers calls of peers about earlier reservations.
 """
 
 import asyncio
@@ -37,13 +37,14 @@ RpcHandler = Callable[[Any], Awaitable[None]]
 
 
 class RoleAdapter:
-    """A role's side of handoffs, used on the event loop. An exception in an `on_...` method fails only one request.
+    """A role's side of handoffs, used on the event loop. An exception in an `on_...` method fails only the request that
+    the method was called for.
 
-    A method that a role does not override does nothing.
+    Except for `on_abort`, which every role implements, a method that a role does not override does nothing.
     """
 
     role: Role
-    handlers: Mapping[Rpc[Any, Any], RpcHandler] = {}  # for the RPCs that this role serves to peers
+    handlers: Mapping[Rpc[Any, Any], RpcHandler] = {}  # handlers of the RPCs that this role serves to peers
 
     def __init__(self, node: "Node", memory: KVMemory, channels: Sequence[KVChannel], reserve_timeout_s: float) -> None:
         """`channels` lists the best channel first. A reservation waits up to `reserve_timeout_s` for free blocks."""
@@ -63,25 +64,27 @@ class RoleAdapter:
         """Handle a newly registered request whose KV is to be sent."""
 
     def on_admitted(self, request: Request) -> None:
-        """Handle a request that sends KV at its first step, or a request that receives KV once it has blocks."""
+        """Handle the first step of a request that sends KV, or the allocation of blocks for a request that receives
+        KV."""
 
     def on_progress(self, progress: PrefillProgress) -> None:
         """Handle a step that computed part of a request whose KV is sent."""
 
     def on_abort(self, request_id: str) -> bool:
-        """End the request's handoff. Return True if the adapter returns its blocks to the scheduler."""
+        """End the request's handoff. Return True if the adapter itself returns the request's blocks to the
+        scheduler."""
         raise NotImplementedError
 
     def on_writer_lost(self, writer: str) -> None:
-        """Handle the end of a process that could write into this node's KV pool."""
+        """Handle the end of a process that was able to write into this node's KV pool."""
 
 
 class Node:
     """One node: its lifecycle, and the flow of requests between routers, engine and role adapters.
 
     `NodeProcess` creates it on the event loop, gives it its first role, starts it, drains it and closes it. It owns the
-    engine, the sessions with routers, the requests in progress and the role adapters. An adapter is created
-    by `make_adapter` when the node takes that role for the first time. `fatal_error` is set when the engine has failed
+    engine, the sessions with routers, the requests in progress and the role adapters. `make_adapter` creates the
+    adapter of a role when the node takes that role for the first time. `fatal_error` is set when the engine has failed
     or has made no progress for too long; the process then exits.
     """
 
@@ -105,13 +108,13 @@ class Node:
         self.rules = rules
         self.recorder = StepRecorder()
         self.sessions = RouterSessions(self.recorder, max_routers, max_unread)
-        self.counters = NodeStats()  # counts handoffs since the start, in both roles; other fields are unused
+        self.counters = NodeStats()  # only its handoff fields are used; they count since the start, in both roles
         self.publisher = OutputPublisher(scheduler, self.recorder)
         self.engine = make_engine(scheduler, runner, self.publisher, stuck_s)
         self.state = NodeState(info, self.publisher)
         self.requests = ActiveRequests(self.state, self.engine, self.sessions, self.recorder, rules)
         self.tasks = TaskGroup()
-        self.num_heartbeats = 0  # changes at each heartbeat of the event loop
+        self.num_heartbeats = 0  # increases at each heartbeat of the event loop
         self._loop = asyncio.get_running_loop()
         self.fatal_error: asyncio.Future[BaseException] = self._loop.create_future()
         self._scheduler, self._runner = scheduler, runner
@@ -130,10 +133,11 @@ class Node:
     async def drain(self, timeout_s: float, reason: str) -> int:
         """Reject new requests, and wait until those in progress have ended.
 
-        After `timeout_s`, fail the others, so that their routers retry them on other nodes. Return their number.
+        After `timeout_s`, fail the requests still in progress, so that their routers retry them on other nodes. Return
+        the number of failed requests.
         """
         self.update_info(state="draining")
-        # Sent no later than with the first rejection, so that routers see that the node drains and has not failed.
+        # Publish the state before the first rejection, so that routers see that the node drains and has not failed.
         self.sessions.publish_stats(self.stats())
         await wait_until(lambda: not self.requests, timeout_s)
         return self.requests.fail_all(reason)
@@ -157,7 +161,7 @@ class Node:
             self.sessions.publish_stats(self.stats())
 
     def stats(self) -> NodeStats:
-        """Collect the node's statistics, on the event loop.
+        """Collect the node's statistics. Called on the event loop.
 
         The scheduler and the runner belong to the engine's thread; this only reads them.
         """
@@ -182,7 +186,8 @@ class Node:
         )
 
     def report_stuck(self, reason: str) -> None:
-        """Report to the routers that this node makes no progress, then fail. May be called on any thread."""
+        """Report to the routers that this node makes no progress, then set `fatal_error`. May be called on any
+        thread."""
         self._loop.call_soon_threadsafe(self._on_stuck, reason)
 
     def _on_stuck(self, reason: str) -> None:
@@ -193,7 +198,7 @@ class Node:
     # ---- role ---------------------------------------------------------------------------------------------------
 
     def take_role(self, role: Role) -> None:
-        """Switch to this role. The node must have no requests: it is drained, or has not started."""
+        """Switch to this role. The node must have no requests: call this after a drain or before the start."""
         if role.name not in self._adapters:
             self._adapters[role.name] = self._make_adapter(self, role)
             self._adapters[role.name].start()
@@ -214,9 +219,9 @@ class Node:
             return Ack()
         if self.rules.shared_pool:
             return Ack("its KV pool is shared with a node of the other role: restart it in that role")
-        self.update_info(state="draining")  # before the first await, so that a concurrent call is refused
+        self.update_info(state="draining")  # set before the first await, so that a concurrent call is refused
         drain_s = min(max(message.drain_s, 0.0), MAX_DRAIN_S)
-        # Shielded, because a caller that disconnects must not leave the node draining.
+        # Shield the switch, because a caller that disconnects must not leave the node draining.
         return await asyncio.shield(self.tasks.start(self._switch(role, drain_s, announcer, ending)))
 
     async def _switch(self, role: Role, drain_s: float, announcer: Announcer, ending: asyncio.Event) -> Ack:
@@ -234,11 +239,12 @@ class Node:
             adapter.on_writer_lost(writer)
 
     def handlers(self) -> dict[Rpc[Any, Any], RpcHandler]:
-        """Return handlers for the RPCs of all roles, so that one server can be used across role switches."""
+        """Return handlers for the RPCs of all roles, so that a role switch needs no new server."""
         return {rpc: partial(self._call, rpc) for rpc in DECODE_CALLS}
 
     async def _call(self, rpc: Rpc[Any, Any], stream: Any) -> None:
-        """Call the adapter that serves this RPC. Only the adapter of the current role makes new reservations."""
+        """Let the adapter that serves this RPC handle the call. Only the adapter of the current role makes new
+        reservations."""
         adapters = [each for each in self._adapters.values() if each is self.role or rpc is not RESERVE]
         handler = next((each.handlers[rpc] for each in adapters if rpc in each.handlers), None)
         await (handler or unary(partial(self._refuse, rpc)))(stream)
@@ -259,7 +265,7 @@ class Node:
             self.submit(router, submit)
 
     def submit(self, router: str, submit: SubmitRequest) -> None:
-        """Register a router's request, or send a rejection to the router."""
+        """Register a router's request, or send the router a rejection."""
         sends_kv = self.role.role.ends_at == "first_token" and submit.decode_node != ""
         try:
             if self.state.info.shared_pool_owner and not sends_kv:

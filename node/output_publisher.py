@@ -1,6 +1,6 @@
-"""The path of the engine's results: messages are built on the engine's thread and passed to the event loop.
+"""Publishes the engine's results: builds messages on the engine's thread and passes them to the event loop.
 
-An exception in code that serves one request fails that request alone.
+An exception in code that serves one request fails only that request.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ log = logging.getLogger("baton.node")
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """The state of a request whose KV is sent, after a step: `num_computed` tokens have KV."""
+    """The state after a step of a request whose KV is sent: its first `num_computed` tokens have KV."""
 
     request: Request
     num_computed: int
@@ -32,10 +32,11 @@ class PrefillProgress:
 
 
 class OutputSubscriber(Protocol):
-    """Receives the engine's results on its event loop, in the order of the engine's calls."""
+    """Receives the engine's results on the subscriber's event loop, in the order in which the engine reports them."""
 
     def on_admitted(self, request: Request) -> None:
-        """Handle a request that sends KV at its first step, or one that receives KV once it has blocks."""
+        """Handle the first step of a request that sends KV, or the allocation of blocks for a request that receives
+        KV."""
 
     def on_outputs(self, deltas: list[TokenDelta], progress: list[PrefillProgress], at_ns: int) -> None: ...
     def on_request_failed(self, request_id: str) -> None: ...
@@ -43,29 +44,30 @@ class OutputSubscriber(Protocol):
 
 
 class OutputPublisher(EngineListener):
-    """Turns the engine's steps into deltas, progress of handoffs, and records.
+    """Turns the engine's steps into deltas, reports of prefill progress, and records.
 
     The engine calls it on the engine's thread, which owns its state. Other threads may read only `snapshot` and
-    `ledger_error`, which are replaced as a whole.
+    `ledger_error`, whose values are replaced and never modified.
     """
 
     def __init__(self, scheduler: Scheduler, recorder: StepRecorder) -> None:
         self.snapshot = SchedulerSnapshot(scheduler.ledger())
-        self.ledger_error = ""  # set once, when the error is logged
+        self.ledger_error = ""  # set at most once, and logged then
         self._scheduler = scheduler
         self._recorder = recorder
         self._post: Callable[..., object]
         self._subscriber: OutputSubscriber
         self._releasing: list[tuple[Request, asyncio.Future[None]]] = []
-        self._scored: dict[str, tuple[Request, int]] = {}  # number of prompt positions already published
+        self._scored: dict[str, tuple[Request, int]] = {}  # prompt positions already published
 
     def subscribe(self, subscriber: OutputSubscriber) -> None:
-        """Call the subscriber on the running loop. Call it once, before the engine starts."""
+        """Deliver results to the subscriber on the running event loop. Must be called once, before the engine
+        starts."""
         self._subscriber = subscriber
         self._post = asyncio.get_running_loop().call_soon_threadsafe
 
     def release(self, scheduler: Scheduler, request: Request, done: "asyncio.Future[None]") -> None:
-        """Abort a request, and set `done` once no launched step computes it."""
+        """Abort a request, and complete `done` once no launched step computes it."""
         scheduler.abort(request)
         self._releasing.append((request, done))
 
@@ -124,7 +126,7 @@ class OutputPublisher(EngineListener):
         self._post(self._subscriber.on_engine_failed, error)
 
     def _drop_published(self, start: int, request: Request, output: SliceOutput) -> None:
-        """Drop logprobs that were published before. A preempted request computes its prompt again."""
+        """Drop prompt logprobs that were already published: a preempted request computes its prompt again."""
         seen, published = self._scored.get(request.id, (request, 0))
         published = published if seen is request else 0
         self._scored[request.id] = (request, max(published, start + len(output.prompt_logprobs)))
@@ -157,5 +159,5 @@ def _reach_failpoints(event: StepOutput) -> None:
 
 
 def _resolve(done: "asyncio.Future[None]") -> None:
-    if not done.done():  # its waiter may have been cancelled
+    if not done.done():  # false if its waiter was cancelled
         done.set_result(None)

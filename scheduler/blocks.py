@@ -1,6 +1,6 @@
 """The ledger of KV blocks. Every block is free, cached, owned, reserved or quarantined; the total is constant.
 
-The ledger deals in block numbers only; the bytes belong to the KV pool. Block 0 is a dummy that pads batches and is
+The ledger knows only the numbers of blocks; the KV pool holds their bytes. Block 0 is a dummy that pads batches and is
 never allocated.
 """
 
@@ -13,8 +13,9 @@ from typing import NamedTuple
 class Ledger(NamedTuple):
     """The number of blocks in each state.
 
-    Free blocks are empty. Cached blocks have no owner, and keep their content for prefix hits. Requests hold owned
-    blocks. A peer writes reserved blocks. It may still write quarantined blocks, so they are not read or allocated.
+    Free blocks are empty. Cached blocks have no owner, and keep their content for prefix hits. Owned blocks are held by
+    requests. A peer writes reserved blocks. A peer may still write quarantined blocks, so they are not read or
+    allocated.
     """
 
     free: int
@@ -30,7 +31,7 @@ class Ledger(NamedTuple):
 
 
 class BlockPool:
-    """Reference counts of KV blocks. Blocks without an owner are reused least recently used first.
+    """Reference counts of KV blocks. Cached blocks are reused in least-recently-used order.
 
     The scheduler owns the pool and is its only caller, on the engine's thread. Every block is in one state of `Ledger`;
     `ledger_error` and `audit` check this. Methods assert their preconditions; a failed assertion is a scheduler bug.
@@ -59,9 +60,9 @@ class BlockPool:
     # ---- consistency checks --------------------------------------------------------------------------------------
 
     def ledger_error(self, num_held: int | None = None) -> str:
-        """Return a description of the error in the ledger's sums, or "" if they agree.
+        """Return a description of an error in the ledger's totals, or "" if they agree.
 
-        `num_held` is the number of blocks according to their owners; None skips that comparison.
+        `num_held` is the number of blocks that all owners together hold; if it is None, it is not compared.
         """
         ledger = self.ledger()
         if not ledger.balances:
@@ -71,9 +72,9 @@ class BlockPool:
         return f"{given} blocks were allocated, and {num_held} are held: {ledger}"
 
     def audit(self, rows: Iterable[Sequence[int]]) -> str:
-        """Check every block and return the first error, or "". `rows` holds the blocks of every owner.
+        """Check every block and return the first error, or "". `rows` has a list of blocks for each owner.
 
-        Costs about 0.5 µs per block.
+        The check takes about 0.5 µs per block.
         """
         holders = Counter(chain.from_iterable(rows))
         places = Counter(chain(self._empty, self._cached, self._reserved, self._quarantined))
@@ -95,7 +96,7 @@ class BlockPool:
     # ---- allocation ------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` blocks with undefined content: empty blocks first, then the least recently used."""
+        """Allocate `count` blocks with undefined content: empty blocks, then the least recently used cached blocks."""
         assert count <= self.available, f"{count} blocks requested, {self.available} available"
         self._owned += count
         return [self._pop() for _ in range(count)]
@@ -109,7 +110,8 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove an owner from each block. The last blocks are freed first, because they are the least likely hits."""
+        """Remove an owner from each block. The last blocks are freed first, because hits in them are the least
+        likely."""
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} has no owner to release it"
             self._references[block] -= 1
@@ -151,7 +153,7 @@ class BlockPool:
         self._owned += len(blocks)
 
     def give_up(self, blocks: Sequence[int], writer_stopped: bool) -> None:
-        """Cancel a reservation. Unless the writer has stopped, the blocks stay in quarantine until `clear`."""
+        """Cancel a reservation. Unless the writer has stopped, its blocks stay in quarantine until `clear`."""
         self._unreserve(blocks)
         self._quarantined.update(dict.fromkeys(blocks))
         if writer_stopped:

@@ -1,4 +1,4 @@
-"""Token budgets of steps: a fixed number, or the largest that keeps the time between two tokens below an SLO.
+"""Token budgets of steps: a fixed number, or the largest number that keeps the time between two tokens below an SLO.
 
 The step-time model is an input, and no clock is read, so equal inputs give equal budgets.
 """
@@ -7,19 +7,19 @@ from math import inf, sqrt
 
 from scheduler.cost import CostModel, StepWork
 
-CEILING_TOKENS = 8192  # maximum tokens of a step with an SLO but no decodes: vLLM's default on large devices
+CEILING_TOKENS = 8192  # maximum tokens of a step on a node with an SLO: vLLM's default on large devices
 UNWATCHED_S = 2.0  # longest step without decodes: new requests wait for it, and a longer one would seem stuck
 UNWATCHED_TOKENS = 512  # maximum tokens of a step without decodes until the model is fitted to larger steps
 FLOOR_TOKENS = 16  # prompt tokens that every step may compute
-FLOOR_GROWTH = 1.1  # if a step of decodes alone misses the SLO, prompts may make it longer by this factor
+FLOOR_GROWTH = 1.1  # if a step with only its decodes misses the SLO, prompts may make it longer by this factor
 FIRST_TOKENS = 64  # prompt tokens of a step while there is no model
-GROWTH = 1.25  # largest growth from one step to the next; shrinking is immediate
+GROWTH = 1.25  # largest factor by which the budget grows from one step to the next; it shrinks immediately
 ENGINE_SHARE = 0.9  # the engine's share of the time between two tokens; the rest is for the router and the network
 TRUST = 1.5  # a model is trusted up to this multiple of the largest step it was fitted to
 
 
 class Budget:
-    """A token budget that allows every step `ceiling` tokens, and the base of other budgets.
+    """A token budget that allows `ceiling` tokens in every step, and the base class of other budgets.
 
     For each step the scheduler calls `begin`, then `room` before each prompt that the step may compute, then `end`.
     """
@@ -35,7 +35,7 @@ class Budget:
         return max(0, self.ceiling - work.tokens)
 
     def end(self, work: StepWork) -> tuple[int, str]:
-        """Finish a step with `work`. Return the tokens it was allowed and the reason."""
+        """Finish a step with `work`. Return the number of tokens that the step was allowed, and the reason."""
         return self.ceiling, "fixed"
 
 
@@ -45,9 +45,9 @@ class SloBudget(Budget):
     The prediction includes the step's decodes and the context that each chunk attends to. The scheduler owns the
     budget; all calls come from the engine's thread. `end` returns the reason that limited the step:
 
-    - "slo": the target limited it.
+    - "slo": the target limited the step.
     - "slo floor": the target leaves almost no room for prompts, or cannot be met. Prompts get at least `floor` tokens.
-    - "slo growing": the model predicts that more would fit, but the budget grows by at most `GROWTH` per step.
+    - "slo growing": the model predicts that more tokens would fit, but the budget grows by at most `GROWTH` per step.
     - "ceiling": the step has the maximum size.
     - "no decodes": no request waits for a token, so the step may last up to `UNWATCHED_S`.
     - "no model yet": no step-time model has been fitted.
@@ -62,7 +62,7 @@ class SloBudget(Budget):
         self._watched = False
         self._largest = 0  # the most prompt tokens in any step so far
         self._trusted = first  # prompt tokens up to which the current model is trusted
-        self._granted = first  # prompt tokens that the last watched step was allowed
+        self._granted = first  # number of prompt tokens that the last watched step was allowed
         self._granted_before = first  # `_granted` at the time the current model was set
         self._grant: tuple[int, str] | None = None  # tokens and reason for the current step
 
@@ -76,7 +76,7 @@ class SloBudget(Budget):
 
     def room(self, work: StepWork, start: int) -> int:
         granted, reason = self._grant_for(work, start)
-        if self._grant is None or granted > self._grant[0]:  # a prompt with less context may get more
+        if self._grant is None or granted > self._grant[0]:  # a prompt with less context may get more tokens
             self._grant = granted, reason
         return max(0, min(granted - work.prefill_tokens, self.ceiling - work.tokens))
 
@@ -88,7 +88,7 @@ class SloBudget(Budget):
         return min(self.ceiling, work.num_decodes + granted), reason
 
     def _grant_for(self, work: StepWork, start: int) -> tuple[int, str]:
-        """Return the prompt tokens of the whole step, including those in `work`, and the reason."""
+        """Return how many prompt tokens the whole step may have, including those in `work`, and the reason."""
         if not self._watched:
             return self._unwatched(work, start), "no decodes"
         if self._cost is None:
@@ -97,7 +97,7 @@ class SloBudget(Budget):
         alone_s = self._cost.seconds(StepWork(num_decodes=work.num_decodes, decode_context=work.decode_context))
         is_missed = alone_s > limit_s
         fits = self._fits(FLOOR_GROWTH * alone_s if is_missed else limit_s, work, start)
-        # While the SLO is missed, the model's errors matter most, so the budget grows once per model, not per step.
+        # While the SLO is missed, the model's errors matter most, so the budget grows once for each model.
         granted = min(self._granted, self._granted_before) if is_missed else self._granted
         tried = min(self._trusted, int(granted * GROWTH) + self._floor)
         if is_missed or fits < self._floor:
@@ -120,7 +120,7 @@ def tokens_within(cost: CostModel, seconds: float, work: StepWork, start: int) -
     """Return the size of the largest chunk at position `start` that can be added to a step with `work`, so that the
     step is predicted to last at most `seconds`. Return 0 if the step takes longer even without the chunk.
 
-    A chunk of n tokens costs `per_pair · (n·start + n·(n + 1)/2)`, and `per_token` for each token over the knee.
+    A chunk of n tokens costs `per_pair · (n·start + n·(n + 1)/2)`, plus `per_token` for each token above the knee.
     """
     rest = seconds - cost.seconds(work)
     if rest <= 0:
@@ -134,7 +134,7 @@ def tokens_within(cost: CostModel, seconds: float, work: StepWork, start: int) -
 
 
 def _root(square: float, linear: float, value: float) -> float:
-    """Return the n >= 0 with square·n² + linear·n = value. The formula stays exact for a small `square`."""
+    """Return the solution n >= 0 of square·n² + linear·n = value. The formula is accurate even for a small `square`."""
     bottom = linear + sqrt(linear * linear + 4 * square * value)
     return 2 * value / bottom if bottom > 0 else inf
 
@@ -143,7 +143,7 @@ def budget_of(max_num_batched_tokens: int, tbt_slo_s: float) -> Budget:
     """Return the budget for a node's settings.
 
     `tbt_slo_s` is the longest time in seconds between two tokens at the client; 0 means no limit. With an SLO,
-    `max_num_batched_tokens` no longer limits steps: it is only a lower bound of the ceiling.
+    `max_num_batched_tokens` does not limit a step, but raises the ceiling if it is above CEILING_TOKENS.
     """
     if tbt_slo_s <= 0:
         return Budget(max_num_batched_tokens)

@@ -33,11 +33,11 @@ class StepWork:
 
 
 def pairs_of(start: int, count: int) -> int:
-    """Return the query-key pairs of positions [start, start + count) under causal attention."""
+    """Return the number of query-key pairs of positions [start, start + count) under causal attention."""
     return count * start + count * (count + 1) // 2
 
 
-MAX_COEFFICIENT = 1e6  # largest coefficient accepted: larger than on any device, and small enough to avoid overflow
+MAX_COEFFICIENT = 1e6  # largest accepted coefficient: above that of any device, and small enough to avoid overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class CostModel:
     overhead + per_token · max(knee_tokens, tokens) + per_pair · pairs + per_context · decode context
     + per_decode · decodes
 
-    Below `knee_tokens` tokens, matrix products take as long as reading the weights (the knee of the roofline; 0 if the
-    device shows none). Nearly all steps (see `engine.step_time_fit.QUANTILE`) last at most (1 + margin) times the
-    prediction.
+    With fewer than `knee_tokens` tokens (the knee of the roofline), matrix products take as long as reading the
+    weights. `knee_tokens` is 0 if the device has no knee. Nearly all steps (see `engine.step_time_fit.QUANTILE`) last
+    at most (1 + margin) times the prediction.
     """
 
     overhead: float = 0.0
@@ -71,7 +71,7 @@ class CostModel:
         )
 
     def packed(self) -> list[float]:
-        """Return the fields in order, for a message."""
+        """Return the fields in order, to be sent in a message."""
         return list(astuple(self))
 
     @classmethod

@@ -1,8 +1,8 @@
 """Conditional disaggregation: decides whether a prefill node or the decode node itself computes a prompt.
 
-The decision is arithmetic over step-time models that the nodes fit to their own steps (`engine.step_time_fit`). NVIDIA
-Dynamo decides by a fixed prompt length and queue depth; here both alternatives are predicted in seconds and the faster
-one is chosen. The decode node is assumed to mix chunks with decodes, as the policy stall_free does.
+The decision is calculated from step-time models that the nodes fit to their own steps (`engine.step_time_fit`). NVIDIA
+Dynamo decides by a fixed prompt length and queue depth; here the times of both alternatives are predicted and the
+faster one is chosen. The decode node is assumed to mix prompt chunks with decodes, as the policy stall_free does.
 """
 
 from collections.abc import Callable
@@ -25,20 +25,20 @@ class NodeView:
     max_num_seqs: int = 1
     kv_tokens: int = 0  # tokens whose KV is or will be on the node
     kv_capacity_tokens: int = 1
-    placed: int = 0  # all requests sent to the node so far; breaks ties
+    placed: int = 0  # number of requests sent to the node so far, to break ties
     outstanding_pairs: int = 0  # query-key pairs of the outstanding tokens
-    decode_context: int = 0  # tokens whose KV its decodes read each step
-    budget_tokens: int = 512  # largest step
-    tbt_slo_s: float = 0.0  # its SLO for the time between two tokens; 0: none
+    decode_context: int = 0  # tokens whose KV the node's decodes read in each step
+    budget_tokens: int = 512  # maximum tokens of a step
+    tbt_slo_s: float = 0.0  # the node's SLO for the time between two tokens; 0: none
     cost: CostModel | None = None
-    cost_is_learnt: bool = True  # its model has seen enough prompt tokens to predict their cost
-    push_s: float = 0.0  # fixed seconds per push of KV blocks
-    byte_s: float = 0.0  # additional seconds per byte pushed
-    token_bytes: int = 0  # KV of one token
-    prefilling: int = 0  # running requests whose prompt is not computed yet, on this or another node
+    cost_is_learnt: bool = True  # whether the model was fitted to enough prompt tokens to predict their cost
+    push_s: float = 0.0  # fixed seconds per KV push
+    byte_s: float = 0.0  # additional seconds per byte of a KV push
+    token_bytes: int = 0  # bytes of KV per token
+    prefilling: int = 0  # requests in `running` whose prompt this or another node has yet to compute
     incarnation_id: str = ""
-    shared_pool_owner: str = ""  # incarnation of the only decode node to which it can hand off; "" for any
-    stale: bool = False  # its model may be out of date, since it has been idle
+    shared_pool_owner: str = ""  # incarnation of the only decode node to which this node can hand off; "": any
+    stale: bool = False  # the node's model may be out of date, because the node has been idle
 
     @property
     def num_decodes(self) -> int:
@@ -47,17 +47,17 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class LatencyEstimate:
-    """Predicted seconds for one prompt on one placement, excluding any wait for free KV blocks."""
+    """The predicted latency of one prompt with one placement, excluding any wait for free KV blocks."""
 
-    wait_s: float  # until the prompts queued before it are computed
-    compute_s: float  # to compute its own chunks
-    transfer_s: float = 0.0  # after its last chunk, until the decode node can continue
+    wait_s: float  # until the prompts queued before this one are computed
+    compute_s: float  # to compute this prompt's own chunks
+    transfer_s: float = 0.0  # from the end of its last chunk until the decode node can continue
     harm_s: float = 0.0  # sum of the delays that its chunks add to running decodes
     keeps_tbt: bool = True
 
     @property
     def first_token_s(self) -> float:
-        """Seconds until the first token. The prefill node sends it, so the transfer delays only the second."""
+        """Seconds until the first token. The prefill node sends that token, so the transfer delays only the second."""
         return self.wait_s + self.compute_s
 
     @property
@@ -72,10 +72,10 @@ class LatencyEstimate:
 
 
 def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_decode: int) -> LatencyEstimate | None:
-    """Predict a prompt of `num_tokens` tokens on a prefill node; None if the node has no model yet.
+    """Predict the time that a prefill node takes for a prompt of `num_tokens` tokens; None without a model.
 
     `cached` and `cached_at_decode` are the numbers of prefix tokens that the prefill and the decode node have cached.
-    If the link is fast enough, the blocks of every chunk but the last are transferred while the next one is computed.
+    If the link is fast enough, the blocks of every chunk but the last are transferred while the next chunk is computed.
     """
     if node.cost is None:
         return None
@@ -98,11 +98,11 @@ def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_deco
 
 
 def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, cached: int) -> LatencyEstimate | None:
-    """Predict a prompt on a decode node, computed in the budget that its decodes leave; None without a model.
+    """Predict the time that a decode node takes for a prompt in the budget left by its decodes; None without a model.
 
-    A decode node learns the cost of prompts only by computing some. Until then the cost is taken from `teacher`, the
-    prefill node's model. If the decode node has a complete model, the predicted times of the decodes and the chunk add
-    up to its prediction for the whole step.
+    A decode node learns the cost of prompts only by computing prompts. Until it has, the cost is taken from `teacher`,
+    the prefill node's model. If the decode node has a complete model, the predicted times of the decodes and the chunk
+    add up to its prediction for the whole step.
     """
     prompts = node.cost if node.cost_is_learnt or teacher is None else teacher
     if node.cost is None or prompts is None:
@@ -126,7 +126,7 @@ def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, c
 
 
 def prompt_seconds(step_seconds: Callable[[int], float], tokens: int, room: int) -> float:
-    """Return the seconds to compute `tokens` prompt tokens, at most `room` per step, excluding attention."""
+    """Return the seconds to compute `tokens` prompt tokens in steps of at most `room`, excluding attention."""
     full, rest = divmod(tokens, room)
     return (full * step_seconds(room) if full else 0.0) + (step_seconds(rest) if rest else 0.0)
 
@@ -153,8 +153,8 @@ def _room(node: NodeView, alone_s: float, cost: CostModel, decodes: StepWork, st
 def choose(remote: LatencyEstimate | None, local: LatencyEstimate | None) -> tuple[bool, str]:
     """Return whether the decode node computes the prompt itself, and the reason (a metric label).
 
-    If the decode node has a TBT SLO, local wins if it keeps the SLO and is faster. Without an SLO, the delay that the
-    chunks add to running decodes is included in the local time. Ties go to the prefill node.
+    If the decode node has a TBT SLO, it computes the prompt if that keeps the SLO and is faster. Without an SLO, the
+    delay that the chunks add to running decodes is included in the local time. A tie favours the prefill node.
     """
     if remote is None or local is None:
         return False, "no_prediction"

@@ -1,4 +1,4 @@
-"""Placement: chooses the nodes for a request, from the load of the nodes and the prefixes that each was sent."""
+"""Placement: chooses the nodes for a request, from the load of the nodes and the prefixes sent to each node."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import TypeVar
 from scheduler.disaggregate import LatencyEstimate, NodeView, choose, local_estimate, remote_estimate
 
 # With more nodes than this, a decision considers two random nodes and the best prefix match (power of two choices,
-# Mitzenmacher 2001), so its cost does not grow with the cluster.
+# Mitzenmacher 2001), so that the cost of a decision does not grow with the cluster.
 SCAN_LIMIT = 16
 NO_NODES: tuple[str, ...] = ()
 Node = TypeVar("Node")
@@ -35,21 +35,21 @@ class Placement:
 
 
 class PrefixIndex:
-    """Records the nodes to which each prefix block was sent. Nodes may have evicted the blocks since.
+    """Records the nodes to which each prefix block was sent. The nodes may since have evicted the blocks.
 
-    The router owns one index and calls it from its event loop. To limit the memory, there are two generations of
-    `max_blocks / 2` blocks: an entry that is not used during a whole generation is dropped. This takes a third of the
-    time of an LRU list, which has to update the neighbours of every block.
+    The router owns one index and calls it from its event loop. To limit its memory, it has two generations of
+    `max_blocks / 2` blocks, and drops an entry that is not used during a whole generation. This takes a third of the
+    time that an LRU list would take, because no neighbours of a block have to be updated.
     """
 
     def __init__(self, max_blocks: int = 200_000) -> None:
         self._max_young = max(1, max_blocks // 2)
-        # Block hash -> nodes. Adjacent blocks mostly share one tuple object, which makes comparisons fast.
+        # Block hash -> nodes. Most adjacent blocks share one tuple object, which makes comparisons fast.
         self._young: dict[bytes, tuple[str, ...]] = {}
         self._old: dict[bytes, tuple[str, ...]] = {}
 
     def record(self, hashes: Sequence[bytes], *nodes: str) -> None:
-        """Record that `hashes` were sent to each of `nodes`. At most `SCAN_LIMIT` nodes are kept per block."""
+        """Record that blocks with these hashes were sent to `nodes`. At most `SCAN_LIMIT` nodes are kept per block."""
         before, after = NO_NODES, nodes
         for name in hashes:
             known = self._holders(name)
@@ -63,7 +63,7 @@ class PrefixIndex:
         return self._young.get(name) or self._old.get(name, NO_NODES)
 
     def overlap(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return how many leading blocks of `hashes` each node was sent, in ascending order of the count."""
+        """Return how many leading blocks of `hashes` were sent to each node, in ascending order of this number."""
         depth: dict[str, int] = {}
         leading = before = self._holders(hashes[0]) if hashes else NO_NODES
         for index, name in enumerate(hashes):
@@ -77,7 +77,7 @@ class PrefixIndex:
         return depth
 
     def forget(self, node: str) -> None:
-        """Remove a node that has gone. Scans the whole index."""
+        """Remove a node that has left. This scans the whole index."""
         others: dict[tuple[str, ...], tuple[str, ...]] = {}
         for generation in (self._young, self._old):
             for name, holders in generation.items():
@@ -90,8 +90,8 @@ class PrefixIndex:
 def candidates(request_id: str, nodes: Sequence[Node], prefix_match: Node | None) -> Sequence[Node]:
     """Return the nodes that a placement decision considers.
 
-    Up to `SCAN_LIMIT` nodes are all considered. With more, the candidates are two nodes drawn by `request_id` and
-    `prefix_match`, the node with the longest prefix match.
+    If there are at most `SCAN_LIMIT` nodes, all are considered. Otherwise, the candidates are `prefix_match` (the node
+    with the longest prefix match) and two nodes drawn by a hash of `request_id`.
     """
     if len(nodes) <= SCAN_LIMIT:
         return nodes
@@ -107,11 +107,11 @@ def place(
     cached_tokens: Mapping[str, int],
     disaggregate: str = "always",
 ) -> Placement | None:
-    """Choose the prefill node with the least work and the decode node with the most room; None without live nodes.
+    """Choose the prefill node with the least work and the decode node with the most room. Return None without nodes.
 
-    All given nodes are considered; see `candidates`. `cached_tokens` maps node ids to the number of prefix tokens that
-    the node probably has cached. `disaggregate` is "always", "never" or "auto". "auto" compares the chosen pair with
-    computing the prompt on that decode node, or on the decode node with the longest prefix match.
+    All given nodes are considered; see `candidates`. `cached_tokens` maps a node id to the number of prefix tokens that
+    this node probably has cached. `disaggregate` is "always", "never" or "auto". "auto" compares the chosen pair with a
+    decode node that computes the prompt itself: the chosen one, or the one with the longest prefix match.
     """
     generating = decode_nodes or prefill_nodes
     if not generating:
@@ -149,7 +149,7 @@ def _total(estimate: LatencyEstimate | None) -> float:
 
 
 def _prefill_work(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int]) -> tuple[int, int, int]:
-    """Return the sort key of a prefill node. It begins with the tokens to compute until this prompt is done."""
+    """Return the sort key of a prefill node. It begins with the number of tokens to compute until this prompt ends."""
     work = node.outstanding_tokens + num_tokens - min(num_tokens, cached_tokens.get(node.id, 0))
     return work, node.running, node.placed
 

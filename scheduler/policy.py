@@ -1,4 +1,4 @@
-"""Batching policies, as data for one scheduler. They have the names used by the systems from which they come.
+"""Batching policies, as parameters of one scheduler. Each has the name that its system of origin uses.
 
 docs/policies.md shows how each policy treats the same requests.
 """
@@ -14,9 +14,9 @@ class Policy:
     prompts_first: bool = False  # prompts are scheduled before decodes
     mixed: bool = True  # prompts and decodes may share a step
     chunked: bool = True  # a prompt may span several steps; if not, a step's first prompt may exceed the budget
-    max_prompts: int | None = None  # maximum prompts that one step computes
+    max_prompts: int | None = None  # maximum number of prompts that one step computes
     fills: bool = False  # prompts fill the whole budget, regardless of the limits on chunks
-    together: bool = False  # requests are admitted as one batch, only when no request runs or receives KV
+    together: bool = False  # requests are admitted as one batch, and only when no request runs or receives KV
 
 
 POLICIES = {
@@ -34,7 +34,7 @@ POLICIES = {
         Policy("prefill_first", prompts_first=True, mixed=False, chunked=False),
         # Orca (Yu et al., OSDI 2022): whole prompts join the decodes of a step.
         Policy("whole_prompt_mixed", chunked=False),
-        # The other extreme: no prompt is computed while any request decodes.
+        # The opposite of prefill_first: no prompt is computed while any request decodes.
         Policy("decode_first", mixed=False, chunked=False),
         # FasterTransformer's request-level batching: a batch runs until its last request ends.
         Policy("static", prompts_first=True, mixed=False, together=True),

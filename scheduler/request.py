@@ -1,6 +1,6 @@
 """A request as the scheduler sees it: a row of tokens, and cursors that count the tokens with KV.
 
-It does not distinguish prefill from decode, and knows nothing of time or devices.
+The request does not distinguish prefill from decode, and knows nothing of time or devices.
 """
 
 from dataclasses import dataclass, field
@@ -34,8 +34,8 @@ class Request:
     """One sequence to generate.
 
     `tokens` holds the prompt and the tokens generated so far; the first `num_prompt` are the user's prompt (a resumed
-    request arrives with more). Positions [0, num_computed) have KV. Positions [num_computed, num_scheduled) are being
-    computed by steps that `Scheduler.update` has not processed yet.
+    request arrives with generated tokens). Positions [0, num_computed) have KV. Positions [num_computed, num_scheduled)
+    are being computed by steps that `Scheduler.update` has not processed yet.
 
     The node creates a request and adds it to the scheduler, which owns it from then on: only the engine's thread
     changes it. `move_to` allows only the transitions in `LEGAL`.
@@ -47,29 +47,29 @@ class Request:
     max_tokens: int
     min_tokens: int = 0
     stop_tokens: frozenset[int] = frozenset()
-    salt: bytes = b""  # requests share cached blocks only with requests of the same salt
-    priority: int = 0  # smaller runs first
+    salt: bytes = b""  # requests share cached blocks only with requests that have the same salt
+    priority: int = 0  # requests with smaller values run first
     receive_kv: bool = False  # a peer computes the prompt and sends its KV to this node
     send_kv: bool = False  # the request ends on this node at its first token, and its KV is sent to a peer
-    shared_pool: bool = False  # its prompt is computed directly in the blocks of another node
+    shared_pool: bool = False  # the prefill node computes the prompt directly in the decode node's blocks
     needs_prompt_logprobs: bool = False  # logits of all prompt positions are needed, so prefix hits are not used
     sampling: Any = None  # a SamplingParams for the runner and the node; the scheduler does not read it
 
     arrival: int = -1  # order of arrival on this node
     state: RequestState = RequestState.WAITING
     blocks: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as known
+    hashes: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as computed
     num_computed: int = 0
     num_scheduled: int = 0
     num_sampling: int = 0  # tokens that steps in flight will sample
     num_in_flight: int = 0  # steps in flight that contain a slice of this request
     num_cached: int = 0  # tokens found in the prefix cache at first admission
-    epoch: int = 0  # number of preemptions; slices of older epochs have no effect
+    epoch: int = 0  # number of preemptions; slices of older epochs do not advance the request
     finish: str | None = None
 
     @property
     def borrows_blocks(self) -> bool:
-        """Whether its blocks belong to another node's pool, and were given with the request."""
+        """Whether the request arrived with blocks that belong to another node's pool."""
         return self.shared_pool and self.send_kv
 
     @property
@@ -91,7 +91,7 @@ class Request:
         self.state = state
 
     def finish_reason(self) -> str | None:
-        """Return "stop" or "length" if the row ends at its last token, otherwise None."""
+        """Return "stop" or "length" if the last token of the row ends the request, otherwise None."""
         num_generated = self.num_generated
         if num_generated >= self.min_tokens and self.tokens[-1] in self.stop_tokens:
             return "stop"
@@ -100,7 +100,7 @@ class Request:
 
 @dataclass(slots=True)
 class Slice:
-    """Tokens [start, start + count) of one request in one step. If `samples`, the token after the last is sampled."""
+    """Tokens [start, start + count) of one request in one step. If `samples`, the next token is sampled."""
 
     request: Request
     start: int
@@ -120,7 +120,7 @@ class Slice:
 
 @dataclass(slots=True)
 class Step:
-    """One forward pass over slices, and the requests for which blocks were reserved to receive KV.
+    """One forward pass over slices, and the requests for which the step reserved blocks to receive KV.
 
     `budget` is the number of tokens that the step was allowed, and `reason` explains it (see `SloBudget`).
     `predicted_s` is the predicted duration in seconds, 0 without a model.

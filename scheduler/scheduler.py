@@ -27,8 +27,8 @@ class StepLimits:
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
-    long_prefill_token_threshold: int = 0  # largest chunk of a prompt; 0: the budget
-    max_num_partial_prefills: int = 1  # prompts that a step may leave unfinished
+    long_prefill_token_threshold: int = 0  # largest chunk of a prompt; 0: limited only by the budget
+    max_num_partial_prefills: int = 1  # number of prompts that a step may leave unfinished
     tile_tokens: int = 1  # a chunk ends on a multiple of this, unless it would then be empty
 
 
@@ -38,8 +38,8 @@ AUDIT_STEPS = 64  # steps between two checks of the ledger against all requests;
 class StepOutput(NamedTuple):
     """The result of one slice of a step.
 
-    `token` is the sampled token, if any. `finish` is set when the request has ended. `fault` is the exception, if one
-    ended the request.
+    `token` is the sampled token, if any. `finish` is set when the request has ended. `fault` is the exception that
+    ended it, if any.
     """
 
     request: Request
@@ -63,17 +63,17 @@ class SchedulerCounters:
 
 BY_PRIORITY = attrgetter("priority", "arrival")
 # When a request is admitted, blocks are kept free for this share of the tokens that running requests may still
-# generate. Most requests stop early, and preemption handles the rest (SGLang's new-token ratio, with its cap).
+# generate. Most requests stop early, and preemption handles the rest. This is SGLang's new-token ratio, with its cap.
 GROWTH_SHARE = 0.3
 GROWTH_CAP_TOKENS = 4096
 
 
 class Scheduler:
-    """Decides each step and owns every request on the node, their blocks and the block ledger.
+    """Decides each step, and owns the requests on the node, their blocks and the block ledger.
 
     The driver (the engine's thread, or a simulator) calls all methods from one thread; nothing here blocks, reads a
-    clock or does I/O. A step goes through `schedule` and then `update`, in the same order. `schedule` may be called
-    again before `update`, so a driver may decide step N+1 while the device runs step N.
+    clock or does I/O. `schedule` returns a step, and `update` must process the steps in the same order. `schedule` may
+    be called again before `update`, so a driver may decide step N+1 while the device runs step N.
 
     Guarantees: No step exceeds its budget or limits, except for a prompt that may not be chunked. Every slice has
     blocks for its tokens. Waiting requests are admitted in order of priority, then arrival. If a request fails in
@@ -89,7 +89,7 @@ class Scheduler:
         policy: Policy = STALL_FREE,
         budget: Budget | None = None,
     ) -> None:
-        """If `budget` is None, every step may have `limits.max_num_batched_tokens` tokens."""
+        """If `budget` is None, every step may have up to `limits.max_num_batched_tokens` tokens."""
         self.limits = limits
         self.policy = policy
         self.budget = budget or Budget(limits.max_num_batched_tokens)
@@ -101,7 +101,7 @@ class Scheduler:
         self.num_receiving = 0
         self.counters = SchedulerCounters()
         self.ledger_error = ""  # the first error found in the block ledger; never cleared
-        self._waiting: list[tuple[int, int, Request]] = []  # a heap; entries no longer WAITING are skipped
+        self._waiting: list[tuple[int, int, Request]] = []  # a heap; requests no longer WAITING are skipped
         self.num_waiting = 0
         self._arrivals = 0
         self._steps = 0
@@ -112,7 +112,7 @@ class Scheduler:
     # ---- commands -------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if it can never fit or its id is in use."""
+        """Queue a request. Raises ValueError if it can never fit into the KV cache, or if its id is in use."""
         if request.id in self.requests:
             raise ValueError(f"request {request.id} already exists on this node")
         if not request.borrows_blocks:
@@ -140,14 +140,14 @@ class Scheduler:
         insort(self.running, request, key=BY_PRIORITY)
 
     def release(self, request: Request) -> None:
-        """End a request whose KV a peer has received. Its blocks remain as prefix cache."""
+        """End a request whose KV a peer has received. Its blocks remain in the prefix cache."""
         assert request.state is RequestState.SENDING_KV
         self._end(request)
 
     def abort(self, request: Request, writer_stopped: bool = True) -> list[int]:
         """End a request in any state. Do nothing if the request is unknown or has ended.
 
-        Return the blocks that are in quarantine until the peer has stopped and they are passed to `pool.clear`.
+        Return the quarantined blocks. The caller must pass them to `pool.clear` when the peer has stopped.
         """
         if self.requests.get(request.id) is not request:
             return []
@@ -177,14 +177,14 @@ class Scheduler:
         return self.ledger_error
 
     def _held(self) -> list[list[int]]:
-        """Return the blocks of each owner."""
+        """Return the blocks of each request, and those that were freed while a step in flight still uses them."""
         rows = [request.blocks for request in self.requests.values() if not request.borrows_blocks]
         return rows + [blocks for _, blocks in self._parked]
 
     # ---- deciding -------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
-        """Decide the next step. It has no slices if nothing can run now."""
+        """Decide the next step. The step has no slices if no request can run now."""
         step = Step(self._steps, [], [])
         self.budget.begin(self.cost, self.num_receiving > 0 or any(map(self._decodes, self.running)))
         if not self.policy.prompts_first:
@@ -202,10 +202,11 @@ class Scheduler:
     def update(
         self, step: Step, tokens: Sequence[int | None], failed: Sequence[bool] | None = None
     ) -> list[StepOutput]:
-        """Process the results of a step and return one output per slice whose request is not over.
+        """Process the results of a step and return one output for each slice whose request has not ended.
 
-        `tokens[i]` was sampled by slice i. The request of slice i ends with finish "error" if `failed[i]` is true, or
-        if processing the slice raises. Steps must be passed in the order in which they were scheduled.
+        `tokens[i]` is the token that slice i sampled. The request of slice i ends with finish "error" if `failed[i]` is
+        true, or if processing the slice raises an exception. Steps must be passed in the order in which `schedule`
+        returned them.
         """
         outputs: list[StepOutput] = []
         for index, slice_ in enumerate(step.slices):
@@ -245,7 +246,7 @@ class Scheduler:
         for request in tuple(self.running):
             if left == 0:
                 break
-            # An older request may have preempted this one earlier in the loop.
+            # A previous request may have preempted this one earlier in the loop.
             if not self._decodes(request) or request.state is not RequestState.RUNNING:
                 continue
             if self._make_room(request, 1, step) == 1:
@@ -254,7 +255,8 @@ class Scheduler:
 
     @staticmethod
     def _decodes(request: Request) -> bool:
-        """Return whether only the last token has no KV, and another token may be sampled after the steps in flight."""
+        """Return whether only the last token is not scheduled yet, and the request continues after the steps in
+        flight."""
         if request.num_tokens - request.num_scheduled != 1:
             return False
         return request.num_sampling == 0 or not (request.send_kv or request.remaining_tokens == 0)
@@ -371,7 +373,7 @@ class Scheduler:
     def _make_room(self, request: Request, count: int, step: Step) -> int:
         """Allocate blocks for `count` more tokens, preempting later requests if necessary.
 
-        Return how many of the tokens now have blocks: 0 if the request has to wait or was itself preempted.
+        Return how many of the tokens now have blocks: 0 means that the request has to wait or was itself preempted.
         """
         if request.num_scheduled + count <= len(request.blocks) * self.block_tokens:  # true for most decodes
             return count
@@ -380,7 +382,7 @@ class Scheduler:
             if victim is None:
                 break
             self._preempt(victim, step)
-            if victim is request or victim.num_in_flight:  # its blocks become free when its step ends
+            if victim is request or victim.num_in_flight:  # the victim's blocks become free when its step ends
                 return 0
         if self.policy.chunked:
             room = (len(request.blocks) + self.pool.available) * self.block_tokens - request.num_scheduled

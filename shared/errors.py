@@ -2,7 +2,7 @@
 
 
 class BatonError(Exception):
-    """An error whose text a client may read. `status` and `code` are those of the HTTP API."""
+    """An error whose text a client may read. `status` and `code` are those of the HTTP response."""
 
     def __init__(self, message: str, status: int, code: str | None) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class RequestError(BatonError):
 
 
 class UnavailableError(BatonError):
-    """The request is valid. It may succeed on another node or router, or after `retry_after_s` seconds."""
+    """The request is valid, and may succeed on another node or router, or after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0, status: int = 503, code: str | None = None) -> None:
         super().__init__(message, status, code)
@@ -28,4 +28,4 @@ class UnavailableError(BatonError):
 
 
 class ConfigError(ValueError):
-    """A setting or a file of the model is unusable. The message names it and says how to fix it."""
+    """A setting or a model file is unusable. The message names the setting or the file, and says how to fix it."""

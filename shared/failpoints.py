@@ -35,12 +35,12 @@ ENTRY = re.compile(
 FOR_EVER_S = 1e8
 
 _failpoints: list[re.Match[str]] = []
-_passed: Counter[tuple[re.Match[str], str]] = Counter()  # hits by failpoint, and by detail if DETAIL is `*`
-watcher: Callable[[str, str], None] | None = None  # set by the simulation; called with site and detail, may raise
+_passed: Counter[tuple[re.Match[str], str]] = Counter()  # counts by failpoint, and by detail if DETAIL is `*`
+watcher: Callable[[str, str], None] | None = None  # set by the simulation; called with a site and a detail; may raise
 
 
 class FailpointError(Exception):
-    """The error of the action `raise`."""
+    """The error that the action `raise` raises."""
 
 
 def configure(text: str, *, allowed: bool) -> None:
@@ -62,7 +62,7 @@ def configure(text: str, *, allowed: bool) -> None:
 
 
 def armed() -> bool:
-    """Return whether any failpoint is configured. If not, a loop may skip its calls of `reach`."""
+    """Return whether any failpoint is configured. If none is, a loop may skip its calls of `reach`."""
     return bool(_failpoints) or watcher is not None
 
 

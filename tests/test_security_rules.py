@@ -1,4 +1,4 @@
-"""Security rules for the whole tree: forbidden imports and calls, published ports, and minimum library versions."""
+"""Test security rules for the whole tree: forbidden imports and calls, published ports and minimum library versions."""
 
 import ast
 import re
@@ -106,7 +106,7 @@ def test_the_rule_detects_each_forbidden_import_and_call(source: str, what: str)
 
 
 def test_only_the_config_reader_mentions_remote_code() -> None:
-    """These names occur only in the file that rejects remote code."""
+    """The names of options for remote code occur only in the file that rejects these options."""
     naming = {str(file.relative_to(ROOT)) for file in python_files(*PRODUCT)
               if re.search("trust_remote|auto_map|remote_code", file.read_text())}  # fmt: skip
     assert naming == {"engine/models/config.py"}
@@ -119,7 +119,7 @@ ANSWERS |= {"error_response"}
 
 
 def exposed_exceptions(tree: ast.AST) -> Iterator[int]:
-    """Yield the lines that put the text of an exception into an answer to a client."""
+    """Yield the numbers of the lines that put the text of an exception into an answer to a client."""
     for handler in (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.name):
         for call in (node for node in ast.walk(handler) if isinstance(node, ast.Call)):
             if dotted(call.func).rpartition(".")[2] not in ANSWERS:
@@ -150,7 +150,7 @@ def test_the_rule_detects_an_exposed_exception() -> None:
 
 # ---- libraries and containers ----------------------------------------------------------------------------------------
 
-# The oldest release without a known vulnerability that affects Baton; see docs/security.md.
+# The oldest release of each library without a known vulnerability that affects Baton; see docs/security.md.
 FLOORS = {
     "h2": (4, 3),  # CVE-2025-57804: request splitting
     "hpack": (4, 0),  # CVE-2016-6581: decompression bombs
@@ -192,7 +192,7 @@ def test_no_library_may_have_a_known_vulnerability() -> None:
 def test_the_lock_has_every_library_and_hashes_of_each() -> None:
     entries = locked()
     for name, floor in direct().items():
-        if name != "torch":  # the image build chooses the build of torch
+        if name != "torch":  # the build of the image chooses the torch package
             assert release(PIN.match(entries[name])[2]) >= floor, name
     for name, entry in entries.items():
         assert "--hash=sha256:" in entry, f"{name} has no hash"

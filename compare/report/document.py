@@ -273,7 +273,7 @@ def _ecdf(figures: Figures) -> Document:
 
 
 def _busy(periods: Sequence[Period], figures: Figures) -> Document:
-    """Return the busy shares of each node, averaged over the periods."""
+    """Return the shares of time in which each node was busy or idle, averaged over the periods."""
     rows: dict[str, list[dict[str, float]]] = defaultdict(list)
     for period in periods:
         begin_ms = period.recording.started_unix_ns / 1e6

@@ -39,7 +39,7 @@ REPORT_S = 10.0
 
 
 class Trial(NamedTuple):
-    """One arm under one seed's traffic. `position` is its index among all trials of the session.
+    """One run of one arm with the traffic of one seed. `position` is its index among all trials of the session.
 
     In a search for a capacity, `rate` replaces the rate of the traffic.
     """
@@ -73,7 +73,7 @@ class Period:
     timelines: dict[str, Document] = field(default_factory=dict)  # timelines of the worst requests, by request id
     counts: dict[str, int] | None = None  # increases of the nodes' counters; None if not available
     problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # limitations of figures that are still valid
+    notes: list[str] = field(default_factory=list)  # limitations of the figures, which are still valid
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Findings:
     different: list[Document] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
-    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # only of arms whose search completed
+    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # of the arms whose search completed
 
 
 def trace_name(experiment: Experiment, arm: str) -> str:

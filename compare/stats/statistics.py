@@ -10,7 +10,7 @@ from scipy import stats
 
 HIGHER_IS_BETTER = frozenset({"attainment", "goodput_rps", "fluidity", "throughput_tps", "capacity_rps"})
 CONFIDENCE = 0.95
-MIN_PERCENT = 3.0  # smaller differences are too close to call, even if they are significant
+MIN_PERCENT = 3.0  # differences of fewer percent are too close to call, even if they are significant
 ROUNDING = 1e-9  # relative deviation up to which differences count as equal
 TOO_CLOSE = "too close to call"
 

@@ -1,4 +1,4 @@
-"""The kernels for CPUs, which numba compiles, and a check of whether this machine can compile them."""
+"""Kernels for CPUs, compiled by numba, and a check of whether this machine can compile them."""
 
 import importlib
 import logging

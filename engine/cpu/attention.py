@@ -14,11 +14,11 @@ from engine.cpu.malloc import empty
 from engine.cpu.simd import CODES, LANES
 from engine.kv_pool import KVPool
 
-# Maximum number of rows (queries times heads of a group) that are computed together. They fill whole
-# panels of columns of a product, and their sums fit into the level 2 cache.
+# Maximum number of rows (queries times heads of a group) that are computed together. This number of rows
+# fills whole column panels of a product, and its sums fit into the level 2 cache.
 MAX_ROWS = 128
-MIN_PART = 256  # shortest part of a context that is worth merging with other parts
-PARTS_PER_THREAD = 2  # parts of contexts per thread, if there are few contexts; this balances the threads
+MIN_PART = 256  # tokens of the shortest part into which a context is divided
+PARTS_PER_THREAD = 2  # if there are few contexts, they are divided into this many parts per thread, for balance
 
 IntArray = NDArray[np.int32]
 
@@ -26,15 +26,15 @@ IntArray = NDArray[np.int32]
 class PoolMemoryView:
     """The working memory of each thread.
 
-    Its areas are, in order: queries of a decode; scores; sums (initially a chunk's queries); maxima; totals; lists of
-    the tokens of three tiles and of LANES rows (later scales); a chunk's queries as columns; the number of tokens that
-    each query sees; a tile converted to float32.
+    The areas of a thread are, in order: queries of a decode; scores; sums (initially a chunk's queries); maxima;
+    totals; address lists of the tokens of three tiles and of LANES rows (later scales); a chunk's queries as columns;
+    the number of tokens that each query sees; a tile converted to float32.
     """
 
     def __init__(self, threads: int, rows: int, head_dim: int) -> None:
         padded = -(-head_dim // LANES) * LANES
-        stride = rows + 2 * LANES  # upper bound: the kernel rounds up to an odd number of vectors
-        # The sizes in floats. A row of zeros precedes the transposed queries, and pads a decode's tile of keys.
+        stride = rows + 2 * LANES  # upper bound: the kernel rounds a stride up to an odd number of vectors
+        # Sizes of the areas in floats. A row of zeros, which pads a decode's keys, precedes the transposed queries.
         sizes = [
             FEW_ROWS * padded, TILE * stride, stride * padded, stride, stride, 6 * TILE + 2 * LANES, padded * stride,
             stride, 2 * TILE * padded,
@@ -53,7 +53,7 @@ class PoolMemoryView:
 
 
 class AttentionWork:
-    """The attention of a step for one window, divided into items. An item has one unit of work per key head."""
+    """A step's attention work for one window size, divided into items. An item has one unit of work per key head."""
 
     def __init__(self, batch: Batch, kv_heads: int, group: int, window: int, threads: int) -> None:
         starts, ends = np.array(batch.starts, np.int64), np.array(batch.kv_lens, np.int64)
@@ -66,10 +66,10 @@ class AttentionWork:
         row = (counts.cumsum() - counts)[slices] + skipped
         start = starts[slices] + skipped
         low = np.maximum(0, start + 1 - window) if window else np.zeros_like(start)
-        # The fields of an item, in the kernel's order. The last is the index of a part's result, or -1 if not divided.
+        # The fields of an item, in the kernel's order. The last one is the index of a part's result, else -1.
         items = np.stack((slices, row, count, start, low, start + count, np.full_like(row, -1)), axis=1)
         length = start + count - low
-        cost = length * (count * group + 8)  # 8 accounts for reading the keys and values
+        cost = length * (count * group + 8)  # the 8 accounts for reading the keys and values
         fair = max(1, kv_heads * int(cost.sum()) // (threads * PARTS_PER_THREAD))
         parts = np.minimum(-(-cost // fair), np.maximum(1, length // MIN_PART)) if threads > 1 else np.ones_like(row)
         order = np.argsort(-cost // parts, kind="stable")  # longest first, so that threads finish together
@@ -141,7 +141,7 @@ class NumbaPlan:
         prepared = self.prepared(q.shape[1], window)
         out = empty(*q.shape)
         rest = (self._backend.layer_address(layer), *prepared.rest)
-        memory = self._backend.memory(torch.get_num_threads(), prepared.group)  # of the threads that run the kernel
+        memory = self._backend.memory(torch.get_num_threads(), prepared.group)  # one area per thread of the kernel
         attend(prepared.operations, 0, *prepared.units, q.data_ptr(), out.data_ptr(), *rest, memory.address)
         if prepared.merged:
             units, items, parts, *shape = prepared.merged
@@ -149,7 +149,7 @@ class NumbaPlan:
         return out
 
     def prepared(self, num_heads: int, window: int) -> "PreparedAttention":
-        """Return the arguments of the kernels for all layers with this window."""
+        """Return the kernel arguments that all layers with this window size share."""
         if window not in self._prepared:
             self._prepared[window] = self._prepare(num_heads, window)
         return self._prepared[window]
@@ -171,7 +171,7 @@ class NumbaPlan:
 
 @dataclass(frozen=True, slots=True)
 class PreparedAttention:
-    """The kernels' arguments, which are the same for every layer, and the objects that their addresses refer to."""
+    """Kernel arguments that are the same for every layer, and the objects to which the addresses in them refer."""
 
     group: int
     operations: int

@@ -46,7 +46,7 @@ from engine.cpu.simd import (
     two_to_the,
 )
 
-AREAS = 9  # of a thread's working memory: see `engine.cpu.attention.PoolMemoryView`
+AREAS = 9  # number of areas in a thread's working memory: see `engine.cpu.attention.PoolMemoryView`
 
 
 @part
@@ -64,8 +64,8 @@ def copy_queries(q: int, to: int, shape: tuple[int, int, int, int, int, int]) ->
 
 @part
 def turn(rows_q: int, rows: int, group: int, padded: int, to: int, stride: int, listed: int, ends: int) -> None:
-    """Transpose a chunk's queries into columns, padded to whole vectors with the last query, and store how many tokens
-    each query sees, counted from the first query's position."""
+    """Transpose a chunk's queries into columns; copies of the last query fill the last vector. Also store how many
+    tokens each query sees, counted from the first query's position."""
     for row in range(0, rows, LANES):
         for lane in range(LANES):
             r = min(row + lane, rows - 1)
@@ -80,10 +80,10 @@ def begin(
     q: int, few: bool, rows_q: int, turned: int, stride: int, listed: int, ends: int, most: int, summed: int, sums: int,
     shape: tuple[int, int, int, int, int, int],
 ) -> None:  # fmt: skip
-    """Prepare an item for one key head: its queries as rows (decode) or columns (chunk), and empty sums."""
+    """Prepare an item for one key head: store its queries as rows (decode) or columns (chunk), and clear its sums."""
     _, rows, _, _, group, head_dim = shape
     padded = (head_dim + LANES - 1) // LANES * LANES
-    copy_queries(q, rows_q if few else sums, shape)  # the memory of `sums` is free until it is cleared below
+    copy_queries(q, rows_q if few else sums, shape)  # the memory of `sums` is unused until it is cleared below
     if not few:
         turn(sums, rows, group, padded, turned, stride, listed, ends)
     for r in range(0, rows, LANES):
@@ -98,7 +98,7 @@ def score(
     rows_q: int, rows: int, keys: int, code: int, columns: int, padded: int, scores: int, ahead: int,
     tokens_ahead: int, lines: int,
 ) -> None:  # fmt: skip
-    """Multiply the rows of a decode with a tile's keys."""
+    """Compute the scores of a decode's queries: multiply each of their rows by each key of a tile."""
     for token in range(0, columns, LANES):
         beside = lines if token < tokens_ahead else 0
         fetched = address_at(ahead + 8 * token)
@@ -113,8 +113,8 @@ def add_values(
     scores: int, rows: int, keys: int, code: int, value_from: int, tokens: int, sums: int, padded: int, ahead: int,
     tokens_ahead: int, lines: int, after: int,
 ) -> None:  # fmt: skip
-    """Add a tile's weighted values to the sums of a decode's rows. Prefetch the next tile, beginning `after` bytes into
-    each group of its tokens."""
+    """Add a tile's weighted values to the sums of a decode's rows. Also prefetch each group of LANES tokens of the next
+    tile, except for the group's first `after` bytes."""
     for token in range(0, tokens, LANES):
         add_product(
             scores + 4 * token, 4 * TILE, keys + 8 * token, code, value_from, sums, 4 * padded, rows,
@@ -127,8 +127,8 @@ def add_values(
 def finish(
     sums: int, summed: int, most: int, target: int, shape: tuple[int, int, int, int, int, int], is_part: bool
 ) -> None:
-    """Write the rows' results to `target`. For a part, write the input of `merge`: each row's weighted sum, its largest
-    score and the sum of its weights."""
+    """Write the rows' results to `target`. For a part of a context, write the input of `merge` instead: each row's
+    weighted sum, its largest score and the sum of its weights."""
     row, rows, head, kv_heads, group, head_dim = shape
     padded = (head_dim + LANES - 1) // LANES * LANES
     for r in range(rows):
@@ -146,7 +146,7 @@ def finish(
 @kernel
 def attend(values: Any) -> None:
     """Compute attention. A unit of work is an item (queries of one slice over a part of its context) for one key head.
-    Threads take units in order; `values[0]` counts them."""
+    Threads take units in order; `values[0]` counts the units taken."""
     units, items, q, out, pool, parts = values[1], values[2], values[3], values[4], values[5], values[6]
     table, table_width, block_bytes, head_bytes = values[7], values[8], values[9], values[10]
     block_tokens, code, kv_heads, group, head_dim, window = (
@@ -164,7 +164,7 @@ def attend(values: Any) -> None:
     tokens_ahead = first_tile(unit, units, items, table, table_width, pool, head_bytes, kv_heads, group, sizes, ahead)
     fetch(ahead, tokens_ahead, sizes[1])
     while unit < units:
-        following = take_next(values)  # taken early, to prefetch its first tile during this unit's last tile
+        following = take_next(values)  # taken now, so that its first tile is prefetched during this unit's last tile
         head = unit % kv_heads
         item = items + 4 * FIELDS * (unit // kv_heads)
         slice_, row, count, start = index_at(item), index_at(item + 4), index_at(item + 8), index_at(item + 12)
@@ -172,7 +172,7 @@ def attend(values: Any) -> None:
         rows, tile, few = count * group, tile_of(count * group), count * group <= FEW_ROWS
         shape = (row, rows, head, kv_heads, group, head_dim)
         width = (rows + LANES - 1) // LANES * LANES
-        # In bytes. The number of vectors is odd, so that rows use all sets of the cache.
+        # In bytes. An odd number of vectors distributes the rows over all sets of the cache.
         stride = 4 * LANES * (width // LANES | 1)
         begin(q, few, rows_q, turned, stride, listed, ends, most, summed, sums, shape)
         blocks, base = table + 4 * slice_ * table_width, pool + head * head_bytes
@@ -213,7 +213,7 @@ def attend(values: Any) -> None:
 
 @kernel
 def merge(values: Any) -> None:
-    """Merge the parts of items, head by head, into the results of their rows."""
+    """Merge the results of the parts of each divided item, head by head, into the results of its rows."""
     units, items, out, parts = values[1], values[2], values[3], values[4]
     kv_heads, group, head_dim = values[5], values[6], values[7]
     part_bytes = 4 * head_dim + 8

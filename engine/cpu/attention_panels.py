@@ -30,7 +30,7 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 def _exchanged(builder: Any, one: Any, other: Any, bit: int) -> tuple[Any, Any]:
     """Return two rows of a matrix after one round of a butterfly transpose. The indices of the rows differ only in
-    `bit`. The round moves each element so that this bit of its row index and of its lane index are swapped."""
+    `bit`. For each element, the round swaps this bit of the row index with the same bit of the lane index."""
     low = [lane if not lane & bit else LANES + (lane ^ bit) for lane in range(LANES)]
     high = [lane | bit if not lane & bit else LANES + lane for lane in range(LANES)]
     masks = (ir.Constant(ir.VectorType(_INT, LANES), mask) for mask in (low, high))
@@ -47,7 +47,7 @@ def _bytes_of(builder: Any, vectors: Any, code: int) -> Any:
 
 
 def _listed(builder: Any, rows: Any, index: Any) -> Any:
-    """Load the address at `index` of a list of addresses."""
+    """Load element `index` of a list of addresses that begins at `rows`."""
     return builder.load(emit_pointer(builder, builder.add(rows, builder.mul(index, ir.Constant(_LONG, 8))), _LONG))
 
 
@@ -87,7 +87,7 @@ def _dot(builder: Any, code: int, rows: Any, query: Any, size: Any, target: Any,
     builder.store(vectors[0], emit_pointer(builder, target, _VECTOR), align=4)
 
 
-# (rows, offset, target, stride): write LANES floats of each listed row, from `offset` on, as a column of `target`.
+# (rows, offset, target, stride): write LANES floats of each row in a list, from `offset` on, as a column of `target`.
 transpose_block = written(types.void, (types.int64,) * 4, _transpose)
 
 
@@ -96,16 +96,16 @@ def _dots(builder: Any, rows: Any, code: Any, *given: Any) -> None:
         _dot(builder, kind, rows, *given)
 
 
-# (rows, code, query, size, target, ahead, lines): compute the dot products of `query` (`size` floats, in whole vectors)
-# and each row in a list of LANES addresses, whose elements are `code`. With each vector, prefetch the next `lines`
-# cache lines, beginning at `ahead`.
+# (rows, code, query, size, target, ahead, lines): compute the dot product of `query` (`size` floats, in whole vectors)
+# and each row in a list of LANES addresses. `code` is the type of the rows' elements. With each vector of the query,
+# prefetch `lines` cache lines; the first vector prefetches those at `ahead`.
 dots = written(types.void, (types.int64,) * 7, _dots)
 
 
 def _panel(vectors: int, codes: Iterable[int], fetches: bool) -> Any:
-    """Return a function that computes c += a b for at most PANEL_ROWS rows and `vectors` vectors of columns. The rows
-    of b are given as a list of addresses; `column` is the offset in each row, in bytes. The first argument is the code
-    of the elements, one of `codes`."""
+    """Return a function that computes c += a b for at most PANEL_ROWS rows and `vectors` vectors of columns. Its first
+    argument is the type of b's elements, one of `codes`. The rows of b are given as a list of addresses; `column` is
+    the offset in bytes at which each row is read."""
 
     def emit(
         builder: Any, code: Any, a: Any, a_stride: Any, a_step: Any, b: Any, column: Any, c: Any, *rest: Any
@@ -124,7 +124,7 @@ def _panel(vectors: int, codes: Iterable[int], fetches: bool) -> Any:
 
 
 def _panel_of_listed(vectors: int) -> Any:
-    """Return a function that computes c = a b, like the one of `_panel`, with the rows of a as a list of addresses."""
+    """Return a function that computes c = a b for a panel as in `_panel`, with a list of the addresses of a's rows."""
 
     def emit(builder: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, depth: Any) -> None:
         def row_of_b(index: Any) -> Any:
@@ -140,7 +140,7 @@ def _panel_of_listed(vectors: int) -> Any:
 def _product(
     builder: Any, vectors: int, a: Any, row_of_b: Any, c: Any, depth: Any, adds: bool, code: int, fetched: Any
 ) -> None:
-    """Emit a product whose sums stay in registers. `a` has the addresses of its rows and the stride of its elements."""
+    """Emit a product whose sums stay in registers. `a` is (addresses of its rows, bytes from element to element)."""
     a_rows, a_step = a
     rows = len(a_rows)
     places = [
@@ -185,9 +185,9 @@ def listed_times(
     a: int, b: int, b_stride: int, c: int, c_stride: int, rows: int, depth: int, columns: int, ahead: int,
     rows_ahead: int, row_bytes: int,
 ) -> None:  # fmt: skip
-    """Compute c [rows, columns] = a [rows, depth] b [depth, columns]. `a` is a list of the addresses of its rows, and
-    `columns` is a multiple of LANES. An element is one chain of multiply-adds in the order of `depth`, so the number of
-    rows does not affect it. Also prefetch `rows_ahead` rows of `row_bytes` bytes from the list at `ahead`."""
+    """Compute c [rows, columns] = a [rows, depth] b [depth, columns]. `a` lists the addresses of the rows of a, and
+    `columns` is a multiple of LANES. Each element of c is one chain of multiply-adds in the order of `depth`, so it
+    does not depend on `rows`. Also prefetch the `rows_ahead` rows of `row_bytes` bytes that `ahead` lists."""
     wide = 4 * LANES * PANEL_VECTORS
     column = 0
     while column < 4 * columns:
@@ -195,7 +195,7 @@ def listed_times(
         for row in range(0, rows, PANEL_ROWS):
             left, left_ahead = min(PANEL_ROWS, rows - row), rows_ahead - row
             one, at, place = a + 8 * row, b + column, c + row * c_stride + column
-            if column == 0:  # the rest is fetched with the last rows
+            if column == 0:  # the last rows of a prefetch all remaining rows
                 fetch(ahead + 8 * row, min(left, left_ahead) if left < rows - row else left_ahead, row_bytes)
             if is_wide:
                 _wide_listed(one, at, b_stride, place, c_stride, left, depth)
@@ -208,8 +208,8 @@ def listed_times(
 def add_times_listed(
     a: int, a_stride: int, a_step: int, b: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int
 ) -> None:
-    """Compute c [rows, columns] += a [rows, depth] b [depth, columns], with the rows of b as a list of addresses. The
-    elements of a row of a are `a_step` bytes apart."""
+    """Compute c [rows, columns] += a [rows, depth] b [depth, columns]. `b` lists the addresses of the rows of b.
+    Neighbouring elements in a row of a are `a_step` bytes apart."""
     wide = 4 * LANES * PANEL_VECTORS
     column = 0
     while column < 4 * columns:
@@ -229,8 +229,8 @@ def add_product(
     a: int, a_stride: int, b: int, code: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int,
     ahead: int, lines: int,
 ) -> None:  # fmt: skip
-    """Compute `add_times_listed` for rows of b with elements `code`. With the first vectors of each row, prefetch the
-    next `lines` cache lines, beginning at `ahead`."""
+    """Do the same as `add_times_listed` for rows of b whose elements have the type `code`. With the first vectors of
+    each row of b, also prefetch `lines` cache lines; the first row prefetches those at `ahead`."""
     item = 4 if code == FLOAT32 else 2
     column = 0
     while column < columns:

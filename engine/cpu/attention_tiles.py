@@ -1,6 +1,6 @@
-"""The tiles in which attention kernels read a context: finds their rows in the KV pool, prefetches them, and turns a
-tile's scores into weights by an online softmax. Weights are powers of 2 instead of e; queries are scaled accordingly.
-"""
+"""Functions for the tiles in which attention kernels read a context. They find a tile's rows in the KV pool, prefetch
+them, and turn the tile's scores into weights by an online softmax. Weights are powers of 2 instead of e; queries are
+scaled accordingly."""
 
 import math
 
@@ -26,14 +26,14 @@ from engine.cpu.simd import (
     where_less,
 )
 
-TILE = 96  # tokens: whole panels of a product's rows
+TILE = 96  # tokens of a chunk's tile; they fill whole panels of a product's rows
 FEW_ROWS = 8  # an item of at most this many rows (query heads that share a key head) is computed as a decode
 FEW_TILE = 32  # tokens of a decode's tile, so that the current and the next tile fit into the first two caches
 LINE = 64  # bytes of a cache line
-FIELDS = 7  # numbers per item: see `engine.cpu.attention.AttentionWork`
+FIELDS = 7  # number of fields of an item: see `engine.cpu.attention.AttentionWork`
 # Bytes of a block and of a token, tokens of a block, the code of the pool's dtype, and the dimensions of a head.
 Sizes = tuple[int, int, int, int, int]
-UNSEEN = -1e30  # initial running maximum: finite, so that differences are not NaN
+UNSEEN = -1e30  # initial running maximum: finite, so that the difference of two maxima is not NaN
 
 
 @part
@@ -43,7 +43,7 @@ def tile_of(rows: int) -> int:
 
 @part
 def locate(table: int, low: int, high: int, base: int, sizes: Sizes, rows: int) -> int:
-    """List the addresses of the key and value of each token in positions [low, high). Return their number."""
+    """List the address of the key and value of each token at positions [low, high). Return the number of tokens."""
     block_bytes, token_bytes, block_tokens, _, _ = sizes
     count = high - low
     token = 0
@@ -60,7 +60,7 @@ def locate(table: int, low: int, high: int, base: int, sizes: Sizes, rows: int) 
 
 @part
 def fetch(rows: int, tokens: int, token_bytes: int) -> None:
-    """Prefetch the keys and values of a list of tokens."""
+    """Prefetch the keys and values of the tokens in a list of addresses."""
     for token in range(tokens):
         row = address_at(rows + 8 * token)
         for at in range(0, token_bytes, LINE):
@@ -69,7 +69,7 @@ def fetch(rows: int, tokens: int, token_bytes: int) -> None:
 
 @part
 def fill_up(rows: int, tokens: int, columns: int, zeros: int) -> None:
-    """Pad a list of `tokens` to `columns` entries with the address of a row of zeros."""
+    """Pad a list of `tokens` addresses to `columns` addresses with the address of a row of zeros."""
     for token in range(tokens, columns):
         put_address(zeros, rows + 8 * token)
 
@@ -105,7 +105,7 @@ def first_tile(
     unit: int, units: int, items: int, table: int, table_width: int, pool: int, head_bytes: int, kv_heads: int,
     group: int, sizes: Sizes, rows: int,
 ) -> int:  # fmt: skip
-    """List the addresses of the tokens in a unit's first tile. Return their number, or 0 if the unit does not exist."""
+    """List the addresses of the tokens in a unit's first tile. Return their number, or 0 if there is no such unit."""
     if unit >= units:
         return 0
     item = items + 4 * FIELDS * (unit // kv_heads)
@@ -164,7 +164,7 @@ def weigh_columns(
 ) -> None:  # fmt: skip
     """Apply `softmax` to transposed scores: a row for each token, and a column for each of the `rows`. LANES
     columns are processed at once, without operations across lanes. `ends` has the number of tokens that each of the
-    `rows` sees, counted from the first query's position. `scales` is space for a vector."""
+    `rows` sees, counted from the first query's position. `scales` is the address of working memory for one vector."""
     for row in range(0, rows, LANES):
         column = scores + 4 * row
         if start + number_at(ends + 4 * row) < tokens or (
@@ -192,7 +192,7 @@ def weigh_columns(
 
 @part
 def hide(column: int, stride: int, tokens: int, ends: int, start: int, window: int) -> None:
-    """Set scores to -inf if the row does not see the token. Processes LANES rows."""
+    """For each of LANES rows, set the scores of the tokens that the row does not see to -inf."""
     end, hidden = load(ends) + splat(start), splat(-math.inf)
     low = end - splat(float(window) if window else math.inf)
     for token in range(tokens):

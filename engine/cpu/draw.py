@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,arg-type,attr-defined,assignment"
-"""The draw of `engine.sampling` as a numba kernel, one thread per row. Importing this module compiles it or loads it
-from disk.
+"""The draw of `engine.sampling` as a numba kernel, one thread per row. Importing this module compiles the kernel or
+loads it from disk.
 
-The kernel does not sort. It computes a cheap upper bound of the noise, and logarithms only for tokens that may still be
-chosen. For top_p, it draws a token from all candidates and accepts the token if top_p keeps it. Otherwise it drops this
-and all less likely tokens, and draws again (rejection with a rising pivot, as in FlashInfer's sorting-free sampling).
+The kernel does not sort. It computes a cheap bound of each token's noise, and the exact noise only for tokens that
+may still be chosen. For top_p, it draws from all candidates and accepts the token if top_p keeps it. Otherwise it drops
+it and all less likely tokens, and draws again (rejection with a rising pivot, FlashInfer's sorting-free sampling).
 """
 
 import math
@@ -39,11 +39,11 @@ from engine.cpu.simd import (
 from shared.limits import GREEDY_BELOW
 
 WORK = 4  # elementary operations per logit, for `engine.cpu.jit.PARALLEL_WORK`
-WEIGHED = 64 * LANES  # number of weights that are summed in float32 before they are added in float64
+WEIGHED = 64 * LANES  # number of weights that are summed in float32 before their sum is added in float64
 RUN = 32  # scores per run in `nth_score`
-TILE = 32  # tokens whose noise is bounded at once
+TILE = 32  # number of tokens whose noise bounds are computed together
 LN2 = math.log(2)
-# numba computes an operation on int64 and uint64 in float64, so all constants of the noise are unsigned.
+# numba converts an int64 and a uint64 to float64 to operate on both, so all constants of the noise are unsigned.
 _GOLDEN, _ONE, _EXPONENT = np.uint64(GOLDEN), np.uint64(1), np.uint64(1023 << 52)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _12 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(12)
@@ -110,7 +110,7 @@ def keep(area, scores, tokens, count, above, least):
 
 @inlined
 def weight(scores, count, above, best):
-    """Return the sum of exp(score - best) of the scores larger than `above`."""
+    """Return the sum of exp(score - best) over the scores that are larger than `above`."""
     summed = 0.0
     for first in range(0, count, WEIGHED):
         part = splat(0.0)
@@ -123,7 +123,7 @@ def weight(scores, count, above, best):
 
 @inlined
 def nth_largest(values, count, nth):
-    """Return the nth largest value by Hoare's selection, which reorders `values`."""
+    """Return the nth largest value, counted from 0, by Hoare's selection, which reorders `values`."""
     low, high = 0, count - 1
     while low < high:
         pivot, left, right = values[(low + high) >> 1], low, high
@@ -157,7 +157,7 @@ def rest_of_one(key, token):
 
 @inlined
 def winner(scores, tokens, count, key):
-    """Return the index of the largest score after adding its token's noise, -log(-log(u)).
+    """Return the index of the score that is largest after its token's noise, -log(-log(u)), is added to it.
 
     The noise is at most -log(1 - u), and the binary logarithm of a float is at least exponent + mantissa - 1. The
     resulting bound of the noise is computed for many tokens at once."""
@@ -177,7 +177,7 @@ def winner(scores, tokens, count, key):
 
 @inlined
 def nth_score(area, scores, ranked, count, nth):
-    """Return the nth largest score. Only scores not below the nth largest maximum of a run are candidates."""
+    """Return the nth largest score, counted from 0. Scores below the nth largest of the runs' maxima are ignored."""
     runs, least = count // RUN, np.float32(-math.inf)
     if nth < runs:
         for run in range(runs):
@@ -207,7 +207,7 @@ def draw_one(row, count, parameters, area):
     for token in range(count):
         tokens[token] = token
     best, token = most_likely(area, count)
-    if not math.isfinite(best):  # a tiny repetition penalty or temperature overflowed, so weights are undefined
+    if not math.isfinite(best):  # division by a tiny penalty or temperature overflowed, so weights are undefined
         return token
     least, held = np.float32(-math.inf), 0.0  # `held`: the total weight of the top_k tokens
     if min_p > 0:
@@ -233,8 +233,8 @@ def draw_one(row, count, parameters, area):
 
 @kernel
 def _draw(values):
-    """`values` has a counter, the numbers of rows and of tokens in the vocabulary, the addresses of logits, adjusted
-    logits, parameters, result and areas, and the bytes of an area. Threads take rows in order; each has an area."""
+    """`values` contains a counter, the number of rows, the size of the vocabulary, the addresses of logits, adjusted
+    logits, parameters, result and areas, and an area's size in bytes. Threads take rows in order; each has one area."""
     area = values[7] + values[8] * np.int64(thread_number())
     rows, vocab = values[1], values[2]
     while True:
@@ -256,7 +256,7 @@ def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor) -> list[int]:
     """Return for each row a token, `BROKEN` or `NOTHING_ALLOWED`.
 
     `logits` and `adjusted` are float32 [R, vocab]. `adjusted` has the logits after bans, bias and penalties, and may be
-    the same tensor. `parameters` is int64 [R, WORDS], as packed by `engine.sampling.parameters_of`.
+    the tensor `logits`. `parameters` is int64 [R, WORDS], as packed by `engine.sampling.parameters_of`.
     """
     rows, vocab = logits.shape
     logits, adjusted = logits.contiguous(), adjusted.contiguous()

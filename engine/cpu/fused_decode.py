@@ -1,7 +1,7 @@
 """The forward pass of a few decodes as one call. Python code between kernels would take longer than some kernels.
 
 Memory and the arguments of kernels are prepared once, as for a CUDA graph. Each step sets only the number of rows, the
-addresses of its tables, and the work of attention. The kernels and their order are those of `Decoder.forward`, so the
+addresses of its tables, and its items of attention. The kernels and their order are those of `Decoder.forward`, so the
 results have the same bits.
 """
 
@@ -40,9 +40,9 @@ _call_kernel = written(types.void, (types.int64, types.int64), _call)
 
 @kernel
 def run(values: Any) -> None:
-    """Run kernels in order. `values` has the number of kernels, the list of their addresses, the address of the first
-    kernel's values, and the distance in bytes between the values of two kernels. A kernel starts when all threads have
-    finished the previous one."""
+    """Run kernels in order. `values` contains the number of kernels, the list of their addresses, the address of the
+    first kernel's values, and the distance in bytes between the values of two kernels. A kernel starts when all threads
+    have finished the previous one."""
     kernels, given, stride = values[1], values[2], values[3]
     for index in range(values[0]):
         _call_kernel(address_at(kernels + 8 * index), given + stride * index)
@@ -77,7 +77,7 @@ class FusedDecode:
         )
         self._at = {name: tensor.data_ptr() for name, tensor in self._memory.items()}
         self._calls: list[tuple[Kernel, list[int]]] = []
-        self._windows: dict[int, list[int]] = {}  # by window: indices of calls of `attend`; `merge` follows each
+        self._windows: dict[int, list[int]] = {}  # indices of the calls of `attend`, by window; `merge` follows each
         self._write(model)
         numbers = {kernel: [n for n, call in enumerate(self._calls) if call[0] is kernel] for kernel, _ in self._calls}
         self._rotations = numbers[rotate_and_store]
@@ -94,7 +94,7 @@ class FusedDecode:
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
-        """Store the KV of all tokens and return the logits, float32 [S, vocab_size]. Requires `takes(batch)`."""
+        """Store the batch's KV and return the tokens' logits, float32 [S, vocab_size]. Requires `takes(batch)`."""
         rows, values = len(batch.tokens), self._values
         self._memory["hidden"][:rows] = self._model.embed(batch.tokens)
         step, plan = self._kernels.begin(batch), self._attention.plan(batch)
@@ -120,7 +120,7 @@ class FusedDecode:
             values[merges, 1:3] = (units, items)
             values[merges, 4] = parts
 
-    # ---- arguments that are the same in every step ----------------------------------------------------------------
+    # ---- kernel arguments that are the same in every step ---------------------------------------------------------
 
     def _write(self, model: Decoder) -> None:
         epsilon, size, at = self._kernels.epsilon_at, model.config.hidden_size, self._at
@@ -135,7 +135,7 @@ class FusedDecode:
             self._call(silu_mul, 0, model.config.intermediate_size, at["gate_up"], at["product"])
             self._multiply(layer.down, "product", "update")
             self._call(add_norm, 0, size, epsilon, *added, norm_after.data_ptr(), at["normed"])
-        self._multiply(model.head, "normed", "hidden")  # each step replaces the result's address
+        self._multiply(model.head, "normed", "hidden")  # each step replaces the address of the result
 
     def _write_attention(self, index: int, layer: DecoderLayer) -> None:
         config, kernels, at = self._model.config, self._kernels, self._at
@@ -161,7 +161,7 @@ class FusedDecode:
 
 
 def fused_decode_of(model: Decoder, kernels: object, attention: object) -> FusedDecode | None:
-    """Return the fused pass. Return None unless all parts are numba kernels and no inner product has padded columns."""
+    """Return the fused pass, or None if a part is not a numba kernel or a product before the head pads its columns."""
     *inner, head = model.linears()
     if not isinstance(kernels, NumbaKernels) or not isinstance(attention, NumbaAttention):
         return None

@@ -1,6 +1,6 @@
 """The command line of every process, with an option for each setting.
 
-Wrong usage and invalid values print one line on stderr and exit with status 2.
+After wrong usage or an invalid value, the process prints one line on stderr and exits with status 2.
 """
 
 import inspect
@@ -19,8 +19,8 @@ from shared.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
 
-# The base class of usage errors. Depending on its version, Typer includes a copy of click or depends on click, and it
-# does not export the class from either.
+# The base class of usage errors. Typer does not export this class of click, and some versions of Typer contain their
+# own copy of click.
 Misuse = cast(type[Exception], next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"))
 
 
@@ -35,12 +35,12 @@ def settings_from_command_line(kind: type[S], argv: Sequence[str], prog: str) ->
 
 
 def markup_mode() -> Literal["rich"] | None:
-    """Return the markup of --help: boxes and colours on a terminal, plain text elsewhere."""
+    """Return the markup mode of --help: boxes and colours on a terminal, plain text elsewhere."""
     return "rich" if sys.stdout.isatty() else None
 
 
 def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
-    """Run the command and return its result, or 0 after --help. Wrong usage prints one line and exits with status 2."""
+    """Run the command and return its result, or 0 after --help. On wrong usage, print a line and exit with status 2."""
     try:
         return typer.main.get_command(app).main(args=list(argv), prog_name=prog, standalone_mode=False)
     except Misuse as error:
@@ -53,7 +53,8 @@ def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
 def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..., Any]:
     """Return a Typer command that has an option for each field and calls `run` with the settings.
 
-    A ConfigError, from the settings or from `run`, prints one line on stderr and exits with status 2.
+    If the settings are invalid or `run` raises ConfigError, the command prints one line on stderr and exits with status
+    2.
     """
 
     def command(print_config: bool, **flags: object) -> Any:
@@ -79,7 +80,7 @@ def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..
 
 
 def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    """Return the option of a field. Its value is text, since pydantic parses the values of all sources."""
+    """Return the option for a field. Its value is text, because pydantic parses the values of all sources."""
     flag = flag_of(name)
     default = format_value(field.get_default(call_default_factory=True))
     about = str(field.description)

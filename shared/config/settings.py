@@ -31,7 +31,7 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def parse_size(value: int | str) -> int:
-    """Return the bytes of a size such as "512MiB", "2GB" or "4096". Raises ValueError if it is malformed."""
+    """Return the number of bytes in a size such as "512MiB", "2GB" or "4096". Raises ValueError if it is malformed."""
     match = SIZE.fullmatch(str(value).strip())
     # "2G" is rejected, since it is 2 GB in some programs and 2 GiB in others.
     if match is None or (match[2] and not match[0].upper().endswith("B")):
@@ -58,7 +58,7 @@ def parse_cpus(value: str | Iterable[int]) -> tuple[int, ...]:
 
 
 def format_value(value: object) -> str:
-    """Format a value as the command line and the environment accept it."""
+    """Format a value in the form that the command line and the environment accept."""
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -87,7 +87,7 @@ def _check_registry(value: str) -> str:
     try:
         parts = urlsplit(value)
         valid = parts.scheme in {"redis", "rediss", "unix"} and (parts.port or 0) >= 0 and (parts.netloc or parts.path)
-    except ValueError:  # its message would show the URL with the password
+    except ValueError:  # the error's message would show the URL with the password
         valid = False
     if not valid:
         raise ValueError("must be redis://host:port/database, rediss:// or unix:// for a URL")
@@ -327,8 +327,9 @@ def variable_of(name: str) -> str:
 def resolve(kind: type[S], flags: Mapping[str, object], environment: Mapping[str, str]) -> tuple[S, dict[str, str]]:
     """Return the settings and the source of each: "flag --port", "environment BATON_PORT" or "default".
 
-    `flags` maps fields to values from the command line, or to None. An empty variable counts as unset. Raises
-    ConfigError if a value is invalid; its message is one line with the source, the value and the allowed values.
+    `flags` maps fields to values from the command line, or to None if a flag is absent. An empty environment variable
+    counts as unset. Raises ConfigError if a value is invalid; its message is one line with the source, the value and
+    the allowed values.
     """
     _refuse_misspelt(kind, environment)
     given = {name: (f"flag {flag_of(name)}", value) for name, value in flags.items() if value is not None}

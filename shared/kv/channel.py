@@ -11,11 +11,11 @@ DESCRIPTOR_VERSION = "baton-kv-1"
 
 
 class ChannelError(Exception):
-    """A push failed, wholly or in part. The text is for an operator."""
+    """A push failed, wholly or in part. The message is meant for an operator."""
 
 
 class DescriptorError(ChannelError):
-    """The descriptor is malformed, or this channel cannot write to its pool (another machine, another row size)."""
+    """The descriptor is malformed, or its pool is on another machine or has another row size."""
 
 
 class ReservationRefusedError(ChannelError):
@@ -30,8 +30,8 @@ class KVChannel(Protocol):
     """The KV transfers of one process in both directions: peers write into our pool, and we write into theirs.
 
     A KV block is one row of a 2-D byte matrix. If `fenced`, the receiver drops rows that arrive for a revoked
-    reservation. If not, writes are one-sided: the rows of a revoked reservation may be reused only after the writer
-    reported that it stopped, or `on_writer_lost` (a callback of the constructor) reported that the writer is gone.
+    reservation. Otherwise, writes are one-sided: the rows of a revoked reservation may be reused only after the writer
+    has reported that it stopped, or the callback `on_writer_lost` has reported that the writer is gone.
     """
 
     name: str
@@ -44,18 +44,18 @@ class KVChannel(Protocol):
     def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
         """Receiver: allow writes to these rows under `reservation_id` (16 bytes, hard to guess, never used again).
 
-        Raises ValueError if the id has another length or is already open, or if a row is outside our pool.
+        Raises ValueError if the id does not have 16 bytes or is already open, or if a row is outside our pool.
         """
         ...
 
     def revoke(self, reservation_id: bytes) -> None:
-        """Receiver: end a reservation. If `fenced`, no byte is written under it once this returns. Idempotent."""
+        """Receiver: end a reservation. If `fenced`, nothing more is written under it after this call. Idempotent."""
         ...
 
     def fence_writer(self, incarnation_id: str) -> bool:
         """Receiver: refuse the process with this incarnation id from now on, because it is considered dead.
 
-        If it is connected, refuse nothing and return False: it can then write until its loss is reported.
+        If that process is already connected, return False without refusing it: it can write until its loss is reported.
         """
         ...
 
@@ -79,7 +79,8 @@ class KVChannel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerDescriptor:
-    """The address of a peer's pool. Each channel defines `host` and `endpoint`. A restart changes `incarnation_id`."""
+    """The address of a peer's pool. Each channel defines its `host` and `endpoint`. A restart changes
+    `incarnation_id`."""
 
     channel: str
     host: str
@@ -93,7 +94,8 @@ class PeerDescriptor:
 
     @classmethod
     def unpack(cls, data: bytes, channel: str) -> Self:
-        """Inverse of `pack`, for input from peers. Raises DescriptorError unless it is a descriptor of `channel`."""
+        """Inverse of `pack`, for input from peers. Raises DescriptorError unless `data` is a descriptor of
+        `channel`."""
         try:
             version, name, host, endpoint, incarnation_id, *counts = data[:MAX_DESCRIPTOR_BYTES].decode().split("\n")
             row_bytes, num_rows = map(_count, counts)
@@ -116,7 +118,7 @@ def is_incarnation_id(text: str) -> bool:
 
 
 def check_open(reservation_id: bytes, rows: Sequence[int], num_rows: int) -> None:
-    """Raise ValueError unless `reservation_id` has 16 bytes and every row is in a pool of `num_rows`."""
+    """Raise ValueError unless `reservation_id` has 16 bytes and every row is in a pool of `num_rows` rows."""
     if len(reservation_id) != RESERVATION_ID_BYTES:
         raise ValueError(f"a reservation id has {RESERVATION_ID_BYTES} bytes, not {len(reservation_id)}")
     if rows and not 0 <= min(rows) <= max(rows) < num_rows:

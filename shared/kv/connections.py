@@ -1,4 +1,4 @@
-"""The connections of a channel over sockets: a listener for writers into our pool, and the peers to which we write.
+"""The connections of a KV channel over sockets: a listener for writers to our pool, and the peers to which we write.
 
 A greeting contains the id of a reservation: 16 random bytes, which the writer received in an RPC reply over TLS. Over
 tcp, a writer is admitted only if its reservation is open. A unix socket is protected by its permissions.
@@ -143,7 +143,7 @@ class ChannelListener:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # guards the attributes below
         self._threads: dict[socket.socket, threading.Thread] = {}
-        # Connections by address, and, after the greeting, also by the incarnation id of the writer.
+        # The number of open connections by address and, after the greeting, also by the incarnation id of the writer.
         self._num_open: Counter[str] = Counter()
         self._fenced: set[str] = set()
         self._closing = False

@@ -49,7 +49,7 @@ def summary(**phases: float) -> dict[str, Any]:
 
 
 def test_latencies_of_one_request() -> None:
-    """TTFT begins when the request is due. Tokens of one piece are 0 apart. One token has neither TPOT nor TTST."""
+    """TTFT begins when the request is due. Tokens of one piece have gaps of 0. One token gives no TPOT or TTST."""
     assert ttft_s(request(10.0, [10.5, 10.6], sent_s=10.4)) == pytest.approx(0.5)
     assert ttft_s(failed(10.0, [])) == math.inf
     whole, one, lost = request(0.0, [1.0, 1.5, 1.5, 3.1]), request(0.0, [1.0]), failed(0.0, [1.0], max_tokens=2)
@@ -197,7 +197,7 @@ def test_shares_of_a_device_sum_to_1_and_overlaps_count_once() -> None:
     expected = {"busy": 0.6, "prefill": 0.2 + 0.05, "decode": 0.1 + 0.15 + 0.1, "idle_blocked": 0.1, "idle_empty": 0.3}
     assert busy_shares(passes, (0.0, 100.0), None) == pytest.approx(expected)
     model = CostModel(overhead=0.01, per_token=0.001, per_context=0.0001)
-    mixed = step(0, 40, 10, 10, decode_context=200)  # 10 ms for prompts, 10 + 20 ms for decodes, 10 ms of overhead
+    mixed = step(0, 40, 10, 10, decode_context=200)  # predicted: 10 ms for the prompt, 30 ms for decodes
     assert busy_shares([mixed], (0.0, 40.0), model)["prefill"] == pytest.approx(0.25)
 
 

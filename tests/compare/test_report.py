@@ -1,4 +1,4 @@
-"""Tests of the thinning of a report, and of the page as text. test_report_page.py tests the page in a browser."""
+"""Test the thinning of a report, and its page as text. test_report_page.py tests the page in a browser."""
 
 import copy
 import json
@@ -89,7 +89,7 @@ def test_a_request_of_many_spans_keeps_the_longest_and_counts_the_others() -> No
 
 
 def test_a_request_that_never_ended_is_drawn_until_its_last_known_time(tmp_path: Path) -> None:
-    """The worst requests hang or are lost. A span without an end must not prevent the report."""
+    """Some of the worst requests hang or are lost. The report must be written even if one of their spans has no end."""
     report = page_report()
     spans = [
         {"kind": "queued", "node": "decode-0", "start_ms": 10.0, "end_ms": 30.0, "tokens": 0, "cause": "prefill queue"},

@@ -1,4 +1,4 @@
-"""Tests of the report in a browser that opens it from disk: complete, safe, usable on narrow screens and by keyboard."""
+"""Test the report's page in a browser: complete, safe, and usable from disk, on narrow screens and by keyboard."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ SECTIONS = [
 BLANK = """() => [...document.querySelectorAll('canvas')].filter(canvas => {
     const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
     return new Set(new Uint32Array(data.buffer)).size < 3; }).length"""
-# The lowest contrast between a text and its background, by the formula of WCAG 2.
+# Returns the page's lowest contrast between a text and its background, by the formula of WCAG 2, and the text's HTML.
 CONTRAST = """() => {
     const parse = (text) => text.match(/[\\d.]+/g).map(Number);
     const light = (rgb) => { const [r, g, b] = rgb.map(c => c / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
@@ -59,7 +59,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Provide a function that writes a report and opens it. At the end, check that the page logged and fetched nothing."""
+    """Provide a function that writes and opens a report. After the test, check that it logged and fetched nothing."""
     contexts, problems = [], []
 
     def open_report(report: dict[str, Any], width: int = 1400, scheme: str = "light") -> Any:
@@ -90,7 +90,7 @@ def test_every_section_is_drawn_and_all_text_has_enough_contrast(opened: Callabl
     page = opened(page_report(capacity=True), scheme=scheme)
     assert ids(page) == SECTIONS
     assert set(page.locator(".none").all_inner_texts()) == {"no request missed its SLO"}
-    assert page.locator("canvas").count() == 6 + 3 + 4 + 10  # lanes, requests of each arm, curves, worst requests
+    assert page.locator("canvas").count() == 6 + 3 + 4 + 10  # for lanes, arms, curves and the worst requests
     assert page.evaluate(BLANK) == 0
     assert page.locator(".banner").count() == 0
     page.eval_on_selector_all("details", "all => all.forEach(each => { each.open = true; })")
@@ -219,7 +219,7 @@ def test_figures_are_those_of_the_report(opened: Callable[..., Any]) -> None:
 
 
 def test_buttons_and_printing_work(opened: Callable[..., Any]) -> None:
-    """The theme button repaints the page, the command is copied, and paper is light with all figures unfolded."""
+    """Buttons change the theme and copy the command. A printed page is light, with all its figures unfolded."""
     page = opened(page_report())
     ground, picture = (
         "() => getComputedStyle(document.body).backgroundColor",

@@ -107,8 +107,8 @@ def test_only_some_arms_must_hand_off():
 
 
 def test_no_server_has_cached_a_prompt_of_an_earlier_trial(tmp_path: Path):
-    """All arms get the same words. They differ by seed and rate, and for the copy of a running stack. Other servers than
-    Baton get no salt with ids."""
+    """All arms get the same salt, which differs by seed and rate, and for the copy of a running stack. Servers other
+    than Baton get no salt if prompts are sent as ids."""
     arms = (Arm("http://a", 0, 0, {}, "http://a"), Arm("http://b", 0, 0, {}, "http://b"))
     made = replace(experiment(tmp_path), arms=arms, control=copy_of(arms[0]), send="text")
 
@@ -176,7 +176,7 @@ def test_traces_of_arms_do_not_overwrite_each_other(tmp_path: Path):
 
 
 class Counted:
-    """Fake for an arm's processes that records whether they run."""
+    """A fake of an arm's processes that records whether they run."""
 
     def __init__(self, arm: Arm) -> None:
         self.arm = arm

@@ -1,4 +1,4 @@
-"""Tests of statistics: intervals cover the true value as often as stated, chance differences are rarely reported, and
+"""Test the statistics: intervals cover the true value as often as stated, random differences are rarely reported, and
 the warm-up and overload of a run are detected from its queue."""
 
 import numpy as np
@@ -29,8 +29,8 @@ def test_students_interval_of_known_values() -> None:
 
 @pytest.mark.parametrize("num_arms", [2, 6])
 def test_equal_arms_are_rarely_called_different(num_arms: int) -> None:
-    """Seeds differ much more than arms. Pairing removes this noise, but must not cause false differences. With 5 arms, a
-    false difference in any of them must be as rare as with a single arm."""
+    """Results differ much more between seeds than between arms. Pairing the arms by seed removes this noise, but must
+    not cause false differences. With 5 arms, a false difference in any of them must be as rare as with a single arm."""
     random = np.random.default_rng(11)
     called = 0
     for _ in range(DRAWS):
@@ -69,7 +69,7 @@ def test_a_difference_counts_if_it_is_significant_and_large(metric: str, ours: l
 
 
 def test_equal_differences_of_a_few_seeds_are_not_certain() -> None:
-    """An arm is better by one request of 20 in both seeds. By chance, that happens for one of two arms half the time."""
+    """One arm is better by one request of 20 with both seeds. With equal arms, that happens by chance half the time."""
     ours, theirs = [1.0, 0.95], [0.95, 0.90]  # differences that are equal except for rounding
     found = compare("attainment", ("ours", ours), ("theirs", theirs))
     assert (found.says, found.p) == (TOO_CLOSE, 0.5)
@@ -100,7 +100,7 @@ def test_holm_multiplies_the_smallest_by_the_count_and_keeps_the_order() -> None
 
 
 def queue(load: float, count: int, seed: int, rate: float = 10.0) -> list[Outcome]:
-    """Return requests of a server that processes one at a time. `load` is its utilization; over 1 it is overloaded."""
+    """Return requests of a server that processes one at a time. A `load` over 1 overloads the server."""
     random = np.random.default_rng(seed)
     due = np.cumsum(random.exponential(1 / rate, count))
     outcomes, free = [], 0.0
@@ -143,7 +143,7 @@ def test_the_window_ends_with_the_last_arrival_and_not_with_the_drain() -> None:
 
 
 def test_the_window_has_half_of_the_requests_even_if_most_arrive_early() -> None:
-    """Otherwise, a run with nearly all requests in its first half would be measured only by its last few."""
+    """Without this rule, only the last few requests would count if nearly all arrived in the first half of the run."""
     due = [*np.linspace(0.0, 4.0, 16), 6.0, 7.0, 8.0, 10.0]
     outcomes = [Outcome(index, "", float(at_s), ended_s=float(at_s) + 3 * (at_s < 5)) for index, at_s in enumerate(due)]
     (begin_s, _), _ = measured_window(outcomes)

@@ -107,13 +107,13 @@ def attained(rows: dict[str, list[NDArray[np.float64]]], ttft_ms: float, tbt_ms:
 
 
 def latencies(random: np.random.Generator, factors: tuple[float, float]) -> list[NDArray[np.float64]]:
-    """Return latencies of 80 requests for each of six seeds, about 250 and 25 ms. Requests vary more than seeds."""
+    """Return TTFTs (about 250 ms) and TBTs (about 25 ms) of 80 requests per seed. Requests differ more than seeds."""
     scale = np.array([250.0, 25.0]) * factors
     return [np.exp(random.normal(0, 0.7, (80, 2)) + random.normal(0, 0.15, 2)) * scale for _ in range(6)]
 
 
 def test_two_equal_arms_hardly_ever_flip():
-    """Without the correction for many SLOs, four of ten reports showed a flip."""
+    """Without the correction for the number of SLOs, four of ten reports would show a false flip."""
     random, claimed, draws = np.random.default_rng(5), 0, 60
     for _ in range(draws):
         rows = {arm: latencies(random, (1.0, 1.0)) for arm in "ab"}
@@ -130,7 +130,7 @@ def test_arms_that_trade_one_latency_for_the_other_do_flip():
 
 
 def test_the_best_of_several_arms_is_corrected_for_all_pairs():
-    """The best of five equal arms would often have a significant lead over the worst by chance."""
+    """Without the correction, the best of five equal arms would often lead the worst significantly by chance."""
     random, called, draws = np.random.default_rng(3), 0, 120
     for _ in range(draws):
         result = rank(ATTAINMENT, {arm: list(random.normal(0.5, 0.05, 6)) for arm in "abcde"})
@@ -161,7 +161,7 @@ MARGINAL = {"a": [1.0, 1.0, 1.1, 1.1, 1.2, 1.0], "b": [1.1, 1.3, 1.2, 1.3, 1.25,
 
 
 def test_latencies_and_the_control_are_corrected_for_the_number_of_metrics():
-    """The difference is significant as the only metric, but not as one of five or more."""
+    """The difference is significant if its metric is the only one, but not if it is one of five or more."""
     perfect, even = found(a=[1.0] * 6, b=[1.0] * 6), {"a": FAST, "b": FAST[::-1]}
     rest = dict.fromkeys(["ttft_p50_ms", "ttft_p99_ms", "tbt_p50_ms", "e2e_p50_ms"], even)
     assert "lower TBT p99" in str(latency_differences(perfect, {"tbt_p99_ms": MARGINAL}))

@@ -1,5 +1,5 @@
-"""A small router that serves the page and generated traffic (`/events`, requests, steps). Times are real; the other
-numbers depend on a seed."""
+"""A small router that serves the page and generated traffic (`/events`, requests, steps). Times are those of the real
+clock; all other numbers are drawn from a seed."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ class Feed:
         }  # fmt: skip
 
     def steps(self, name: str, until_ms: float) -> list[list[Any]]:
-        """Return the passes since the last call."""
+        """Return the node's passes from the end of the last call's passes to `until_ms`."""
         rows: list[list[Any]] = []
         mean = 1000 / self.steps_per_s
         while self.ends[name] < until_ms:
@@ -85,7 +85,7 @@ class Feed:
         return rows
 
     def earlier(self, name: str) -> list[list[Any]]:
-        """Return the passes of the ten seconds before this feed began. Their numbers are negative."""
+        """Return the node's passes in the ten seconds before this feed began. These passes have negative numbers."""
         tokens = (1, 256, 0) if ROLES[name] == "prefill" else (0, 0, 8)
         starts = range(-10_000, 0, 100)
         return [[start // 100, self.began_ms + start, 20.0, 0.4, 0, 512, "fixed", *tokens, 0, 0] for start in starts]

@@ -1,4 +1,4 @@
-"""The metrics of a router with its dashboard, and the boards that show them."""
+"""Test the metrics of a router that has a dashboard, and the Grafana boards that show them."""
 
 import json
 import re
@@ -38,7 +38,7 @@ VLLM_BOARD = {
 
 
 class Nodes:
-    """Two nodes, a router's records of them, and all metrics."""
+    """Two nodes, a router's records of them, and all metrics of that router."""
 
     def __init__(self) -> None:
         self.rows = [(info("p0", role="prefill"), NodeStats(blocks_owned=25, blocks_total=100), True)]

@@ -1,4 +1,4 @@
-"""The routes of the history: the trace is complete and valid, the feed is bounded and ends, errors name bad input."""
+"""Test the routes of the history: a complete and valid trace, a bounded feed that ends, and errors for bad input."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 
 def served(rows_at_once: int = ROWS_AT_ONCE, base_ns: int = 0) -> World:
-    """Record a handed-off request that began a second ago."""
+    """Return a world with the records of a handed-off request that began a second ago."""
     world = handed_off(base_ns=base_ns or now_ns() - 1000 * MS, rows_at_once=rows_at_once)
     world.step("decode-0", 5, 40, 8, 0, 2, 7, 32, 1, 3, 50, 1)
     finish(world)
@@ -144,7 +144,7 @@ def test_an_answer_in_several_pieces_is_one_json_object(path: str) -> None:
 
 
 class Watcher:
-    """A client of the feed at the ASGI level. It may disconnect or stop reading."""
+    """A client that calls the feed's ASGI app. It may disconnect or stop reading."""
 
     def __init__(self, feed: EventStream) -> None:
         scope = {"type": "http", "method": "GET", "path": "/events", "query_string": b"", "headers": []}

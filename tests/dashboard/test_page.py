@@ -1,4 +1,4 @@
-"""The files of the page as they are served, and the sentence at the top of the page."""
+"""Test the files of the page as they are served, and the sentence at the top of the page."""
 
 import re
 from pathlib import Path

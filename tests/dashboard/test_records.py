@@ -1,4 +1,4 @@
-"""The history of nodes' records: phases, transfers and interference, and its bounds for malformed or many records."""
+"""Test the history of nodes' records: phases, transfers, interference, and bounds on malformed or many records."""
 
 import json
 from itertools import pairwise
@@ -52,7 +52,7 @@ def test_the_phases_of_a_handed_off_request() -> None:
 
 def test_transfer_time_within_the_prefill_is_hidden_and_the_rest_is_exposed() -> None:
     world = handed_off()
-    # Pushes 12 to 20 and 18 to 30 are busy for 18 ms; the prefill ended at 25, so 13 ms of them are hidden.
+    # The pushes from 12 to 20 and from 18 to 30 ms cover 18 ms. Prefill ended at 25 ms and hides 13 ms of them.
     assert summary(world)["transfer"] == {
         "bytes": 160,
         "busy_ms": 18.0,
@@ -227,7 +227,7 @@ def test_the_sums_over_an_interval_are_those_of_its_steps(steps: list[tuple[int,
     assert num_steps == len(inside) == ring.place(last) - ring.place(first)
     assert busy_ns == 7000 * len(inside)
     assert tokens == sum(record.prefill_tokens + record.num_decodes for record in inside)
-    # A step lasts 8 us, less than its decodes alone would take, so only steps without decodes cause interference.
+    # Each step lasts 8 us, less than its decodes alone would take, so only steps without decodes cause interference.
     assert interference == 8000 * sum(1 for record in inside if record.prefill_tokens and not record.num_decodes)
     for record in kept:
         row = ring.numbered(record.number)

@@ -16,7 +16,7 @@ def info(name: str, boot: str = "b", role: str = "", **facts: str) -> NodeInfo:
 
 
 class World:
-    """A history whose clock shows milliseconds since `base_ns`. Events of the kind `lost` do not arrive."""
+    """A history whose clock the test sets, in milliseconds after `base_ns`. Events of the kind `lost` do not arrive."""
 
     def __init__(self, lost: str = "", base_ns: int = BASE, rows_at_once: int = 200) -> None:
         self.now_ms, self.lost, self.base_ns = 0.0, lost, base_ns
@@ -48,7 +48,7 @@ class World:
 
 
 def handed_off(lost: str = "", base_ns: int = BASE, rows_at_once: int = 200) -> World:
-    """Record a request: accepted at 0, queued at 2, chunks from 5 to 25, KV received at 31, decodes from 34 (in ms)."""
+    """Record a request: accepted at 0 ms, queued at 2, chunks from 5 to 25, KV received at 31, and decodes from 34."""
     world = World(lost, base_ns, rows_at_once)
     world.at(0).accepted("cmpl-a", 40, 1, "00-ab-cd-01")
     world.at(1).placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "long prompt", 0.05, 0.02)

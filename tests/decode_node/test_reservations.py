@@ -1,4 +1,4 @@
-"""The reservation table frees blocks only when no writer can write to them."""
+"""Test that the reservation table frees blocks only when no writer can write to them."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ WRITERS = ["writer-a", "writer-b"]
 
 
 class Reservations(RuleBasedStateMachine):
-    """Writers write until they commit, stop or die. Without fencing, the table may free no block before that."""
+    """Writers write until they commit, stop or die. Unless it can fence them, the table keeps their blocks."""
 
     ids = Bundle("ids")
 
@@ -23,7 +23,7 @@ class Reservations(RuleBasedStateMachine):
         self.count = 0
         self.writing: dict[bytes, str] = {}  # the writers that may still write, by reservation id
         self.reusable: set[bytes] = set()
-        self.again: set[bytes] = set()  # ids that were reopened after damaged rows
+        self.again: set[bytes] = set()  # ids of reservations that were reopened after damaged rows
         self.reservations: dict[bytes, Reservation] = {}
 
     def _ended(self, ending: Reservation | None) -> None:

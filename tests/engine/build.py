@@ -34,7 +34,7 @@ CONFIG = ModelConfig(
 
 @pytest.fixture(scope="module", name="model")
 def model_fixture() -> Decoder:
-    """A small random model with a window, biases and norms of heads."""
+    """A small random model with a sliding window, biases and norms for each head."""
     return random_decoder(CONFIG, torch.float32, CPU, deviation=0.3)
 
 
@@ -55,7 +55,7 @@ BACKEND: ContextVar[str] = ContextVar("backend", default="torch")
 
 @pytest.fixture(autouse=True, params=["torch", "numba"])
 def every_backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run all tests of a file that imports this with the attention and kernels of each backend."""
+    """Run each test of a file that imports this fixture with the attention and kernels of each backend."""
     if request.param == "numba" and importlib.util.find_spec("numba") is None:
         pytest.skip("numba is not installed")
     chosen = BACKEND.set(request.param)
@@ -94,7 +94,7 @@ def layout_of(model: Decoder, num_blocks: int, block_tokens: int) -> KVLayout:
 
 
 def torch_runner(model: Decoder, num_blocks: int = 64, block_tokens: int = 4) -> tuple[TorchRunner, KVPool, Blocks]:
-    """Return a runner, its pool and its blocks. Unwritten memory is NaN, so that a wrong read makes the result NaN."""
+    """Return a runner, its pool and its blocks. Unwritten KV is NaN, so that a wrong read makes the result NaN."""
     layout = layout_of(model, num_blocks, block_tokens)
     pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
     pool.tensor.fill_(torch.nan)

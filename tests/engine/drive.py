@@ -1,4 +1,4 @@
-"""Runs an engine over a small torch model with commands at given steps, with or without overlapped steps."""
+"""Run an engine over a small torch model with commands at given steps, with or without overlapped steps."""
 
 import threading
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ SAMPLINGS = [
 
 
 class Ahead(TorchRunner):
-    """A runner that counts the steps launched while another is pending, and whose chosen passes fail."""
+    """A runner that counts the steps launched while another step is pending, and that makes chosen passes fail."""
 
     def __init__(self, *given: object) -> None:
         super().__init__(*given)
@@ -70,7 +70,7 @@ class Ahead(TorchRunner):
 
 
 class Drive(EngineListener):
-    """An engine whose commands are posted at given step numbers, so that a run does not depend on time."""
+    """An engine whose commands are posted at given step numbers, so that a run does not depend on timing."""
 
     def __init__(self, scheduler: Scheduler, runner: TorchRunner, todo: dict[int, list[tuple[str, Request]]]) -> None:
         self.engine = Engine(scheduler, runner, self)
@@ -91,7 +91,7 @@ class Drive(EngineListener):
         assert not self.engine.is_running
 
     def _feed(self) -> None:
-        """Post the commands that are due at this step. If no request is active, post the next commands."""
+        """Post the commands that are due at this step. If no request is active, post the next commands in any case."""
         idle = not self.scheduler.requests
         while self.todo and (idle or next(iter(self.todo)) <= self.steps):
             idle = False

@@ -1,8 +1,8 @@
 """Fakes of the flash-attn packages in plain torch, written as packages to a directory of sys.path.
 
-They follow the docstrings of FlashAttention 2.8, of its `hopper/` folder (version 3) and of `flash_attn.cute`
-(version 4). They reject the same arguments: index tensors of a wrong dtype, page sizes that are not a multiple of 256
-(version 2), an unpadded table, and tensors that are not contiguous in the last dimension.
+They follow the docstrings of FlashAttention 2.8, of its `hopper/` folder (version 3) and of `flash_attn.cute` (version
+4). They reject what the packages reject: index tensors of a wrong dtype, page sizes that are not a multiple of 256
+(version 2), an unpadded block table, and tensors that are not contiguous in the last dimension.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ FUNCTIONS = {
 def write_package(root: Path, name: str, failure: str = "") -> None:
     """Write the package `name` below `root`.
 
-    With `failure`, its import creates the file `imported` in `root` and then raises this error.
+    If `failure` is given, importing the package creates the file `imported` in `root` and then raises this error.
     """
     directory = root.joinpath(*name.split("."))
     directory.mkdir(parents=True, exist_ok=True)
@@ -33,13 +33,13 @@ def write_package(root: Path, name: str, failure: str = "") -> None:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, left: int | None) -> Tensor:
-    """Return the causal attention of q [queries, heads, D] at the end of the context k, v [context, kv_heads, D]."""
+    """Return the causal attention of q [queries, heads, D], the last tokens of k, v [context, kv_heads, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (half.repeat_interleave(group, dim=1).double() for half in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
     at = torch.arange(len(k))[None] - (torch.arange(len(q))[:, None] + len(k) - len(q))
     seen = (at <= 0) if left is None else (at <= 0) & (at >= -left)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).nan_to_num()  # a row without visible keys is zero
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).nan_to_num()  # 0 if no key is visible
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
 

@@ -1,9 +1,9 @@
 """A fake CUDA graph that runs on a CPU and is stricter than a real one, to expose errors in a captured pass.
 
-Operations are recorded with their arguments, tensors by address and numbers by value. A replay writes to the same
-outputs. Before a replay, all tensors that captured operations created are poisoned. The result is therefore wrong if a
-tensor from outside is not updated, the host read a number, a result is used too late, or padding leaks into a sum. As
-with CUDA, an operation that waits for the device raises an error.
+Operations are recorded with their arguments, tensors by address and numbers by value. A replay writes to the outputs of
+the recorded operations. Before a replay, all tensors that captured operations created are poisoned. The result is
+therefore wrong if an input is not updated, the host read a number that changed later, a result is used after the next
+replay began, or padding leaks into a sum. As with CUDA, an operation that waits for the device raises an error.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
-# Each operation makes the host wait for the device, or copies from host memory that is not pinned.
+# Each of these operations makes the host wait for the device, or copies from host memory that is not pinned.
 REFUSED = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "lift_fresh"}
 
 
@@ -60,7 +60,7 @@ class FakeGraph:
     def replay(self) -> None:
         for func, args, kwargs, results in self._operations:
             for old, new in zip(results, _tensors(func(*args, **kwargs)), strict=True):
-                if _storage(old) != _storage(new):  # not a view, and not written in place
+                if _storage(old) != _storage(new):  # the result is neither a view nor written in place
                     old.copy_(new)
 
 

@@ -1,4 +1,4 @@
-"""A request's tokens do not depend on chunks, block size, preemption, handoff, or other requests and their faults."""
+"""Test that tokens do not depend on chunks, block size, preemption, handoff, or other requests and their faults."""
 
 from dataclasses import replace
 from itertools import product

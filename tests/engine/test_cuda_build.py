@@ -1,4 +1,4 @@
-"""The build of a node on a fake GPU: the dtype, the memory for KV, and the settings that are rejected."""
+"""Test how a node is built on a fake GPU: the dtype, the memory for KV, and the settings that are rejected."""
 
 import json
 import sys
@@ -138,7 +138,7 @@ def test_the_log_names_the_variable_that_helps_triton_find_libcuda(
 
 
 aten = torch.ops.aten
-# safetensors calls these to create tensors on the host, and replaces their errors with others.
+# safetensors calls these operations to create tensors on the host, and replaces their errors with its own errors.
 UNNOTICED = {
     aten.empty.memory_format, aten.set_.source_Storage, aten.select.int, aten._local_scalar_dense.default,
 }  # fmt: skip

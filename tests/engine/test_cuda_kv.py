@@ -1,4 +1,4 @@
-"""The KV memory of GPUs over a fake driver, the `cuda_ipc` channel, and shared pools.
+"""Test the KV memory of GPUs, the `cuda_ipc` channel and shared pools, all with a fake driver.
 
 tests/shared/test_kv_channels.py tests the behaviour that all channels have in common.
 """

@@ -1,5 +1,5 @@
-"""The CUDA runner on a CPU, over fake CUDA graphs that poison all memory that a replay does not write again. It generates
-the tokens of the reference runner, however steps are captured, padded and overlapped."""
+"""Test the CUDA runner on a CPU, with fake CUDA graphs that poison all memory that a replay does not write again. The
+runner must generate the tokens of the reference runner, however steps are captured, padded and overlapped."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,7 +99,7 @@ def cuda_runner(model: Decoder, captures: str) -> tuple[CudaRunner, Blocks, KVPo
 
 @pytest.fixture(scope="module")
 def expected(model: Decoder) -> dict[int, Answer]:
-    """Return the answers of the reference runner by seed, computed with other steps."""
+    """Return the answers of the reference runner by seed. It computes them in other steps than the CUDA runner."""
     answers = {}
     for seed in SEEDS:
         reference, _, blocks = torch_runner(model, NUM_BLOCKS, BLOCK_TOKENS)
@@ -167,7 +167,7 @@ def test_each_number_of_decodes_replays_the_next_larger_size(model: Decoder, siz
 
 @pytest.mark.parametrize("num_tokens", [CAPACITY.tokens + 8, 3])
 def test_a_step_larger_than_the_buffers_gets_its_own_buffers(model: Decoder, num_tokens: int) -> None:
-    """The step has too many tokens for the buffers. In the case of 3 tokens, the request has too many blocks."""
+    """The buffers are too small for the step's tokens or, in the case of 3 tokens, for the blocks of its request."""
     runner, blocks, pool = cuda_runner(model, "decodes whole")
     if num_tokens < CAPACITY.tokens:
         narrow = replace(CAPACITY, blocks=1)
@@ -193,7 +193,7 @@ def test_broken_logits_end_their_request_alone(model: Decoder, captures: str) ->
     first = runner.launch(step)
     broken.num_computed, whole.num_computed = slices[0].end, slices[1].end
     behind = [Slice(request, request.num_computed, 1, True, 0) for request in (broken, whole)]
-    second = runner.launch(Step(2, behind, []), step)  # its input is a draw that failed
+    second = runner.launch(Step(2, behind, []), step)  # its input token comes from a draw that failed
     assert [output.error for output in first()] == ["numerical", ""]
     assert [output.error for output in second()] == ["numerical", ""]
     assert runner.run(Step(3, [piece(banned)], []))[0].error == "no_token"
@@ -229,7 +229,7 @@ def test_a_step_is_padded_to_the_next_captured_size(model: Decoder) -> None:
     requests[0].num_computed = 0
     long = piece(requests[0], 30)
     assert passes.choose(_built([long]))[0] == StepShape(32, 1, 9)
-    # One graph each for 1, 2, 4, 8 and 9 decodes, and three pieces for each mixed size (16, 32 and 40).
+    # One graph each for 1, 2, 4, 8 and 9 decodes, and three graphs for each mixed size (16, 32 and 40).
     assert passes.num_graphs == 5 + 3 * 3
 
 

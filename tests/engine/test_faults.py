@@ -1,4 +1,4 @@
-"""Faults inside an engine: slow steps, and requests that cause errors or NaN."""
+"""Test faults inside an engine: slow steps, and requests that cause errors or NaN."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The flash-attn adapters over fakes of the packages: arguments, limits and results."""
+"""Test the flash-attn adapters with fakes of the packages: arguments, limits and results."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ every_failure = pytest.mark.parametrize("failure", thinned(FAILURES, 4))
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """Return a function that installs packages by name, of which some cannot be imported, and returns their directory."""
+    """Return a function that installs fake packages, some of which cannot be imported, and returns their directory."""
 
     def write(*names: str, **failing: str) -> Path:
         for name in (*names, *failing):
@@ -54,7 +54,7 @@ def pool_of(block_tokens: int, dtype: str = "float16", head_dim: int = 32) -> KV
 
 
 def slices_of(block_tokens: int, shapes: list[tuple[int, int]]) -> list[Slice]:
-    """Return one slice for each (context before, tokens) in `shapes`."""
+    """Return one slice for each pair in `shapes` (tokens in the context before it, tokens of the slice)."""
     blocks = Blocks(24, block_tokens, seed=3)
     random, slices = Random(2), []
     for before, count in shapes:

@@ -1,4 +1,4 @@
-"""The hash model and the emulated device: their tokens depend on the KV, and emulated passes take the modelled time."""
+"""Test the hash model and the emulated device: tokens depend on the KV, and emulated passes take the modelled time."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def pool() -> NDArray[np.uint8]:
-    """Return rows of random bytes that are longer than the KV. The initial content must not affect the tokens."""
+    """Return rows of random bytes, each longer than a block's KV. The initial content must not affect the tokens."""
     return np.random.default_rng(3).integers(0, 256, (NUM_BLOCKS, BLOCK_TOKENS * LANES * 8 + 8), np.uint8)
 
 
@@ -64,7 +64,7 @@ def test_every_token_its_position_and_the_salt_change_all_later_tokens(kind: str
 @pytest.mark.parametrize("damage", ["first byte", "last byte", "block", "order"])
 def test_wrong_kv_changes_the_tokens(kind: str, damage: str) -> None:
     rows, blocks = pool(), Blocks(NUM_BLOCKS, BLOCK_TOKENS)
-    request = blocks.request([5] * 12, max_tokens=8)  # the blocks differ only in their positions
+    request = blocks.request([5] * 12, max_tokens=8)  # the tokens are equal: its blocks differ only in position
     run_step(runner(kind, rows), [piece(request)])
     last = request.blocks[2]
     if damage == "order":
@@ -137,7 +137,7 @@ def test_host_time_shortens_the_next_pass_and_idle_time_does_not() -> None:
     device.oversleep = 0.0005
     for _ in range(20):
         device.run()
-        device.now += 0.001  # the work of the engine loop
+        device.now += 0.001  # the time that the engine loop takes
     assert device.now == pytest.approx(100.0 + 20 * 0.01, abs=0.002)
     assert device.runner.overruns == 0
     device.now += 5.0

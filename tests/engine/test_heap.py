@@ -1,4 +1,4 @@
-"""A tensor that each layer of a long step allocates and frees reuses the same heap memory."""
+"""Test that all layers of a long step reuse the same heap memory for a tensor that each layer allocates and frees."""
 
 import platform
 import subprocess

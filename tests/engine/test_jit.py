@@ -1,4 +1,4 @@
-"""Compiled kernels: the cache and its trusted directories, the threads, and the fallback to torch."""
+"""Test compiled kernels: the cache and its trusted directories, the threads, and the fallback to torch."""
 
 import importlib.util
 import os

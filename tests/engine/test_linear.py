@@ -1,4 +1,4 @@
-"""Every weight format multiplies with exactly the weights that it stores, row by row, and rejects other weights."""
+"""Test that every weight format multiplies by exactly the weights that it stores, row by row."""
 
 import math
 from random import Random
@@ -67,7 +67,7 @@ def test_a_product_uses_the_stored_weights(linear: LinearFormat, out: int, width
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("linear", [*PANELS, *EIGHT_BITS[1:]], ids=lambda linear: linear.name)
 def test_in_panels_no_bit_of_a_row_depends_on_other_rows(linear: LinearFormat, threads: int) -> None:
-    """The result does not depend on the number of threads either, because all sums run in the order of the depth."""
+    """The number of threads does not change the bits either, because all sums add terms in the order of the depth."""
     made, rows = linear.make(matrix(3 * PANEL + 5, 1100), matrix(1, 3 * PANEL + 5, 3)[0]), matrix(400, 1100, 2, 1.0)
     torch.set_num_threads(1)
     alone = torch.cat([made(row[None]) for row in rows])
@@ -127,7 +127,7 @@ def test_weights_that_float16_cannot_hold_are_refused(bad: float) -> None:
 def test_int8_errors_are_bounded_by_the_rounding_of_both_factors(
     out: int, width: int, linear: LinearFormat, levels: int
 ) -> None:
-    """The bound assumes an error of half a level in each weight and activation, by the triangle inequality."""
+    """The bound follows, by the triangle inequality, from an error of half a level in each weight and activation."""
     if isinstance(linear, Int8):
         if levels > Int8().levels:
             pytest.skip("this CPU multiplies bytes in 16 bits")
@@ -155,7 +155,7 @@ def test_int8_keeps_the_precision_of_a_row_next_to_a_huge_one(linear: LinearForm
 
 @pytest.mark.parametrize("linear", EIGHT_BITS, ids=lambda linear: type(linear).__name__)
 def test_int8_does_not_saturate_on_the_largest_values(linear: LinearFormat) -> None:
-    """With 8 bits on both sides, the instructions of CPUs before VNNI would saturate."""
+    """With 8 bits for both weights and activations, the instructions of CPUs without VNNI would saturate."""
     found = linear.make(torch.full((32, 256), 0.5), None)(torch.full((150, 256), 3.0))
     torch.testing.assert_close(found, torch.full((150, 32), 384.0))
 

@@ -1,4 +1,4 @@
-"""The decoder gives the logits of transformers, in random chunks over a paged pool whose unused memory is NaN."""
+"""Test that the decoder gives the logits of transformers, in random chunks over a pool whose unused memory is NaN."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 
 def reference(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a random model. Its norms and biases are random too, since initial ones and zeros would hide an error."""
+    """Return a random model. Its norms and biases are random too, since the usual ones and zeros would hide errors."""
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
@@ -95,12 +95,12 @@ def save(config: PretrainedConfig, where: Path, dtype: torch.dtype = torch.float
 
 @torch.inference_mode()
 def all_logits(model: Decoder, rows: list[list[int]], random: Random, block_tokens: int) -> list[torch.Tensor]:
-    """Return the logits of every position. Each step computes random chunks of some rows, chosen at random."""
+    """Return the logits of every position. Each step computes random chunks of randomly chosen rows."""
     layout = layout_of(model, 96, block_tokens)
     pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
     pool.tensor.fill_(torch.nan)
     (backend, kernels), blocks = device_code(model, pool), Blocks(96, block_tokens)
-    # The extra token makes a known prompt token follow every position of the row.
+    # With the extra token, every position of the row is followed by a known prompt token.
     requests = [blocks.request([*row, 0], max_tokens=1, needs_prompt_logprobs=True) for row in rows]
     logits: list[list[torch.Tensor]] = [[] for _ in rows]
     while unfinished := [one for one in requests if one.num_computed < len(one.tokens) - 1]:
@@ -149,8 +149,8 @@ def test_the_last_layer_attends_only_for_rows_that_draw(name: str, tmp_path: Pat
         whole, half, short = (blocks.request(list(range(count)), max_tokens=4) for count in (41, 30, 9))
         found = []
         for sizes in (
-            {half: 13},  # no request draws
-            {whole: 41, half: 6, short: 9},  # `half` does not draw
+            {half: 13},  # no request draws a token
+            {whole: 41, half: 6, short: 9},  # `half` does not draw a token
             {half: 11},
         ):
             slices = [piece(request, size) for request, size in sizes.items()]

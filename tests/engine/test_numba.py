@@ -1,4 +1,4 @@
-"""The attention and kernels of numba and of the torch reference on a CPU, compared with float64."""
+"""Test the attention and kernels of numba and of the torch reference on a CPU against results in float64."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -67,7 +67,8 @@ def test_attention_equals_its_definition(name: str, dtype: torch.dtype, head_dim
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("group", [28, 150])
 def test_many_heads_may_share_a_key(name: str, group: int) -> None:
-    """A group of 150 heads exceeds MAX_ROWS. With 28, a row of scores has 2**n bytes without padding."""
+    """A group of 150 heads exceeds MAX_ROWS. With a group of 28 heads, a row of scores would have 2**n bytes if it were
+    not padded."""
     batch, pool = batch_of([(0, 130), (200, 201), (77, 80)], 16, 40, CPU), pool_of(2, 16, 16, torch.float32, 40, CPU)
     check_attention(attention_on_cpu(name, pool), pool, batch, 2 * group, torch.float32, 50)
 

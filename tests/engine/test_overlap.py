@@ -1,5 +1,5 @@
-"""Steps that are scheduled and launched while the previous step runs: tokens do not change, no block is lost, and a
-failing step fails only the request that caused it."""
+"""Test steps that are scheduled and launched while the previous step runs: tokens do not change, no block is lost, and
+a failing step fails only the request that caused it."""
 
 import threading
 

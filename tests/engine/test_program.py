@@ -1,4 +1,4 @@
-"""A fused decode pass gives the same bits as the decoder that calls kernel by kernel, and stores the same KV."""
+"""Test that a fused decode pass gives the same bits, and stores the same KV, as the decoder that calls each kernel."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -51,14 +51,14 @@ def decoder(config: ModelConfig, settings: tuple[str, str]) -> Decoder:
 
 
 def contexts(count: int) -> list[tuple[int, int]]:
-    """Return decodes. One context is long enough to be divided among threads."""
+    """Return the spans of decodes. One of the contexts is long enough to be divided among threads."""
     rng = Random(count)
     ends = [900, *(rng.randrange(1, 120) for _ in range(count - 1))]
     return [(end - 1, end) for end in rng.sample(ends, count)]
 
 
 def drawing(spans: list[tuple[int, int]]) -> Batch:
-    """Return a batch whose slices all draw."""
+    """Return a batch whose slices all draw a token."""
     batch = batch_of(spans, 16, 700, CPU)
     return replace(batch, sampled=list(range(len(spans))), logit_rows=batch.cu_q[1:].long() - 1)
 

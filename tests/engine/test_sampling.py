@@ -33,7 +33,7 @@ def drawn(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int | None]:
 
 
 def allowed(logits: NDArray[np.float64], sampling: SamplingParams) -> list[int]:
-    """Return the tokens that the filters keep by definition: min_p, then top_k, then the fewest that reach top_p."""
+    """Return the tokens that the filters keep by their definitions, applied in the order min_p, top_k, top_p."""
     scores = logits / sampling.temperature
     likely = np.exp(scores - scores.max())
     left = [int(token) for token in np.argsort(-scores, kind="stable") if likely[token] >= sampling.min_p]
@@ -87,7 +87,7 @@ def test_draws_follow_the_distribution(sampling: SamplingParams) -> None:
 
 
 def test_seeds_positions_and_tokens_draw_independently() -> None:
-    """Real traffic has neighbouring seeds and positions, so their noise must be independent."""
+    """Real requests have neighbouring seeds and positions, so the noise of neighbours must be independent."""
     logits = torch.zeros(4096, 4)
     rows = [row(replace(DRAW, seed=seed), position) for seed in range(64) for position in range(64)]
     tokens = np.array(drawn(logits, rows)).reshape(64, 64)
@@ -145,7 +145,7 @@ def test_tiny_temperatures_are_greedy(temperature: float) -> None:
 
 
 def test_penalties_and_bias_are_those_of_vllm() -> None:
-    tokens, num_prompt = [2, 3, 3, 5, 5, 5, 7, 9], 3  # the last one is drawn at position 7 and must not count
+    tokens, num_prompt = [2, 3, 3, 5, 5, 5, 7, 9], 3  # the last token is drawn at position 7 and must not count
     sampling = SamplingParams(
         repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=-0.3, logit_bias={1: 2.5, 5: -1.0, 999: 1.0}
     )
@@ -219,7 +219,7 @@ def test_no_rows_give_no_draws() -> None:
 
 
 def test_draws_from_a_large_vocabulary_pass_the_filters() -> None:
-    """The logits are so flat that top_p keeps more tokens than the candidates that are sorted first."""
+    """The logits are so flat that top_p keeps more tokens than there are candidates that are sorted first."""
     random = Random(5)
     logits = random_logits(24, 8 * CANDIDATES, scale=0.3)
     rows = [

@@ -1,5 +1,5 @@
-"""The tokens of a request do not depend on the real scheduler's decisions: budget, block size, policy, other requests,
-cache hits, preemption, and whether the prompt's KV was computed here or in another pool."""
+"""Test that the tokens of a request do not depend on what the real scheduler decides: not on budget, block size,
+policy, other requests, cache hits or preemption, nor on the pool in which the prompt's KV was computed."""
 
 from collections.abc import Sequence
 from random import Random
@@ -68,7 +68,7 @@ def run_alone(model: Decoder, rows: Sequence[Request]) -> list[list[int]]:
 
 
 def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> list[list[int]]:
-    """Run all requests on `here`. If `there` is given, compute the prompts on `there` and copy their rows to `here`."""
+    """Run all requests on `here`. If `there` is given, compute the prompts on `there` and copy their KV to `here`."""
     pending: list[tuple[Request, Request]] = []
     for row in rows:
         if there is None:

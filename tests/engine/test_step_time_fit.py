@@ -1,4 +1,4 @@
-"""The fitted model of step times is accurate, soon follows a change of the device, and ignores stalls."""
+"""Test that the fitted model of step times is accurate, soon follows a change of the device, and ignores stalls."""
 
 import math
 import random
@@ -69,7 +69,7 @@ def test_the_model_follows_a_change_of_speed_within_a_hundred_steps(speed: float
 
 def test_rescaled_measurements_stay_bounded_on_a_busy_machine() -> None:
     """The speed of a busy machine changes all the time, and each change rescales old measurements. Without a bound, the
-    product of these factors would diverge."""
+    product of the scale factors would diverge."""
     rng = random.Random(12)
     fit, slowness = CostFit(), 0.0
     watch(fit, rng, 400)

@@ -1,4 +1,4 @@
-"""Any error in a model directory is reported in one clear line, and no code in the directory is ever run."""
+"""Test that any error in a model directory is reported in one clear line, and that no code in it is ever run."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def write_config(where: Path, **changes: Any) -> Path:
-    """Write config.json with the changes. A value of `...` removes its key."""
+    """Write config.json with `changes` applied to CONFIG. The value `...` removes a key."""
     kept = {key: value for key, value in {**CONFIG, **changes}.items() if value is not ...}
     (where / "config.json").write_text(json.dumps(kept))
     return where

@@ -62,7 +62,7 @@ def completion_bodies(data: bytes) -> None:
             generation.id, "r", prompt, len(generation.prompt), generation.max_tokens, generation.sampling,
             generation.min_tokens, stops,
         )  # fmt: skip
-        # A node accepts every request that the router accepts.
+        # A node must accept every request that the router accepts.
         check_submit(decode(encode(submit), SubmitRequest), 64, model.vocab_size)
 
 

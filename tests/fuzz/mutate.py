@@ -1,6 +1,6 @@
-"""A small fuzzer without coverage: it mutates, cuts and splices seeds at random.
+"""A small fuzzer that does not measure coverage: it mutates, cuts and splices seeds at random.
 
-An exception, a slow input and excessive memory are findings. `tests.fuzz.run` can run the same targets under atheris
+Exceptions, slow inputs and excessive memory use are findings. `tests.fuzz.run` can run the same targets under atheris
 (libFuzzer).
 """
 

@@ -14,8 +14,8 @@ Fuzzed = Callable[[bytes], None]
 
 @dataclass(frozen=True)
 class Target:
-    """A function to fuzz. `seeds` are inputs to mutate. `bytes_per_byte` limits the peak memory per byte of input. It
-    is large for JSON, where one byte may become a Python object."""
+    """A function to fuzz. `seeds` are inputs to mutate. `bytes_per_byte` limits the peak memory per byte of input. This
+    limit is large for JSON, where one byte may become a Python object."""
 
     fuzzed: Fuzzed
     seeds: tuple[bytes, ...]
@@ -28,7 +28,7 @@ TARGETS: dict[str, Target] = {}
 def target(
     *seeds: bytes, bytes_per_byte: int = 64, rejects: type[Exception] | tuple[()] = (), secret: str = "\n"
 ) -> Callable[[Fuzzed], Fuzzed]:
-    """Register a target. It may raise `rejects`: an error for operators, in one short line without `secret`."""
+    """Register a target. It may raise `rejects`, whose message must be one short line without `secret`."""
 
     def register(fuzzed: Fuzzed) -> Fuzzed:
         def checked(data: bytes) -> None:
@@ -56,7 +56,7 @@ def scratch() -> Path:
 
 
 def written(name: str, data: bytes) -> Path:
-    """Return the path of a file with this content in the temporary directory."""
+    """Write `data` to a file in the temporary directory and return its path."""
     file = scratch() / name
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(data)

@@ -1,4 +1,4 @@
-"""A short run of every fuzz target; `make fuzz` runs them longer."""
+"""Test every fuzz target in a short run; `make fuzz` runs them longer."""
 
 import tempfile
 import time

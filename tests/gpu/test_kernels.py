@@ -1,4 +1,4 @@
-"""The contract of the Triton kernels on a GPU, with shapes of real models and with bfloat16."""
+"""Test the contract of the Triton kernels on a GPU, with the shapes of real models and with bfloat16."""
 
 from itertools import product
 
@@ -37,7 +37,7 @@ def test_mixed_batches_in_any_order(dtype: torch.dtype, window: int, page: int, 
 
 
 def test_long_chunks_of_many_heads_in_the_largest_tile() -> None:
-    """The largest tile is the main one for prompts. It is chosen if it leaves work for all processors of the GPU."""
+    """Prompts mainly use the largest tile. It is chosen if it leaves work for all processors of the GPU."""
     pool = pool_of(8, 128, 64, torch.bfloat16, NUM_BLOCKS, DEVICE)
     batch = batch_of([(0, 2048), (1000, 1600)], 64, NUM_BLOCKS, DEVICE)
     check_attention(TritonAttention(pool), pool, batch, 32, torch.bfloat16)

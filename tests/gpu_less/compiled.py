@@ -1,5 +1,5 @@
 """Compile every kernel configuration for an H200 (sm_90) on a machine without a GPU, by launching kernels on meta
-tensors. Print each kernel's resource usage as a line of JSON. This replaces Triton's driver, so it needs a process."""
+tensors. Print each kernel's resource usage as a line of JSON. Run this as a process: it replaces Triton's driver."""
 
 import json
 import re
@@ -29,7 +29,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SPILLS = "attention fp32 in a tile too large"
 FEW = {SPILLS, "attention fp32 64", "attention bf16 128", "elementwise bf16, 32 heads of 128", "sampling"}
-NUM_BLOCKS = 60_000  # so that a block's offset needs 64 bits
+NUM_BLOCKS = 60_000  # so many that the offset of a block needs 64 bits
 
 
 class H200:
@@ -69,7 +69,7 @@ def report(label: str, kernel_name: str, launched: dict[str, object], compiled: 
 
 
 class Compiler:
-    """A replacement for Triton's launch of a kernel, which compiles and reports the kernel but does not run it."""
+    """A replacement for Triton's kernel launcher, which compiles and reports a kernel but does not run it."""
 
     label = ""
 
@@ -142,7 +142,7 @@ def too_large() -> None:
 def configurations() -> dict[str, Callable[[], None]]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     few = ((1000, 1001), (0, 60))
-    several = ((1000, 1005), (1000, 1001))  # includes a slice of several tokens that the split kernel takes
+    several = ((1000, 1005), (1000, 1001))  # one slice has several tokens, but the split kernel takes it
     found: dict[str, Callable[[], None]] = {
         SPILLS: too_large,
         "attention fp16 pool under fp32": lambda: attention(fp32, 128, held=fp16),

@@ -85,7 +85,7 @@ def fill(pool: KVPool, batch: Batch, layer: int) -> list[Tensor]:
 
 
 def attended(q: Tensor, context: Tensor, start: int, window: int) -> Tensor:
-    """Return attention by its definition in float64. The queries q [n, heads, head_dim] begin at position `start`."""
+    """Return attention, by its definition, in float64. Row i of q [n, heads, head_dim] is at position `start` + i."""
     group = q.shape[1] // context.shape[1]
     keys, values = (context[:, :, which].repeat_interleave(group, dim=1) for which in (0, 1))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[2] ** -0.5
@@ -156,7 +156,7 @@ def check_norms(kernels: Kernels, batch: Batch, width: int, dtype: torch.dtype, 
 def check_rotation(
     kernels: Kernels, config: ModelConfig, pool: KVPool, batch: Batch, dtype: torch.dtype, norms: bool
 ) -> None:
-    """Check the rotated queries and the stored KV of every slice. Padded tokens must not be stored."""
+    """Check the rotated queries and the stored KV of every slice. The KV of padding must not be stored."""
     device, layer, dim = pool.tensor.device, 1, config.head_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
     qkv = random((len(batch.tokens), (heads + 2 * kv_heads) * dim), dtype, device, 5)
@@ -181,7 +181,7 @@ def check_rotation(
 
 
 def padded(batch: Batch, rows: int) -> Batch:
-    """Return the batch with `rows` more tokens, which are not stored."""
+    """Return the batch with `rows` tokens of padding, whose KV is not stored."""
     return replace(
         batch,
         tokens=torch.cat((batch.tokens, batch.tokens.new_zeros(rows))),

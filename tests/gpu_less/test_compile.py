@@ -1,5 +1,5 @@
-"""The machine code of every kernel for an H200, compiled without a GPU: it uses tensor cores where it should, spills no
-registers, and needs no more registers and shared memory than a processor has."""
+"""Test the machine code of every kernel for an H200, compiled without a GPU: it uses tensor cores where it should,
+spills no registers, and needs no more registers and shared memory than a processor has."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tests.engine.build import thinned
 
 ROOT = Path(__file__).parent.parent.parent
 PROCESSES = 2
-SHARED_BYTES = 227 * 1024  # the limit of a program on sm_90
+SHARED_BYTES = 227 * 1024  # the limit for a thread block on sm_90
 SPILLS = "attention fp32 in a tile too large"  # a kernel that spills, to check that the test detects it
 # Sine and cosine of angles over 105,615 radians use a table on the stack in Triton before 3.7. This is not a spill.
 ANGLES_STACK = 32

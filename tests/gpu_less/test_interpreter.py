@@ -1,4 +1,4 @@
-"""The kernels' contract under Triton's interpreter, in a separate process, because Triton chooses the interpreter
+"""Test the kernels' contract under Triton's interpreter in a separate process, because Triton chooses the interpreter
 when it defines a kernel. test_compile.py and the GPU tests cover races, shared memory and registers."""
 
 import os

@@ -1,4 +1,4 @@
-"""A node must start on a machine without Triton or CUDA, so the modules that it imports at its start need neither."""
+"""Test that the modules that a node imports at its start need neither Triton nor CUDA."""
 
 import subprocess
 import sys

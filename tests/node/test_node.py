@@ -1,4 +1,4 @@
-"""A node that receives bad or too many requests, and nodes with faults: stuck loops and broken block ledgers."""
+"""Test a node that receives bad or too many requests, and nodes with faults: stuck loops and broken block ledgers."""
 
 import asyncio
 import contextlib
@@ -98,7 +98,7 @@ async def test_a_router_aborts_only_its_own_requests_and_ids_are_unique() -> Non
 
 
 class UnreadLine(RouterLine):
-    """A router that does not read."""
+    """A router that does not read its stream."""
 
     async def send_message(self, update: Any) -> None:
         await asyncio.Event().wait()
@@ -155,7 +155,7 @@ NODES: dict[str, dict[str, str]] = {
 
 @contextlib.contextmanager
 def forked(directory: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
-    """Start the nodes. Yield their parent, which prints their exit statuses, and their process ids."""
+    """Start the nodes. Yield their parent process, which prints their exit statuses, and the nodes' process ids."""
     common = {"MODEL": str(ROOT / "demo" / "model"), "RUNNER": "hash", "NUM_BLOCKS": "200", "HEARTBEAT_S": "0.1"}
     common |= {"REGISTRY": f"127.0.0.1:{port}", "ALLOW_FAILPOINTS": "true", "KV_DIRECTORY": str(directory / "kv")}
     settings = {name: {f"BATON_{key}": value for key, value in (common | own).items()} for name, own in NODES.items()}
@@ -187,7 +187,7 @@ async def served(address: str, received: list[TokenDelta], submits: list[SubmitR
 
 
 async def test_processes_that_are_stuck_failed_or_terminated_exit_with_the_right_status(tmp_path: Path) -> None:
-    """The stream of a request ends with its node, in every way in which a node can end."""
+    """The stream of a request ends when its node ends, in every way in which a node can end."""
     registry = EmbeddedRegistry("127.0.0.1", 0)
     await registry.start(lambda: None)
     received: dict[str, list[TokenDelta]] = {name: [] for name in NODES}

@@ -1,4 +1,4 @@
-"""The process of a node: leaving a shared KV pool, the advertised address, and failures at the start."""
+"""Test the process of a node: leaving a shared KV pool, the advertised address, and failures at the start."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The records of a node, in bounded memory: one per step, and the events of requests from "queued" to "ended"."""
+"""Test a node's records in bounded memory: one per step, and the events of requests from "queued" to "ended"."""
 
 import asyncio
 import threading
@@ -213,7 +213,7 @@ async def test_prompt_logprobs_are_published_once_for_each_request() -> None:
     publisher = OutputPublisher(scheduler, StepRecorder())
     publisher.subscribe(mock.Mock())
     first, step, event = scored(scheduler, 8)
-    for expected in ([0.1, 0.2], []):  # the second result is that of a preempted request
+    for expected in ([0.1, 0.2], []):  # the second result comes after a preemption
         output = SliceOutput(None, prompt_logprobs=[0.1, 0.2])
         publisher.on_step(step, [event], [output])
         assert output.prompt_logprobs == expected

@@ -66,7 +66,7 @@ class Sent:
         return bool(self.finish or self.errors)
 
     def row(self) -> list[int]:
-        """Return the tokens, all of which must be right."""
+        """Check that all tokens are right, and return them."""
         row = [self.tokens[at] for at in range(len(self.tokens)) if at in self.tokens]
         assert row == expected(self.prompt, self.max_tokens)[: len(row)]
         return row

@@ -1,4 +1,4 @@
-"""Both nodes release all resources of a request that is cancelled at any moment."""
+"""Test that both nodes release all resources of a request, at whatever moment it is cancelled."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Handoffs between two real nodes: exceptions in one request's code, damaged rows, small pools, and lost peers."""
+"""Test handoffs between two real nodes: exceptions in one request's code, damaged rows, small pools, and lost peers."""
 
 import asyncio
 import random
@@ -151,7 +151,7 @@ async def test_a_peer_that_fails_repeatedly_is_not_called_for_a_moment(tmp_path:
 
 
 async def test_a_decode_node_that_does_not_answer_fails_all_handoffs_that_wait_for_it(tmp_path: Path) -> None:
-    """The decode node receives calls but never replies, as in a network partition. No handoff waits for `reserve_s`."""
+    """The decode node receives calls but never replies, as if cut off. No handoff may wait as long as `reserve_s`."""
     asked: list[ReserveRequest] = []
 
     async def mute(stream: Any) -> None:
@@ -178,7 +178,7 @@ async def test_a_decode_node_that_does_not_answer_fails_all_handoffs_that_wait_f
 async def test_pools_of_two_prompts_serve_a_burst_without_deadlock(kind: str, tmp_path: Path) -> None:
     """Prompts that wait for blocks of the decode node fill the prefill node's pool, and the decode node is full too.
 
-    A prompt is admitted only if all of it fits in addition to the blocks that the other prompts still need. The decode
+    A prompt is admitted only if all its blocks fit in addition to those that the other prompts still need. The decode
     node reserves all blocks of a prompt before any row is pushed. So a handoff with a reservation can always finish.
     """
     rng = random.Random(4)

@@ -1,4 +1,4 @@
-"""The handoff sender of a real prefill node, over a real channel to a decode node whose replies the test sets."""
+"""Test the handoff sender of a real prefill node, over a real channel to a decode node whose replies the test sets."""
 
 import asyncio
 import secrets
@@ -59,7 +59,7 @@ TARGETS = [9, 2, 7, 4, 5]
 
 
 class Decoder:
-    """A simulated decode node. It records all messages, and by default grants TARGETS to every reservation."""
+    """A simulated decode node. It records all messages, and by default grants the blocks TARGETS each time."""
 
     def __init__(self, memory: HostMemory, channel: KVChannel) -> None:
         self.rows, self.channel = memory.rows, channel
@@ -103,7 +103,7 @@ class Decoder:
 
 
 class StepwiseRunner(HashRunner):
-    """A runner that computes a step when the test releases it."""
+    """A runner that computes each step only when the test releases it."""
 
     steps: threading.Semaphore
 

@@ -99,7 +99,7 @@ class Piece:
 
 
 class Reader:
-    """A client of one request. It reads as fast as it can. If `slowly` is set, it reads one piece ahead of `anext`."""
+    """A client of one request. It reads as fast as it can or, if `slowly` is set, only one piece ahead of `anext`."""
 
     def __init__(self, dispatcher: Dispatcher, request: GenerationRequest, *, slowly: bool = False) -> None:
         self.pieces: list[Piece] = []
@@ -115,7 +115,7 @@ class Reader:
         self.task.add_done_callback(lambda _: self._over())
 
     async def admitted(self) -> None:
-        """Wait until the request is admitted. If it is refused, raise the error that refused it."""
+        """Wait until the request is admitted. If it is refused, raise the error with which it was refused."""
         await self._admitted.wait()
         if self.task.done():
             self.task.result()

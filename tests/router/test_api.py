@@ -37,7 +37,7 @@ async def client(dispatcher, byte_level) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def events_of(response: httpx.Response) -> list[dict]:
-    """Return the stream's events. Check that it ends with [DONE] and is valid UTF-8."""
+    """Check that the stream is valid UTF-8 and ends with [DONE], and return its events."""
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = response.content.decode("utf-8", "strict").split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
@@ -345,7 +345,7 @@ doomed: ContextVar[bool] = ContextVar("doomed", default=False)
 
 
 class Failing:
-    """A proxy whose `method` raises from call number `at` on, if the context variable `doomed` is set."""
+    """A proxy whose method `method` fails from call number `at` on, if the context variable `doomed` is set."""
 
     def __init__(self, inner: object, method: str, at: int) -> None:
         self.inner, self.method, self.at, self.num_calls = inner, method, at, 0

@@ -1,4 +1,4 @@
-"""API keys: the key file, rejected requests, the routes that each key may use, and the isolation of tenants."""
+"""Test API keys: the key file, rejected requests, the routes that each key may use, and the isolation of tenants."""
 
 import base64
 import hmac
@@ -122,7 +122,7 @@ def test_reading_the_file_is_retried_after_an_error(file: Path, caplog: Any) -> 
 
 
 def test_every_key_is_compared_with_all_of_them(file: Path, monkeypatch: Any) -> None:
-    """Every key needs the same number of comparisons, so that the duration reveals nothing."""
+    """The check of any key needs the same number of comparisons, so that its duration reveals nothing."""
     keys, compared = ApiKeys(str(file)), []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda one, other: compared.append(len(other)) or compare(one, other))
@@ -174,7 +174,7 @@ NO_KEYS: list[Any] = [
     {"authorization": "Bearer clé".encode()},
     {"authorization": b"Bearer \xff\xfe"},
     {"authorization": "Bearer " + "k" * 2**20},
-    {"authorization": f"Basic {base64.b64encode(f'x:{ACME}'.encode()).decode()}"},  # another site's form may send it
+    {"authorization": f"Basic {base64.b64encode(f'x:{ACME}'.encode()).decode()}"},  # another site's form may send this
     {"authorization": "Basic %%%"},
     {"x-api-key": ACME},
     {"cookie": f"key={ACME}"},

@@ -1,4 +1,4 @@
-"""Bad inputs over raw sockets to a router process with hash nodes.
+"""Test bad inputs over raw sockets to a router process with hash nodes.
 
 Each bad request gets the expected status and an error in OpenAI's form. No process restarts. The next request is
 served, on the same connection if that stays open.
@@ -186,7 +186,7 @@ def test_long_texts_do_not_delay_other_requests(live: Cluster) -> None:
 
 
 def cached(live: Cluster, key: str, prompt: list[int], **more: Any) -> int:
-    """Return the number of cached prompt tokens. Check the tokens, which are wrong if any KV has another salt."""
+    """Return the number of cached prompt tokens. Check the tokens, which would be wrong if KV had another salt."""
     salt = cache_namespace({ACME: "acme", OTHER: "other"}[key], more.get("cache_salt"))
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **more}
     with Client(live.port) as client:
@@ -342,7 +342,7 @@ async def test_every_request_on_a_lost_connection_is_cancelled(byte_level: Any) 
 
 
 async def test_a_client_that_is_rejected_while_it_sends_can_read_the_error(byte_level: Any) -> None:
-    """Closing a socket with unread bytes resets the connection, and the client may lose the response."""
+    """If the router closed a socket with unread bytes, the client would see a reset and might lose the response."""
     async with short_timeouts(byte_level, rest_s=20) as served:
         answer = await ended(served.port, OPEN_HEAD.replace(b"5000", b"50000000"), *[b" " * 2**16] * 100, gap_s=0)
         assert answer.startswith(b"HTTP/1.1 413 ")
@@ -372,7 +372,7 @@ async def test_pipelined_requests_are_bounded(byte_level: Any, hangs: bool) -> N
         await asyncio.sleep(0.2)
         assert writer.transport.get_write_buffer_size() > 2**20, "the router did not stop reading"
         writer.transport.abort()
-        for connection in list(served.server.server_state.connections):  # the server does not read the reset
+        for connection in list(served.server.server_state.connections):  # a server that does not read misses the reset
             connection.transport.abort()
 
 

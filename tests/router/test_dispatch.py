@@ -1,6 +1,6 @@
-"""The dispatcher over simulated nodes. After any failure a client gets each token once, and resources are released.
+"""Test the dispatcher: after any failure, a client gets each token once, and all resources are released.
 
-The node pool is real; only its nodes are simulated, without streams.
+The node pool is real; only its nodes are simulated, and they have no network streams.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ PROGRESS = ("", "token", "hand_off", "token hand_off", "hand_off token", "hand_o
 
 @dataclass
 class Play:
-    """One request over three prefill and three decode nodes, and the expected state of its current attempt."""
+    """One request, three prefill and three decode nodes, and the expected state of the request's current attempt."""
 
     here: Stage = field(default_factory=lambda: stage("p0 p1 p2 d0 d1 d2", max_attempts=30))
     number: int = 0
@@ -303,7 +303,7 @@ async def test_prompt_logprobs_are_delivered_once_and_complete_after_a_failure(c
     p, _, submit = here.attempt(2)
     assert submit.sampling.prompt_logprobs is None, "they were delivered with the first token"
     p.send(token(submit.id, 1))
-    here.d0.send(TokenDelta(submit.id, prompt_logprobs=chunks[0]))  # it was preempted, and computes the prompt again
+    here.d0.send(TokenDelta(submit.id, prompt_logprobs=chunks[0]))  # after a preemption, the prompt is computed again
     here.d0.send(*generated(submit.id, 2))
     pieces = await collect(run)
     assert tokens_of(pieces) == ANSWER

@@ -1,4 +1,4 @@
-"""Failover: which node is avoided, which work is repeated, and how many retries and node deaths a request may cause."""
+"""Test failover: the nodes that are avoided, the work that is repeated, and the limits on retries and node deaths."""
 
 import asyncio
 import signal
@@ -76,7 +76,7 @@ async def test_after_the_loss_of_every_node_the_first_that_returns_gets_the_requ
 
 
 async def killed(here: Stage, num_generated: list[int], dies: Any) -> Any:
-    """Submit one request to decode nodes alone. The node of attempt i generates `num_generated[i]` tokens, then dies."""
+    """Submit a request without prefill nodes. The node of attempt i generates `num_generated[i]` tokens, then dies."""
     run = await here.submit()
     position = 0
     for number, count in enumerate(num_generated):
@@ -250,7 +250,7 @@ async def test_a_node_that_comes_back_gets_few_requests_at_first(monkeypatch: py
 
 
 def test_a_killed_or_frozen_decode_node_is_detected_and_its_prompts_are_not_recomputed() -> None:
-    """Print the longest gaps that clients see. The limits on them allow for a fully loaded test machine."""
+    """Print the longest gaps that clients see. The limits on these gaps allow for a fully loaded test machine."""
     own: dict[str, dict[str, object]] = {
         "decode-0": {"failpoint": "decode.token:20=kill", "allow_failpoints": True},
         "decode-1": {"failpoint": "decode.token:20=stop", "allow_failpoints": True},

@@ -1,4 +1,4 @@
-"""The node pool over real streams to simulated nodes: which nodes are used, when one is lost, and when it returns."""
+"""Test the node pool over real streams to simulated nodes: which nodes are used, and when one is lost or returns."""
 
 import asyncio
 import json
@@ -142,7 +142,7 @@ class Stage:
 async def stage(
     names: str, mode: str = "disaggregated", timeout_s: float = 30.0, **prints: str
 ) -> AsyncIterator[Stage]:
-    """Start nodes named p… (prefill) or d… (decode). With the default timeout, no test loses a silent node."""
+    """Start nodes named p… (prefill) or d… (decode). The default timeout is so long that no silent node is lost."""
     listing, nodes, servers = Listing(), {name: StreamingNode() for name in names.split()}, []
     fleet = NodePool("router", listing, mode, timeout_s, RouterObserver())
     await fleet.start()
@@ -180,7 +180,7 @@ async def test_a_silent_node_is_lost_after_the_timeout_until_it_reports_again() 
 
 
 async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The RPC ping may time out before the link's own limit. A node that is cut off is silent, not crashed."""
+    """The RPC ping may time out before the link's own limit. A node that is cut off is silent; it did not crash."""
     monkeypatch.setattr(rpc_connection, "PING_S", 0.05)
     monkeypatch.setattr(router_connection, "ANSWER_S", 0.15)
     monkeypatch.setattr(router_connection, "PING_S", 30.0)  # so that the link's own pings detect nothing
@@ -379,7 +379,7 @@ async def test_closing_the_pool_closes_all_streams() -> None:
 
 
 async def test_malformed_tokens_end_the_stream() -> None:
-    """Token bytes that are not a whole number of ids are a malformed message: the router reconnects to the node."""
+    """A message whose token bytes are not a whole number of ids is malformed, so the router reconnects to the node."""
     async with stage("d0 d1") as here:
         link, listener = here.fleet.connections["d0"], Recorder()
         link.submit(submit("r"), listener)
@@ -429,7 +429,7 @@ async def test_concurrent_role_changes_leave_a_decode_node() -> None:
             async def post(node: str, role: str) -> int:
                 return (await http.post(f"/v1/nodes/{node}/role", json={"role": role})).status_code
 
-            # These nodes do not implement a change of role, so it fails with 503.
+            # These nodes do not implement a change of role, so the change that is tried fails with 503.
             assert list(await asyncio.gather(post("d0", "prefill"), post("d1", "prefill"))) == [503, 409]
             assert list(await asyncio.gather(post("d0", "prefill"), post("d0", "decode"))) == [503, 409]
             assert await post("d1", "prefill") == 503, "the failed change is not in progress any more"

@@ -1,5 +1,5 @@
-"""Overload: which requests run, wait or are rejected; deadlines; slow clients. Each request is counted once, and its
-resources are released."""
+"""Test overload: which requests run, wait or are rejected, deadlines, and slow clients. Each request must be counted
+once, and its resources must be released."""
 
 import asyncio
 import heapq
@@ -203,8 +203,9 @@ SLOTS, STAY_S, TIMEOUT_S, LAST_S = 16, 1.4, 4.0, 15.0
 
 
 def served_and_late(loads: list[tuple[float, float]]) -> tuple[float, int]:
-    """Simulate nodes that run SLOTS requests at once, about STAY_S each, under loads (multiple of the peak, seconds).
-    Return the share of the peak served during the last load, and the number of admitted requests that expired."""
+    """Simulate nodes that run SLOTS requests at once, each about STAY_S, under `loads` (multiple of the peak rate,
+    seconds). Return the share of the peak rate served during the last load, and the number of admitted requests that
+    expired."""
     it, chance, number = AdmissionQueue(), random.Random(1), itertools.count()
     it.resize(PoolCapacity(SLOTS, 10**6, 10**6, 100), 0.0)
     due: list[tuple[float, int, str, QueueEntry]] = []
@@ -438,7 +439,7 @@ async def test_a_request_fails_if_its_client_does_not_read_for_long(monkeypatch:
 
 
 def test_the_kernel_closes_connections_of_vanished_clients() -> None:
-    """Accepted connections inherit these options from the listening socket."""
+    """Accepted connections inherit the timeout and keepalive options of the listening socket."""
     with listen("127.0.0.1", 0, "--port") as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         with connection:

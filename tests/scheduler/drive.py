@@ -54,8 +54,9 @@ class Device:
 
 
 class Driver:
-    """A loop with up to `depth` steps in flight. KV arrives RECEIVING_ITERATIONS iterations after its blocks were
-    allocated. The blocks of sent KV are released SENDING_ITERATIONS iterations after the request's token."""
+    """A scheduling loop with up to `depth` steps in flight. KV arrives RECEIVING_ITERATIONS iterations after its blocks
+    were allocated. The blocks of sent KV are released SENDING_ITERATIONS iterations after the step that sampled the
+    request's token."""
 
     def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
         self.scheduler = scheduler

@@ -1,4 +1,4 @@
-"""The block pool against a simple model: lists of blocks, and the names of the blocks whose content is known."""
+"""Test the block pool against a simple model: lists of blocks, and the names of the blocks whose content is known."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

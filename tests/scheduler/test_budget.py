@@ -1,4 +1,4 @@
-"""The token budget that is computed from an SLO, on a device whose cost function changes."""
+"""Test the token budget that is computed from an SLO, on a device whose cost function changes."""
 
 import random
 from collections.abc import Callable
@@ -20,7 +20,7 @@ FAST = CostModel(overhead=4e-3, per_token=5e-5, knee_tokens=32, per_pair=1e-8, p
 SLOW = CostModel(*(2 * value for value in FAST.packed()[:2]), 32, *(2 * value for value in FAST.packed()[3:]))
 ATTENDING = CostModel(4e-3, 5e-5, 32, per_pair=8e-8, per_context=4e-7, per_decode=5e-5)
 WIDE = CostModel(1e-3, 2e-5, 300, per_pair=1e-10, per_context=1e-8, per_decode=1e-6)
-Device = Callable[[int], CostModel]  # from the number of a step to its cost model
+Device = Callable[[int], CostModel]  # returns the cost model of a step, given its number
 
 
 @dataclass

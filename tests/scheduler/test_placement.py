@@ -1,4 +1,4 @@
-"""Placement decides by load and prefix overlap, at a cost that does not grow with the cluster."""
+"""Test that placement decides by load and prefix overlap, at a cost that does not grow with the cluster."""
 
 from array import array
 

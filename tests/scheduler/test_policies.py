@@ -1,4 +1,4 @@
-"""The defining property of each policy, over random traffic with enough blocks that only the policy decides."""
+"""Test the defining property of each policy under random traffic, with enough blocks that only the policy decides."""
 
 import random
 from collections.abc import Iterator

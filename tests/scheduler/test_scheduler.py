@@ -1,4 +1,4 @@
-"""The scheduler's promises over random traffic, without a device."""
+"""Test the scheduler's guarantees under random traffic, without a device."""
 
 import random
 from itertools import product

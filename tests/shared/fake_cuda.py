@@ -1,6 +1,6 @@
 """A fake of `cuda.bindings.driver`. Its GPU memory is host memory in memfds, which other processes can map.
 
-Copies run when their stream is synchronized, so that tests detect a missing wait.
+Copies run only when their stream is synchronized, so that tests detect a missing wait.
 """
 
 import ctypes
@@ -57,9 +57,9 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.num_failing = 0  # number of the next copies that fail
+        self.num_failing = 0  # how many of the next copies fail
         self.memories: dict[int, int] = {}  # memfds, by handle
-        self.sizes: dict[int, int] = {}  # sizes of the reserved addresses
+        self.sizes: dict[int, int] = {}  # sizes of the reserved address ranges
         self.streams: dict[int, list[tuple[int, int, int]]] = {}
         self.pinned: dict[int, Any] = {}
         self._last = 100

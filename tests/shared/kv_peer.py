@@ -49,7 +49,7 @@ class Peer:
         self.memory.close()
 
     def described(self, **changes: Any) -> PeerDescriptor:
-        """Return the descriptor of the channel with the changed fields."""
+        """Return the descriptor of the channel with `changes` applied."""
         return replace(PeerDescriptor.unpack(self.channel.descriptor(), self.channel.name), **changes)
 
     def granted(self, rows: Sequence[int] = ALL_ROWS) -> bytes:

@@ -1,4 +1,4 @@
-"""The wire format: the encoding of each message is pinned, and the error for invalid input names the field."""
+"""Test the wire format: the encoding of each message is pinned, and the error for invalid input names the field."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def test_every_message_has_an_example() -> None:
 
 
 def test_missing_fields_take_their_defaults_and_extra_fields_are_skipped() -> None:
-    """Adjacent versions can therefore exchange messages, because new fields are appended."""
+    """These rules let adjacent versions exchange messages, because new fields are always appended."""
     assert decode(msgpack.packb([]), Ack) == Ack()
     assert decode(msgpack.packb([*dataclasses.astuple(Ack()), "of a later version", {"x": [1]}]), Ack) == Ack()
 

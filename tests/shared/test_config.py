@@ -1,4 +1,4 @@
-"""Settings: where a value comes from, errors for invalid values, and the forms of sizes and CPU lists."""
+"""Test settings: where a value comes from, errors for invalid values, and the forms of sizes and CPU lists."""
 
 import os
 
@@ -115,7 +115,7 @@ def test_a_bad_flag_prints_one_line_with_the_allowed_values_and_exits_with_2(
 
 
 def test_an_error_names_the_bad_variable(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_PORT", "tcp://10.0.0.1:80")  # Kubernetes sets this for a service "baton"
+    monkeypatch.setenv("BATON_PORT", "tcp://10.0.0.1:80")  # Kubernetes sets this for a service named "baton"
     with pytest.raises(SystemExit) as ended:
         settings_from_command_line(RouterSettings, ["--model", "m"], "prog")
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""The contract that every KV channel keeps, within a process and between processes, also against malformed peers."""
+"""Test the contract of every KV channel, within a process and between processes, and also with malformed peers."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ from shared.kv.tcp import ACK, FRAME, TcpChannel, checked
 from tests.shared.kv_peer import ALL_ROWS, NUM_ROWS, ROW_BYTES, Peer
 
 ROOT = Path(__file__).parents[2]
-LONG = 8_000  # multiples of the pool, so that a push lasts for seconds on every channel
+LONG = 8_000  # a push of this many times the pool lasts for seconds on every channel
 PATIENCE_S = 20.0  # timeout for events that take milliseconds
 # The last two kinds use a fake CUDA driver.
 KINDS = ["shm", "tcp", "cuda_ipc", "tcp:gpu"]
@@ -102,7 +102,7 @@ def process(directory: str) -> Iterator[Callable[[str], Process]]:
 
 @contextlib.asynccontextmanager
 async def peers(kind: str, number: int = 2) -> AsyncIterator[list[Peer]]:
-    """Start peers for one example of a hypothesis test. A fixture would serve all examples."""
+    """Start peers for one example of a hypothesis test. A fixture would share the peers among all examples."""
     with tempfile.TemporaryDirectory(prefix="kv") as path:
         all_peers = [await Peer.start(kind, path) for _ in range(number)]
         try:
@@ -426,7 +426,7 @@ async def test_no_byte_is_written_after_a_revocation_even_in_the_middle_of_a_row
         assert (rows[1, :1000] == 0xAA).all()
         assert (rows[1, 1000:] == 2).all()
         assert (rows[2] == 3).all()
-        again = tcp_receiver.granted([1])  # row 1 is reused before late frames of the old reservation
+        again = tcp_receiver.granted([1])  # row 1 is reused before late frames of the old reservation arrive
         raw.sendall(frame_head(reservation_id, [1]) + b"\xcc" * ROW_BYTES + end_of_push(reservation_id))
         assert receive_ack(raw) == (0, 1)
         assert 0xCC not in rows[1]
@@ -556,7 +556,7 @@ async def test_a_writer_that_is_silent_during_its_greeting_is_disconnected(kind:
 
 
 async def test_a_writer_that_sends_single_bytes_slowly_is_disconnected(tcp_receiver: Peer) -> None:
-    """No pause is too long, but the whole frame takes longer than a frame of its size may take."""
+    """No single pause is too long, but the whole frame takes longer than a frame of its size may take."""
     with raw_writer(tcp_receiver) as raw:
         raw.sendall(frame_head(tcp_receiver.granted([0]), [0]))
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
@@ -734,7 +734,7 @@ async def test_only_a_sealed_memory_of_the_right_size_is_mapped(
     assert num_files() == before
 
 
-# Starts, and which peers can be reached
+# ---- how channels start, and which peers they can reach
 
 
 async def test_only_live_peers_on_this_machine_are_reachable(start: Start) -> None:

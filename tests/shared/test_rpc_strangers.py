@@ -1,4 +1,4 @@
-"""RPC servers and clients against malformed calls and against peers without the cluster's certificate."""
+"""Test RPC servers and clients with malformed calls, and with peers that lack the cluster's certificate."""
 
 import asyncio
 import logging
@@ -227,7 +227,7 @@ async def test_cancelled_calls_are_released_even_if_they_never_started() -> None
                 assert await wait_until(lambda: begun > ended, WAIT_S)
             client.http.reset_stream(stream)
             client.transport.write(client.http.data_to_send())  # most streams send headers and reset together
-        for stream in range(101, 301, 2):  # the maximum of open streams, so cancelled calls do not count
+        for stream in range(101, 301, 2):  # as many as may be open, so cancelled calls do not count
             client.call(stream, GOOD[:-1], end=False)
         assert await wait_until(lambda: begun - ended == 100, WAIT_S)
     await server.close()

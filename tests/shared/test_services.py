@@ -1,4 +1,4 @@
-"""RPCs between peers that send too much, disappear or do not reply."""
+"""Test RPCs between peers that send too much, disappear or do not reply."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Simulated KV channels with faults. There are two kinds, as in `shared.kv.channel`.
+"""Simulated KV channels with faults. They are of two kinds, as in `shared.kv.channel`.
 
 Fenced (like tcp): the receiver's process checks the reservation of each row. Rows may arrive late, after a partition or
 a freeze. One-sided (like shm): while its connection is open, the writer's process writes into the peer's memory without

@@ -42,7 +42,7 @@ class Inbox:
         self._engine.wake()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Command | None:
-        """Return the next command. Without one, the first blocking call raises queue.Empty and the next raises Idle."""
+        """Return the next command. If none is left, blocking calls raise queue.Empty once, then Idle."""
         if self._commands:
             self._is_reported = False
             return self._commands.popleft()
@@ -148,7 +148,7 @@ class SimEngine(Engine):
 
 
 class SimWatchdog(Watchdog):
-    """A watchdog that runs as a callback of its process. If the process is frozen, it runs late, as a thread would."""
+    """A watchdog that runs as a callback of its process. In a frozen process, it runs late, as a thread would."""
 
     _timer: Any = None
 
@@ -166,7 +166,7 @@ class SimWatchdog(Watchdog):
 
 
 class SimRunner(HashRunner):
-    """The hash model. If `ahead` is set, a step runs only when its result is awaited, in its blocks at launch."""
+    """The hash model. If `ahead` is set, a step runs only when its result is awaited, with its blocks at launch."""
 
     can_run_ahead = True
 

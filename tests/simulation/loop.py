@@ -1,9 +1,9 @@
 """An asyncio event loop for a whole cluster, with virtual time. A seed determines the order in which processes run.
 
 If no process can run, time jumps to the next timer. Each process has its own queue of callbacks, which run in order, as
-asyncio promises. The loop chooses the next process at random. Callbacks of a frozen or slow process run late; callbacks
-of a dead process never run. The loop reads no real clock, and no iteration order depends on memory addresses, so a seed
-determines every event. The design follows FoundationDB's simulator (Zhou et al., SIGMOD 2021).
+asyncio guarantees. The loop chooses the next process at random. Callbacks of a frozen or slow process run late;
+callbacks of a dead process never run. The loop reads no real clock, and no iteration order depends on memory addresses,
+so a seed determines every event. The design follows FoundationDB's simulator (Zhou et al., SIGMOD 2021).
 """
 
 import asyncio
@@ -228,7 +228,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._sleep(process, max(process.thaws_at, self.now + process.lag_s))
 
     def _leave(self, index: int, until: float) -> None:
-        """Make a process wait until the time `until`. If its queue is empty, it waits until it gets a callback."""
+        """Make a process wait until the time `until` or, if its queue is empty, until it gets a callback."""
         process = self._runnable.pop(index)
         process.is_queued = bool(process.ready)
         if process.ready:

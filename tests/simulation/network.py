@@ -1,9 +1,9 @@
 """TCP between simulated processes. The bytes of a connection arrive in order, but they may be late, split or missing.
 
 A cut link loses no byte: data in flight arrives after the cut ends, as retransmissions would. A single connection can
-stall, as after lost segments. Its data, and its end, then arrive after data that was sent later over another
-connection to the same process. If a process dies, its connections
-are reset; if its host vanishes, they are not, and its peers are not notified.
+stall, as after lost segments. Its data and its end may then arrive after data that was sent later over another
+connection to the same process. If a process dies, its connections are reset; if its host vanishes, they are not, and
+its peers are not notified.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class Network:
         return self._cuts.get((source.name, target.name), 0.0) > self.loop.now
 
     def cut(self, source: str, target: str, for_s: float) -> None:
-        """Block the direction from `source` to `target`."""
+        """Block the data from `source` to `target` for `for_s` seconds."""
         self._cuts[source, target] = self.loop.now + for_s
         self.loop.call_later(for_s + 0.001, self._resume, context=WORLD_CONTEXT)
 

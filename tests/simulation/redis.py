@@ -48,7 +48,7 @@ class FakeRedis:
         self.sets.clear()
 
     async def answer(self) -> None:
-        """Wait as long as an answer takes. Raises OSError if there is no answer."""
+        """Wait for the time that an answer takes. Raises OSError if there is no answer."""
         now = asyncio.get_running_loop().time()
         await asyncio.sleep(0.0005)
         if now < self.down_until:

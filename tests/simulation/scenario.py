@@ -46,7 +46,7 @@ class Fault:
     at_s: float
     for_s: float
     site: str = ""
-    passing: int = 0  # fires when the site is reached for the n-th time
+    passing: int = 0  # n: the fault occurs when the site is reached for the n-th time
 
 
 @dataclass(slots=True)
@@ -129,8 +129,8 @@ def draw(seed: int) -> Scenario:
 
 
 def _stall(scenario: Scenario) -> None:
-    """Stall connections during handoffs by shared memory. Blocks that a prefill node may still write into stay in
-    quarantine. The separate random generator keeps other seeds unchanged."""
+    """Stall connections during handoffs over shared memory. Blocks that a prefill node may still write into stay in
+    quarantine. A separate random generator leaves the scenarios of other seeds unchanged."""
     random = Random(f"stall {scenario.seed}")
     scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), k=2), 0
     scenario.channels, scenario.disaggregate = ("shm",), "always"
@@ -139,9 +139,9 @@ def _stall(scenario: Scenario) -> None:
 
 
 def _freeze_all(scenario: Scenario) -> None:
-    """Freeze all nodes. One role continues long before the router stops waiting. The other role continues soon
-    after the first, or only after the router has stopped waiting. Each pool has room for every request twice, because
-    blocks of a frozen writer stay in quarantine. The separate random generator keeps other seeds unchanged."""
+    """Freeze all nodes. One role continues long before the router stops waiting. The other role continues soon after
+    the first, or only after the router has stopped waiting. Each pool has room for every request twice, because blocks
+    of a frozen writer stay in quarantine. A separate random generator leaves the scenarios of other seeds unchanged."""
     random = Random(f"outage {scenario.seed}")
     scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), (3, 1), k=2), 0
     blocks = sum(plan.n * -(-(len(plan.prompt) + plan.max_tokens) // scenario.block_tokens) for plan in scenario.plans)

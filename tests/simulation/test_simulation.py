@@ -1,4 +1,4 @@
-"""The simulation in `make test`: a few seeds, an exact replay, and each mutation with a seed that detects it."""
+"""Test a few seeds of the simulation, an exact replay, and each mutation with a seed that detects it."""
 
 import gc
 import os

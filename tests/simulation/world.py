@@ -140,7 +140,7 @@ class World:
         self.counts[what] += 1
 
     def log(self, record: logging.LogRecord) -> None:
-        """Handle a warning or an error of the system."""
+        """Handle a warning or an error that the simulated system logs."""
         process = CURRENT.get()
         if not process.alive:
             return

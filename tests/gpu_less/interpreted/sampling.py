@@ -18,7 +18,8 @@ def test_draws_the_tokens_of_the_cpu(vocab: int, scale: float, every: int) -> No
 
 
 def test_every_draw_is_one_that_the_filters_keep() -> None:
-    """48 draws from equal rows choose every token that the filters keep, including ties at the edge, and no other."""
+    """48 draws from equal rows choose every token that the filters keep, including tokens with equal logits at the
+    filters' limit, and no other token."""
     logits = torch.tensor([2.0, 1.0, 2.0, -0.0, 0.0, 1.0, -3.0, 1.0]).expand(48, -1)
     for sampling in (replace(FILTERS[1], top_k=3), replace(FILTERS[1], top_p=0.6), replace(FILTERS[1], min_p=0.3)):
         rows = rows_of([sampling] * 48, range(48))

@@ -1,1 +1,1 @@
-"""Benchmarks that compare Baton with its goals and with other servers. results/ contains their results."""
+"""Benchmarks that compare Baton with its performance goals and with other servers. Their results are in results/."""

@@ -1,6 +1,6 @@
-"""Run one benchmark: `python -m benchmarks NAME …`. It prints its table and writes benchmarks/results/NAME.json.
+"""Run one benchmark, print its tables and write benchmarks/results/NAME.json: `python -m benchmarks NAME …`.
 
-`python -m benchmarks NAME --help` describes what it measures and its flags.
+`python -m benchmarks NAME --help` describes the flags of a benchmark and what it measures.
 """
 
 import sys
@@ -19,7 +19,7 @@ BENCHMARKS = {
 
 
 def load(name: str) -> Callable[[], None]:
-    """Import one benchmark and return its `main`. Do not import the other benchmarks and their libraries."""
+    """Import only this benchmark, without the others and their libraries, and return its `main`."""
     match name:
         case "cpu":
             from benchmarks.cpu import main

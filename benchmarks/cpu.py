@@ -1,10 +1,11 @@
-"""Compare Baton on a CPU with llama.cpp, vLLM and transformers, with the same weights and numbers of threads.
+"""Compare Baton on a CPU with llama.cpp, vLLM and transformers, with the same weights and the same number of threads.
 
     BATON_PEER_LLAMA=…/python BATON_PEER_VLLM=…/python python -m benchmarks cpu --model 110m
     python -m benchmarks cpu --model 0.5b --rows decode,16bit
 
-benchmarks/peers/install.sh installs the peers. If all peers of a row are missing, the row has only our figure. A run
-replaces the groups of rows that it measures in results/cpu_MODEL.json, and keeps other groups of the same machine.
+benchmarks/peers/install.sh installs the peers. If all peers of a row are missing, the row has only Baton's figure. A
+run replaces the groups of rows that it measures in results/cpu_MODEL.json. It keeps the other groups if they were
+measured on the same machine.
 """
 
 import json
@@ -37,21 +38,21 @@ from benchmarks.result import (
 
 CONTEXT = 512
 STEPS = {1: 32, 8: 16, 32: 10}
-OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # our default; vLLM accepts whole GiB, but touches only the memory that it uses
-WORK_KV_GIB = 0.4  # enough for 32 contexts and their steps; both shapes use equal amounts per token
+OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # Baton's default; vLLM accepts only whole GiB, but touches only what it uses
+WORK_KV_GIB = 0.4  # enough for 32 contexts and their steps; both models need the same KV per token
 FP32, BITS16, INT8 = "Baton fp32", "Baton 16-bit weights", "Baton int8"
 LLAMA_F32, VLLM_FP32, TRANSFORMERS = "llama.cpp F32", "vLLM fp32", "transformers fp32"
-# With 16-bit weights, the KV is of float16, like llama.cpp's.
+# With 16-bit weights, Baton's KV is float16, as llama.cpp's KV is.
 OUR_OPTIONS: dict[str, dict[str, str]] = {
     FP32: {}, BITS16: {"weight_dtype": "bfloat16", "kv_cache_dtype": "float16"}, INT8: {"quantization": "int8"}
 }  # fmt: skip
-FLASH = " flash"  # llama.cpp is measured with and without flash attention; the faster result counts
-Runs = dict[str, dict[str, list[float]]]  # by measurement, then by arm
+FLASH = " flash"  # llama.cpp is measured with and without flash attention; the table has the faster result
+Runs = dict[str, dict[str, list[float]]]  # the values by measurement, then by arm
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """A row of the table, measured by `call` in each arm. `goal` is the ratio of our tokens/s to the best peer's."""
+    """A row of the table, measured by the workers' method `call`. `goal` is the least ratio to the best peer."""
 
     label: str
     call: str
@@ -92,7 +93,7 @@ ARMS |= {"memory": {FP32, VLLM_FP32}}
 
 @dataclass(frozen=True, slots=True)
 class CpuOptions:
-    """How to run the benchmark. `llama` and `vllm` are the peers' interpreters, "" if not installed."""
+    """How to run the benchmark. `llama` and `vllm` are paths of the peers' interpreters, "" if not installed."""
 
     model: str
     threads: int
@@ -105,7 +106,7 @@ class CpuOptions:
 @dataclass(slots=True)
 class WorkerPool:
     """The workers by arm. Each worker starts when it is first needed, and is paused between calls. `failed` has the
-    reason for each worker that did not start."""
+    error of each worker that did not start."""
 
     options: CpuOptions
     workers: dict[str, PeerProcess] = field(default_factory=dict)
@@ -161,7 +162,7 @@ class WorkerPool:
 
 
 def measure_speeds(rows: list[SpeedRow], workers: WorkerPool, repeats: int) -> Runs:
-    """Return tokens per second. The first call of each arm does not count."""
+    """Return the tokens per second by row and arm. The first call of each arm is a warm-up and is left out."""
     found: Runs = {}
     for row in rows:
         started = {arm: worker for arm in (row.ours, *row.peers) if (worker := workers.get(arm)) is not None}
@@ -173,9 +174,10 @@ def measure_speeds(rows: list[SpeedRow], workers: WorkerPool, repeats: int) -> R
 
 
 def measure_memory(workers: WorkerPool, repeats: int) -> Runs:
-    """Return the peak memory of a new process in bytes, including loading, after a long prompt and a large batch.
+    """Return the peak memory in bytes of new processes that load the model, then run a long prompt and a large batch.
 
-    Our KV pool has the size that this work needs, because all of it becomes resident; vLLM uses only what it needs.
+    Baton's KV pool has just the size that this work needs, because the whole pool becomes resident. In vLLM, only the
+    used part becomes resident.
     """
     workers.close()
     sized = WorkerPool(replace(workers.options, kv_gib=WORK_KV_GIB), failed=workers.failed)
@@ -191,7 +193,7 @@ def measure_memory(workers: WorkerPool, repeats: int) -> Runs:
 
 
 def agreement(workers: WorkerPool) -> float | None:
-    """Return the largest difference between our top logprobs and llama.cpp's, with the same float32 weights."""
+    """Return the largest difference between Baton's top logprobs and llama.cpp's with the same float32 weights."""
     ours, theirs = workers.workers.get(FP32), workers.workers.get(LLAMA_F32)
     if ours is None or theirs is None:
         return None
@@ -235,7 +237,8 @@ def table(shape: str, groups: dict[str, dict[str, Any]]) -> Table:
 
 
 def compared_row(label: str, arms: dict[str, list[float]], ours: str, goal: float, lower: bool = False) -> list[Cell]:
-    """Compare our arm with the best other arm. If `lower` is true, lower is better, and the goal is an upper bound."""
+    """Return the row that compares the arm `ours` with the best other arm. If `lower` is true, lower values are better,
+    and the goal is an upper bound."""
     others = {arm: values for arm, values in arms.items() if arm != ours}
     bound = f"≤ {goal}" if lower else f"≥ {goal}"
     if not others:
@@ -250,7 +253,7 @@ def _each(arms: dict[str, list[float]]) -> str:
 
 
 def _note(groups: list[dict[str, Any]]) -> str:
-    """Return the conditions of the measurement."""
+    """Return the note below the table, which states the conditions of the measurement."""
     key = "largest_logprob_difference_to_llama_cpp"
     differences = [found for group in groups if (found := group[key]) is not None]
     without = {why for group in groups for why in group["without"].values()}
@@ -308,7 +311,7 @@ def _result(name: str, shape: str, groups: dict[str, dict[str, Any]]) -> Result:
 
 
 def _kept(out: Path) -> dict[str, dict[str, Any]]:
-    """Return the groups of an earlier run on this machine. A table must not mix the results of two machines."""
+    """Return the groups of rows of an earlier run on this machine. A table must not mix the results of two machines."""
     before: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"runs": {}, "machine": machine()}
     same = all(before["machine"][key] == machine()[key] for key in ("processor", "cores"))
     return {group: found for group, found in before["runs"].items() if same and group in ARMS}

@@ -3,10 +3,10 @@
     python -m benchmarks handoff
     python -m benchmarks footprint
 
-handoff: two clusters run at once. One has a prefill node and a decode node, the other has a single co-located node. All
-nodes have the same number of threads. Each prompt is sent to one cluster, then to the other. TTFT is measured at the
-client; the exposed transfer and the prefill are phases of the request's timeline at the router. footprint: starts
-`baton up` repeatedly, and measures the time until the first token and the resident memory of its processes.
+`handoff` runs two clusters at once: one with a prefill node and a decode node, the other with a single co-located node.
+All nodes have the same number of threads. Each prompt is sent to one cluster, then to the other. TTFT is measured at
+the client; the exposed transfer and the prefill are phases of the request's timeline at the router. `footprint` starts
+`baton up` repeatedly, and measures the time until the first token and the resident memory of the processes.
 """
 
 import json
@@ -29,12 +29,12 @@ ARMS = {
     "colocated": ("--mode", "colocated", "--decode", "1"),
 }
 PROMPTS = (1000, 2000, 4000, 8000)
-TIMELINE_S = 10.0  # how long to wait for the records of the nodes
+TIMELINE_S = 10.0  # how long to wait until the nodes' records of a request arrive
 PARTS = {"baton up": "cluster", "router": "router", "prefill node": "prefill_node", "decode node": "decode_node"}
 
 
 def send(client: httpx.Client, prompt: list[int]) -> tuple[str, float]:
-    """Send one request for three tokens. Return its id and its TTFT in seconds."""
+    """Send one request for three tokens, and return the request's id and its TTFT in seconds."""
     body = {"model": "model", "prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "stream": True}
     sent, first, identity = time.monotonic(), 0.0, ""
     with client.stream("POST", "/v1/completions", json=body | {"return_token_ids": True}) as answer:
@@ -46,7 +46,7 @@ def send(client: httpx.Client, prompt: list[int]) -> tuple[str, float]:
 
 
 def timed(client: httpx.Client, prompt: list[int]) -> dict[str, float]:
-    """Send one request. Return its TTFT and phases, in milliseconds. Raises TimeoutError if no phases are recorded."""
+    """Send one request, and return its TTFT and phases in milliseconds. Raises TimeoutError if it gets no phases."""
     identity, ttft_s = send(client, prompt)
     deadline = time.monotonic() + TIMELINE_S
     while not (timeline := client.get(f"/v1/requests/{identity}/timeline").json()).get("phases_ms"):
@@ -54,13 +54,13 @@ def timed(client: httpx.Client, prompt: list[int]) -> dict[str, float]:
             raise TimeoutError(f"{identity} has no phases after {TIMELINE_S} s")
         time.sleep(0.1)
     prefill_ms, exposed_ms = (timeline["phases_ms"][phase] for phase in ("prefill", "transfer_exposed"))
-    # With more than one attempt, a node was lost, and the TTFT includes the retry.
+    # If a request needed more than one attempt, a node was lost, and the TTFT includes the retry.
     figures = {"ttft_ms": 1e3 * ttft_s, "prefill_ms": prefill_ms, "exposed_ms": exposed_ms}
     return figures | {"exposed_of_prefill": exposed_ms / prefill_ms, "attempts": timeline["attempts"]}
 
 
 def measured(model: Path, threads: int, repeats: int) -> dict[int, dict[str, list[dict[str, float]]]]:
-    """Return runs by prompt length and arm. The arms alternate. For each length, a first prompt warms them up."""
+    """Return the runs by prompt length and arm. The arms take turns. The first prompt of each length is a warm-up."""
     vocab_size = read_model(model, "model", 0, 0).vocab_size
     flags = ("--model", str(model), "--served-model-name", "model", "--threads", str(threads))
     with ExitStack() as stack:
@@ -83,7 +83,7 @@ def measured(model: Path, threads: int, repeats: int) -> dict[int, dict[str, lis
 def row_of(model: str, size: int, runs: dict[str, list[dict[str, float]]]) -> list[Any]:
     ours, theirs = ([run["ttft_ms"] for run in runs[name]] for name in ARMS)
     ttft, share = ratio(ours, theirs), median([run["exposed_of_prefill"] for run in runs["disaggregated"]])
-    # The transfer's goal applies from 4k tokens. In shorter prompts, the last chunk is a larger part.
+    # The goal for the exposed transfer applies from 4000 tokens. In shorter prompts, the last chunk is a larger part.
     goal = share <= 0.03 if size >= 4000 else None
     return [model, size, median(ours), median(theirs), ttft, ttft <= 1.03, 100 * share, goal]
 
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def started(mode: str) -> dict[str, float]:
-    """Start a cluster of the demo model. Return seconds until it serves and until a first token, and MiB by process."""
+    """Start a cluster of the demo model. Return the seconds until it is ready and until a token, and MiB by process."""
     flags = (*ARMS[mode], "--model", str(DEMO_MODEL), "--served-model-name", "model", "--threads", "1")
     began = time.monotonic()
     with running_cluster(flags, 1 + ("--prefill" in flags)) as (url, pid), httpx.Client(base_url=url) as client:

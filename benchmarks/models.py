@@ -1,4 +1,4 @@
-"""Make checkpoints with random weights in the shapes of the tables. Speed does not depend on the values."""
+"""Make checkpoints of the benchmarked shapes with random weights. Speed does not depend on the values of weights."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def checkpoint(shape: str, directory: Path = CACHE) -> Path:
-    """Return the directory of a float32 model in `directory`, and make it if it does not exist (0.5b: 2 GB).
+    """Return the path of a float32 checkpoint in `directory`, which is made if it does not exist (0.5b takes 2 GB).
 
     Raises ValueError if the shape is unknown.
     """
@@ -66,7 +66,7 @@ def checkpoint(shape: str, directory: Path = CACHE) -> Path:
 
 
 def _weights(config: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the weights that transformers initializes, by their names in Hugging Face's files."""
+    """Return weights as transformers initializes them, by their names in Hugging Face's files."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
 
     torch.manual_seed(0)

@@ -16,12 +16,12 @@ from scheduler.scheduler import Scheduler, StepLimits
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "policies.md"
-# A device with round numbers: a step of up to 200 tokens takes 10 ms, and each further token 40 us, plus attention.
+# An invented device: a step of up to 200 tokens takes 10 ms, each further token 40 us more, and attention is added.
 COST = CostModel(
     overhead=2e-3, per_token=4e-5, knee_tokens=200, per_pair=1e-9, per_context=2e-8, per_decode=2e-5, margin=0.0
 )
 BUDGET_TOKENS = 512
-WHOLE_BUDGET_TOKENS = 4096  # for policies without chunks, because a step must have room for the longest prompt
+WHOLE_BUDGET_TOKENS = 4096  # for policies without chunked prefill: a step must have room for the longest prompt
 TBT_SLO_S = 0.05
 NUM_REQUESTS, GAP_S, SEED = 50, 0.07, 2
 BEGIN, END = "<!-- table: python -m benchmarks policies -->\n", "<!-- end of table -->\n"
@@ -32,11 +32,11 @@ COLOURS = {"prefill": "#e69f00", "decode": "#0e86d4", "late": "#d7263d"}  # the 
 
 @dataclass(slots=True)
 class PolicyRun:
-    """One policy's run. Times are seconds since the first arrival."""
+    """One policy's run. Times are seconds on the virtual clock, which starts at 0."""
 
     steps: list[tuple[float, float, Step]] = field(default_factory=list)  # (start, duration, step)
     ttft: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)  # between two tokens of one request
+    gaps: list[float] = field(default_factory=list)  # times between two tokens of one request
     ended: float = 0.0
 
 
@@ -53,7 +53,7 @@ def arrivals() -> list[tuple[float, Request]]:
 
 
 def serve(policy: Policy) -> PolicyRun:
-    """Run the arrivals under `policy`. Requests arrive between two steps, as in the engine's loop."""
+    """Run the arrivals under `policy`. Requests are added only between two steps, as in the engine's loop."""
     limits = StepLimits(BUDGET_TOKENS if policy.chunked else WHOLE_BUDGET_TOKENS, max_num_seqs=32)
     scheduler = Scheduler(limits, num_blocks=4000, block_tokens=16, policy=policy)
     run, now_s = PolicyRun(), 0.0
@@ -86,7 +86,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def table(runs: dict[str, PolicyRun]) -> str:
-    """Return the Markdown table, in milliseconds."""
+    """Return the Markdown table, with latencies in milliseconds."""
     lines = [
         "| policy | TTFT p50 | TTFT p99 | TBT p50 | TBT p99 | longest TBT | gaps over the SLO | all done after |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -100,7 +100,8 @@ def table(runs: dict[str, PolicyRun]) -> str:
 
 
 def strip(name: str, run: PolicyRun, max_tokens: int) -> str:
-    """Draw a rectangle per step, with decodes at the bottom. The height is the square root of the number of tokens."""
+    """Return an SVG with a rectangle per step, decodes at its bottom. Heights grow with the square root of the
+    tokens."""
     pixels, name = WIDTH / SHOWN_S, name + (f" (continues until {run.ended:.1f} s)" if run.ended > SHOWN_S else "")
     paths: dict[str, list[str]] = {kind: [] for kind in COLOURS}
     bottom = TOP + HEIGHT

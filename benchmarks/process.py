@@ -1,4 +1,4 @@
-"""Processes of the benchmarks: peers that answer calls as JSON lines, local clusters, and memory of processes."""
+"""Processes that benchmarks start, and their memory: peers that answer calls as JSON lines, and local clusters."""
 
 import contextlib
 import json
@@ -26,8 +26,8 @@ class PeerFailedError(Exception):
 class PeerProcess:
     """A process group that runs `module` with `python` and answers calls through `benchmarks.peers.worker`.
 
-    If `pauses` is true, SIGSTOP stops it between calls, so that other peers can use the CPU. `facts` is its first
-    answer. Use it with `contextlib.closing`. Raises PeerFailedError if the peer does not start.
+    If `pauses` is true, SIGSTOP stops the group between calls, so that other peers can use the CPU. `facts` is the
+    peer's first answer. Use it with `contextlib.closing`. Raises PeerFailedError if the peer does not start.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PeerProcess:
         pauses: bool = False,
     ) -> None:
         self._module, self._pauses = module.rpartition(".")[2], pauses
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         try:
             self._process = subprocess.Popen(
                 [python, "-m", module, json.dumps(dict(options))],
@@ -80,7 +80,7 @@ class PeerProcess:
 
     @property
     def peak_bytes(self) -> int:
-        """The sum of the peak resident memory of all processes of the group."""
+        """The sum of the peak resident memory of all processes of the group, in bytes."""
         return sum(memory_of(pid, "VmHWM") for pid in processes() if _group(pid) == self.pid)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class PeerProcess:
 
 @contextlib.contextmanager
 def running_cluster(flags: tuple[str, ...], num_nodes: int) -> Iterator[tuple[str, int]]:
-    """Start `baton up`. Yield its URL and pid when `num_nodes` nodes are alive. Raises TimeoutError if they are not."""
+    """Start `baton up`. Yield its URL and pid when `num_nodes` nodes are alive. Raises TimeoutError after START_S."""
     with tempfile.NamedTemporaryFile() as log:
         command = [sys.executable, "-m", "cluster", "up", "--port", "0", "--registry-port", "0", *flags]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
@@ -146,7 +146,7 @@ def processes() -> list[int]:
 
 
 def memory_of(pid: int, key: str = "VmRSS") -> int:
-    """Return a figure of /proc/PID/status in bytes; 0 if the process has ended."""
+    """Return the figure `key` of /proc/PID/status in bytes, or 0 if the process has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(key + ":"):

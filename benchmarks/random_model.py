@@ -18,7 +18,7 @@ def random_decoder(
     seed: int = 0,
     deviation: float = STANDARD_DEVIATION,
 ) -> Decoder:
-    """Return a decoder in the shape of `config`, whose weights are normally distributed and whose norms are ones.
+    """Return a decoder in the shape of `config`. Its weights are normally distributed; the weights of norms are 1.
 
     `linear` is the format of the weights, by default plain. Equal seeds give equal weights on the same kind of device.
     """

@@ -1,7 +1,7 @@
 """The common parts of all benchmarks: flags, alternating arms, medians, tables, results files, and pages of results.
 
-A results file has `tables` (title, columns, rows, note) and `runs`, which are all measurements. `python -m benchmarks
-document` copies the tables into docs/results, between the marks that name the file.
+A results file has `tables` (title, columns, rows, note) and `runs`, which has every single measurement. `python -m
+benchmarks document` copies the tables into docs/results, between the comment lines that name the file.
 """
 
 import argparse
@@ -29,7 +29,7 @@ Cell = str | int | float | bool | None
 
 @dataclass(slots=True)
 class Table:
-    """A table of text and numbers. A number is shown with three digits, True as "met", None as "–"."""
+    """A table of text and numbers. `shown` formats its cells."""
 
     title: str
     columns: list[str]
@@ -91,7 +91,7 @@ class Result:
 
 
 def shown(cell: Cell) -> str:
-    """Format a cell: 1234.5 as "1,234", 0.01234 as "0.0123", and a goal as "met" or "not met"."""
+    """Format a cell: 1234.5 as "1,234", 0.01234 as "0.0123", True as "met", False as "not met", and None as "–"."""
     if cell is None:
         return "–"
     if isinstance(cell, bool):
@@ -115,7 +115,7 @@ def command(name: str) -> str:
 
 
 def machine() -> dict[str, Cell]:
-    """Return facts of the machine, and its load average, which is near 0 if no other process runs."""
+    """Return facts about the machine, and its load average, which is near 0 if no other process runs."""
     lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
     info = {key.strip(): value.strip() for key, value in lines}
     flags = info.get("flags", "").split()
@@ -140,7 +140,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def in_turn(arms: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-    """Call every arm once per repeat. The order alternates, so that drift affects all arms equally."""
+    """Call every arm once per repeat. The order alternates, so that drift of the machine affects all arms equally."""
     runs: dict[str, list[T]] = {name: [] for name in arms}
     for repeat in range(repeats):
         for name in list(arms) if repeat % 2 == 0 else list(arms)[::-1]:
@@ -158,12 +158,12 @@ def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the median of the ratios within each repeat, because the runs of a repeat have a similar machine load."""
+    """Return the median over repeats of ours / theirs. The machine load is similar for the two runs of a repeat."""
     return median([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def document(texts: Sequence[str], results: Path = RESULTS) -> list[str]:
-    """Return the texts of the pages with all blocks replaced. Raises ValueError if a results file has no block."""
+    """Return the texts of the pages with new text in all blocks. Raises ValueError if a results file has no block."""
     named = {match[2] for text in texts for match in BLOCK.finditer(text)}
     tabled = {file.stem: json.loads(file.read_text()) for file in results.glob("*.json")}
     tabled = {name: found for name, found in tabled.items() if "tables" in found}
@@ -177,7 +177,7 @@ def document(texts: Sequence[str], results: Path = RESULTS) -> list[str]:
 
 
 def main() -> None:
-    """Write every results file into its page. The text around the blocks does not change."""
+    """Write the tables of every results file into its page. The text outside the blocks does not change."""
     for path, text in zip(PAGES, document([path.read_text() for path in PAGES]), strict=True):
         path.write_text(text)
         print(f"written: {path}")

@@ -3,8 +3,9 @@
     python -m benchmarks router
 
 The router runs alone on the first CPU. On the last CPU, a single process runs all clients and 16 fake nodes. The nodes
-take turns to send a token for each of their requests, in the messages of real nodes. Because nodes and clients are in
-one process, that process knows when each token was sent and received. The CPU time of the router comes from the kernel.
+take turns. In its turn, a node sends one token for each of its requests, in the same messages as a real node. Because
+nodes and clients are in one process, that process knows when each token was sent and received. The kernel reports the
+CPU time of the router.
 """
 
 import asyncio
@@ -32,21 +33,21 @@ from shared.rpc.messages import NodeInfo, NodeStats, RouterCommand, SubmitReques
 from shared.rpc.methods import ATTACH, RpcServer
 
 NUM_NODES, NUM_STREAMS, NUM_IDLE = 16, 256, 2000
-CPU_GOAL_FROM = 25_000  # tokens per second per core
-MAX_TOKENS = 8000  # fits the demo model, whose tokenizer is used
+CPU_GOAL_FROM = 25_000  # lowest rate to which the goal for CPU time applies: tokens per second on one core
+MAX_TOKENS = 8000  # fits the context of the demo model
 NOTE = (
     "Delay: time from a node's message to the client's socket. Clients and nodes share the other core. If that core is "
     "fully used, it limits the tokens per second, and the router's own limit is 1 / CPU time."
 )
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{}"
 
-WINDOW = 16  # maximum tokens in flight per stream, which limits a rate that is too high for the router
+WINDOW = 16  # maximum tokens in flight per stream, which lowers a rate that the router cannot keep up with
 HEARTBEAT_S = 0.5
 
 
 @dataclass(slots=True)
 class PacedRequest:
-    """One request, as seen by its node and its client. Times are monotonic."""
+    """One request, as seen by its node and its client. Times are on the monotonic clock."""
 
     submit: SubmitRequest
     sent: list[float] = field(default_factory=list)
@@ -57,7 +58,7 @@ class PacedNode:
     """A fake decode node that sends one token for each of its requests when `step` is called."""
 
     def __init__(self, name: str, token_ids: list[int], rows: dict[str, PacedRequest]) -> None:
-        """`rows` receives the requests of the node, by the id that their clients receive."""
+        """The node adds its requests to `rows`, under the ids that clients receive."""
         self._name = name
         self._all_rows = rows
         self._rows: list[PacedRequest] = []
@@ -69,7 +70,7 @@ class PacedNode:
     async def join(self, registry: str) -> StreamAnnouncer:
         port = await self._server.start("127.0.0.1", 0)
         boot = secrets.token_hex(16)
-        sizes = (64, 1 << 20, 1 << 20, 1 << 20, 4096)  # block tokens, block bytes, blocks, longest row, requests
+        sizes = (64, 1 << 20, 1 << 20, 1 << 20, 4096)  # block tokens, block bytes, blocks, context, requests
         info = NodeInfo(self._name, boot, "decode", f"127.0.0.1:{port}", "model", "paced", *sizes)
         announcer = StreamAnnouncer(registry, HEARTBEAT_S)
         await announcer.start(info)
@@ -86,7 +87,7 @@ class PacedNode:
                 for submit in command.submits:
                     self._rows.append(PacedRequest(submit))
                     self._all_rows[submit.id.split("-")[1]] = self._rows[-1]
-                if command.aborts:  # all streams end at the same time
+                if command.aborts:  # the benchmark ends all streams at the same time
                     self._rows.clear()
         finally:
             for task in tasks:
@@ -99,7 +100,7 @@ class PacedNode:
             self._stream.wake.set()
 
     def step(self) -> None:
-        """Send the next token of every request whose client keeps up."""
+        """Send the next token of every request that has less than WINDOW tokens in flight."""
         now, deltas = time.monotonic(), self._stream.deltas
         for row in self._rows:
             if (position := len(row.sent)) - row.num_received < WINDOW and position < row.submit.max_tokens:
@@ -138,7 +139,7 @@ class StreamingClient(asyncio.Protocol):
 
 @dataclass(slots=True)
 class RouterProcess:
-    """The process of the router. The kernel provides its CPU time."""
+    """The router's process, whose CPU time the kernel reports."""
 
     pid: int
     port: int
@@ -152,13 +153,13 @@ class PacedFleet:
 
     def __init__(self) -> None:
         text = Tokenizer.load(DEMO_MODEL)
-        # Use only letters, because a token that ends inside a character produces no event.
+        # Use only tokens of letters, because a token that ends inside a character produces no event.
         plain = [token for token in range(text.vocab_size) if text.vocabulary.bytes_of(token).isalpha()]
         self.rows: dict[str, PacedRequest] = {}
         self.nodes = [PacedNode(f"paced-{number}", plain[-997:], self.rows) for number in range(NUM_NODES)]
 
     async def run(self, rate: float, seconds: float) -> None:
-        """Call `step` of each node in turn, at `rate` tokens per second in total. A late call delays the next ones."""
+        """Call `step` of each node in turn, at `rate` tokens per second in total. A late call delays later calls."""
         period_s = len(self.rows) / rate / NUM_NODES
         due, end = time.monotonic(), time.monotonic() + seconds
         for node in itertools.cycle(self.nodes):
@@ -223,7 +224,7 @@ async def streams(router: RouterProcess, fleet: PacedFleet, count: int, delays: 
 
 
 async def streaming(router: RouterProcess, fleet: PacedFleet, rate: float, seconds: float) -> dict[str, float]:
-    """Measure CPU time per token and delay of the router, with 256 streams and `rate` tokens per second in total."""
+    """Measure the router's CPU time per token and its delay, with 256 streams and `rate` tokens per second in total."""
     delays: list[float] = []
     async with streams(router, fleet, NUM_STREAMS, delays):
         await fleet.run(rate, 1.0)
@@ -244,7 +245,7 @@ async def streaming(router: RouterProcess, fleet: PacedFleet, rate: float, secon
 
 async def memory(router: RouterProcess, fleet: PacedFleet) -> dict[str, float]:
     """Measure how much memory the router needs for each open stream."""
-    async with streams(router, fleet, NUM_STREAMS, []):  # exclude memory that stays allocated after the first streams
+    async with streams(router, fleet, NUM_STREAMS, []):  # memory that the first streams leave allocated is not counted
         await fleet.run(1000, 1)
     before = memory_of(router.pid)
     async with streams(router, fleet, NUM_IDLE, []):

@@ -2,9 +2,10 @@
 
     python -m benchmarks transport
 
-A push transfers 64 MiB of rows in random order on both sides. Just before it, a `memcpy` of the same size between two
-pools of one process is measured for comparison. CPU time includes both processes. A timer runs every millisecond on
-the receiver's event loop. Its largest delay is the longest time that other work on the loop would have waited.
+A push transfers 64 MiB of rows in random order on both sides. Just before each push, a `memcpy` of the same size
+between two pools of one process is measured for comparison. The CPU time is that of both processes. A timer runs every
+millisecond on the receiver's event loop. The largest delay of this timer is the longest time that other work on the
+loop would have waited.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ async def channel_of(kind: str, memory: HostMemory, directory: str) -> ShmChanne
 
 
 class TransportReceiver:
-    """The receiving process: a channel on its own event loop. `facts` is the channel's descriptor."""
+    """The receiving process, with a channel on its own event loop. `facts` is the channel's descriptor."""
 
     def __init__(self, kind: str, row_bytes: int, directory: str) -> None:
         self._loop = uvloop.new_event_loop()
@@ -57,7 +58,8 @@ class TransportReceiver:
         self.facts = self._channel.descriptor().hex()
 
     def used(self, reservation: str = "") -> list[float]:
-        """Grant `reservation` if given. Return CPU seconds, and the event loop's largest delay since the last call."""
+        """Grant `reservation` if given. Return the process's CPU seconds so far, and the event loop's largest delay
+        since this method was last called."""
         if reservation:
             rows = range(len(self._memory.rows))
             self._loop.call_soon_threadsafe(self._channel.grant, bytes.fromhex(reservation), rows)
@@ -72,7 +74,7 @@ class TransportReceiver:
 
 
 async def pushes(kind: str, row_bytes: int, count: int) -> list[dict[str, float]]:
-    """Measure `count` pushes to one receiver, after a push that connects to it and maps its memory."""
+    """Measure `count` pushes to one receiver. A push before them connects to the receiver and maps its memory."""
     ours, local = (HostMemory(PUSH_BYTES // row_bytes, row_bytes) for _ in range(2))
     ours.rows[:] = 1
     rows, found = list(range(len(ours.rows))), []

@@ -1,1 +1,1 @@
-"""The `baton` command. It starts, watches, checks and queries a cluster."""
+"""The `baton` command, which starts, watches, checks and queries a cluster."""

@@ -55,7 +55,7 @@ def _app() -> typer.Typer:
 
 
 def _run(name: str, settings: Settings) -> int:
-    """Run a command that takes all the settings of a process."""
+    """Run the command `name`, whose flags are the settings of a process."""
     match settings:
         case DoctorSettings():
             from cluster.doctor import run_doctor
@@ -91,7 +91,7 @@ def _options(
 def _print_version() -> None:
     try:
         print(f"baton {version('baton-serve')}")
-    except PackageNotFoundError:  # this is a checkout that is not installed
+    except PackageNotFoundError:  # the package is not installed, so this is a checkout
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         print(f"baton {project['version']}")
     raise typer.Exit

@@ -13,8 +13,8 @@ import httpx
 from shared.api_client import bearer
 
 TIMEOUT_S = 5.0
-ANSWER_S = 120.0  # an answer may begin late on a busy cluster
-FRAME_S = 1.0  # between two updates of `baton top`
+ANSWER_S = 120.0  # timeout of a chat answer, which may begin late on a busy cluster
+FRAME_S = 1.0  # time between two updates of `baton top`
 COLUMNS = (
     *("node", "role", "state", "running", "waiting", "batch", "KV blocks", "steps/s", "busy"),
     *("handoffs", "moved", "channels"),
@@ -24,7 +24,7 @@ Document = dict[str, Any]
 
 
 class UnreachableError(Exception):
-    """No router answers at the URL, or the answer is not that of a router. The message is one line."""
+    """No router answers at the URL, or the answer is an error or is not from a router. The message is one line."""
 
 
 def fails_with_1(command: str, run: Callable[[], int]) -> int:
@@ -40,9 +40,9 @@ def fails_with_1(command: str, run: Callable[[], int]) -> int:
 def request(
     method: str, url: str, path: str, api_key: str, timeout_s: float | None = TIMEOUT_S, body: Document | None = None
 ) -> Iterator[httpx.Response]:
-    """Send a request and yield the streamed response. Raises UnreachableError, also if the response is an error."""
+    """Send a request and yield the streamed response. Raises UnreachableError on failure or an error response."""
     try:
-        # Ignore proxy settings, because the default URL is on this machine.
+        # Ignore the environment's proxy settings, because the default URL is on this machine.
         client = httpx.Client(
             timeout=httpx.Timeout(timeout_s, connect=TIMEOUT_S), trust_env=False, headers=bearer(api_key)
         )
@@ -115,7 +115,7 @@ def _screen(status: Document) -> Any:
 
 
 def fetch_status(url: str, api_key: str = "") -> Document:
-    """Return the document of GET /v1/status. Raises UnreachableError."""
+    """Return the answer to GET /v1/status. Raises UnreachableError if there is none."""
     with request("GET", url, "/v1/status", api_key) as response:
         response.read()
         status: Document = response.json()
@@ -137,7 +137,7 @@ def summary(status: Document) -> str:
 
 
 def row_of(node: Document) -> tuple[str, ...]:
-    """Return the row of a node. A batch such as "512p+8d" has 512 prompt tokens and 8 decodes."""
+    """Return the cells of a node's row. The batch "512p+8d" has 512 prompt tokens and 8 decodes."""
     batch, busy, blocks = node.get("batch") or {}, node.get("busy"), node.get("blocks") or {}
     decodes, total = batch.get("decodes") or 0, blocks.get("total", 0)
     counts = {"p": (batch.get("tokens") or 0) - decodes, "d": decodes} if node.get("running") else {}
@@ -185,7 +185,7 @@ def size_text(size: float) -> str:
 
 
 def change_role(url: str, node: str, role: str, api_key: str = "") -> int:
-    """Change a node's role, wait while it drains, and print the result."""
+    """Change a node's role, wait until the node has drained, and print the result."""
     path = f"/v1/nodes/{quote(node, safe='')}/role"
     with request("POST", url, path, api_key, timeout_s=None, body={"role": role}) as response:
         response.read()
@@ -198,9 +198,9 @@ def change_role(url: str, node: str, role: str, api_key: str = "") -> int:
 
 
 def run_chat(url: str, api_key: str, system: str, **options: float | None) -> int:
-    """Answer the prompts from standard input, one per line. Return 1 if a prompt from a pipe got no answer, else 0.
+    """Answer prompts from standard input, one per line. Return 1 if a prompt from a pipe got no answer, else 0.
 
-    `options` are fields of the requests. If an answer fails or is stopped, its question is not kept.
+    `options` are fields of each request. If an answer fails or is stopped, its question leaves the conversation.
     """
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -245,7 +245,7 @@ def _prompts(is_terminal: bool) -> Iterator[str]:
 
 
 def _answer(url: str, api_key: str, fields: Document) -> str:
-    """Print an answer as it arrives, and its timing to stderr. Return its text. Raises UnreachableError."""
+    """Print an answer as it arrives, then its timing to stderr. Return the answer's text. Raises UnreachableError."""
     body = {name: value for name, value in fields.items() if value is not None}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     text, num_tokens, started, ttft_s, total_s = "", 0, time.monotonic(), 0.0, 0.0

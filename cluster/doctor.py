@@ -1,6 +1,6 @@
-"""`baton doctor`: checks this installation or a running cluster, and changes nothing.
+"""The `baton doctor` command, which checks this installation or a running cluster, and changes nothing.
 
-Without --url, it checks this machine. It starts small clusters, whose answers must be equal in both modes and over
+Without --url, it checks this machine and starts small clusters, whose answers must be equal in both modes and over
 every KV channel. With --url, it checks the registry and the nodes of that cluster, and that answers are repeatable.
 """
 
@@ -36,16 +36,16 @@ from shared.registry import RedisRegistry
 from shared.rpc import tls
 
 REDIS_S = 3.0
-PROMPT_TOKENS = (1, 16, 33, 130, 700)  # at, near and beyond the boundaries of blocks and chunks
-IDS = 250  # every vocabulary contains the token ids below this
+PROMPT_TOKENS = (1, 16, 33, 130, 700)  # lengths at, near and beyond the boundaries of blocks and chunks
+IDS = 250  # token ids in prompts are lower, so that every vocabulary has them
 CLOCK_MS = 1000.0  # a larger difference between clocks causes a warning
 IDLE_S = 10.0
 CO_LOCATED = "co-located"
-CHOSEN = {"kv_channel", "kv_directory", "cpus", "emulate"}  # settings of the clusters that doctor starts
+CHOSEN = {"kv_channel", "kv_directory", "cpus", "emulate"}  # settings that doctor itself chooses
 
 
 class Finding(NamedTuple):
-    """The result of a check. `text` describes it and, if it is a problem, says how to fix it."""
+    """The result of a check. `text` describes the result and, if there is a problem, says how to fix it."""
 
     name: str
     level: Literal["ok", "warning", "failed"]
@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 
 class CheckWarning(Exception):
-    """Baton will run, but not well. The message says why, and how to fix it."""
+    """A check found that Baton will run, but not well. The message says why, and how to fix it."""
 
 
 def run_doctor(settings: DoctorSettings) -> int:
@@ -82,7 +82,7 @@ async def examine(name: str, check: Callable[[], str | Awaitable[str]]) -> Findi
         return Finding(name, "ok", await found if inspect.isawaitable(found) else found)
     except CheckWarning as warning:
         return Finding(name, "warning", str(warning))
-    except Exception as error:  # noqa: BLE001 - a check never ends the others
+    except Exception as error:  # noqa: BLE001 - an error in one check must not prevent the others
         is_known = isinstance(error, ValueError | OSError | ImportError | EndpointError) and str(error)
         return Finding(name, "failed", str(error) if is_known else f"{type(error).__name__}: {error}")
 
@@ -164,7 +164,7 @@ async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
         return f"{endpoint.model} at {settings.url}"
 
     async def replays() -> str:
-        """Check that answers repeat. With a random salt, the first answers cannot use the prefix cache."""
+        """Check that a prompt always gets the same answer. The salt keeps the first answers from cached prefixes."""
         prompts, salt = _prompts(endpoint.max_model_len), secrets.token_hex(8)
         answers = {"at once": await greedy_answers(endpoint, prompts, salt)}
         answers["from the prefix cache"] = await greedy_answers(endpoint, prompts, salt)
@@ -222,7 +222,7 @@ def _channels(status: Document) -> str:
 
 
 def _clocks(status: Document) -> str:
-    """Check the clocks of the nodes. A router without the dashboard does not know their offsets."""
+    """Check that the nodes' clocks agree with the router's. Without the dashboard, a router knows no offsets."""
     offsets = {node["id"]: node["clock_offset_ms"] for node in status["nodes"] if "clock_offset_ms" in node}
     if skewed := [f"{name} by {-offset:+.0f} ms" for name, offset in offsets.items() if abs(offset) > CLOCK_MS]:
         raise CheckWarning(f"clocks differ from the router's: {', '.join(skewed)}: synchronize them with NTP")
@@ -252,7 +252,8 @@ STATUS_CHECKS: dict[str, Callable[[Document], str]] = {
 
 
 async def _replays_here(settings: DoctorSettings) -> AsyncIterator[Finding]:
-    """Compare the answers of a co-located cluster with those of a cluster for each KV channel, or for --kv-channel."""
+    """Compare the answers of a co-located cluster with those of one disaggregated cluster per KV channel. If
+    --kv-channel names a channel, compare only with that channel's cluster."""
     model_name = settings.model or str(DEMO_MODEL)
     on_gpus = 0 if settings.device == "cpu" else num_gpus()
     every = ("cuda_ipc" if on_gpus else "shm", "tcp", "pool")
@@ -276,7 +277,7 @@ async def _replays_here(settings: DoctorSettings) -> AsyncIterator[Finding]:
 
 
 def _arm(settings: DoctorSettings, name: str, directory: str) -> Arm:
-    """Return the arm of a cluster with the user's settings. Unless it is co-located, it hands off every prompt."""
+    """Return an arm with the user's settings. Unless the arm is co-located, its cluster hands off every prompt."""
     given = {
         field: format_value(getattr(settings, field))
         for field, about in ComputingSettings.model_fields.items()
@@ -318,7 +319,7 @@ def _prompts(max_model_len: int) -> list[list[int]]:
 
 
 def same_tokens(answers: Mapping[str, Sequence[Sequence[int]]]) -> str:
-    """Check that all answers are equal. The keys of `answers` name the cluster or method."""
+    """Check that all clusters or methods, which are the keys of `answers`, gave the same answers."""
     if different := different_answers(answers):
         raise ValueError(
             f"{different[0]} ({len(different)} differ): either KV does not arrive as it was sent, or the nodes "

@@ -35,7 +35,7 @@ def up(settings: LocalSettings) -> int:
     other. Raises ConfigError, before any process starts, if the settings are invalid.
     """
     settings, key = with_own_key(checked(settings))
-    if not settings.cluster_secret_file and not settings.registry:  # with Redis, nodes may be on other hosts
+    if not settings.cluster_secret_file and not settings.registry:  # with Redis, there may be other hosts
         settings = settings.model_copy(update={"cluster_secret_file": own_secret(settings.kv_directory)})
     children = plan(settings, settings.cpus or sorted(os.sched_getaffinity(0)))
     say = printer([child.name for child in children])
@@ -43,9 +43,9 @@ def up(settings: LocalSettings) -> int:
 
 
 def with_own_key(settings: LocalSettings) -> tuple[LocalSettings, str]:
-    """Add an admin key to the settings if they have keys. Return the settings, and the key or "".
+    """If the settings have API keys, add a new admin key. Return the settings, and the new key or "".
 
-    This process uses the key for its own requests to the router.
+    This process uses the new key for its own requests to the router.
     """
     if not (settings.api_keys_file or settings.api_keys):
         return settings, ""
@@ -96,7 +96,7 @@ def num_ready(status: Any) -> int:
 
 
 async def until_answers(url: str, is_enough: Callable[[Any], bool], key: str = "") -> None:
-    """Repeat a request until its status is 200 and `is_enough` returns True for its JSON."""
+    """Repeat a request until the response has status 200 and `is_enough` returns True for its JSON."""
     import httpx
 
     # Ignore the environment's proxy settings, because the router is on this machine.
@@ -110,7 +110,7 @@ async def until_answers(url: str, is_enough: Callable[[Any], bool], key: str = "
 
 
 def printer(names: Iterable[str]) -> Say:
-    """Return a function that prints a line after the name of a process."""
+    """Return a function that prints the name of a process and then a line of its output."""
     width = max(map(len, names))
     return lambda name, line: print(f"{name:<{width}} | {line}", flush=True)
 
@@ -118,9 +118,9 @@ def printer(names: Iterable[str]) -> Say:
 class LocalCluster:
     """The running processes of `children`.
 
-    `baton up` creates one, and calls `run` on the event loop. It restarts nodes that end, stops the cluster when the
-    router ends, and leaves no process behind. After SIGTERM, a process has `drain_timeout_s` seconds to end before it
-    is killed. `all_ready` waits until every node takes requests.
+    `baton up` creates one, and calls `run` on the event loop. `run` restarts nodes that end, stops the cluster when the
+    router ends, and leaves no process behind. After SIGTERM, a process has `drain_timeout_s` + GRACE_S seconds to end
+    before it is killed. `all_ready` waits until every node takes requests.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class LocalCluster:
     async def run(self) -> int:
         """Run the processes until they have all ended, and return the exit status.
 
-        The status is 0 after one signal. After a second signal, it is 128 plus the number of that signal.
+        The exit status is 0 after one signal. After a second signal, it is 128 plus the number of the second signal.
         """
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -151,7 +151,7 @@ class LocalCluster:
         try:
             self._keepers = {child.name: loop.create_task(self._keep(child)) for child in self._children}
             for keeper in self._keepers.values():
-                keeper.add_done_callback(lambda _: self._ending.set())  # even if the child cannot be started
+                keeper.add_done_callback(lambda _: self._ending.set())  # also if the child cannot be started
             await self._ending.wait()
             if self._rolling is not None:
                 self._rolling.cancel()
@@ -233,12 +233,12 @@ class LocalCluster:
             stderr=STDOUT,
             limit=MAX_LINE_BYTES,
             env=inherited(os.environ) | child.environment,
-            start_new_session=True,  # so that Ctrl-C at the terminal reaches only this process
+            start_new_session=True,  # so that Ctrl-C at the terminal reaches only the parent process
             preexec_fn=set_parent_death_signal(os.getpid()),
         )
         self._processes[child.name] = process
         if self._ending.is_set():
-            process.kill()  # it has just started, so it has nothing to drain
+            process.kill()  # the process has just started, so it has nothing to drain
         relay = asyncio.create_task(self._relay(child.name, process))
         try:
             return await process.wait()
@@ -271,7 +271,8 @@ async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
 def restart_delay_s(restarts: Sequence[float], now: float) -> float:
     """Return the delay before the next restart.
 
-    It doubles with each restart in the last minute, and enforces the maximum number of restarts per minute.
+    The delay doubles with each restart in the last minute. After RESTARTS_PER_MINUTE restarts in the last minute, it
+    lasts until the oldest of them is a minute ago.
     """
     recent = [at for at in restarts if now - at < 60]
     if len(recent) >= RESTARTS_PER_MINUTE:

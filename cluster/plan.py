@@ -30,14 +30,14 @@ from shared.model_files import DEMO_MODEL, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUTER = "router"
-# Iterations for which a waiting OpenMP thread spins before it sleeps: a few µs. By default, it spins for milliseconds.
-# If the router or another node shares its core, spinning may take time from the thread that it waits for.
+# Number of times that a waiting OpenMP thread spins before it sleeps: a few µs. The default is milliseconds.
+# If the router or another node shares its core, a spinning thread may take time from the thread that it waits for.
 SPIN = "1000"
 MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors")
 
 
 def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
-    """Parse a list of GPUs such as "cuda:0,cuda:1", or "" for none. Raises ValueError if it is invalid."""
+    """Parse a list of GPUs such as "cuda:0,cuda:1", or "" for none. Raises ValueError if the list is invalid."""
     names = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
     if names == [""]:
         return ()
@@ -55,7 +55,7 @@ Devices = Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
 class LocalSettings(ServingSettings, ComputingSettings):
     """The cluster"""
 
-    needed: ClassVar[tuple[str, ...]] = ()  # the default model is the demo model
+    needed: ClassVar[tuple[str, ...]] = ()  # no setting is required; the default model is the demo model
 
     prefill: int = Field(default=1, ge=0, le=256, description="Number of prefill nodes.")
     decode: int = Field(default=0, ge=0, le=256, description="Number of decode nodes; 0: 1, colocated 1 + --prefill.")
@@ -133,7 +133,7 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
     for (role, number), cpus, device in zip(names, share_out(cores, len(names)), places, strict=True):
         name = f"{role}-{number}"
         num_threads = settings.threads or len(cpus) or 1
-        # If other machines use the same Redis, these names would not be unique.
+        # With Redis as registry, nodes of other machines may have the same names, so these are not used as ids.
         own = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0, "threads": num_threads}
         own |= {"device": device, "gpu_memory_utilization": settings.gpu_memory_utilization / places.count(device)}
         node = _part(settings, NodeSettings, own | {"registry": registry})
@@ -142,7 +142,7 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
 
 
 def share_out(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
-    """Divide all cores among the nodes in adjacent groups. If there are fewer cores than nodes, do not pin nodes."""
+    """Divide all cores among the nodes in groups of adjacent cores. With fewer cores than nodes, do not pin nodes."""
     if len(cores) < num_nodes:
         return [()] * num_nodes
     ends = [len(cores) * number // num_nodes for number in range(num_nodes + 1)]
@@ -161,7 +161,7 @@ def checked(settings: LocalSettings) -> LocalSettings:
     for pattern in MODEL_FILES:
         if not any(directory.glob(pattern)):
             raise ConfigError(f"--model {settings.model or directory}: contains no {pattern}")
-    # A downloaded model is served by its hub id, because its directory's name is a hash.
+    # A downloaded model is served under its hub id, because the name of its directory is a hash.
     is_downloaded = bool(settings.model) and not Path(settings.model).expanduser().is_dir()
     update: dict[str, object] = {
         "model": str(directory.resolve()),
@@ -179,13 +179,13 @@ SettingsKind = TypeVar("SettingsKind", bound=Settings)
 
 
 def _part(settings: LocalSettings, kind: type[SettingsKind], own: dict[str, object]) -> SettingsKind:
-    """Return the settings of one process. `own` adds to the common settings, or overrides them."""
+    """Return the settings of one process. The settings in `own` are added to the common settings, or override them."""
     common = {name: getattr(settings, name) for name in kind.model_fields if name in LocalSettings.model_fields}
     return kind(**(common | own))
 
 
 def _child(name: str, module: str, settings: Settings, num_threads: int) -> Child:
-    # -P: do not import a module of the same name from the current directory.
+    # -P keeps Python from importing a module of the same name from the current directory.
     environment = {**settings.environment(), "OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}
     return Child(name, (sys.executable, "-P", "-m", module), environment)
 

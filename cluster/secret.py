@@ -1,6 +1,7 @@
 """`baton secret` writes the secret of a cluster, and `baton key` creates an API key for a tenant.
 
-`baton up` uses a secret, so that processes of other users cannot join. Keys are printed once and not stored.
+`baton up` uses a secret, so that processes of other users cannot join the cluster. API keys are printed once; only
+their hashes are stored.
 """
 
 import datetime
@@ -23,9 +24,9 @@ KEY_BYTES = 32
 
 
 def new_pem() -> bytes:
-    """Return a new private key and its self-signed certificate. It stays valid if a clock is wrong."""
+    """Return a new private key and its self-signed certificate, whose dates of validity allow for wrong clocks."""
     key = ec.generate_private_key(ec.SECP256R1())
-    # A unique name distinguishes the certificates while one replaces the other.
+    # While a new certificate replaces an old one, their unique names distinguish them.
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"baton cluster {secrets.token_hex(8)}")])
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
@@ -41,7 +42,7 @@ def new_pem() -> bytes:
 
 
 def write_secret(path: Path) -> bool:
-    """Write a new secret atomically, readable only by its owner. Return False if the file exists. Raises OSError."""
+    """Write a new secret file atomically, readable only by its owner. Return False if it exists. Raises OSError."""
     written = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -56,7 +57,7 @@ def write_secret(path: Path) -> bool:
 
 
 def run_secret(file: Path, *, if_absent: bool) -> int:
-    """Write a secret and return 0. If that fails, print one line on stderr and return 1.
+    """Write a secret file and return 0. If that fails, print one line on stderr and return 1.
 
     With `if_absent`, an existing file is not an error.
     """
@@ -71,7 +72,7 @@ def run_secret(file: Path, *, if_absent: bool) -> int:
 
 
 def own_secret(directory: str) -> str:
-    """Return the path of this user's secret, and write it if needed. Raises ConfigError if that fails."""
+    """Return the path of this user's secret file, and write it if it does not exist. Raises ConfigError on failure."""
     try:
         path = private(directory).absolute() / NAME
         write_secret(path)

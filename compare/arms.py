@@ -1,6 +1,6 @@
 """The arms of a comparison, parsed from text such as `disaggregated:1p1d@prefill_first`.
 
-An `Arm` only describes a stack; `compare.run.deployments` starts its processes.
+An `Arm` only describes a stack; `compare.run.deployments` starts the stack's processes.
 """
 
 import re
@@ -26,13 +26,13 @@ class ArmSettings(ServingSettings, ComputingSettings):
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One stack under comparison: how many nodes of each role it has, one per device, and its settings."""
+    """One stack under comparison: its number of nodes of each role, with one node per device, and its settings."""
 
     name: str
     prefill: int
     decode: int
     settings: Mapping[str, str] = field(default_factory=dict)  # values as text, by the field names of ArmSettings
-    url: str = ""  # set for a running stack, whose numbers of nodes are 0 until it is connected
+    url: str = ""  # set for a running stack; its numbers of nodes are 0 until a client has connected to it
 
     @property
     def devices(self) -> int:
@@ -63,7 +63,7 @@ class Arm:
 
 
 def parse_arm(text: str, common: Mapping[str, str] = {}) -> Arm:
-    """Parse one arm. Its own settings override `common`. Raises ConfigError, which names the part that is wrong."""
+    """Parse one arm. Its own settings override `common`. Raises a ConfigError that names the wrong part."""
     topology, _, tail = text.partition("@")
     match = TOPOLOGY.fullmatch(topology)
     if match is None:

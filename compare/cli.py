@@ -1,4 +1,4 @@
-"""The `baton compare` command. It imports its modules when it runs, so that `baton --help` is fast."""
+"""The `baton compare` command, which imports its modules only when it runs, so that `baton --help` is fast."""
 
 import asyncio
 import inspect

@@ -12,7 +12,7 @@ from shared.api_client import bearer
 
 REQUEST_TIMEOUT_S = 60.0
 IDLE_POLL_S = 0.2
-IDLE_POLLS = 3  # consecutive polls without a new step; nodes report twice a second
+IDLE_POLLS = 3  # a stack is idle after this many consecutive polls without a new step; nodes report twice a second
 SUMMARIES = 4000  # a router keeps at most this many summaries
 
 Document = dict[str, Any]
@@ -23,9 +23,9 @@ class EndpointError(Exception):
 
 
 class Endpoint:
-    """Client of one stack, used on one event loop. All methods that send requests raise EndpointError if they fail.
+    """Client of one stack, used on one event loop. Methods that send requests raise EndpointError if a request fails.
 
-    `connect` sets `is_baton`, `model` and `max_model_len` (0: unknown).
+    `connect` sets `is_baton`, `model` and `max_model_len` (0 if unknown).
     """
 
     def __init__(self, url: str, api_key: str = "") -> None:

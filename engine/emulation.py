@@ -1,6 +1,6 @@
-"""Descriptions of emulated devices, read from JSON: step times, KV capacity and link speed.
+"""Descriptions of emulated devices, which are read from JSON files: step times, KV capacity and link speed.
 
-The files in `costs/` give the source of each number, and the error of the model relative to published measurements.
+The files in `costs/` state the source of each number, and the errors of predicted step times against published ones.
 """
 
 import json
@@ -17,7 +17,7 @@ MAX_NUMBER = 1e15
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """A push of n bytes of KV takes `latency_s` + n / `bytes_per_s` seconds."""
+    """The speed of a link: a push of n bytes of KV takes `latency_s` + n / `bytes_per_s` seconds."""
 
     latency_s: float
     bytes_per_s: float
@@ -25,7 +25,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """One model on one device. Its memory holds the KV of `kv_tokens` tokens."""
+    """An emulated device that runs one model. Its memory holds the KV of `kv_tokens` tokens."""
 
     name: str
     cost: CostModel
@@ -35,9 +35,9 @@ class Emulation:
 
 
 def load_emulation(name: str) -> Emulation:
-    """Load an emulation. `name` is a name in `costs/` or a JSON file, with an optional link: h200-llama-3.1-8b@100gbe.
+    """Load an emulation. `name` is a JSON file, or a name in `costs/`, which may end with a link, such as @100gbe.
 
-    Raises ValueError if the file or a field is missing or invalid. The message names the file and the field.
+    Raises ValueError if the file or a field is missing or invalid. The error message names the file and the field.
     """
     base, _, link = (name, "", "") if Path(name).is_file() else name.partition("@")
     path = Path(base) if Path(base).is_file() else COSTS / f"{base}.json"
@@ -49,7 +49,7 @@ def load_emulation(name: str) -> Emulation:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"--emulate {path}: not valid JSON: {error}") from None
     except (TypeError, ValueError) as error:
-        message = " ".join(str(error)[:300].split())  # names in the file may contain newlines
+        message = " ".join(str(error)[:300].split())  # keys in the file may contain newlines
         raise ValueError(f"--emulate {path}: {message}") from None
 
 

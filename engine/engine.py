@@ -2,11 +2,11 @@
 
 The loop takes commands, decides a step, launches it, and reports its results. If the runner can run ahead, the loop
 launches the next step before it processes the results of the previous one, so that the device never waits for the host
-(SGLang's overlapped scheduling, vLLM's async scheduling). If a request ended in the previous step, its slice of the
-next step is discarded.
+(SGLang's overlapped scheduling, vLLM's async scheduling). If a request ends in the previous step, the result of its
+slice in the next step is discarded.
 
-An iteration of the loop lasts from the end of the previous one (or of a wait for work) until the results of its step
-have been reported. This is the time between two tokens at the client, and the step-time model is fitted to it.
+An iteration of the loop begins when the previous iteration or a wait for work ends, and ends when the results of its
+step have been reported. Its duration is the time between two tokens at the client. The step-time model predicts it.
 """
 
 import logging
@@ -32,7 +32,7 @@ STUCK_S = 5.0
 
 
 class StepTiming(NamedTuple):
-    """The times of a step: the start of its pass (Unix time), the pass, and the rest of the iteration."""
+    """The times of a step: the start of its pass (Unix time), the length of the pass, and the rest of the iteration."""
 
     step: Step
     start_ns: int
@@ -44,29 +44,29 @@ class EngineListener(Protocol):
     """Receives the engine's reports. All methods are called on the engine's thread and must not block."""
 
     def on_turn(self, scheduler: Scheduler) -> None:
-        """An iteration of the loop begins, or the idle engine has looked for commands."""
+        """Called when an iteration of the loop begins, and when the idle engine has looked for commands."""
 
     def on_receiving(self, requests: list[Request]) -> None:
-        """Blocks have been reserved for the KV of these requests."""
+        """Called when blocks have been reserved for KV that these requests receive."""
 
     def on_scheduled(self, step: Step) -> None:
-        """A step has been decided and is about to be launched."""
+        """Called when a step has been decided, before it is launched."""
 
     def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None:
-        """A step has ended. `events` are from the scheduler; `outputs` has the runner's output for each slice."""
+        """Called when a step has ended. `events` come from the scheduler; `outputs` are the runner's, one per slice."""
 
     def on_timing(self, timing: StepTiming) -> None:
-        """The iteration of a step has ended."""
+        """Called when the iteration of a step has ended."""
 
     def on_failure(self, error: BaseException) -> None:
-        """The engine has failed and its thread is about to end."""
+        """Called when the engine has failed, before its thread ends."""
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was launched and whose results have not been processed.
+    """A step that was launched, but whose results have not been processed yet.
 
-    `pending` is None if the launch failed, or if the step before it failed.
+    `pending` is None if the launch of this step failed, or if the previous step failed.
     """
 
     step: Step
@@ -78,32 +78,32 @@ class InFlightStep:
 class Engine:
     """Runs the scheduler's steps on the runner's device, on a separate thread.
 
-    The node creates the engine, starts and stops it, and reaches the scheduler only through `post`. `post`,
+    The node creates, starts and stops the engine, and uses the scheduler only by commands given to `post`. `post`,
     `is_running`, `progress` and `allowed_s` may be used from any thread. The engine's thread owns the scheduler and the
     runner, and makes all calls to the listener.
 
     Commands run between two steps, in the order in which they were posted. If a step fails, its slices run again one by
     one, and only the requests that fail again end. Before the engine reports these failures, it checks that the device
-    still works. If the device fails, or if anything else does, the engine calls `on_failure` and its thread ends.
+    still works. If the device does not work, or on any other error, the engine calls `on_failure` and its thread ends.
     """
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, listener: EngineListener, stuck_s: float = STUCK_S
     ) -> None:
-        """`stuck_s` is the shortest watchdog deadline: see `StepDeadline.least_s`."""
+        """`stuck_s` is the shortest deadline of the watchdog; see `StepDeadline.least_s`."""
         self._scheduler = scheduler
         self._runner = runner
         self._listener = listener
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._fit = CostFit()
-        self._flight: InFlightStep | None = None  # kept for the next iteration only if the runner runs ahead
+        self._flight: InFlightStep | None = None  # None between iterations, unless the runner runs ahead
         self._turn_began_ns = self._pass_ended_ns = now_ns()
         self._deadline = StepDeadline(stuck_s)
-        self._idle_s = min(IDLE_S, stuck_s / 4)  # an idle engine must not seem stuck
-        self._is_audited = True  # no command was run since the last full check of the ledger
-        self.progress = 0  # changes in every iteration of the loop, and at least once a second while idle
-        self.allowed_s = stuck_s  # the watchdog's deadline for `progress` to change, in seconds
+        self._idle_s = min(IDLE_S, stuck_s / 4)  # short enough that an idle engine does not seem stuck
+        self._is_audited = True  # whether no command has run since the last full check of the ledger
+        self.progress = 0  # increases in every iteration of the loop, and at least once a second while idle
+        self.allowed_s = stuck_s  # seconds in which `progress` must change; otherwise the watchdog acts
 
     def start(self) -> None:
         self._thread.start()
@@ -115,11 +115,11 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the thread runs. It may still run after a `stop` that timed out."""
+        """Return whether the engine's thread runs. It may still run after `stop` has timed out."""
         return self._thread.is_alive()
 
     def post(self, command: Command) -> None:
-        """Queue `command`. It is called with the scheduler between two steps, in the order of posting. Thread-safe."""
+        """Queue `command`, which is called with the scheduler between two steps, in posting order. Thread-safe."""
         self._inbox.put(command)
 
     def _run(self) -> None:
@@ -133,7 +133,7 @@ class Engine:
             raise
 
     def _take_commands(self) -> bool:
-        """Run the queued commands, waiting for one if there is nothing to run. Return False to stop the loop."""
+        """Run the queued commands. If there is no work, wait for a command. Return False if the loop must stop."""
         wait = waited = not self._scheduler.has_work and self._flight is None
         while True:
             self.progress += 1
@@ -154,7 +154,7 @@ class Engine:
             wait = wait and not self._scheduler.has_work
 
     def _audit(self) -> None:
-        """Check the ledger while idle, once after each burst of commands. With many blocks, this may take long."""
+        """Check the ledger, unless no command has run since the last check. Takes long if there are many blocks."""
         if not self._is_audited:
             self._is_audited = True
             self._scheduler.audit()
@@ -177,7 +177,7 @@ class Engine:
             self._finish_in_flight()
 
     def _finish_in_flight(self) -> None:
-        """Process the results of the step in flight, if there is one."""
+        """Wait for the step in flight, if there is one, and process its results."""
         if (flight := self._flight) is not None:
             self._flight = None
             self._finish(flight)
@@ -199,12 +199,12 @@ class Engine:
     def _finish(self, flight: InFlightStep) -> None:
         step, outputs = flight.step, self._outputs(flight)
         ended_ns = now_ns()
-        # The device begins a step after it has finished the previous one.
+        # The device begins this step when it has ended the previous one.
         began_ns, self._pass_ended_ns = max(flight.launched_ns, self._pass_ended_ns), ended_ns
         tokens = [output.token for output in outputs]
         events = self._scheduler.update(step, tokens, [bool(output.error) for output in outputs])
         self._listener.on_step(step, events, outputs)
-        if not any(output.error for output in outputs):  # a failed step may have ended early
+        if not any(output.error for output in outputs):  # a step with an error may have been shorter
             self._deadline.observe(step.work.tokens, (ended_ns - began_ns) / 1e9)
         self._ran(step, began_ns, ended_ns - began_ns)
 
@@ -216,7 +216,7 @@ class Engine:
         self._listener.on_timing(StepTiming(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
 
     def _wait_for_room(self, step: Step) -> None:
-        """Wait for a command if requests wait for blocks. A command that ends a transfer frees blocks."""
+        """Wait for a command if requests wait for blocks, because a command that ends a transfer frees blocks."""
         if step.receiving or not self._scheduler.has_work:
             return
         try:
@@ -231,7 +231,7 @@ class Engine:
             command(self._scheduler)
 
     def _outputs(self, flight: InFlightStep) -> list[SliceOutput]:
-        """Return the outputs of a step. If the step raised, run each slice alone, so that only faulty requests fail."""
+        """Return the outputs of a step. If it raised, run each slice alone, so that only faulty requests fail."""
         if flight.pending is not None:
             try:
                 outputs = flight.pending()
@@ -243,7 +243,7 @@ class Engine:
         return self._run_each(flight.step)
 
     def _discard_next(self) -> None:
-        """Discard the step after a failed one, because it read KV that was not written. It will run again."""
+        """Discard the results of the step after a failed one, which read missing KV. That step will run again."""
         if (behind := self._flight) is None:
             return
         if behind.pending is not None:
@@ -262,9 +262,9 @@ class Engine:
         return outputs
 
     def _check_device(self) -> None:
-        """Raise RuntimeError if the device fails even without the requests, which are then not at fault.
+        """Raise RuntimeError if a warm-up step fails too, since then the device is at fault and not the requests.
 
-        The engine then fails before it reports a request as failed, so that all requests are retried on other nodes.
+        The engine thus fails before it reports any request as failed, so that all requests are retried on other nodes.
         """
         self.progress += 1
         try:
@@ -289,5 +289,5 @@ def _pass_slices(slices: list[Slice]) -> None:
 
 
 def _is_live(slice_: Slice) -> bool:
-    """Return whether the request was neither ended nor preempted since the slice was scheduled."""
+    """Return whether the request has neither ended nor been preempted since the slice was scheduled."""
     return slice_.request.state is RequestState.RUNNING and slice_.epoch == slice_.request.epoch

@@ -1,7 +1,7 @@
-"""Two runners without a model, for tests and emulation. Their tokens show whether the right KV is in the right place.
+"""Runners without a model, for tests and emulation. Their tokens show whether the right KV is in the right place.
 
-The KV of a position is 32 bytes: a running sum over all tokens up to it. Each token adds pseudorandom numbers that
-depend on the token and its position. A chunk is computed at once, from the KV of the position before it.
+The KV of a position has 32 bytes: a sum over all tokens up to this position. Each token adds pseudorandom numbers that
+depend on the token and its position. A chunk is computed at once, from the KV of the position before the chunk.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from engine.runner import Runner, SliceOutput
 from scheduler.request import Slice, Step, cdiv
 
 log = logging.getLogger("baton.emulated")
-LANES = 4  # 64-bit integers per position, so 32 bytes, as in a KVLayout with 1 layer, 1 head, head_dim 4 and float32
-# If the engine's work between two passes, or a late end of a sleep, delays a pass, the next pass is shortened by up to
-# this time. This emulates a device whose next step is already queued.
+LANES = 4  # 64-bit integers per position: 32 bytes, as in a KVLayout with 1 layer, 1 head, head_dim 4 and float32
+# If the host delays the start of a pass by at most this time, the pass still counts as started when the previous one
+# ended. This emulates a device whose next step is already queued.
 ABSORBED_S = 0.002
 
 Lanes = NDArray[np.uint64]
@@ -29,8 +29,9 @@ Lanes = NDArray[np.uint64]
 class HashRunner(Runner):
     """A substitute for `TorchRunner`. `rows` is the KV pool, uint8 [num_blocks, at least block_tokens * 32].
 
-    The next token is a hash of all KV of the request, read back from the pool. Any stale, torn, foreign or misplaced
-    block therefore changes the token. Sampling parameters are ignored, and there are no logprobs.
+    The next token is a hash of all KV of the request, read back from the pool. It is therefore
+    wrong if any block is stale, incomplete, misplaced or from another request. Sampling parameters are ignored, and
+    there are no logprobs.
     """
 
     def __init__(self, rows: NDArray[np.uint8], block_tokens: int, vocab_size: int) -> None:
@@ -42,7 +43,7 @@ class HashRunner(Runner):
         return [self.run_slice(slice_, slice_.request.blocks) for slice_ in step.slices]
 
     def run_slice(self, slice_: Slice, blocks: list[int]) -> SliceOutput:
-        """Compute a slice in `blocks`."""
+        """Compute a slice, with its KV in `blocks`."""
         request, row, size = slice_.request, np.asarray(blocks), self._kv.shape[1]
         positions, before = np.arange(slice_.start, slice_.end), slice_.start - 1
         state: Lanes = self._kv[row[before // size], before % size] if before >= 0 else _root(request.salt)
@@ -58,7 +59,7 @@ class HashRunner(Runner):
 
 
 class EmulatedRunner(HashRunner):
-    """A runner with the step times of an emulated device. It reads back the KV of the last position only.
+    """A runner with the step times of an emulated device. A token depends on the KV of only the last position.
 
     `overruns` counts passes that ended late because this machine is too slow for the emulated device.
     """
@@ -91,7 +92,7 @@ class EmulatedRunner(HashRunner):
 
     def _overrun(self, late_s: float) -> None:
         self.overruns += 1
-        if self.overruns.bit_count() == 1:  # at 1, 2, 4, 8 …
+        if self.overruns.bit_count() == 1:  # log at 1, 2, 4, 8, ... overruns
             log.warning(
                 "%d passes ended late, the last one by %.1f ms: this machine is too slow for the emulated device",
                 self.overruns,
@@ -105,7 +106,7 @@ class EmulatedRunner(HashRunner):
 def expected_tokens(
     prompt: Iterable[int], num_tokens: int, vocab_size: int, salt: bytes = b"", emulated: bool = False
 ) -> list[int]:
-    """Return the tokens that a `HashRunner` (or `EmulatedRunner`) must generate after `prompt`."""
+    """Return the tokens that a `HashRunner` (or `EmulatedRunner` if `emulated`) must generate after `prompt`."""
     pending, state, position, read = list(prompt), _root(salt), 0, hashlib.blake2b(digest_size=8)
     generated: list[int] = []
     while len(generated) < num_tokens:
@@ -126,7 +127,7 @@ def _root(salt: bytes) -> Lanes:
 
 
 def _sums(tokens: list[int], start: int) -> Lanes:
-    """Return running sums modulo 2**64 of pseudorandom numbers by token and position, uint64 [tokens, LANES]."""
+    """Return cumulative sums (modulo 2**64) of each token's pseudorandom numbers, uint64 [tokens, LANES]."""
     positions = np.arange(start, start + len(tokens), dtype=np.uint64)
     places = (positions << np.uint64(32)) | np.asarray(tokens, np.uint64)
     keys = np.add.outer(places * np.uint64(LANES), np.arange(LANES, dtype=np.uint64))
@@ -134,7 +135,7 @@ def _sums(tokens: list[int], start: int) -> Lanes:
 
 
 def _mixed(keys: Lanes) -> Lanes:
-    """Return splitmix64 (Steele, Lea and Flood 2014) of each key."""
+    """Hash each key with splitmix64 (Steele, Lea and Flood 2014)."""
     mixed = (keys + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

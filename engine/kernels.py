@@ -1,4 +1,4 @@
-"""The element-wise work of a decoder layer, between products and attention: the interface and the torch reference."""
+"""The element-wise work of a decoder layer, apart from products and attention: the interface, and a torch reference."""
 
 from typing import ClassVar, Protocol
 
@@ -13,23 +13,23 @@ from engine.models.rope import angles, inverse_frequencies, rotate
 
 
 class StepKernels(Protocol):
-    """The kernels of one step, created from its batch so that rotations and slots are computed once."""
+    """The kernels for one step. They are created from its batch, so that rotations and slots are computed once."""
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Return the RMS norm over the last dimension, computed in float32, in the shape and dtype of `rows`."""
 
     def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (hidden + update, its RMS norm), both [T, hidden_size]. May overwrite `hidden`."""
+        """Return the sum `hidden` + `update` and its RMS norm, both [T, hidden_size]. May overwrite `hidden`."""
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
-        """Return the rotated queries, [T, heads, head_dim], and store rotated keys and values in the batch's slots.
+        """Return the rotated queries, [T, heads, head_dim], and store rotated keys, and values, in the batch's slots.
 
         May overwrite `qkv` [T, (heads + 2 * kv_heads) * head_dim]. If q_norm and k_norm [head_dim] are given, the RMS
-        norm is applied to each head of q and k before rotation (Qwen3). A slot of -1 (padding) stores nothing.
+        norm is applied to each head of q and k before rotation (Qwen3). For a slot of -1 (padding), nothing is stored.
         """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(first half) * second half of [T, 2 * n], as [T, n]."""
+        """Return silu(gate) * up, [T, n], where gate and up are the halves of `gate_up` [T, 2 * n]."""
 
 
 class Kernels:
@@ -61,7 +61,7 @@ class TorchStep:
         self._pool = kernels.pool.tensor
         self._rotation = angles(batch.positions, kernels.frequencies)
         size = kernels.pool.layout.block_tokens
-        slots = batch.slots.clamp(min=0)  # padding is stored in the dummy block, number 0, which is never read
+        slots = batch.slots.clamp(min=0)  # the KV of padding goes to block 0, the dummy block, which is never read
         self._blocks = slots // size
         self._offsets = slots % size
 
@@ -79,7 +79,7 @@ class TorchStep:
         if q_norm is not None and k_norm is not None:
             q, k = self.norm(q, q_norm), self.norm(k, k_norm)
         cosine, sine = (part.to(qkv.dtype) for part in self._rotation)
-        # Store K and V with one write, because index_put is the slow part of a small step.
+        # Store K and V with one `index_put`, because this operation takes most of the time of a small step.
         both = torch.stack((rotate(k, cosine, sine), v), dim=2)
         self._pool[:, :, layer][self._blocks, :, self._offsets] = both.to(self._pool.dtype)
         return rotate(q, cosine, sine)

@@ -1,4 +1,4 @@
-"""The KV pool of a device: a typed view of memory to which peers may also write, and its size in blocks."""
+"""The KV pool of a device, which is a typed view of memory to which peers may also write, and checks of its size."""
 
 from typing import Protocol
 
@@ -10,19 +10,19 @@ from shared.kv.layout import KVLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Block 0 is never allocated: padded entries of a block table refer to it.
+# Block 0 is never allocated to a request. The padding of block tables refers to it.
 DUMMY_BLOCK = 0
 
 
 class PoolMemory(Protocol):
-    """Memory with a row of bytes per block, uint8 [num_rows, row_bytes], on the host (numpy) or a device (torch)."""
+    """Memory with one row of bytes per block, uint8 [num_rows, row_bytes], on the host (numpy) or a GPU (torch)."""
 
     @property
     def rows(self) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]] | Tensor": ...
 
 
 class KVPool:
-    """A view of `memory` as a tensor of shape `layout.shape`. Bytes that a peer writes into a row appear in `tensor`.
+    """A view of `memory` as a tensor of shape `layout.shape`. It shares the memory that peers write to.
 
     Raises ValueError if the memory's rows do not match the layout's blocks.
     """
@@ -32,12 +32,12 @@ class KVPool:
         if tuple(memory.rows.shape) != wanted:
             raise ValueError(f"KV memory has {tuple(memory.rows.shape)} rows x bytes, but the layout needs {wanted}")
         self.layout = layout
-        self.memory = memory  # keeps the mapping alive as long as the view
+        self.memory = memory  # a reference, so that the mapping exists as long as the view
         rows = memory.rows if isinstance(memory.rows, Tensor) else torch.from_numpy(memory.rows)
         self.tensor = rows.view(DTYPES[layout.dtype]).view(layout.shape)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of one layer, strided views [num_blocks, kv_heads, block_tokens, head_dim]."""
+        """Return the K and V of one layer as strided views [num_blocks, kv_heads, block_tokens, head_dim]."""
         both = self.tensor[:, :, index]
         return both[..., 0, :], both[..., 1, :]
 
@@ -54,7 +54,7 @@ def check_holds(layout: KVLayout, max_model_len: int) -> None:
 
 
 def blocks_for(memory_bytes: int, one_block: KVLayout) -> int:
-    """Return how many blocks fit, including the dummy block. Raises ValueError if fewer than two fit."""
+    """Return how many blocks fit into the memory, with the dummy block. Raises ValueError if fewer than two fit."""
     num_blocks = memory_bytes // one_block.block_bytes
     if num_blocks < 2:
         raise ValueError(

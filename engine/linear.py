@@ -1,4 +1,4 @@
-"""Weight matrices: the interface, and plain tensors multiplied by torch."""
+"""Weight matrices: the interface, and an implementation with plain tensors that torch multiplies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-Lookup = Callable[[Tensor], Tensor]  # indices of outputs, int64 [R] -> their weights, [R, in]
+Lookup = Callable[[Tensor], Tensor]  # from indices of outputs, int64 [R], to their weights, [R, in]
 
 
 class Linear(Protocol):
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the product, [T, in] -> [T, out] in the dtype of `rows`, plus the bias if there is one."""
+        """Multiply `rows` [T, in] and add the bias, if there is one. Return [T, out] in the dtype of `rows`."""
 
     def lookup(self) -> Lookup | None:
-        """Return a lookup of the original weights, for a tied embedding. Return None if the weights are rounded."""
+        """Return a lookup of the weights for a tied embedding, or None if the weights are rounded."""
 
 
 class LinearFormat(Protocol):
-    """How weights are stored and multiplied. `name` is shown to users, for example "float32 packed"."""
+    """A way to store and multiply weights. `name` is shown to users, for example "float32 packed"."""
 
     name: str
 

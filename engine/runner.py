@@ -20,13 +20,13 @@ from shared.rpc.messages import Logprobs, SamplingParams
 if TYPE_CHECKING:  # numba may be missing
     from engine.cpu.fused_decode import FusedDecode
 
-MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once (64 MiB), because those of a whole chunk could take GiBs
-WARM_TOKENS = 128  # tokens of the warm-up pass: enough for all kernels to be compiled
+MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once (64 MiB); those of a whole chunk could take several GiB
+WARM_TOKENS = 128  # prompt length in the warm-up: enough for all kernels to be compiled
 
 
 @dataclass(slots=True)
 class SliceOutput:
-    """The output of one slice. If `error` is "numerical", "no_token" or "internal", the request must end."""
+    """The output of one slice. If `error` ("numerical", "no_token" or "internal") is set, the request must end."""
 
     token: int | None = None
     logprobs: Logprobs | None = None
@@ -34,20 +34,20 @@ class SliceOutput:
     error: str = ""
 
 
-# A launched step. The call blocks until the step ends. It returns one output per slice, in order, or raises the
-# exception of the step.
+# A launched step. Calling it waits until the step ends, and returns one output per slice, in order, or raises the
+# step's exception.
 PendingStep = Callable[[], list[SliceOutput]]
 
 
 class Runner(Protocol):
     """Runs steps in the given order. The engine's thread calls it.
 
-    A runner reads requests and never changes them, so a step may run twice. If `can_run_ahead`, a step may be launched
-    while at most one earlier step is pending. The engine does this if `ahead` is set. Initially, `ahead` is set if
-    this makes the runner faster. `set_ahead` applies the user's choice.
+    A runner reads requests and never changes them, so a step may run twice. If `can_run_ahead` is true, a step may
+    be launched while one earlier step is pending. The engine does so if `ahead` is true. Each runner initially sets
+    `ahead` to true if that makes it faster, and `set_ahead` applies the user's choice.
     """
 
-    overruns: int = 0  # number of steps that took longer than on the emulated device
+    overruns: int = 0  # only in emulation: steps that took longer than on the emulated device
     can_run_ahead: bool = False
     ahead: bool = False
 
@@ -55,22 +55,22 @@ class Runner(Protocol):
         """Launch a step and wait for it. No step may be pending."""
 
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
-        """Start a step. Tokens and blocks of its requests are read before this returns.
+        """Start a step. The tokens and blocks of its requests are read before this method returns.
 
         `before` is the pending step, if there is one. If `before` samples the last token of a slice of this step,
-        `engine.batch.build(..., before=before.slices)` records the draw in `Batch.carried`, and the runner copies it
-        into `Batch.tokens` on the device. If `before` fails, this step fails too.
+        `engine.batch.build(..., before=before.slices)` records the draw in `Batch.carried`, and the runner copies the
+        drawn token into `Batch.tokens` on the device. If `before` fails, this step fails too.
         """
         outputs = self.run(step)
         return lambda: outputs
 
     def warm_up(self) -> None:
-        """Run small steps in the dummy block, so that no request waits for one-time work such as compilation."""
+        """Run small steps with KV in the dummy block, so that no request waits for one-time work like compilation."""
         return
 
 
 def set_ahead(runner: Runner, mode: str) -> None:
-    """Apply `--async-scheduling`: "on", "off", or "auto" for the runner's own choice.
+    """Apply `--async-scheduling`, which is "on", "off", or "auto" (the runner decides).
 
     Raises ValueError if `mode` is "on" and the runner cannot run ahead.
     """
@@ -82,7 +82,7 @@ def set_ahead(runner: Runner, mode: str) -> None:
 def leads(step: Step) -> bool:
     """Return whether the next step may be built before this step's tokens are known.
 
-    It may not if a request has penalties, since its next draw then depends on all earlier tokens.
+    It may not if a request of this step has penalties, since its next draw then depends on this step's token.
     """
     return not any(slice_.samples and is_penalized(slice_.request.sampling) for slice_ in step.slices)
 
@@ -90,7 +90,7 @@ def leads(step: Step) -> bool:
 class TorchRunner(Runner):
     """Runs a decoder over the paged KV pool. `Request.sampling` must be a `shared.rpc.messages.SamplingParams`.
 
-    When running ahead, passes run on a worker thread. They overlap with the caller's work, because torch's kernels
+    If `ahead` is true, passes run on a worker thread. They overlap with the caller's work, because torch's kernels
     release the interpreter lock. The caller's thread still builds the batch. Raises ValueError if the KV pool's layout
     does not match the model.
     """
@@ -112,7 +112,7 @@ class TorchRunner(Runner):
         self._whole_pass = _whole_pass(model, kernels, backend)
         self._block_rows = BlockRows()
         self._worker: ThreadPoolExecutor | None = None
-        self._draws: list[DrawResult] | None = None  # of the last step; None if it failed
+        self._draws: list[DrawResult] | None = None  # draws of the last step; None if it failed
 
     def run(self, step: Step) -> list[SliceOutput]:
         return self._pass(step, self._build(step))
@@ -125,7 +125,7 @@ class TorchRunner(Runner):
         return self._worker.submit(self._pass, step, batch).result
 
     def warm_up(self) -> None:
-        """Run a chunk and a decode on the computing thread; their KV goes to the dummy block."""
+        """Run a chunk and a decode on the thread that runs passes. Their KV is stored in the dummy block."""
         count = min(WARM_TOKENS, self._model.config.max_position_embeddings)
         request = Request("warm-up", [0] * count, count, 1, sampling=SamplingParams(seed=0))
         request.blocks = [DUMMY_BLOCK] * cdiv(count, self._block_tokens)
@@ -151,7 +151,7 @@ class TorchRunner(Runner):
         return outputs
 
     def _computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the logits of the sampling slices, and the hidden state of each row of `batch.scored`."""
+        """Return the logits of the slices that sample, and the hidden states of the rows in `batch.scored`."""
         if self._whole_pass is not None and self._whole_pass.takes(batch):
             return self._whole_pass.logits(batch), torch.empty(0)
         attention, drawing = self._backend.plan(batch), batch.drawing()
@@ -160,7 +160,7 @@ class TorchRunner(Runner):
         return self._model.logits(hidden[: len(batch.sampled)]), hidden[len(batch.sampled) :]
 
     def _carry(self, batch: Batch) -> None:
-        """Copy draws of the previous step into the tokens of this one. If a draw failed, its request has ended."""
+        """Copy tokens drawn by the previous step into this batch, or 0 for a failed draw, whose request has ended."""
         draws, self._draws = self._draws, None
         if batch.carried and draws is None:
             raise RuntimeError("the previous step failed, and this step needs its tokens")
@@ -177,7 +177,7 @@ class TorchRunner(Runner):
             row += count
 
     def _score_rows(self, slice_: Slice, start: int, hidden: Tensor, output: SliceOutput) -> None:
-        """Append the logprobs of the prompt token after each row. The rows begin at token `start` of the slice."""
+        """For each row of `hidden`, append the logprobs of the next prompt token. Rows begin at the slice's `start`."""
         logits = self._model.logits(hidden)
         if not bool(logits.sum(dim=1).isfinite().all()):
             output.token, output.logprobs, output.error = None, None, NUMERICAL
@@ -189,7 +189,7 @@ class TorchRunner(Runner):
 
 
 def _whole_pass(model: Decoder, kernels: Kernels, backend: AttentionBackend) -> "FusedDecode | None":
-    """Return the fused pass if both the kernels and the attention are numba's, otherwise None."""
+    """Return the fused pass if the kernels and the attention are both numba's, and None otherwise."""
     if (kernels.name, backend.name) != ("numba", "numba"):
         return None
     from engine.cpu.fused_decode import fused_decode_of

@@ -1,8 +1,8 @@
-"""Samples the next token of many rows at once. A draw depends only on its row's logits, parameters, seed and position.
+"""Samples the next tokens of many rows at once. A draw depends only on its row's logits, parameters and position.
 
 The meaning and order of the parameters are vLLM's: min_tokens and bias, penalties, temperature, min_p, top_k, top_p.
-The draw adds Gumbel noise from a counter-based generator (`engine.counter_rng`) and takes the token with the maximum.
-It therefore does not depend on the batch, on chunking, or on the node.
+A draw adds Gumbel noise from a counter-based generator (`engine.counter_rng`) to the scores and takes the token with
+the highest sum. The token therefore does not depend on the batch, on chunking, or on the node.
 """
 
 import math
@@ -22,14 +22,14 @@ from shared.rpc.messages import Logprobs, SamplingParams
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
-CANDIDATES = 256  # scores that are sorted first; if top_p or top_k needs more, the whole row is sorted
+CANDIDATES = 256  # highest scores that are tried first; if top_p or top_k needs more, the whole row is sorted
 NUMERICAL = "numerical"  # a logit of the row is not finite
 NO_TOKEN = "no_token"  # every token is banned
 
 
 @dataclass(slots=True)
 class SamplingRow:
-    """The inputs of a draw other than its logits. Tokens from `position` on are not read."""
+    """The inputs of a draw other than its logits. `tokens` is read only before `position`."""
 
     sampling: SamplingParams
     tokens: Sequence[int]  # prompt and generated tokens
@@ -52,7 +52,7 @@ class SamplingRow:
 
 
 def is_penalized(sampling: SamplingParams) -> bool:
-    """Return whether a draw depends on the tokens before it."""
+    """Return whether penalties make a draw depend on the tokens before it."""
     return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 
@@ -68,7 +68,7 @@ class DrawResult:
 def parameters_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
     """Return the rows packed for a compiled draw, int64 [R, WORDS].
 
-    A row has temperature, top_p and min_p as the bits of float64, then top_k and the key of the noise (0 if greedy).
+    A row consists of temperature, top_p and min_p, as float64 bits, top_k, and the noise's key (0 if greedy).
     """
     packed = np.empty((len(rows), WORDS), np.int64)
     packed[:, :3].view(np.float64)[:] = [(r.sampling.temperature, r.sampling.top_p, r.sampling.min_p) for r in rows]
@@ -78,7 +78,7 @@ def parameters_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawResult]:
-    """Return one draw per row of `logits`, float32 [R, vocab], which is not changed. An error affects only its row."""
+    """Return one draw per row of `logits`, float32 [R, vocab]. Does not change `logits`. Errors affect one row each."""
     if not rows:
         return []
     compiled = compiled_draw() if logits.device.type == "cpu" else None
@@ -93,9 +93,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawResult]:
 
 
 def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Return for each row a token, `BROKEN` or `NOTHING_ALLOWED`. This is the reference for faster implementations.
+    """Return a token, `BROKEN` or `NOTHING_ALLOWED` for each row. Faster implementations must match this one.
 
-    A row with a logit that is not finite is BROKEN. For a greedy row, the draw is the first of the likeliest tokens.
+    If a logit of a row is not finite, the row is BROKEN. For a greedy row, the first of the likeliest tokens is drawn.
     For other rows, the adjusted logits are divided by the temperature (float32), and `restrict` filters them. Each
     score is added, in float64, to the noise `engine.counter_rng.gumbel` of its token with `key_of(seed, position)`. The
     draw is the token with the largest sum.
@@ -106,7 +106,7 @@ def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[SamplingRow]) -> list[
     if drawing:
         at = torch.tensor(drawing, device=logits.device)
         chosen[at] = _draw(adjusted[at], [rows[index] for index in drawing])
-    # Copy all rows from the device in one transfer.
+    # Copy the results of all rows from the device in one transfer.
     chosen = torch.where(best == -math.inf, NOTHING_ALLOWED, chosen)
     tokens: list[int] = torch.where(finite, chosen, BROKEN).tolist()
     return tokens
@@ -114,7 +114,7 @@ def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[SamplingRow]) -> list[
 
 @cache
 def compiled_draw() -> Callable[[Tensor, Tensor, Tensor], list[int]] | None:
-    """Return the compiled draw for CPUs, or None if this machine cannot compile it."""
+    """Return the compiled draw function for CPUs, or None if this machine cannot compile it."""
     if why_not_compiled():
         return None
     from engine.cpu.draw import draw as compiled
@@ -143,13 +143,13 @@ def _describe(logits: Tensor, rows: Sequence[SamplingRow], draws: list[DrawResul
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return `logits` with bans, bias and penalties applied. Return the same tensor if no row uses any of these."""
+    """Return a copy of `logits` with bans, biases and penalties applied, or `logits` itself if no row has any."""
     shifts = [
         (index, token, amount)
         for index, row in enumerate(rows)
         if row.sampling.logit_bias or row.forbids_stop
         for token, amount in _shifts(row).items()
-        if 0 <= token < logits.shape[1]  # a stop token beyond the vocabulary cannot be drawn anyway
+        if 0 <= token < logits.shape[1]  # stop tokens outside the vocabulary cannot be drawn anyway
     ]
     penalized = [(index, row) for index, row in enumerate(rows) if row.is_penalized]
     if not shifts and not penalized:
@@ -169,7 +169,7 @@ def _shifts(row: SamplingRow) -> dict[int, float]:
 
 
 def _penalize(logits: Tensor, rows: list[tuple[int, SamplingRow]]) -> None:
-    """Apply penalties in place: repetition to prompt and generated tokens, presence and frequency to generated ones."""
+    """Apply penalties in place. Presence and frequency penalties ignore the prompt; the repetition penalty does not."""
     columns: list[tuple[IntArray, IntArray, FloatArray, FloatArray]] = []
     for index, row in rows:
         seen, where = np.unique(np.array(row.tokens[: row.position], np.int64), return_inverse=True)
@@ -189,7 +189,7 @@ def _penalize(logits: Tensor, rows: list[tuple[int, SamplingRow]]) -> None:
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return a token per row, int64 [R], drawn from the tokens that temperature, min_p, top_k and top_p leave."""
+    """Return a token per row, int64 [R], drawn at its temperature from the tokens that min_p, top_k and top_p keep."""
     device, sampling = logits.device, [row.sampling for row in rows]
     scores = logits / torch.tensor([one.temperature for one in sampling], device=device)[:, None]
     filtered = [index for index, one in enumerate(sampling) if one.min_p > 0 or one.top_k > 0 or one.top_p < 1]
@@ -201,13 +201,13 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Set the scores of tokens that the filters drop to -inf. Tokens that tie with the last kept one are kept too."""
+    """Set the scores of filtered tokens to -inf. Tokens with the same score as the last kept one are also kept."""
     device, vocab = scores.device, scores.shape[1]
     min_p = torch.tensor([one.min_p for one in sampling], device=device)[:, None]
     scores = scores.masked_fill(scores < scores.amax(dim=1, keepdim=True) + min_p.log(), -math.inf)
     counts = [min(one.top_k, vocab) if one.top_k > 0 else vocab for one in sampling]
     top_k = torch.tensor(counts, device=device)[:, None]
-    # A top_p of 1.0 keeps all tokens, even if the rounded sum of fewer tokens is already 1.
+    # A top_p of 1.0 must keep all tokens, even if the rounded mass of fewer tokens is already 1.
     masses = [one.top_p if one.top_p < 1 else math.inf for one in sampling]
     top_p = torch.tensor(masses, device=device, dtype=torch.float64)[:, None]
     limited = ((top_k < vocab) | (top_p < 1))[:, 0].nonzero()[:, 0]
@@ -218,7 +218,7 @@ def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
 
 
 def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the lowest score, [R, 1], that is among the top_k and whose likelier tokens have a mass below top_p."""
+    """Return the lowest score, [R, 1], among the top_k for which all likelier tokens have a mass below top_p."""
     width = min(CANDIDATES, scores.shape[1])
     least, reached = _least_of(scores.topk(width, dim=1).values, scores, top_k, top_p)
     beyond = (~reached).nonzero()[:, 0]
@@ -229,7 +229,7 @@ def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `_least_kept` from the best scores, `ranked`. Also return whether they suffice for each row's filters."""
+    """Compute `_least_kept` from the highest scores, `ranked`. Also return for which rows these suffice."""
     width = ranked.shape[1]
     within = torch.arange(width, device=ranked.device) < top_k
     kept = ranked.double().masked_fill(~within, -math.inf)
@@ -240,7 +240,7 @@ def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> t
     inside = within & (before < top_p)
     inside[:, 0] = True
     least = ranked.masked_fill(~inside, math.inf).amin(dim=1, keepdim=True)
-    # Where `few` is false, the total covers all tokens, which is correct for top_p only if top_k keeps all tokens.
+    # If `few` is false, the total includes all tokens. This is correct for top_p only if top_k keeps all tokens.
     return least, (few | (~inside[:, -1:] & (top_k == scores.shape[1])))[:, 0] | (width == scores.shape[1])
 
 
@@ -248,10 +248,10 @@ def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> t
 
 
 def describe(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[Logprobs]:
-    """Return one entry per row of `logits` [R, vocab]: the logprob of tokens[r] and of the num_top[r] likeliest tokens.
+    """Return an entry per row r of `logits` [R, vocab]: logprobs of tokens[r] and of the num_top[r] likeliest tokens.
 
-    The logprobs are computed from the raw logits, before penalties and temperature, as in vLLM. The rank is the number
-    of tokens that are at least as likely, so the most likely token has rank 1.
+    The logprobs are computed from the raw logits, before penalties and temperature, as in vLLM. The rank of
+    tokens[r] is the number of tokens that are at least as likely, so the most likely token has rank 1.
     """
     if not tokens:
         return []

@@ -1,4 +1,4 @@
-"""The settings from which an engine is built, the components that a build returns, and the errors of a build."""
+"""The settings for building an engine, the components that are built, and the errors that may occur in a build."""
 
 import hashlib
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ MAX_LENGTH = 400
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """The settings of a node that affect computation, under the same names."""
+    """The settings of a node that affect computation, with the same names as in the node's settings."""
 
     model: str
     runner: str = "torch"
@@ -47,10 +47,10 @@ class BuildOptions:
 
 @dataclass(slots=True)
 class EngineComponents:
-    """The parts that a node computes with.
+    """The components with which a node computes.
 
-    Two nodes may exchange KV if and only if their `fingerprint`s are equal. `attributes` describes, for users,
-    other properties that affect the speed.
+    Two nodes may exchange KV if and only if their `fingerprint`s are equal. `attributes` describes other
+    properties that affect the speed, for users to read.
     """
 
     runner: Runner
@@ -64,9 +64,9 @@ class EngineComponents:
 
 
 def exchange_fingerprint(runner: str, path: Path, layout: KVLayout, sums: str) -> str:
-    """Return a digest, 24 hex digits, of all properties that must be equal for two nodes to exchange KV.
+    """Return a digest (24 hex digits) of all properties that must be equal for two nodes to exchange KV.
 
-    `sums` names the checksum that the KV memory computes over its rows.
+    `sums` is the name of the checksum that the KV memory computes for each row.
     """
     parts = (runner, fingerprint(path), layout.describe(), sums)
     return hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
@@ -74,10 +74,10 @@ def exchange_fingerprint(runner: str, path: Path, layout: KVLayout, sums: str) -
 
 @contextmanager
 def stage(doing: str, if_too_large: str, otherwise: str = "") -> Iterator[None]:
-    """Convert exceptions that torch, numpy, Triton or the driver raises in the block to a ValueError of one line.
+    """Convert exceptions of torch, numpy, Triton or the driver in the block to a ValueError with a one-line message.
 
-    `doing` describes the stage, with sizes. `if_too_large` is the fix if memory is short, and `otherwise` the fix for
-    other errors. ValueError and OSError are already one line and pass, except the driver's out-of-memory error.
+    `doing` describes the stage, with sizes. `if_too_large` is the fix for a lack of memory, and `otherwise` the fix for
+    other errors. ValueError and OSError are not converted, except the driver's out-of-memory error.
     """
     try:
         yield
@@ -98,7 +98,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def cause(error: BaseException) -> str:
-    """Return the type of an error and the first line of its text, without torch's advice on its allocator."""
+    """Return the type of an error and the first line of its message, without torch's advice about its allocator."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = (
         text[max(0, text.find("DefaultCPUAllocator")) :]

@@ -1,8 +1,8 @@
-"""The step-time model and the watchdog's deadline, learnt from the durations of earlier steps on this device.
+"""The step-time model and the watchdog's deadline, both estimated from earlier steps on this device.
 
-The model is a non-negative least squares fit of relative errors over the latest steps. A few older steps of each kind
-have a small weight, so that rare kinds are not forgotten (the bucketed reservoir of NVIDIA Dynamo). Memory is bounded,
-and fitting takes less than 1 % of the time of the steps.
+The model is fitted to the latest steps by non-negative least squares of relative errors. A few older steps of each
+kind also count, with a small weight, so that rare kinds are not forgotten (as in NVIDIA Dynamo's bucketed reservoir).
+Memory is bounded, and fitting takes less than 1 % of the duration of the steps.
 """
 
 import math
@@ -102,7 +102,7 @@ class CostFit:
         self._recent.append(StepObservation(work, seconds, seconds))
         self._steps += 1
         self._seconds += seconds
-        # A wrong prediction for a new kind of step is the model's error, not a change of the device's speed.
+        # For a new kind of step, a wrong prediction does not mean that the device's speed has changed.
         if self._model is not None and _kind(work) in self._known:
             self._ratios.append(seconds / max(self._model.seconds(work), 1e-9))
 

@@ -96,8 +96,7 @@ class BlockPool:
     # ---- allocation ------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` blocks with undefined content: first empty blocks, then the least recently used cached
-        ones."""
+        """Allocate `count` blocks with undefined content: empty blocks, then the least recently used cached blocks."""
         assert count <= self.available, f"{count} blocks requested, {self.available} available"
         self._owned += count
         return [self._pop() for _ in range(count)]
@@ -111,7 +110,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove an owner from each block. The last blocks are freed first, because prefix hits in them are the least
+        """Remove an owner from each block. The last blocks are freed first, because hits in them are the least
         likely."""
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} has no owner to release it"
@@ -154,7 +153,7 @@ class BlockPool:
         self._owned += len(blocks)
 
     def give_up(self, blocks: Sequence[int], writer_stopped: bool) -> None:
-        """Cancel a reservation. Unless the writer has stopped, they stay in quarantine until `clear` is called."""
+        """Cancel a reservation. Unless the writer has stopped, its blocks stay in quarantine until `clear`."""
         self._unreserve(blocks)
         self._quarantined.update(dict.fromkeys(blocks))
         if writer_stopped:

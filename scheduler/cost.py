@@ -47,9 +47,9 @@ class CostModel:
     overhead + per_token · max(knee_tokens, tokens) + per_pair · pairs + per_context · decode context
     + per_decode · decodes
 
-    Below `knee_tokens` tokens, matrix products take as long as reading the weights (the knee of the roofline; 0 if the
-    device shows none). Nearly all steps (see `engine.step_time_fit.QUANTILE`) last at most (1 + margin) times the
-    prediction.
+    With fewer than `knee_tokens` tokens (the knee of the roofline), matrix products take as long as reading the
+    weights. `knee_tokens` is 0 if the device has no knee. Nearly all steps (see `engine.step_time_fit.QUANTILE`) last
+    at most (1 + margin) times the prediction.
     """
 
     overhead: float = 0.0

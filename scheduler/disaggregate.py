@@ -31,7 +31,7 @@ class NodeView:
     budget_tokens: int = 512  # maximum tokens of a step
     tbt_slo_s: float = 0.0  # the node's SLO for the time between two tokens; 0: none
     cost: CostModel | None = None
-    cost_is_learnt: bool = True  # the model was fitted to enough prompt tokens to predict their cost
+    cost_is_learnt: bool = True  # whether the model was fitted to enough prompt tokens to predict their cost
     push_s: float = 0.0  # fixed seconds per KV push
     byte_s: float = 0.0  # additional seconds per byte of a KV push
     token_bytes: int = 0  # bytes of KV per token
@@ -154,7 +154,7 @@ def choose(remote: LatencyEstimate | None, local: LatencyEstimate | None) -> tup
     """Return whether the decode node computes the prompt itself, and the reason (a metric label).
 
     If the decode node has a TBT SLO, it computes the prompt if that keeps the SLO and is faster. Without an SLO, the
-    delay that the chunks add to running decodes is included in the local time. On a tie, the prefill node does.
+    delay that the chunks add to running decodes is included in the local time. A tie favours the prefill node.
     """
     if remote is None or local is None:
         return False, "no_prediction"

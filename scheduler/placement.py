@@ -39,7 +39,7 @@ class PrefixIndex:
 
     The router owns one index and calls it from its event loop. To limit its memory, it has two generations of
     `max_blocks / 2` blocks, and drops an entry that is not used during a whole generation. This takes a third of the
-    time that an LRU list would take to update the neighbours of every block.
+    time that an LRU list would take, because no neighbours of a block have to be updated.
     """
 
     def __init__(self, max_blocks: int = 200_000) -> None:
@@ -49,8 +49,7 @@ class PrefixIndex:
         self._old: dict[bytes, tuple[str, ...]] = {}
 
     def record(self, hashes: Sequence[bytes], *nodes: str) -> None:
-        """Record that blocks with these hashes were sent to each of `nodes`. A block keeps at most `SCAN_LIMIT`
-        nodes."""
+        """Record that blocks with these hashes were sent to `nodes`. At most `SCAN_LIMIT` nodes are kept per block."""
         before, after = NO_NODES, nodes
         for name in hashes:
             known = self._holders(name)

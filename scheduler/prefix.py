@@ -1,8 +1,8 @@
 """Block hashes: each KV block is identified by a hash of its tokens and of all tokens before it.
 
 The hash of a block covers its own tokens and the hash of the block before it. For the first block, a hash of the salt
-takes the place of the block before. Equal hashes therefore mean equal prefixes of one tenant. vLLM's prefix caching
-uses the same scheme. BLAKE2b makes it infeasible to construct a collision.
+replaces the hash of the block before it. Equal hashes therefore mean equal prefixes of one tenant. vLLM's prefix
+caching uses the same scheme. BLAKE2b makes it infeasible to construct a collision.
 """
 
 import hashlib

@@ -63,7 +63,7 @@ class SchedulerCounters:
 
 BY_PRIORITY = attrgetter("priority", "arrival")
 # When a request is admitted, blocks are kept free for this share of the tokens that running requests may still
-# generate. Most requests stop early, and preemption handles the rest (SGLang's new-token ratio, with its cap).
+# generate. Most requests stop early, and preemption handles the rest. This is SGLang's new-token ratio, with its cap.
 GROWTH_SHARE = 0.3
 GROWTH_CAP_TOKENS = 4096
 
@@ -205,7 +205,8 @@ class Scheduler:
         """Process the results of a step and return one output for each slice whose request has not ended.
 
         `tokens[i]` is the token that slice i sampled. The request of slice i ends with finish "error" if `failed[i]` is
-        true, or if processing the slice raises an exception. Steps must be passed in the order of `schedule`.
+        true, or if processing the slice raises an exception. Steps must be passed in the order in which `schedule`
+        returned them.
         """
         outputs: list[StepOutput] = []
         for index, slice_ in enumerate(step.slices):
@@ -254,7 +255,7 @@ class Scheduler:
 
     @staticmethod
     def _decodes(request: Request) -> bool:
-        """Return whether only the last token is not scheduled yet, and the request goes on after the steps in
+        """Return whether only the last token is not scheduled yet, and the request continues after the steps in
         flight."""
         if request.num_tokens - request.num_scheduled != 1:
             return False

@@ -1,5 +1,4 @@
-"""Test rules for the structure of the tree: its size, class names, docstrings of large classes, long functions,
-imports."""
+"""Test rules for the tree: its size, class names, docstrings of large classes, long functions and imports."""
 
 import ast
 from collections import defaultdict

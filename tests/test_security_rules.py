@@ -106,7 +106,7 @@ def test_the_rule_detects_each_forbidden_import_and_call(source: str, what: str)
 
 
 def test_only_the_config_reader_mentions_remote_code() -> None:
-    """The names of settings for remote code occur only in the file that rejects such settings."""
+    """The names of options for remote code occur only in the file that rejects these options."""
     naming = {str(file.relative_to(ROOT)) for file in python_files(*PRODUCT)
               if re.search("trust_remote|auto_map|remote_code", file.read_text())}  # fmt: skip
     assert naming == {"engine/models/config.py"}

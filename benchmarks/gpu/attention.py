@@ -1,7 +1,8 @@
-"""Benchmark attention over a paged pool on a GPU, for decodes and prompts, in two layouts.
+"""Benchmark attention over a paged KV pool on a GPU, for decodes and prompts, in two memory layouts.
 
-The published figures are from NVIDIA aiconfigurator, for an H200 (vLLM, FlashAttention 3; 32 and 8 heads of 128,
-bfloat16). On a CPU, Triton's interpreter runs everything at toy size. This only tests the code; its times mean nothing.
+The published figures in this file are from NVIDIA aiconfigurator, for an H200 (vLLM, FlashAttention 3; 32 and 8 heads
+of 128, bfloat16). On a CPU, Triton's interpreter runs everything at toy size. A run on a CPU only tests the code; its
+times mean nothing.
 """
 
 import time
@@ -29,11 +30,11 @@ POINTS = [(batch, context) for context in (1024, 8192, 32768) for batch in (1, 8
 FA3_DECODE_TBS = {(1, 1024): 0.31, (1, 8192): 1.8, (64, 1024): 3.3, (256, 1024): 3.9, (64, 8192): 4.4}
 FA3_PREFILL_TFS = {512: 99.0, 1024: 244.0, 2048: 393.0, 4096: 513.0, 8192: 586.0, 16384: 652.0}
 PREFILL_GOAL_TFS, PREFILL_GOAL_AT = 400, 8192
-OURS, LAYER_MAJOR = "ours", "ours, LBNHC"  # the layout that Baton uses is BHLNC
-KV_SHARE = 0.6  # share of free memory
-FILL_NUMBERS = 2**28  # random numbers generated at a time
-CALLS = 32  # calls per timing, each for another layer, so that no call reads cached data
-TOY_SCALE = 64  # divisor of lengths at toy size
+OURS, LAYER_MAJOR = "ours", "ours, LBNHC"  # Baton's own layout is BHLNC
+KV_SHARE = 0.6  # the share of the free GPU memory that the KV takes
+FILL_NUMBERS = 2**28  # how many random numbers are generated at a time
+CALLS = 32  # calls per timing, each on another layer, so that no call reads cached data
+TOY_SCALE = 64  # lengths are divided by this at toy size
 LLAMA_8B = ModelConfig(
     "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128, 128_256, 1e-5, Rope(500_000.0), False, False, False, False, False,
     (0,) * 32, 131_072, None, (),
@@ -54,7 +55,7 @@ class GpuSection:
 
 @dataclass(frozen=True, slots=True)
 class GpuScene:
-    """The device and sizes of a run. `failed` lists the figures that could not be measured."""
+    """The device and the sizes of a run. `failed` lists the figures that could not be measured, with their errors."""
 
     device: torch.device
     toy: bool
@@ -66,18 +67,18 @@ class GpuScene:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float16 if self.toy else torch.bfloat16  # numpy has no bfloat16, so the interpreter has none
+        return torch.float16 if self.toy else torch.bfloat16  # numpy has no bfloat16, so Triton's interpreter has none
 
     @property
     def token_bytes(self) -> int:
         return self.config.num_layers * self.config.num_kv_heads * 2 * self.config.head_dim * self.dtype.itemsize
 
     def tokens(self, count: int) -> int:
-        """Return `count`, scaled down at toy size."""
+        """Return `count`, divided by TOY_SCALE at toy size."""
         return max(2, count // TOY_SCALE) if self.toy else count
 
     def attempt(self, what: str, work: Callable[[], None]) -> None:
-        """Measure one figure. If that fails, for example because a tile is too large, add it to `failed`."""
+        """Measure one figure by `work`, or add its error to `failed`, for example if a tile is too large."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - the other figures are still measured
@@ -88,8 +89,8 @@ class GpuScene:
         return f" Failed: {'; '.join(self.failed)}." if self.failed else ""
 
     def seconds(self, work: Callable[[int], object], repeats: int = 5) -> float:
-        """Return the seconds of one call on the device. They are the median over replays of a CUDA graph of CALLS
-        calls, which excludes launch time. `work` gets the number of the call."""
+        """Return how many seconds one call takes on the device: the median over replays of a CUDA graph of CALLS calls,
+        which excludes the launch time of kernels. `work` gets the number of the call."""
         if self.device.type == "cpu":
             return self.elapsed_s(lambda: work(0))
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
@@ -124,7 +125,7 @@ class RowMemory:
 
 
 class LayerMajorPool(KVPool):
-    """A pool in the layout LBNHC of vLLM and most engines, for comparison. For the kernels, only the strides differ."""
+    """A pool in the layout LBNHC of vLLM and most engines, for comparison. The kernels see only other strides."""
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         layout = self.layout
@@ -152,7 +153,7 @@ class RandomKV:
 
 
 def backend_of(flat: RandomKV, arm: str) -> tuple[KVPool, AttentionBackend]:
-    """Return the pool and the kernels of an arm, which is OURS, LAYER_MAJOR, or the name of a flash attention."""
+    """Return the pool and the kernels of an arm, which is OURS, LAYER_MAJOR, or the name of a flash-attn version."""
     if arm not in {OURS, LAYER_MAJOR}:
         pool = flat.pool(256 if arm == FLASH_2 else BLOCK_TOKENS)
         return pool, FlashAttention(pool, arm)
@@ -163,8 +164,8 @@ def backend_of(flat: RandomKV, arm: str) -> tuple[KVPool, AttentionBackend]:
 
 
 def attention_s(scene: GpuScene, flat: RandomKV, arm: str, spans: Sequence[tuple[int, int]]) -> float:
-    """Return the seconds of one layer's attention, without the step's plan. `spans` has the range of tokens of each
-    request. Blocks are in random order. Raises ValueError if the requests do not fit into the pool."""
+    """Return the seconds of one layer's attention, without the planning of the step. `spans` has each request's range
+    of tokens. Blocks are in random order. Raises ValueError if the requests do not fit into the pool."""
     (pool, backend), config, slices = backend_of(flat, arm), scene.config, []
     size = pool.layout.block_tokens
     free = list(range(1, pool.layout.num_blocks))
@@ -182,7 +183,7 @@ def attention_s(scene: GpuScene, flat: RandomKV, arm: str, spans: Sequence[tuple
 
 
 Point = tuple[int, int]  # (sequences, context), or (start, end) of the tokens of a prompt
-Rates = dict[Point, dict[str, float]]  # by point and arm
+Rates = dict[Point, dict[str, float]]  # the rates by point and arm
 
 
 def rates_of(
@@ -191,7 +192,7 @@ def rates_of(
     points: Sequence[tuple[int, int]],
     rate: Callable[[str, tuple[int, int]], float],
 ) -> Rates:
-    """Return the rates of every arm, and of each installed flash attention, at every point. Leave out failures."""
+    """Return the rates of all arms and installed flash-attn versions at every point. Leave out failed measurements."""
     found: Rates = {point: {} for point in points}
 
     def measure(arm: str, point: Point) -> None:
@@ -204,7 +205,7 @@ def rates_of(
 
 
 def decode(scene: GpuScene) -> GpuSection:
-    """Measure the terabytes of KV read per second, in our layout, in other engines' layout, and by other kernels."""
+    """Measure how many terabytes of KV per second attention reads: our kernels in both layouts, and other kernels."""
     flat = RandomKV(scene, 1 << 20 if scene.toy else int(torch.cuda.mem_get_info(scene.device)[0] * KV_SHARE))
 
     def terabytes_s(arm: str, point: Point) -> float:
@@ -225,7 +226,7 @@ def decode(scene: GpuScene) -> GpuSection:
 
 
 def prefill(scene: GpuScene) -> GpuSection:
-    """Measure the TFLOP/s of whole prompts, and of a chunk of 2048 tokens after 30k tokens."""
+    """Measure the TFLOP/s of attention for whole prompts, and for a chunk of 2048 tokens after 30720 tokens."""
     flat = RandomKV(scene, (max(scene.tokens(32768), 64) + 1024) * scene.token_bytes)
     spans = [(0, length) for length in list(FA3_PREFILL_TFS)[: 1 if scene.toy else None]] + [(30720, 32768)]
 
@@ -248,5 +249,5 @@ def prefill(scene: GpuScene) -> GpuSection:
 
 
 def flops(config: ModelConfig, start: int, end: int) -> float:
-    """Return the FLOPs of one layer. Two products need a multiplication and an addition per visible query and key."""
+    """Return the FLOPs of one layer: two products, each of two operations per head element and query-key pair."""
     return 2.0 * config.num_heads * config.head_dim * (end * (end + 1) - start * (start + 1))

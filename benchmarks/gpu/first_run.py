@@ -3,10 +3,10 @@
     python -m benchmarks gpu_first_run
     python -m benchmarks gpu_first_run --only decode,prefill
 
-The results file is written after each section, so an interrupted run keeps its results. A run of some sections
-(`--only`) updates the file of an earlier run. If a section fails, its table has the failure, and the next section runs.
-Only torch, Triton, numpy, safetensors, msgpack, httpx and xxhash (and pytest) are needed.
-`--device cpu --toy --out FILE` tests the script itself under Triton's interpreter.
+The results file is written after each section, so an interrupted run keeps the results of finished sections. A run of
+some sections (`--only`) replaces only these in the file of an earlier run. If a section fails, its table shows the
+error, and the next section runs. The only packages needed are torch, Triton, numpy, safetensors, msgpack, httpx, xxhash
+and, for the checks, pytest. `--device cpu --toy --out FILE` tests the script itself under Triton's interpreter.
 """
 
 import argparse
@@ -88,7 +88,7 @@ class ResultsFile:
 
 
 def attempt(name: str, section: Callable[[], GpuSection]) -> GpuSection:
-    """Return the result of `section`, or a table with the end of its traceback."""
+    """Return the result of `section` or, if it fails, a table with the end of its traceback."""
     try:
         return section()
     except Exception:  # noqa: BLE001 - the next sections can still run

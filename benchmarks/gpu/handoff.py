@@ -32,7 +32,7 @@ from shared.kv.shm import ShmChannel
 
 PROMPT, REPEATS = 8192, 7
 COPY_GOAL, POOL_GOAL_MS = 0.7, 1.0
-CHUNKS, PREFILL_MS = 4, 189  # chunks of 2048 tokens; published prefill time of Llama-3.1-8B on an H200
+CHUNKS, PREFILL_MS = 4, 189  # number of chunks (of 2048 tokens); published prefill time of Llama-3.1-8B on an H200
 TIMEOUT_S = 5.0
 Memory = HostMemory | DeviceMemory
 
@@ -62,7 +62,7 @@ class HandoffJob:
 
 
 class HandoffPeer:
-    """The second process: memory, and a channel on its own event loop. `facts` is the channel's descriptor."""
+    """The second process, with its memory and a channel on its own event loop. `facts` is the channel's descriptor."""
 
     def __init__(self, **job: Any) -> None:
         made = HandoffJob(**job)
@@ -101,7 +101,7 @@ def handoff(scene: GpuScene) -> GpuSection:
 
 
 async def _pushed_s(job: HandoffJob, count: int) -> float:
-    """Return the seconds of a push of `count` rows in random order, after a push that maps the peer's memory."""
+    """Return the median seconds of a push of `count` random rows; the first push, which maps memory, is left out."""
     memory = job.memory()
     _fill(memory)
     source, target = (Random(seed).sample(range(job.num_rows), count) for seed in (1, 2))
@@ -116,7 +116,7 @@ async def _pushed_s(job: HandoffJob, count: int) -> float:
 
 
 async def _handed_s(job: HandoffJob, count: int) -> float:
-    """Return the seconds of a handoff of blocks in a shared pool, which needs no copy."""
+    """Return the median seconds of a handoff of blocks within a shared pool, which needs no copy."""
     with closing(PeerProcess("benchmarks.gpu.handoff", asdict(job))) as other:
         client = PoolClient.attach(job.directory, job.gpu(), secrets.token_hex(16), TIMEOUT_S, TIMEOUT_S)
         memory: Memory | PoolClient = client

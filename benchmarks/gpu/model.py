@@ -1,6 +1,6 @@
 """Benchmark a whole model on a GPU: the shape of Llama-3.1-8B with random weights, in the runner that nodes use.
 
-Times are measured on the host. `launch` and `wait` are called as in the engine, one step ahead.
+Times are measured on the host. As in the engine, each step is launched before the result of the previous step is read.
 """
 
 import time
@@ -29,14 +29,14 @@ from shared.rpc.messages import SamplingParams
 CONTEXT, STEPS, WARMUP = 1024, 40, 4
 DECODE_GOALS_MS = {1: 5.3, 64: 8.3, 256: 16.8}
 CHUNK, CHUNK_GOAL_MS, CHUNKS = 2048, 48.5, 6
-MIXED = (64, 448)  # decodes and prompt tokens of one step
-LONGEST = 32_768  # maximum tokens of one request
+MIXED = (64, 448)  # the numbers of decodes and of prompt tokens in one step
+LONGEST = 32_768  # maximum number of tokens of one request
 GREEDY, NUCLEUS = SamplingParams(temperature=0.0), SamplingParams(seed=1, top_p=0.9)
 NUMBERS = count()
 
 
 class ModelBench:
-    """The model, its pool, and two runners with the same memory. One replays graphs, the other runs eagerly."""
+    """The model, its pool, and two runners that share both: `runner` replays CUDA graphs, `eager` uses none."""
 
     def __init__(self, scene: GpuScene) -> None:
         self.scene = scene
@@ -70,7 +70,7 @@ class ModelBench:
         return CudaRunner(self.model, self.pool, attention, kernels, device, capacity, sampler)
 
     def capture(self) -> tuple[float, float, float]:
-        """Capture the graphs. Return the seconds and GiB of the capture, and the seconds of the warm-up after it."""
+        """Capture the CUDA graphs. Return the capture's seconds and GiB, and the seconds of the warm-up after it."""
         began, before = time.monotonic(), self._free()
         if self.scene.device.type != "cpu":  # a test on a CPU has no graphs
             self.runner.capture(CudaAccelerator(str(self.scene.device)).graphs())
@@ -111,7 +111,7 @@ def _sampler(scene: GpuScene) -> Sampler | None:
 
 
 def driven(runner: CudaRunner, next_slices: Callable[[], list[Slice]], steps: int, ahead: bool) -> tuple[float, float]:
-    """Return the seconds between the ends of two steps, and the seconds of a launch on the host."""
+    """Return the mean seconds between the ends of successive steps, and the median seconds of a launch on the host."""
     ends: list[float] = []
     launches: list[float] = []
     pending: tuple[Step, PendingStep] | None = None
@@ -141,7 +141,7 @@ def _apply(step: Step, pending: PendingStep) -> None:
 
 
 def decodes_of(requests: Sequence[Request]) -> list[Slice]:
-    """Return slices for the next token of each request."""
+    """Return one slice per request, for its next token."""
     slices = []
     for request in requests:
         slices.append(Slice(request, request.num_scheduled, 1, True, 0))
@@ -160,7 +160,7 @@ def model(scene: GpuScene) -> GpuSection:
     bench = ModelBench(scene)
     try:
         return _model(scene, bench)
-    finally:  # torch does not free this memory, because the driver allocated it
+    finally:  # torch does not free this memory, because the CUDA driver allocated it
         if scene.device.type == "cuda":
             torch.cuda.synchronize(scene.device)
         bench.memory.close()
@@ -172,7 +172,7 @@ def _model(scene: GpuScene, bench: ModelBench) -> GpuSection:
     rows: list[list[Cell]] = []
 
     def add(what: str, goal_ms: float | None, fresh: Callable[[], Callable[[], list[Slice]]], steps: int) -> None:
-        """Measure one row. `fresh` creates the same work for each mode."""
+        """Measure one row of the table. `fresh` creates new but equal work for each measurement of the row."""
 
         def measure() -> None:
             ahead_s, host_s = driven(bench.runner, fresh(), steps, ahead=True)

@@ -1,4 +1,4 @@
-"""Worker for Baton. It runs a node's engine loop, with scheduling, batch building, sampling and publishing."""
+"""Worker for Baton, which runs a node's engine loop, with scheduling, batch building, sampling and publishing."""
 
 import gc
 import queue
@@ -21,14 +21,14 @@ from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.rpc.messages import Logprobs, SamplingParams
 
 MAX_NUM_SEQS = 257
-BUDGET_TOKENS = 2048  # per step; the same for all peers
+BUDGET_TOKENS = 2048  # maximum tokens per step; the same for all peers
 TIMEOUT_S = 600.0
 TOKEN = 7
 GREEDY = SamplingParams(temperature=0)
 
 
 class Stopwatch(EngineListener):
-    """Records the end and the tokens of each step. `write` fills the blocks of requests that receive KV."""
+    """Records the end and the number of tokens of each step. `write` fills the blocks of requests that receive KV."""
 
     def __init__(self, write: Callable[[list[int]], None]) -> None:
         self._write = write
@@ -36,7 +36,7 @@ class Stopwatch(EngineListener):
         self.steps: list[tuple[float, int]] = []  # (end, tokens)
         self.finished: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # one entry per step
         self.engine: Engine | None = None
-        self.logprobs: Logprobs | None = None  # of the last token that has any
+        self.logprobs: Logprobs | None = None  # the logprobs of the last token that has any
 
     def on_turn(self, scheduler: Scheduler) -> None: ...
 
@@ -65,16 +65,16 @@ class Stopwatch(EngineListener):
         self.finished.put(error)
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Wait for a step after which `ready()` is true. Raises RuntimeError on failure, queue.Empty on timeout."""
+        """Wait until a step makes `ready()` true. Raises RuntimeError if the engine fails, queue.Empty on a timeout."""
         while not ready():
             if (error := self.finished.get(timeout=TIMEOUT_S)) is not None:
                 raise RuntimeError(f"the engine died: {error}")
 
 
 class BatonEngine:
-    """An engine with its model and KV pool, used like in a node. Each measurement creates a new scheduler.
+    """An engine with its model and KV pool, used as in a node. Each measurement creates a new scheduler.
 
-    The worker calls it on its main thread. Steps run on the engine's thread.
+    The methods run on the main thread of the worker; steps run on the engine's thread.
     """
 
     def __init__(self, model: str, threads: int, kv_gib: float = 0.5, **options: Any) -> None:
@@ -98,13 +98,13 @@ class BatonEngine:
         return self._first(self._prompt(tokens), GREEDY)[1]
 
     def logprobs(self, tokens: list[int], top: int = 20) -> dict[str, float]:
-        """Return the top logprobs of the next token. A peer with the same weights must return similar ones."""
+        """Return the top logprobs of the next token. A peer with the same weights must return similar logprobs."""
         watch, _ = self._first(tokens, SamplingParams(temperature=0, logprobs=top))
         assert watch.logprobs is not None
         return dict(zip(map(str, watch.logprobs.top_tokens), watch.logprobs.top_logprobs, strict=True))
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Return the seconds of `steps` steps of `batch` decodes. The prompts' KV is random."""
+        """Return how many seconds `steps` steps of `batch` decodes take. The prompts' KV is random."""
         full = [ended_s for ended_s, tokens in self._decoded(batch, context, steps).steps if tokens == batch]
         return full[steps] - full[0]
 
@@ -117,7 +117,7 @@ class BatonEngine:
         return watch
 
     def _first(self, prompt: list[int], sampling: SamplingParams) -> tuple[Stopwatch, float]:
-        """Run a prompt until its first token. Return the recorder and the seconds."""
+        """Run a prompt until its first token. Return the stopwatch and the seconds that this took."""
         watch, engine = self._start()
         began_s = time.perf_counter()
         self._add(engine, "prompt", prompt, 1, sampling=sampling)

@@ -48,13 +48,13 @@ def write(model: Path, kind: str, out: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     architecture = config["model_type"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    # For llama, llama.cpp rotates adjacent pairs. For qwen2, it rotates the halves of a head, as the checkpoint does.
+    # For Llama, llama.cpp rotates pairs of adjacent rows; for Qwen2, rows i and i + d/2, as the checkpoint does.
     rotated = {"q_proj": heads, "k_proj": kv_heads} if architecture == "llama" else {}
     target = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(out, architecture)
     for field, key in FIELDS.items():
         getattr(writer, f"add_{field}")(config[key])
-    writer.add_tokenizer_model("none")  # inputs and outputs are token ids
+    writer.add_tokenizer_model("none")  # no tokenizer, because inputs and outputs are token ids
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}" if kind != "F32" else "ALL_F32"])
     for name, weight in load_file(model / "model.safetensors").items():
         paired = rotated.get(name.split(".")[-2], 0)

@@ -1,4 +1,4 @@
-"""Worker for llama.cpp. It uses the C interface like llama-batched-bench, without sampling and text."""
+"""Worker for llama.cpp, which calls the C interface as llama-batched-bench does, without sampling and text."""
 
 import ctypes
 import time
@@ -14,7 +14,7 @@ TOKEN = 7
 
 
 class LlamaContext:
-    """A context of several sequences with up to `room` tokens each. It keeps its prompts between calls."""
+    """A context of several sequences with up to `room` tokens each. Between calls, it keeps the prompts of decodes."""
 
     def __init__(self, model: Any, threads: int, sequences: int, room: int, flash: bool) -> None:
         params = api.llama_context_default_params()
@@ -32,7 +32,7 @@ class LlamaContext:
         self._held = 0  # number of sequences whose prompt is in the context
 
     def prefill(self, tokens: int) -> float:
-        """Return the seconds of a prefill. The context is empty afterwards."""
+        """Return how many seconds the prefill of a prompt takes. The context is empty afterwards."""
         self._clear()
         began_s = time.perf_counter()
         for start in range(0, tokens, N_BATCH):
@@ -43,11 +43,11 @@ class LlamaContext:
         return seconds
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Return the seconds of `steps` steps of `batch` sequences. One step before them does not count."""
+        """Return how many seconds `steps` steps of `batch` sequences take, after one step that is not timed."""
         for sequence in range(self._held, batch):
             if sequence == 0:
                 self._decode([(0, at) for at in range(context)])
-            else:  # equal values at another address, which do not change the speed
+            else:  # a copy of sequence 0, because speed does not depend on the values
                 api.llama_memory_seq_rm(self._memory, 0, context, -1)
                 api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
         self._held = max(self._held, batch)

@@ -11,7 +11,7 @@ from benchmarks.peers.worker import serve
 
 
 class TokenTimes(StoppingCriteria):
-    """A criterion that never stops generation, but records the time of each token."""
+    """A stopping criterion that never stops generation, but records the time of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -30,7 +30,7 @@ class Transformers:
 
     @torch.inference_mode()
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Return the seconds of `steps` steps of one `generate` call, without computing the prompts."""
+        """Return how many seconds `steps` steps of one `generate` call take, without the computation of the prompts."""
         cache = DynamicCache(config=self._model.config)
         tokens = torch.randint(3, 2048, (1, context))
         self._model(tokens[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)

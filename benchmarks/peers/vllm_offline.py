@@ -1,6 +1,6 @@
 """Worker for vLLM on a CPU. The engine runs in this process, and its steps are called and timed one by one.
 
-The prefix cache is on, so that the prompts of decodes are computed only once. Timed prompts are always new.
+The prefix cache is on, so that the prompts of decodes are computed only once. Prompts of timed prefills are new.
 """
 
 import os
@@ -47,7 +47,7 @@ class Vllm:
         return time.perf_counter() - began_s
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Return the seconds of `steps` steps of `batch` decodes. The prompts' KV is cached after the first call."""
+        """Return the seconds that `steps` steps of `batch` decodes take. The first call caches the prompts' KV."""
         for index in range(batch):
             if (context, index) not in self._prompts:
                 self._prompts[context, index] = self._prompt(context)

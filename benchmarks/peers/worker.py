@@ -1,6 +1,6 @@
-"""The worker side of `benchmarks.process.PeerProcess`. It loads one object, then answers calls, one JSON line each.
+"""The worker side of `benchmarks.process.PeerProcess`: it loads one object, then answers each call with a JSON line.
 
-It uses only the standard library, because the peers' interpreters lack Baton's libraries.
+This module uses only the standard library, because the peers' interpreters lack Baton's libraries.
 """
 
 import json
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def serve(load: Callable[..., Any]) -> None:
-    """Create an object by `load` with the arguments in argv, and answer calls to its methods until stdin ends.
+    """Create an object by calling `load` with the arguments in argv, and answer calls of its methods until stdin ends.
 
-    A call is {"call": name, "with": {...}}. Its answer is {"value": ...}, or {"error": ...} if it failed.
+    A call is {"call": name, "with": {...}}. Its answer is {"value": ...}, or {"error": ...} if the call failed.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # separates the output of libraries from the answers
+    os.dup2(2, 1)  # what libraries print goes to stderr, not between the answers
     try:
         peer = load(**json.loads(sys.argv[1]))
     except Exception as error:  # noqa: BLE001 - any error is sent to the caller

@@ -1,7 +1,7 @@
 """The load generator. `drive` runs it as a separate process, `python -m compare.load.client`.
 
-It is an open loop: every request starts at its scheduled time, without a limit on concurrency and without retries. The
-time of a token is when this process read the bytes that contain it.
+The load generator is an open loop: every request starts at its scheduled time, without a limit on concurrency and
+without retries. The time of a token is the time at which this process read the bytes that contain it.
 """
 
 import asyncio
@@ -26,19 +26,19 @@ from compare.load.outcome import TIMEOUT, CompletionReader, LatencySlo, LoadReco
 from compare.load.traffic import Arrival
 from shared.lifecycle import set_parent_death_signal
 
-LEAD_NS = 100_000_000  # from now to second 0 of the run
-TICK_S = 0.01  # between two measurements of the event loop's lag
-KEEP_ALIVE_S = 2.0  # below the 5 s of servers, so that no request uses a closing connection
+LEAD_NS = 100_000_000  # time from the start of the session to second 0 of the run
+TICK_S = 0.01  # time between two measurements of the event loop's lag
+KEEP_ALIVE_S = 2.0  # less than the 5 s of servers, so that no request uses a connection that a server closes
 PRIORITY = -10
-MAX_REFUSAL = 64 << 10  # bytes to read of an error response
-LAG_S, LAG_SHARE = 0.002, 0.02  # allowed lateness at the 99th percentile: seconds, or a share of the TTFT SLO
+MAX_REFUSAL = 64 << 10  # maximum bytes that are read of an error response
+LAG_S, LAG_SHARE = 0.002, 0.02  # allowed p99 of lateness: seconds, or a share of the TTFT SLO if that is more
 ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 5.0  # from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """The input of a run. `send` is "ids", or "text" if a server takes no ids."""
+    """The input of a run. `send` is "ids", or "text" if the server accepts no token ids."""
 
     url: str  # URL of the server, without /v1
     model: str
@@ -52,11 +52,11 @@ class LoadSpec:
 
 @dataclass(slots=True)
 class LoadRun:
-    """The state of one run. The tasks of its requests share it on the event loop."""
+    """The state of one run, shared by the tasks of its requests on one event loop."""
 
     spec: LoadSpec
     session: aiohttp.ClientSession
-    start_ns: int  # second 0 of the run on the monotonic clock
+    start_ns: int  # time of second 0 of the run on the monotonic clock
     ended: list[Outcome] = field(default_factory=list)
     counted: list[str] = field(default_factory=list)
     lags_s: list[float] = field(default_factory=list)
@@ -77,7 +77,7 @@ class LoadRun:
                         async for piece in response.content.iter_any():
                             reader.feed(piece, self.now_s())
                         reader.close()
-        except (aiohttp.ClientError, OSError) as error:  # OSError includes a timeout
+        except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
             if reader.is_done:  # the answer was complete before the connection timed out or broke
                 reader.close()
             else:
@@ -110,7 +110,7 @@ class LoadRun:
                     loop.call_soon_threadsafe(start, outcome)
 
             try:
-                await asyncio.to_thread(start_on_time)  # because event loops sleep for whole milliseconds
+                await asyncio.to_thread(start_on_time)  # in a thread, because event loops sleep for whole milliseconds
             finally:
                 stopped.set()
 
@@ -130,7 +130,7 @@ async def generate(spec: LoadSpec) -> LoadRecording:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    # Build everything in advance to avoid delays during the run.
+    # Build all requests and outcomes in advance to avoid delays during the run.
     bodies = [body_of(spec.model, due.prompt, due.max_tokens, spec.send, spec.salt) for due in spec.arrivals]
     outcomes = [
         Outcome(index, "", due.at_s, max_tokens=due.max_tokens, slo=due.slo) for index, due in enumerate(spec.arrivals)
@@ -181,7 +181,7 @@ def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float 
             "cannot be measured"
         )
     broken = ["Connect" in outcome.error or "Disconnected" in outcome.error for outcome in outcomes]
-    if broken and broken[-1]:  # otherwise the server has recovered, and the broken requests are only misses
+    if broken and broken[-1]:  # otherwise the server has recovered, and the broken requests only miss the SLO
         problems.append(f"the server was unreachable or disconnected in {sum(broken)} of {len(outcomes)} requests")
     return problems
 
@@ -190,10 +190,10 @@ SPEC, RECORDING = TypeAdapter(LoadSpec), TypeAdapter(LoadRecording)
 
 
 def main() -> int:
-    """Read the LoadSpec from stdin, make the run, and write the LoadRecording to stdout, both as JSON."""
+    """Read the LoadSpec from stdin, carry out the run, and write the LoadRecording to stdout, both as JSON."""
     try:
         spec = SPEC.validate_json(sys.stdin.buffer.read())
-        with suppress(OSError):  # needs a privilege; reduces client delays, which would distort figures
+        with suppress(OSError):  # needs a privilege; a higher priority reduces delays of the client
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         sys.stdout.buffer.write(RECORDING.dump_json(uvloop.run(generate(spec))))
     except (OSError, ValueError) as error:
@@ -205,8 +205,8 @@ def main() -> int:
 async def drive(spec: LoadSpec, recording: LoadRecording) -> None:
     """Make one run in a separate process, and fill in `recording`.
 
-    It gets an outcome for every arrival, even if the load generator crashes. If the call is cancelled, it gets only the
-    requests that have ended. Raises OSError if the process cannot be started.
+    `recording` gets an outcome for every arrival, even if the load generator crashes. If the call is cancelled, it gets
+    only outcomes of requests that have ended. Raises OSError if the process cannot be started.
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "compare.load.client"),
@@ -214,7 +214,7 @@ async def drive(spec: LoadSpec, recording: LoadRecording) -> None:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,  # so that Ctrl-C at the terminal does not signal it directly
+        start_new_session=True,  # so that Ctrl-C at the terminal does not signal this process directly
         preexec_fn=set_parent_death_signal(os.getpid()),
     )
     exchange = asyncio.create_task(process.communicate(SPEC.dump_json(spec)))

@@ -1,7 +1,7 @@
-"""The recording of one run of the load generator. It has an outcome for every scheduled request.
+"""The recording of one run of the load generator, with an outcome for every scheduled request.
 
-Tokens are counted by their ids if the server sends them, else by logprobs, else by the running usage, else as one per
-event. Times are seconds since the run's start on the client's monotonic clock.
+Tokens are counted by their ids if the server sends them, else by logprobs, else by the usage in each event, else as one
+token per event. Times are seconds since the run's start on the client's monotonic clock.
 """
 
 import json
@@ -14,8 +14,8 @@ from typing import Any
 TIMEOUT = "timeout"  # value of `Outcome.error` after a timeout
 TBT_OF = ("p99", "max", "mean")
 COUNTS = ("ids", "logprobs", "usage", "events")  # how tokens are counted, most reliable first
-MAX_LINE = 16 << 20  # maximum bytes of one event, which bounds memory; an echoed prompt fits
-WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # one token each
+MAX_LINE = 16 << 20  # maximum bytes of one event, which bounds memory; an event that echoes a prompt fits
+WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # each is one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class LatencySlo:
 class Outcome:
     """One request as observed by the client. It finished if `finish` is set and `error` is empty; otherwise it failed.
 
-    `token_s` has one time per token. Tokens that arrived in one read have the same time. `tokens` has the ids, and is
-    empty if the endpoint does not return ids.
+    `token_s` has one time per token. Tokens that arrived in one read have the same time. `tokens` has the token ids,
+    and is empty if the endpoint does not return them.
     """
 
     index: int  # position among the run's arrivals
@@ -57,7 +57,7 @@ class Outcome:
     error: str = ""  # TIMEOUT, or a message of one line
     prompt_tokens: int = 0
     max_tokens: int = 0
-    ended_s: float | None = None  # when the answer ended, or when the client stopped waiting for it
+    ended_s: float | None = None  # when the answer ended, or when the client gave up
     slo: LatencySlo | None = None  # overrides the SLO of the run
 
     @property
@@ -67,7 +67,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class LoadRecording:
-    """A run as observed by the client. `problems` are the reasons not to use it; it is valid if there are none."""
+    """A run as observed by the client. `problems` has the reasons not to use it. A run without problems is valid."""
 
     started_unix_ns: int = 0  # Unix time of second 0 of the run, to match the router's records
     outcomes: list[Outcome] = field(default_factory=list)
@@ -101,7 +101,7 @@ def worst_count(counts: Iterable[str]) -> str:
 
 
 class CompletionReader:
-    """Fills an outcome from the bytes of its stream. `exact`: the request forbids the server to stop early."""
+    """Fills an outcome from the bytes of its stream. With `exact`, the request forbids an early stop."""
 
     def __init__(self, outcome: Outcome, *, exact: bool) -> None:
         self.counted = "ids"
@@ -145,7 +145,7 @@ class CompletionReader:
             outcome.finish = choice.get("finish_reason") or outcome.finish
 
     def _num_new(self, choice: dict[str, Any], *, running: bool) -> int:
-        """Count the tokens of a choice in the most reliable way available."""
+        """Count the new tokens of a choice in the most reliable way available."""
         logprobs = choice.get("logprobs") or {}
         if isinstance(ids := choice.get("token_ids"), list):
             self._outcome.tokens += ids
@@ -153,7 +153,7 @@ class CompletionReader:
         if tokens := logprobs.get("tokens"):
             self.counted = worst_count((self.counted, "logprobs"))
             return len(tokens)
-        # After events were counted, a count from a later usage would hide that one event had several tokens.
+        # Once events are counted, a count from the usage of a later event would hide that one event had several tokens.
         if running and self._num_reported is not None and self.counted != "events":
             self.counted = worst_count((self.counted, "usage"))
             return max(0, self._num_reported - len(self._outcome.token_s))

@@ -1,4 +1,4 @@
-"""Reads traces in public formats and in our own format. A row describes one request, before its tokens are drawn.
+"""Reads traces in public formats and in Baton's own format. A row describes one request, before its tokens are drawn.
 
 A row's prompt is a list of pieces. Pieces with the same key have the same tokens in all prompts, so prompts can share
 prefixes. The tokens of a piece with an empty key are not shared.

@@ -105,7 +105,7 @@ def _start(timeline: Document) -> float:
 
 
 def _range(rows: list[tuple[float, list[Any]]], whole: float) -> tuple[float, float]:
-    """Return the time range (since, until) of the STEPS steps with most waiting, or of the whole run if shorter."""
+    """Return the range (since, until) of the STEPS steps with the most waiting, or of the whole run if it has fewer."""
     ordered = sorted(rows, key=lambda each: float(each[1][0]))
     late = [0.0]  # for each step: the total time that decodes waited in earlier steps over the SLO
     for slo_ms, row in ordered:

@@ -135,7 +135,7 @@ def work_differences(groups: Sequence[Mapping[str, LoadRecording]]) -> tuple[str
 def _by_request(
     recordings: Mapping[str, LoadRecording], counts: Callable[[Outcome], bool]
 ) -> dict[int, dict[str, Outcome]]:
-    """Return the outcomes for which `counts` is true, by request and arm. Omit requests with fewer than two of them."""
+    """Return the outcomes for which `counts` is true, by request and arm. Omit requests with only one such outcome."""
     rows: dict[int, dict[str, Outcome]] = {}
     for arm, recording in recordings.items():
         for outcome in recording.outcomes:

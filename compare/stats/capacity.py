@@ -135,7 +135,7 @@ class CapacitySearch:
         return len(self.points) >= self._max_runs
 
     async def run(self, first_rate: float) -> CapacityEstimate:
-        """Return the capacity, found with at most `max_runs` runs that begin at `first_rate`."""
+        """Search from `first_rate` with at most `max_runs` runs, and return the capacity."""
         bracket = await self._bracket(first_rate)
         if bracket is None:
             return capacity_of(self.points, self._alpha)

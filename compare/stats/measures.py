@@ -31,7 +31,7 @@ TREND_BATCHES = 10
 P99 = partial(np.percentile, q=99)
 TBT_FIGURES: dict[str, Callable[[Sequence[float]], Any]] = {"p99": P99, "max": max, "mean": fmean}
 TREND_LEVEL = 0.01  # probability that a steady run counts as overloaded if its batches are independent
-MIN_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # smallest growth that counts: as a share of the mean, and in deviations
+MIN_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # smallest growth: as a share of the mean, and in standard deviations
 
 PHASES = (
     *("client", "router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"),

@@ -140,7 +140,7 @@ def _panel_of_listed(vectors: int) -> Any:
 def _product(
     builder: Any, vectors: int, a: Any, row_of_b: Any, c: Any, depth: Any, adds: bool, code: int, fetched: Any
 ) -> None:
-    """Emit a product whose sums stay in registers. `a` has the addresses of a's rows and the bytes between elements."""
+    """Emit a product whose sums stay in registers. `a` is (addresses of its rows, bytes from element to element)."""
     a_rows, a_step = a
     rows = len(a_rows)
     places = [

@@ -94,7 +94,7 @@ class FusedDecode:
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
-        """Store the KV of all tokens and return the logits, float32 [S, vocab_size]. Requires `takes(batch)`."""
+        """Store the batch's KV and return the tokens' logits, float32 [S, vocab_size]. Requires `takes(batch)`."""
         rows, values = len(batch.tokens), self._values
         self._memory["hidden"][:rows] = self._model.embed(batch.tokens)
         step, plan = self._kernels.begin(batch), self._attention.plan(batch)

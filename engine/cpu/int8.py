@@ -1,6 +1,6 @@
 """int8 weights with a scale per output channel, multiplied by activations rounded to 8 bits (W8A8).
 
-Uses the integer product of FBGEMM, which is part of torch, on CPUs without the instructions that
+The products are computed by FBGEMM, a library in torch, on CPUs without the instructions that
 `engine.cpu.panels.Int8Panels` needs. Each row of activations has its own scale. With one scale for all rows, as in
 torch's `linear_dynamic`, a row with large values (often the first token) would reduce the precision of the others, and
 a row's result would depend on the other rows.
@@ -18,7 +18,7 @@ from torch import Tensor
 ENGINE = "fbgemm"
 LEVELS = 127  # largest rounded weight and activation
 LEVELS_OF_7_BITS = 63
-ZERO_POINT = 128  # activations are multiplied as unsigned bytes
+ZERO_POINT = 128  # added to rounded activations, because they are multiplied as unsigned bytes
 SMALLEST = 1e-30  # lower bound of a row's or a channel's largest value, to avoid division by 0
 
 
@@ -44,7 +44,7 @@ def packed_by_fbgemm() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Int8Linear:
-    packed: Any  # FBGEMM's packed weights, with the scales of output channels
+    packed: Any  # weights packed by FBGEMM, with the scales of output channels
     bias: Tensor | None
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Int8Linear:
 
 
 class Int8:
-    """The format of int8 weights for FBGEMM. Other rows affect only the rounding of a row's last bit.
+    """The format of int8 weights for FBGEMM. Other rows of a product can change only the last bit of a row's result.
 
     `levels` is the largest rounded weight that this CPU multiplies exactly.
     """
@@ -97,10 +97,10 @@ def _packed(weight: Tensor, levels: int, bias: Tensor | None) -> Int8Linear:
 
 @torch.inference_mode()
 def _is_exact() -> bool:
-    """Return whether this CPU multiplies the largest values exactly.
+    """Return whether this CPU multiplies the largest rounded weights and activations exactly.
 
-    Instructions before VNNI add two products in 16 bits and saturate. 7-bit weights avoid this and leave 8 bits for
-    activations, which have outliers.
+    Without VNNI, a CPU adds two products as a 16-bit integer, and limits the sum if it is larger. Weights of 7 bits
+    avoid this, so that activations, which have outliers, keep 8 bits.
     """
     product = _packed(torch.ones(64, 64), LEVELS, None)(torch.ones(1, 64))
     return torch.allclose(product, torch.full_like(product, 64.0))

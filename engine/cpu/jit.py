@@ -1,8 +1,8 @@
 """Compiles kernels for this machine's CPU with numba and runs them on torch's OpenMP threads.
 
 Numba's own parallel loops would add a second OpenMP runtime (or thread pool) to the process, whose spinning threads
-compete with torch's for the cores. A kernel is therefore a plain C function that every thread of a team runs, and the
-team is started with `GOMP_parallel` of the OpenMP library that torch has loaded.
+compete with torch's for the cores. A kernel is therefore a plain C function that every thread of a team runs. The team
+is started by `GOMP_parallel` of the OpenMP library that torch has loaded.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-# A kernel call with at least this many elementary operations uses a team of threads. Waking it takes microseconds.
+# A kernel call with at least this many elementary operations uses a thread team. Waking the team takes microseconds.
 PARALLEL_WORK = 1 << 15
 
 
@@ -46,7 +46,7 @@ def cpu_features() -> frozenset[str]:
     return frozenset(flag[1:] for flag in flags.split(",") if flag.startswith("+"))
 
 
-if platform.machine() == "x86_64" and "f16c" not in cpu_features():  # LLVM would abort at the first float16
+if platform.machine() == "x86_64" and "f16c" not in cpu_features():  # LLVM would abort when compiling float16
     raise ImportError("this CPU cannot convert float16 (F16C), which compiled kernels need")
 
 _TORCH = ctypes.CDLL(torch._C.__file__)  # looks up symbols in all libraries that torch is linked with
@@ -55,7 +55,7 @@ for _name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
     llvmlite.binding.add_symbol(f"baton_{_name}", ctypes.cast(getattr(_TORCH, _name), ctypes.c_void_p).value)
 thread_number: Callable[[], int] = types.ExternalFunction("baton_omp_get_thread_num", types.int32())
 num_threads: Callable[[], int] = types.ExternalFunction("baton_omp_get_num_threads", types.int32())
-# A barrier for all threads of the team. In a kernel that runs on one thread, it returns at once.
+# Waits until all threads of the team have called it. In a kernel that runs on one thread, it returns at once.
 wait_for_all: Callable[[], None] = types.ExternalFunction("baton_GOMP_barrier", types.void())
 _parallel = _TORCH.GOMP_parallel
 _parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -63,10 +63,10 @@ _parallel.restype = None
 
 
 def is_ours(directory: Path) -> bool:
-    """Create the directory if necessary. Return whether only this user can write to it. It will contain code."""
+    """Create the directory if necessary. Return whether only this user can write to the directory, which holds code."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()  # not stat: another user could redirect a symbolic link
+        found = directory.lstat()  # not `stat`, since another user could redirect a symbolic link
         with tempfile.TemporaryFile(dir=directory):
             return S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
     except OSError:
@@ -74,7 +74,7 @@ def is_ours(directory: Path) -> bool:
 
 
 def cache_places() -> Iterator[Path]:
-    """Yield directories for compiled kernels, best first: next to this module, the user's cache, temporary files."""
+    """Yield directories for compiled kernels, best first: in this package, the user's cache and temporary files."""
     yield HERE / "__pycache__"
     yield Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "baton")
     with suppress(OSError):
@@ -84,7 +84,7 @@ def cache_places() -> Iterator[Path]:
 def cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
     """Return a cache directory for the kernels of a file, in the first of `places` to which only this user can write.
 
-    Its name depends on all sources that kernels are compiled from; numba itself checks only the one file and the CPU.
+    The directory's name depends on all sources of kernels, since numba checks only the kernel's own file and the CPU.
     """
     others = ("counter_rng.py",)  # its constants are compiled into kernels
     files = {*HERE.glob("*.py"), *(HERE.parent / name for name in others), source}
@@ -95,7 +95,7 @@ def cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
 
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """Lock the directory: if several nodes start together, the first compiles and the others load the result."""
+    """Lock the directory, so that if nodes start together, the first compiles and the others load its result."""
     with (directory / "lock").open("a+") as lock:
         with suppress(OSError):  # if files cannot be locked, every process compiles
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -124,7 +124,7 @@ def _compiled(function: Callable[[Any], None]) -> Any:
 
 
 class Kernel:
-    """A compiled function of a pointer to int64 values: numbers and addresses of tensors."""
+    """A compiled function, called with a pointer to int64 values, each of which is a number or a tensor's address."""
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled  # numba's object, for inspecting the code
@@ -132,11 +132,11 @@ class Kernel:
         self._alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def __call__(self, work: int, *values: int) -> None:
-        """Run the kernel on `values`. `work` is the amount of work in elementary operations.
+        """Run the kernel on `values`. `work` is the number of elementary operations.
 
-        Small work runs on this thread and keeps the interpreter lock. Other work releases it and uses the same number
-        of threads as torch. The memory at addresses must have the layout that the kernel expects, and must stay valid
-        during the call.
+        A small call runs on this thread and keeps the interpreter lock. A large call releases the lock and uses as many
+        threads as torch. The memory at each address in `values` must have the layout that the kernel expects, and must
+        stay valid during the call.
         """
         packed = array("q", values)
         address = packed.buffer_info()[0]
@@ -149,7 +149,8 @@ class Kernel:
 def kernel(function: Callable[[Any], None]) -> Kernel:
     """Compile, or load from disk, a function of `values` (a pointer to int64) that every thread of a team runs.
 
-    The function divides the work by `thread_number()` and `num_threads()`, or by a counter. It must not raise.
+    The function finds its thread's share of the work with `thread_number()` and `num_threads()`, or with a counter that
+    the threads share. The function must not raise.
     """
     return Kernel(_compiled(function))
 

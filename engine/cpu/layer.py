@@ -1,4 +1,4 @@
-"""The element-wise work of a layer on a CPU, by numba kernels that read each row once."""
+"""The element-wise work of a layer on a CPU, done by numba kernels that read each row once."""
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig
 from engine.models.rope import angles
 
-SILU_WORK = 8  # operations per element relative to a multiplication, because of the exponential
+SILU_WORK = 8  # cost per element relative to a multiplication, because of the exponential
 
 
 class NumbaKernels(Kernels):
@@ -36,8 +36,8 @@ class NumbaKernels(Kernels):
 class NumbaStep:
     """The element-wise kernels of one step on a CPU.
 
-    Made by `NumbaKernels.begin` for one batch, used by the decoder on the engine's thread, and dropped after the step.
-    It owns the batch's rotary angles; KV rows are written straight into the pool.
+    `NumbaKernels.begin` creates this object for one batch. The decoder uses it on the engine's thread and drops it
+    after the step. It owns the batch's rotary angles, and writes KV directly into the pool.
     """
 
     def __init__(self, kernels: NumbaKernels, batch: Batch) -> None:
@@ -86,6 +86,6 @@ class NumbaStep:
 
 
 def _checked(rows: Tensor) -> Tensor:
-    """Check the dtype of `rows`, since the kernels get only an address, and return a contiguous tensor."""
+    """Check the dtype of `rows`, since the kernels get only their address, and return them as a contiguous tensor."""
     assert rows.dtype == torch.float32, f"the numba kernels compute in float32, but the activations are {rows.dtype}"
     return rows.contiguous()

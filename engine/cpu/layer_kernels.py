@@ -1,6 +1,7 @@
-"""Numba kernels of a layer's element-wise work, each in one pass over its float32 rows.
+"""Numba kernels for the element-wise work of a layer on float32 rows.
 
-Importing this module compiles the kernels or loads them from disk. With n threads, thread i takes rows i, i + n, ...
+Importing this module compiles the kernels or loads them from disk. With n threads, thread i computes rows i, i + n,
+i + 2n, and so on.
 """
 
 from typing import Any
@@ -36,7 +37,7 @@ def norm_row(source: int, weight: int, target: int, size: int, epsilon: float) -
 
 @kernel
 def norm(values: Any) -> None:
-    """values: rows, size, address of epsilon, source, weight, target."""
+    """`values`: number of rows, size of a row, and the addresses of epsilon, source, weight and target."""
     rows, size, source, weight, target = values[0], values[1], values[3], values[4], values[5]
     epsilon = number_at(values[2])
     for row in range(thread_number(), rows, num_threads()):
@@ -45,7 +46,8 @@ def norm(values: Any) -> None:
 
 @kernel
 def add_norm(values: Any) -> None:
-    """values: rows, size, address of epsilon, hidden (updated in place), update, weight, target."""
+    """`values`: number of rows, size of a row, and the addresses of epsilon, hidden (updated in place), update, weight
+    and target."""
     rows, size, hidden, update, weight, target = values[0], values[1], values[3], values[4], values[5], values[6]
     epsilon = number_at(values[2])
     for row in range(thread_number(), rows, num_threads()):
@@ -59,7 +61,7 @@ def add_norm(values: Any) -> None:
 
 @kernel
 def silu_mul(values: Any) -> None:
-    """values: rows, size of a half, source [rows, 2 * size], target."""
+    """`values`: number of rows, half the size of a row, and the addresses of source [rows, 2 * size] and target."""
     rows, size, source, target = values[0], values[1], values[2], values[3]
     one = splat(1.0)
     for row in range(thread_number(), rows, num_threads()):
@@ -73,7 +75,7 @@ def silu_mul(values: Any) -> None:
 
 @inlined
 def rotate(head: int, cosine: int, sine: int, half: int, target: int, code: int) -> None:
-    """Store one head, rotated: dimension i with i + half, as in Hugging Face's Llama."""
+    """Rotate one head and store it. Dimension i is rotated with i + half, as in Hugging Face's Llama."""
     width = 4 if code == FLOAT32 else 2
     for at in range(0, half, LANES):
         left = half - at
@@ -85,8 +87,8 @@ def rotate(head: int, cosine: int, sine: int, half: int, target: int, code: int)
 
 @kernel
 def rotate_and_store(values: Any) -> None:
-    """Store each token's rotated queries in `target`, and its rotated keys and its values in its slot of the pool. A
-    negative slot stores no keys and values. If heads are normed, `qkv` is overwritten."""
+    """Store each token's rotated queries in `target`, and its rotated keys and its values in its slot of the pool. If
+    a slot is negative, the token's keys and values are not stored. If heads are normed, `qkv` is overwritten."""
     rows, qkv, target, cosines, sines, slots = values[0], values[1], values[2], values[3], values[4], values[5]
     heads, kv_heads, head_dim, q_norm, k_norm = values[6], values[7], values[8], values[9], values[10]
     pool, block_bytes, head_bytes, block_tokens, code = values[11], values[12], values[13], values[14], values[15]

@@ -1,8 +1,8 @@
-"""Settings of glibc's heap for tensors, so that large blocks are reused instead of mapped again each time.
+"""Settings that make glibc's heap reuse the memory of large tensors instead of mapping new memory each time.
 
-glibc maps each block of 32 MiB or more separately, and unmaps it when it is freed. Each step with a long chunk then
-touches new pages, which takes half the time of a large 8-bit product. Threads other than the main one have their own
-heaps, whose pieces of 64 MiB are also unmapped. Therefore all threads share the main heap.
+By default, glibc maps each block of 32 MiB or more separately, and unmaps it when it is freed. Each step with a long
+chunk then touches new pages, which takes half the time of a large 8-bit product. Threads other than the main one have
+their own heaps, in pieces of 64 MiB that are also unmapped when free. All threads are therefore made to share one heap.
 """
 
 import ctypes
@@ -27,14 +27,14 @@ def share_one() -> None:
 def map_large_blocks() -> None:
     """Map every large block separately, for loading weights.
 
-    By default, glibc takes blocks of up to 32 MiB from the heap after one was freed. Temporary copies then leave holes
-    between the weights: up to 0.6 GB for 2 GB of weights.
+    By default, once glibc has unmapped a block of up to 32 MiB, it takes blocks of this size from the heap. Temporary
+    copies then leave holes between the weights: up to 0.6 GB for 2 GB of weights.
     """
     _set(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def keep_large_blocks() -> None:
-    """From now on, take large blocks from the heap, and keep freed ones. glibc before 2.35 limits them to 32 MiB."""
+    """Take large blocks from the heap and keep freed ones. Before version 2.35, glibc limits their size to 32 MiB."""
     if any(_set(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)):
         _set(M_TRIM_THRESHOLD, LARGEST)
 
@@ -42,8 +42,8 @@ def keep_large_blocks() -> None:
 def empty(*shape: int) -> Tensor:
     """Return an uninitialized float32 tensor, aligned to a cache line, for temporary results of a layer.
 
-    torch requests aligned memory. For this, glibc needs a hole as large as the tensor plus the alignment, so it never
-    reuses the hole that the previous layer's tensor left. The heap would grow to twice the memory of a step.
+    `torch.empty` requests aligned memory. glibc takes it only from holes as large as the tensor plus the alignment, so
+    it would never reuse the hole of the previous layer's tensor, and the heap would grow to twice the memory of a step.
     """
     size = 4 * math.prod(shape)
     memory = np.empty(size + LINE, np.uint8)
@@ -52,13 +52,13 @@ def empty(*shape: int) -> Tensor:
 
 
 def _set(option: int, value: int) -> bool:
-    """Change a setting of glibc. Return whether this succeeded; other C libraries do not have these settings."""
+    """Change a setting of glibc. Return False if this failed, or if the C library is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(option, value))
 
 
 def give_back() -> None:
-    """Return freed memory to the system."""
+    """Return freed memory to the operating system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

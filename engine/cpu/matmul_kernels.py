@@ -1,12 +1,12 @@
-"""Numba kernels for products of rows with a matrix stored in panels. Importing this module compiles them or loads them
-from disk.
+"""Numba kernels that multiply rows by a matrix stored in panels. Importing this module compiles the kernels or loads
+them from disk.
 
-A panel is PANEL columns of the result. Its weights are stored in the order of the steps along the depth, so a product
-reads them once and in order. The sums of a tile (up to TILE_ROWS rows of a panel) stay in registers over all steps
+A panel holds the weights of PANEL columns of the result, in the order of the steps along the depth. A product therefore
+reads memory sequentially. The sums of a tile (up to TILE_ROWS rows of a panel) stay in registers over all steps
 (the scheme of Goto and van de Geijn, as in BLIS). While one panel is multiplied, the next is prefetched, a few cache
 lines every few steps, so that memory access and arithmetic overlap.
 
-Every sum is one chain in the order of the depth, so no bit of a row's result depends on the other rows.
+The products of each sum are added in the order of the depth, so no bit of a row's result depends on the other rows.
 """
 
 from typing import Any
@@ -44,17 +44,17 @@ from engine.cpu.simd import (
 
 TILE_ROWS = PANEL_ROWS
 PANEL = LANES * PANEL_VECTORS
-INT8 = 3  # in addition to the codes of floats; a step along the depth takes four weights of each column
+INT8 = 3  # like the codes in CODES; each step along the depth takes four int8 weights of each column
 HAS_INT8 = LANES == 16 and "avx512vnni" in cpu_features()
 CACHED_STEPS = 1024  # steps of a panel of float weights that fit into the core's second-level cache
-FETCHED_AHEAD = 1024  # bytes prefetched ahead in a panel that is read once
-# Every 2^PACE steps of each tile prefetch a part of the next panel. More frequent prefetches would take time. If only
-# the first tiles prefetched, they would wait for memory. With two tiles, memory is the limit, so every step prefetches.
+FETCHED_AHEAD = 1024  # distance of the prefetches in bytes, for a panel that is read once
+# Every tile prefetches a part of the next panel; if only the first tiles did, they would wait for memory. A tile
+# prefetches once per 2^PACE steps to save time. With two tiles, memory is the limit, so every step prefetches.
 PACE = 2
-# Rows that a thread takes at a time. More rows would not fit into the first-level cache and would leave threads idle.
+# Rows that a thread multiplies at a time. More would not fit into the first-level cache and would leave threads idle.
 BLOCK_ROWS = 64 * TILE_ROWS
 LINE = 64
-ROUNDER = 12582912.0  # 1.5 * 2**23: adding it to a small number puts the rounded integer into the low bits
+ROUNDER = 12582912.0  # 1.5 * 2**23: the low bits of its sum with a small number are the number rounded to an integer
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
@@ -65,7 +65,7 @@ def _number(value: int) -> Any:
 
 
 def _size(code: int) -> int:
-    """Return the bytes of a vector of weights."""
+    """Return the size of a vector of weights in bytes."""
     return LANES * (2 if code in (BFLOAT16, FLOAT16) else 4)
 
 
@@ -115,7 +115,7 @@ def _emit_weights(builder: Any, code: int, at: Any) -> Any:
 
 
 def _emit_factor(builder: Any, code: int, at: Any) -> Any:
-    """Load an activation into every lane; for 8 bits, four activations."""
+    """Load an activation (for INT8, four activations of 8 bits) into every lane."""
     factor = emit_splat(builder, builder.load(emit_pointer(builder, at, _FLOAT)))
     return builder.bitcast(factor, _INTS) if code == INT8 else factor
 
@@ -123,7 +123,7 @@ def _emit_factor(builder: Any, code: int, at: Any) -> Any:
 def _emit_add(builder: Any, code: int, factor: Any, weights: Any, added: Any) -> Any:
     if code != INT8:
         return emit_multiply_add(builder, factor, weights, added)
-    instruction = "vpdpbusd $2, $1, $0"  # unsigned activations times signed weights; exact, unlike before VNNI
+    instruction = "vpdpbusd $2, $1, $0"  # adds products of unsigned activations and signed weights, exactly
     return builder.asm(ir.FunctionType(_INTS, [_INTS] * 3), instruction, "=v,v,v,0", [factor, weights, added], False)
 
 
@@ -141,15 +141,16 @@ def _emit_scaled(builder: Any, value: Any, start: Any, row_scales: Any, row: int
 
 if HAS_INT8:
     llvmlite.binding.initialize_native_asmparser()
-# The product of a tile. The sums begin with the values at `start`, which are the same for all rows if `start_stride` is
-# 0. Every 2^pace steps prefetch the next `lines` cache lines, beginning at `ahead`.
+# Multiplies a tile. The sums begin with the values at `start`, which are the same for all rows if `start_stride` is 0.
+# Once per 2^pace steps, it prefetches the next `lines` cache lines, beginning at `ahead`.
 _multiply = written(types.void, (types.int64,) * 14, _emit_tiles)
 
 
 @part
 def round_rows(rows: int, size: int, source: int, source_stride: int, target: int, stride: int, scales: int) -> None:
-    """Round a thread's share of the rows to 8 bits. Store levels in `target`, in rows of `stride` bytes (a multiple of
-    LANES, at least `size`), and scales in `scales`. If a row has an infinity or NaN, its scale and products are NaN."""
+    """Round this thread's rows to 8 bits. Store the results in `target`, in rows of `stride` bytes (a multiple of
+    LANES, at least `size`), and the rows' scales in `scales`. If a row has an infinity or NaN, its scale and products
+    are NaN."""
     zero, rounder = splat(0.0), splat(ROUNDER + ZERO_POINT)
     for row in range(thread_number(), rows, num_threads()):
         x, to = source + row * source_stride, target + row * stride
@@ -167,11 +168,11 @@ def round_rows(rows: int, size: int, source: int, source_stride: int, target: in
 
 @kernel
 def product(values: Any) -> None:
-    """values: rows, x, its stride, result, its stride, memory for the rows in 8 bits and their scales (INT8), and the
-    constants of the matrix: code, depth, steps, panels, weights, columns (the initial sums of each panel; with INT8
-    also the scales and the bias), bytes of columns per panel.
+    """`values`: number of rows, x, its stride, result, its stride, memory for the rows rounded to 8 bits and their
+    scales (INT8), and the constants of the matrix: code, depth, steps, number of panels, weights, columns (the initial
+    sums of each panel; with INT8 also the scales and the bias), bytes of columns per panel.
 
-    A thread takes the blocks of rows in order, and computes adjacent panels for each."""
+    Each thread takes its blocks of rows one after another, and multiplies each by adjacent panels."""
     rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
     code, size, steps, panels, weights, columns = values[6], values[7], values[8], values[9], values[10], values[11]
     column_bytes = values[12]

@@ -1,4 +1,4 @@
-"""Weights stored in panels, as the numba kernels read them: 32 or 16 bits with float32 arithmetic, or int8."""
+"""Weights stored in panels for the numba kernels: in 32 or 16 bits, with float32 arithmetic, or in int8."""
 
 from collections.abc import Callable
 
@@ -11,26 +11,26 @@ from engine.cpu.malloc import empty
 from engine.cpu.matmul_kernels import INT8, PANEL, product
 from engine.cpu.simd import CODES, LANES
 
-IN_STEP = 4  # number of int8 weights of a column that one instruction multiplies
+IN_STEP = 4  # int8 weights per column that one instruction multiplies
 
 
 class PanelLinear:
     """A matrix stored in panels.
 
-    `panels` [panels, steps, PANEL, ...] has the weights in the form of the kernel's `code`. `columns`
-    [panels, ..., PANEL], float32, has the bias and, for INT8, scales. The matrix is [width, depth]. `is_exact` is true
-    if the panels hold the original weights, one per step.
+    `panels` [panels, steps, PANEL, ...] holds the weights in the format that `code` denotes. `columns`
+    [panels, ..., PANEL], float32, holds the bias and, for INT8, initial sums and scales. The matrix has the shape
+    [width, depth]. `is_exact` is true if the weights are not rounded, and each step has one weight per column.
     """
 
     def __init__(
         self, code: int, depth: int, width: int, panels: Tensor, columns: Tensor, *, is_exact: bool = False
     ) -> None:
-        self.panels, self.columns = panels, columns  # keep a reference, since the kernel gets only addresses
+        self.panels, self.columns = panels, columns  # references, since the kernel gets only addresses
         self.width = width
         self.is_exact = is_exact
         self.padded = len(panels) * PANEL
         steps, column_bytes = panels.shape[1], 4 * columns.stride(0)
-        # The kernel's constant arguments, and the work and the bytes of scratch memory per row.
+        # The kernel's constant arguments; below, the work and the bytes of scratch memory per row.
         self.fixed = (code, depth, steps, len(panels), panels.data_ptr(), columns.data_ptr(), column_bytes)
         self.row_work = steps * self.padded
         self.row_scratch = 4 + -(-depth // LANES) * LANES if code == INT8 else 0
@@ -53,7 +53,7 @@ class PanelLinear:
 
 
 def in_panels(weight: Tensor, in_step: int) -> Tensor:
-    """Return [out, in] as [panels, in / in_step, PANEL, in_step], padded with zeros."""
+    """Return a matrix [out, in] in the shape [panels, in / in_step, PANEL, in_step], padded with zeros."""
     out, depth = weight.shape
     missing = (0, -depth % in_step, 0, -out % PANEL)
     padded = pad(weight, missing) if any(missing) else weight  # `pad` would copy even if nothing is missing
@@ -61,7 +61,7 @@ def in_panels(weight: Tensor, in_step: int) -> Tensor:
 
 
 def in_columns(values: Tensor) -> Tensor:
-    """Return float32 [out] as [panels, PANEL], padded with zeros."""
+    """Return float32 values [out] in the shape [panels, PANEL], padded with zeros."""
     return pad(values, (0, -len(values) % PANEL)).view(-1, PANEL)
 
 
@@ -75,7 +75,7 @@ class Panels:
 
     @torch.inference_mode()
     def make(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
-        """Store `weight` in panels. Raises ValueError if a weight is not finite in this format."""
+        """Store `weight` in panels. Raises ValueError if a weight is not finite, or too large for the format."""
         held = weight.to(self._held_in)
         if self._held_in != torch.float32 and not bool(held.isfinite().all()):
             raise ValueError(f"a weight is too large for {self.name}, or not finite; use --weight-dtype float32")

@@ -1,4 +1,4 @@
-"""Selects attention, kernels and weight formats for a node on a CPU: compiled ones, or torch's without numba."""
+"""Selects attention, kernels and weight formats for a node on a CPU: compiled ones, or torch's if none can run."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ SIXTEEN_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:
-    """Return the backend `name` for a CPU. Raises ValueError if it does not run on a CPU or on this machine."""
+    """Return the attention backend `name`. Raises ValueError if it does not run on CPUs or on this machine."""
     if name not in {"auto", "numba", "torch"}:
         raise ValueError(f"--attention-backend {name}: does not run on a CPU; use auto, numba or torch")
     if name == "torch" or (name == "auto" and why_not_compiled()):
@@ -27,7 +27,7 @@ def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:
 
 
 def kernels_on_cpu(config: ModelConfig, pool: KVPool) -> Kernels:
-    """Return the numba kernels, or plain torch if this machine cannot compile."""
+    """Return the numba kernels, or torch's if this machine cannot compile kernels."""
     if why_not_compiled():
         return TorchKernels(config, pool)
     from engine.cpu.layer import NumbaKernels
@@ -36,7 +36,7 @@ def kernels_on_cpu(config: ModelConfig, pool: KVPool) -> Kernels:
 
 
 def linear_on_cpu(weight_dtype: str, quantization: str) -> LinearFormat:
-    """Return the format for `--weight-dtype` and `--quantization`.
+    """Return the weight format that `--weight-dtype` and `--quantization` select.
 
     Raises ValueError if the settings contradict each other or this machine does not support them.
     """
@@ -74,9 +74,9 @@ def _int8(why_not: str) -> LinearFormat:
 
 
 class AsStored:
-    """Keeps 16-bit weights in 16 bits, which halves memory and reading time. Other weights become float32.
+    """A format that keeps 16-bit weights in 16 bits, which halves memory and reading time, and others in float32.
 
-    `name` is the format of the last matrix, since a checkpoint rarely mixes dtypes.
+    `name` describes only the last matrix, since a checkpoint rarely mixes dtypes.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Explicit float32 vectors for numba kernels, as wide as the CPU's registers; numba itself relies on LLVM's automatic
 vectorization. Addresses are int64, in bytes.
 
-Elements in memory are float32, bfloat16 or float16, selected by a code at run time, so that one compiled kernel serves
-all three; arithmetic is float32.
+Elements in memory are float32, bfloat16 or float16. A code selects the type at run time, so that one compiled kernel
+serves all three. Arithmetic is float32.
 """
 
 import operator
@@ -17,7 +17,7 @@ from numba.extending import intrinsic, lower_builtin, models, register_model, ty
 from engine.cpu.jit import cpu_features, inlined
 
 LANES = 16 if "avx512f" in cpu_features() else 8
-# The block of a matrix product that fits into the registers: rows, and vectors per row.
+# Rows, and vectors per row, of the largest block of a matrix product that fits into the registers.
 PANEL_ROWS, PANEL_VECTORS = 6, 4 if LANES == 16 else 2
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 CODES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
@@ -64,7 +64,7 @@ def emit_load(builder: Any, address: Any, lanes: int, code: int) -> Any:
 
 
 def _store(builder: Any, vector: Any, address: Any, lanes: int, code: int) -> None:
-    """Store a vector, rounded to nearest, ties to even."""
+    """Store a vector. Each element is rounded to the nearest value of the type, ties to even."""
     if code == FLOAT16:
         vector = builder.fptrunc(vector, _of(ir.HalfType(), lanes))
     elif code == BFLOAT16:
@@ -78,7 +78,7 @@ def _store(builder: Any, vector: Any, address: Any, lanes: int, code: int) -> No
 
 
 def written(result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
-    """Return a function for kernels. `emit(builder, *values)` writes its LLVM code."""
+    """Return a function that kernels can call. `emit(builder, *values)` writes the function's LLVM code."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         written = emit(builder, *values)
@@ -98,7 +98,7 @@ def emit_splat(builder: Any, value: Any) -> Any:
 
 
 def _reduce(combine: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Reduce a vector by halves, in the same order on all machines with vectors of this width."""
+    """Return an emitter that combines a vector's lanes by halves, in the same order on all machines with this width."""
 
     def emit(builder: Any, vector: Any) -> Any:
         lanes = LANES
@@ -133,7 +133,7 @@ def emit_prefetch(builder: Any, address: Any) -> Any:
 
 
 def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
-    """Prefetch `lines` cache lines in round `index` of a loop. Earlier rounds fetch earlier lines, from `ahead` on."""
+    """Prefetch the lines of round `index` of a loop: each round takes the next `lines` cache lines from `ahead` on."""
     first = builder.mul(index, lines)
     with cgutils.for_range(builder, lines, intp=_LONG) as loop:
         offset = builder.shl(builder.add(first, loop.index), ir.Constant(_LONG, 6))
@@ -141,7 +141,7 @@ def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
 
 
 def cases(builder: Any, value: Any, values: Iterable[int]) -> Iterator[int]:
-    """Yield each of `values` inside a branch that runs if `value` equals it. For other values, no branch runs."""
+    """Yield each of `values`, and add the code emitted meanwhile to a branch that runs if `value` equals it."""
     after = builder.append_basic_block("after")
     switch = builder.switch(builder.trunc(value, _INT), after)
     for one in values:
@@ -181,11 +181,11 @@ _V, _F, _I = VECTOR, types.float32, types.int64
 _VALUES = types.CPointer(_I)  # type: ignore[attr-defined]
 splat = written(_V, (_F,), emit_splat)
 multiply_add = written(_V, (_V, _V, _V), emit_multiply_add)  # one * other + added
-larger = written(_V, (_V, _V), _larger)  # the second operand if either is NaN
+larger = written(_V, (_V, _V), _larger)  # returns the second operand if either is NaN
 where_less = written(
     _V, (_V, _V, _V, _V), lambda b, one, other, yes, no: b.select(b.fcmp_ordered("<", one, other), yes, no)
 )
-keep_range = written(_V, (_V, _I, _I, _V), _keep_range)  # lanes low <= i < high of the first, else of the last
+keep_range = written(_V, (_V, _I, _I, _V), _keep_range)  # lanes low <= i < high of the first vector, others of the last
 total = written(_F, (_V,), _reduce(lambda b, one, other: b.fadd(one, other)))
 largest = written(_F, (_V,), _reduce(_larger))
 address_at = written(_I, (_I,), lambda b, at: b.load(emit_pointer(b, at, _LONG)))  # an int64 in memory
@@ -193,9 +193,9 @@ put_address = written(types.void, (_I, _I), lambda b, value, at: b.store(value, 
 index_at = written(_I, (_I,), lambda b, at: b.sext(b.load(emit_pointer(b, at, _INT)), _LONG))  # an int32 in memory
 number_at = written(_F, (_I,), lambda b, at: b.load(emit_pointer(b, at, _FLOAT)))
 put_number = written(types.void, (_F, _I), lambda b, value, at: b.store(value, emit_pointer(b, at, _FLOAT)))
-put_low_bytes = written(types.void, (_V, _I), _put_low_bytes)  # the low byte of each lane's bits
-prefetch = written(types.void, (_I,), emit_prefetch)  # the cache line at an address, into level 2
-# Atomically increment a kernel's first value, which all threads share, to take the next piece of work.
+put_low_bytes = written(types.void, (_V, _I), _put_low_bytes)  # stores the low byte of each lane
+prefetch = written(types.void, (_I,), emit_prefetch)  # loads the cache line at an address into the level-2 cache
+# Takes the next piece of work: atomically increments a kernel's first value, a counter that all threads share.
 take_next = written(_I, (_VALUES,), lambda b, values: b.atomic_rmw("add", values, ir.Constant(_LONG, 1), "monotonic"))
 _set_lane = written(_V, (_V, _I, _F), lambda b, vector, lane, value: b.insert_element(vector, value, lane))
 _lane = written(_F, (_V, _I), lambda b, vector, lane: b.extract_element(vector, lane))
@@ -235,7 +235,7 @@ _store_as, _put_as = written(types.void, (_V, _I, _I), _store_vector), written(t
 
 
 def _operate(symbol: Callable[[Any, Any], Any], name: str) -> None:
-    """Implement the operator `symbol` on two vectors by the instruction `name` of LLVM's builder."""
+    """Implement the operator `symbol` on two vectors with the method `name` of LLVM's builder."""
 
     @type_callable(symbol)  # type: ignore[untyped-decorator]
     def typing(_context: Any) -> Any:
@@ -255,7 +255,7 @@ for _symbol, _name in (
 
 @inlined
 def load_some(address: int, count: int, code: int) -> Any:
-    """Load up to LANES elements, followed by zeros."""
+    """Load `count` elements, at most LANES, and set the other lanes to 0."""
     if count >= LANES:
         return _load_as(address, code)
     vector, size = splat(0.0), 4 if code == FLOAT32 else 2
@@ -266,7 +266,7 @@ def load_some(address: int, count: int, code: int) -> Any:
 
 @inlined
 def store_some(vector: Any, address: int, count: int, code: int) -> None:
-    """Store the first `count` lanes, or all of them if `count` is larger."""
+    """Store the first `count` lanes, or all lanes if there are fewer."""
     if count >= LANES:
         _store_as(vector, address, code)
         return
@@ -277,10 +277,10 @@ def store_some(vector: Any, address: int, count: int, code: int) -> None:
 
 @inlined
 def exponential(x: Any) -> Any:
-    """Return e**x with a relative error of 1e-7, as in Cephes' expf. Return 0 below -87, and never infinity."""
+    """Return e**x with a relative error of 1e-7, as in Cephes' expf. Return 0 for x < -87, and e**88 for x > 88."""
     least, most = splat(-87.0), splat(88.0)
     clamped = where_less(most, x, most, where_less(x, least, least, x))
-    # Adding 1.5 * 2**23 leaves the rounded integer in the low bits.
+    # The low bits of the sum with 1.5 * 2**23 are the number rounded to an integer.
     shifted = multiply_add(clamped, splat(1.44269504088896341), splat(12582912.0))
     power = shifted - splat(12582912.0)
     rest = multiply_add(power, splat(2.12194440e-4), multiply_add(power, splat(-0.693359375), clamped))
@@ -291,15 +291,15 @@ def exponential(x: Any) -> Any:
     series = multiply_add(series, rest, splat(1.6666665459e-1))
     series = multiply_add(series, rest, splat(5.0000001201e-1))
     series = multiply_add(series, rest * rest, rest + splat(1.0))
-    # Multiply by the power, because adding to the exponent's bits would convert a NaN to a number.
+    # Multiply by the power of two, because adding to the exponent's bits would turn a NaN into a number.
     return where_less(x, least, splat(0.0), series * _power_of_two_of(shifted))
 
 
 @inlined
 def two_to_the(x: Any) -> Any:
-    """Return 2**x for x <= 0, with a relative error of 2e-7 down to -126. Return 0 below -126.5. Uses Cephes' exp2f."""
-    least = splat(-127.0)  # the exponent bits of 2**-127 are 0
-    shift = splat(12582912.0)  # leaves the rounded integer in the low bits, as in `exponential`
+    """Return 2**x for x <= 0, with a relative error of 2e-7 for x >= -126. Return 0 for x < -126.5. From Cephes."""
+    least = splat(-127.0)  # 2**-127 has exponent bits of 0, so its result is 0
+    shift = splat(12582912.0)  # puts the rounded integer into the low bits, as in `exponential`
     clamped = where_less(x, least, least, x)
     shifted = clamped + shift
     rest = clamped - (shifted - shift)

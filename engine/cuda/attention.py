@@ -1,6 +1,6 @@
 """Attention on a GPU by Triton kernels, for any block size and GQA group and for float32, float16 and bfloat16 pools.
 
-For short slices (decodes), several programs share each context. Chunks are cut into tiles of queries. Tests run the
+For short slices (decodes), several GPU programs share each context. Chunks are cut into tiles of queries. Tests run the
 same code under Triton's interpreter, without a GPU.
 """
 
@@ -16,16 +16,16 @@ from engine.cuda.attention_kernels import attend, merge
 from engine.kv_pool import KVPool
 
 SHORT = 8  # a slice of at most this many queries is treated as a decode
-MAX_ITEMS = 2**16  # maximum number of decodes in a step; CUDA graphs read a list that is allocated once
-SPLIT_TOKENS = 256  # a split of fewer tokens costs more time than it saves
-FEW_SPLITS, MAX_SPLITS = 16, 64  # the merge holds all splits of a head in registers
+MAX_ITEMS = 2**16  # decodes in a step at most; CUDA graphs read a list of this length that is allocated once
+SPLIT_TOKENS = 256  # minimum tokens per split; a smaller split costs more time than it saves
+FEW_SPLITS, MAX_SPLITS = 16, 64  # numbers of splits that a merge holds in registers
 PROGRAMS_PER_PROCESSOR = 2
 H200_PROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The shape of a program: rows (queries times GQA group), tokens of context, warps and pipeline stages."""
+    """The shape of a program: rows (queries times the GQA group size), tokens of context, warps, pipeline stages."""
 
     block_m: int
     block_n: int
@@ -34,7 +34,7 @@ class Tile:
 
 
 def decode_tile(head_dim: int, dtype: torch.dtype, rows: int) -> Tile:
-    """Return the tile for `rows` = queries times GQA group; tensor cores need at least 16 rows."""
+    """Return the tile for decodes with `rows` rows (queries times GQA group size). Tensor cores need at least 16."""
     block_m = max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:
         return Tile(block_m, 16, 8, 2)
@@ -53,8 +53,8 @@ def chunk_tile(head_dim: int, dtype: torch.dtype, few: bool) -> Tile:
 class TritonAttention:
     """Attention over `pool` by Triton kernels.
 
-    For tuning, `decode` and `chunk` replace the tiles that are chosen by shape. Raises ValueError if head_dim is over
-    256, because a program could not hold a tile.
+    If `decode` and `chunk` are given, for tuning, these tiles are used instead of ones chosen by shape. Raises
+    ValueError if head_dim is over 256, because a tile would be too large for a program.
     """
 
     name = "triton"
@@ -81,12 +81,12 @@ class TritonAttention:
         """Plan a step's attention.
 
         If all slices are decodes or padding, the plan depends only on shapes, so a CUDA graph may contain it. With
-        chunks, it depends on the batch's host copies, and a list of tiles is copied to the device.
+        chunks, the plan depends on the batch's values on the host, and a list of tiles is copied to the device.
         """
         return TritonPlan(self, batch)
 
     def splits(self, num_decodes: int, most_tokens: int) -> int:
-        """Return how many programs share a context: enough to fill the device twice, if the context is long enough."""
+        """Return the number of programs per context: enough to fill the device twice, unless contexts are too short."""
         wanted = -(-PROGRAMS_PER_PROCESSOR * self.processors // (num_decodes * self.pool.layout.kv_heads))
         return max(1, min(wanted, -(-most_tokens // self._split_tokens), MAX_SPLITS))
 
@@ -94,8 +94,8 @@ class TritonAttention:
 class TritonPlan:
     """The attention of one step on a GPU: the kernel launches for its slices. Experimental.
 
-    Made by `TritonAttention.plan` for one batch and used by each layer on the engine's thread. It owns the lists of
-    slices on the device. It splits the long contexts of decodes, merges the parts, and cuts prompts into tiles.
+    `TritonAttention.plan` creates it for one batch, and each layer uses it on the engine's thread. The plan owns the
+    lists of slices on the device, splits the long contexts of decodes, merges the parts, and cuts prompts into tiles.
     """
 
     def __init__(self, backend: TritonAttention, batch: Batch) -> None:
@@ -107,10 +107,10 @@ class TritonPlan:
         self._chunks = [(index, count) for index, count in enumerate(counts) if count > SHORT]
         self._queries = SHORT if any(counts[index] > 1 for index in short) else 1
         self._decodes = self._listed(short)
-        self._tiles: tuple[int, Tile, Tensor] | None = None  # cut when the number of heads is known
+        self._tiles: tuple[int, Tile, Tensor] | None = None  # None until the number of heads is known
 
     def _listed(self, short: list[int]) -> Tensor:
-        """Return the work list of decodes, int32 [decodes, 2]. If the decodes come first, the list is preallocated."""
+        """Return the work list of decodes, int32 [decodes, 2]: a preallocated one if no chunk precedes a decode."""
         if len(short) > MAX_ITEMS:
             raise ValueError(f"{len(short)} decodes in one step; --max-num-seqs may be {MAX_ITEMS} at most")
         if not short or short[-1] + 1 == len(short):
@@ -133,9 +133,9 @@ class TritonPlan:
         return out
 
     def _cut(self, group: int, dtype: torch.dtype) -> tuple[int, Tile, Tensor]:
-        """Return the queries per tile, the tile's shape, and the tiles as int32 [N, 2], longest context first.
+        """Return the queries per tile, the tile's shape, and a work list of tiles, int32 [N, 2], longest context first.
 
-        The longest tiles start first, so that all processors finish at about the same time.
+        Tiles with long contexts start first, so that all processors finish at about the same time.
         """
         tile = self._backend.chunk or self._chunk_tile(group, dtype)
         queries = tile.block_m // group

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803 (compile-time constants of Triton are in capitals)
-"""Triton kernels of paged attention. One computes tiles of prompts and decodes, and the other merges splits.
+# ruff: noqa: N803 (Triton's compile-time constants have capital letters)
+"""Triton kernels for paged attention: `attend` computes tiles of prompts and decodes, and `merge` merges splits.
 
 The queries of a tile and the heads that share a KV head (GQA) are the rows of one matrix, so keys and values are read
-once for all of them. Uses FlashAttention's running softmax (Dao 2022) and FlashDecoding's splits (Dao 2023).
+once for all of them. The softmax is FlashAttention's (Dao 2022), and contexts are split as in FlashDecoding (Dao 2023).
 """
 
 import triton
@@ -13,11 +13,11 @@ import triton.language as tl
 @triton.jit
 def _absorb(
     acc,  # float32 [BLOCK_M, BLOCK_D]: sum of the weighted values so far
-    peak,  # float32 [BLOCK_M]: highest score so far, in powers of 2
+    peak,  # float32 [BLOCK_M]: highest score so far; scores are log2 of weights
     total,  # float32 [BLOCK_M]: sum of the weights
     q, keys, values,
     table,  # this slice's row of the block table
-    first,  # the first of the BLOCK_N positions to add
+    first,  # the first of the BLOCK_N positions to process
     at,  # int32 [BLOCK_M]: positions of the queries
     context, window, scale, block_stride, token_stride,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
@@ -26,14 +26,14 @@ def _absorb(
     dims = tl.arange(0, BLOCK_D)
     span = tl.arange(0, BLOCK_N)
     seen = first + span
-    if PAGE % BLOCK_N == 0:  # one block holds all positions, so their rows are evenly spaced
+    if PAGE % BLOCK_N == 0:  # one KV block holds all BLOCK_N positions, in evenly spaced rows
         block = tl.load(table + first // PAGE).to(tl.int64)
         rows = block * block_stride + (first % PAGE + span) * token_stride
     else:
         blocks = tl.load(table + seen // PAGE, mask=seen < context, other=0).to(tl.int64)
         rows = blocks * block_stride + (seen % PAGE) * token_stride
     places = rows[:, None] + dims[None, :]
-    # Never load memory beyond the context: it may hold NaN, and 0 * NaN is NaN.
+    # Never load memory beyond the context: it may contain a NaN, and 0 * NaN is NaN.
     if MASKED:
         held = (seen < context)[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + places, mask=held, other=0.0)
@@ -62,22 +62,23 @@ def _absorb(
 @triton.jit
 def attend(
     out,  # [T, heads, HEAD_DIM]; with SPLIT, float32 [items, kv_heads, splits, QUERIES * GROUP, HEAD_DIM]
-    weight_of,  # float32 [items, kv_heads, splits, QUERIES * GROUP]: log2 of each split's sum of weights, if SPLIT
+    weight_of,  # float32 [items, kv_heads, splits, QUERIES * GROUP]: log2 of a split's sum of weights; used if SPLIT
     q,  # [T, heads, HEAD_DIM]
     keys, values,
-    work,  # int32 [items, 2]: slice, and first query that the item computes
+    work,  # int32 [items, 2]: index of the slice, and first query that the item computes
     cu_q, kv_len, block_table, window,
     scale,  # head_dim ** -0.5 * log2(e)
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride, block_stride, head_stride,
     token_stride,
     GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,  # per item; QUERIES * GROUP <= BLOCK_M
+    QUERIES: tl.constexpr,  # queries per item; QUERIES * GROUP <= BLOCK_M
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: items x kv heads x splits. It depends only on shapes, so a CUDA graph may contain the launch.
+    """Compute attention for the grid items x kv heads x splits.
 
-    The number of splits is not a compile-time constant, because requests would wait for a compilation per number.
+    The grid depends only on shapes, so a CUDA graph may contain the launch. The number of splits is not a compile-time
+    constant, because requests would have to wait while the kernel is compiled for each number.
     """
     item, kv_head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which = tl.load(work + 2 * item)
@@ -107,7 +108,7 @@ def attend(
         share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits) * BLOCK_N
         low += split * share
         high = tl.minimum(high, low + share)
-    whole = low  # every query sees every position before this
+    whole = low  # every query of the item sees all positions before this one
     if not WINDOWED:
         whole = tl.maximum(low, tl.minimum(lowest + 1, high) // BLOCK_N * BLOCK_N)
 
@@ -125,7 +126,7 @@ def attend(
             token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, True, WINDOWED,
         )  # fmt: skip
 
-    # The result of an empty context (a padded row) is zeros, not NaN.
+    # For an empty context (a row of padding), store zeros instead of NaN.
     divisor = tl.where(total == 0.0, 1.0, total)
     acc = acc / divisor[:, None]
     if SPLIT:
@@ -140,11 +141,11 @@ def attend(
 @triton.jit(do_not_specialize=["splits"])
 def merge(
     out,  # [T, heads, HEAD_DIM]
-    parts,  # `out` and `weight_of` of `attend`
+    parts,  # this and `weight_of`: `out` and `weight_of` of `attend`
     weight_of, work, cu_q, out_token_stride, out_head_stride, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: items x heads x queries. Merge the splits of one query and head, weighted by their sums."""
+    """Merge the splits of each query and head, weighted by their sums. The grid is items x heads x queries."""
     item, head, query, queries = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which = tl.load(work + 2 * item)
     start = tl.load(cu_q + which)

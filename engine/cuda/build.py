@@ -1,4 +1,4 @@
-"""Builds the engine's components on a GPU: weights, kernels, KV in the remaining memory, and captured passes."""
+"""Builds the engine's components on a GPU: weights, kernels, a KV pool in the remaining memory, captured passes."""
 
 import logging
 from contextlib import AbstractContextManager
@@ -28,14 +28,14 @@ CONTEXT_BYTES = 3 * GIB // 4  # allowance for memory that torch does not count: 
 SMALLER_MODEL = "take a smaller model, or a GPU with more free memory"
 SMALLER_STEP = "lower --max-num-batched-tokens or --max-num-seqs, or take a smaller model"
 LESS_KV = "lower --gpu-memory-utilization, or --num-blocks or --kv-cache-memory if one is given"
-GRAPH_BYTES = GIB  # allowance for graphs; the memory that they take is logged
+GRAPH_BYTES = GIB  # allowance for graphs; the memory that they really take is logged
 
 
 def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: CudaAccelerator) -> EngineComponents:
     """Build the components on `gpu`. Experimental.
 
-    `options.max_model_len` must be set. Raises ValueError, with the fix in its message, if a setting or a package is
-    unsuitable or memory is short. Raises OSError if the driver fails for another reason.
+    `options.max_model_len` must be set. Raises ValueError, with a fix in its message, if a setting or a package is
+    unsuitable or there is too little memory. Raises OSError if the driver fails for another reason.
     """
     log.warning("CUDA support is experimental: no GPU has run this code yet")
     dtype = _dtype(options, path)
@@ -47,7 +47,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
     one_block = _one_block(options, model)
     largest = f"running a step of {options.max_step_tokens} tokens and up to {options.max_num_seqs} requests"
     with _stage(gpu, largest, SMALLER_STEP):
-        # Run this even if the size is given, to compile the kernels before the first request.
+        # Run this even if the size of the KV pool is given, to compile the kernels before the first request.
         held = gpu.most_held(lambda: _largest_step(options, model, one_block, gpu, triton))
     num_blocks = options.num_blocks or blocks_for(
         options.kv_cache_memory or _room(options, one_block, held, gpu), one_block
@@ -139,7 +139,7 @@ def _one_block(options: BuildOptions, model: Decoder) -> KVLayout:
 
 
 def _room(options: BuildOptions, one: KVLayout, held: int, gpu: CudaAccelerator) -> int:
-    """Return the bytes of the node's share of the GPU that remain after weights, the largest step and graphs."""
+    """Return the bytes for KV: the node's share of the GPU less weights, the largest step and graphs."""
     most = held + CONTEXT_BYTES + (0 if options.enforce_eager else GRAPH_BYTES)
     free, total = gpu.memory()
     share = int(total * options.gpu_memory_utilization)
@@ -166,7 +166,7 @@ class _Scratch:
 
 
 def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: CudaAccelerator, triton: bool) -> None:
-    """Run a step with the maximum numbers of tokens and draws. All tokens use one block."""
+    """Run a step with the maximum number of tokens and of requests. The KV of all tokens is stored in one block."""
     rows = torch.zeros((2, one.block_bytes), dtype=torch.uint8, device=gpu.device)
     runner = _runner(options, model, KVPool(replace(one, num_blocks=2), _Scratch(rows)), gpu, triton)
     count = min(options.max_num_seqs, options.max_step_tokens)

@@ -1,4 +1,4 @@
-"""A GPU as `engine.cuda.build` uses it: its memory and its optional capabilities. Tests replace it by a fake."""
+"""The GPU interface of `engine.cuda.build`: memory and optional capabilities. Tests use a fake instead."""
 
 import importlib.util
 import logging
@@ -16,9 +16,9 @@ log = logging.getLogger("baton.engine")
 
 
 class CudaAccelerator:
-    """The CUDA device `name`. Raises ValueError if torch does not find it.
+    """The CUDA device called `name`, such as cuda:0. Raises ValueError if torch does not find the device.
 
-    If `borrowed` is given, `allocate` returns this KV memory of another process.
+    If `borrowed` is given, `allocate` does not allocate, but returns the KV memory of another process.
     """
 
     def __init__(self, name: str, borrowed: PoolClient | None = None) -> None:
@@ -35,11 +35,11 @@ class CudaAccelerator:
         self.name = torch.cuda.get_device_name(self.device)
 
     def memory(self) -> tuple[int, int]:
-        """Return the device's free bytes and total bytes."""
+        """Return the device's free memory and its total memory, in bytes."""
         return torch.cuda.mem_get_info(self.device)
 
     def most_held(self, work: Callable[[], object]) -> int:
-        """Run `work`. Return the peak of the bytes that torch held in this process, including earlier memory."""
+        """Run `work`. Return the most bytes that torch held meanwhile, including memory allocated earlier."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         work()
@@ -58,14 +58,14 @@ class CudaAccelerator:
 
     @staticmethod
     def has_triton() -> bool:
-        """Return whether Triton is installed and can build its launchers, which requires a C compiler and a cache."""
+        """Return whether Triton is installed and can build launchers; it needs a C compiler and a writable cache."""
         if importlib.util.find_spec("triton") is None:
             return False
         try:
             from triton.runtime import driver
 
             return driver.active.utils is not None
-        except AssertionError as error:  # `ldconfig -p` does not list libcuda.so.1
+        except AssertionError as error:  # raised if `ldconfig -p` does not list libcuda.so.1
             fix = ": set TRITON_LIBCUDA_PATH to the directory of libcuda.so.1"
             log.warning("using torch's kernels, which are slower than Triton's: %s%s", cause(error), fix)
         except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803 (compile-time constants of Triton are in capitals)
-"""The draw of `engine.sampling` on a GPU, in three launches, without sorting and without waiting for the device.
+# ruff: noqa: N803 (Triton's compile-time constants have capital letters)
+"""Draws tokens like `engine.sampling`, but on a GPU: in three launches, without sorting or waiting for the device.
 
-The filters of a row are equivalent to one number, the lowest score kept. A search over all float32 values finds it:
-each round counts and weighs the scores above a few pivots. Gumbel noise is then added to the scores kept.
+The filters of a row keep all scores from a lowest one on. A search over all float32 values finds this lowest score:
+each round counts and weighs the scores above a few pivots. Gumbel noise is then added to the scores that are kept.
 """
 
 import torch
@@ -25,11 +25,11 @@ PART = 4096  # tokens per program
 
 
 def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> Tensor:
-    """Return one token per row, int64 [R]; -1 if a logit is not finite, -2 if no token is allowed.
+    """Return one token per row, int64 [R], or -1 if a logit of the row is not finite, or -2 if no token is allowed.
 
     `logits` is float32 [R, vocab], and `parameters` is packed by `parameters_of`. `adjusted` has the logits after bans,
     bias and penalties, or is None if no row has any. Draws the same tokens as `engine.sampling.draw`, but weights are
-    float32, so a token may differ if the mass of its predecessors is within 1e-6 of top_p.
+    float32, so a token may differ if the mass of the tokens likelier than it is within 1e-6 of top_p.
     """
     rows, vocab = logits.shape
     scores = logits if adjusted is None else adjusted
@@ -56,14 +56,14 @@ def _number(parameters, row, word):
 
 @triton.jit
 def _scores(logits, first, vocab, temperature, BLOCK: tl.constexpr):
-    """Return scores, float32 [BLOCK]. The division follows IEEE 754; another rounding could change their order."""
+    """Return scores, float32 [BLOCK]. Divide as in IEEE 754, since other roundings could change the order of scores."""
     column = first + tl.arange(0, BLOCK)
     return tl.div_rn(tl.load(logits + column, mask=column < vocab, other=float("-inf")), temperature)
 
 
 @triton.jit
 def _ordered(scores):
-    """Return int32 keys with the same order as the scores. The mapping of the bits is its own inverse."""
+    """Return int32 keys with the same order as the scores. The function on the bits is its own inverse."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # map -0.0 to 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -73,8 +73,8 @@ def _search(
     logits, vocab, temperature, best, low, high, top_k, mass,
     BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
-    """Return the lowest key in [low, high] such that fewer than top_k scores are above it. With WEIGHS, the weight of
-    these scores must also be less than `mass`."""
+    """Return the lowest key in [low, high] such that fewer than top_k scores are above it. With WEIGHS, the sum of
+    these scores' weights must also be less than `mass`."""
     number = tl.arange(0, PIVOTS) + 1
     while low < high:
         span = high - low
@@ -88,7 +88,7 @@ def _search(
             if WEIGHS:
                 weights += tl.where(above, tl.exp(scores - best)[:, None], 0.0)
         misses = ((tl.sum(counts, 0) >= top_k) | (tl.sum(weights, 0) >= mass)).to(tl.int32)
-        missed = tl.sum(misses, 0)  # pivots ascend, so the ones that are too low come first
+        missed = tl.sum(misses, 0)  # pivots ascend, so those that are too low are the first ones
         high = tl.where(missed < PIVOTS, low + span * (missed + 1) // (PIVOTS + 1), high)
         low = tl.where(missed > 0, low + span * missed // (PIVOTS + 1) + 1, low)
     return low
@@ -98,7 +98,7 @@ def _search(
 def find_least(
     logits, parameters, least, row_stride, vocab, BLOCK: tl.constexpr, PIVOTS: tl.constexpr
 ):  # fmt: skip
-    """Grid: rows. Store the lowest score that min_p, top_k and top_p keep; -inf for a row without filters."""
+    """Grid: rows. Store the lowest score that min_p, top_k and top_p keep, or -inf for a row without filters."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_p, min_p = _number(parameters, row, 0), _number(parameters, row, 1), _number(parameters, row, 2)
     top_k = tl.load(parameters + row * WORDS + 3)
@@ -110,7 +110,7 @@ def find_least(
         highest = tl.full([BLOCK], float("-inf"), tl.float32)
         for first in range(0, vocab, BLOCK):
             highest = tl.maximum(highest, _scores(logits, first, vocab, divisor, BLOCK))
-        # Keep `best` finite, so that the search ends for rows that `choose_part` reports (broken or without tokens).
+        # Keep `best` finite, so that the search also ends in rows that are broken or have no allowed token.
         best = tl.minimum(tl.maximum(tl.max(highest, 0), -LARGEST), LARGEST)
         if min_p > 0.0:
             floor = best + tl.log(min_p).to(tl.float32)
@@ -127,7 +127,7 @@ def find_least(
 
 @triton.jit
 def _mass(logits, vocab, temperature, best, least, top_k, BLOCK: tl.constexpr):
-    """Return the mass of the top_k largest scores at or above a key. Scores equal to the key count only up to top_k."""
+    """Return the mass of the scores at or above the key `least`, but of at most the top_k largest scores."""
     above, count = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
     alike, weight = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocab, BLOCK):
@@ -157,7 +157,7 @@ def draw_part(
     given, logits, parameters, least, best, tokens, given_stride, row_stride, vocab,
     PART: tl.constexpr, BLOCK: tl.constexpr, ADJUSTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows x parts of the vocabulary. Store the best score of each part and its token, or BROKEN."""
+    """Grid: rows x parts of the vocabulary. Store each part's best score and the token with this score, or BROKEN."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = _number(parameters, row, 0)
     greedy = temperature < GREEDY
@@ -176,14 +176,14 @@ def draw_part(
         broken |= ((column < vocab) & ((tl.abs(raw) < float("inf")) == 0)).to(tl.int32)
         ranked = scores.to(tl.float64)
         kept = (scores >= floor) & (scores > float("-inf"))
-        if (greedy == 0) & (tl.max(kept.to(tl.int32), 0) > 0):  # skip the expensive noise if the filters left no token
+        if (greedy == 0) & (tl.max(kept.to(tl.int32), 0) > 0):  # skip the expensive noise if no token here is kept
             ranked += _gumbel(key, column)
         ranked = tl.where(kept, ranked, float("-inf"))
         better = ranked > value
         value = tl.where(better, ranked, value)
         token = tl.where(better, column, token)
     top = tl.max(value, 0)
-    chosen = tl.min(tl.where(value == top, token, vocab), 0)  # the first of equal scores, like torch's argmax on a CPU
+    chosen = tl.min(tl.where(value == top, token, vocab), 0)  # of equal scores the first, as in torch's argmax on a CPU
     place = row * tl.num_programs(1) + part
     tl.store(best + place, top)
     tl.store(tokens + place, tl.where(tl.max(broken, 0) > 0, BROKEN, chosen))
@@ -191,7 +191,7 @@ def draw_part(
 
 @triton.jit
 def choose_part(best, tokens, chosen, parts, BLOCK: tl.constexpr):
-    """Grid: rows. Choose the best part of each row."""
+    """Grid: rows. Store the token of the best part of each row, or an error code."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     value = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))

@@ -1,7 +1,7 @@
-"""Attention by the flash-attn packages FlashAttention 2, 3 and 4 (Dao et al.), if one is installed.
+"""Attention by the packages of FlashAttention 2, 3 and 4 (Dao et al.), if one of them is installed.
 
-They read the KV pool through strided views and the block table. Each generation has an adapter, which hides differences
-in names and limits. A package is imported only when it is chosen.
+The packages read the KV pool through strided views and the block table. Each generation (2, 3 or 4) has an adapter,
+because names and limits differ. A package is imported only when it is chosen.
 """
 
 import importlib
@@ -24,10 +24,10 @@ from engine.startup import cause
 
 @dataclass(slots=True)
 class FlashRows:
-    """Adjacent slices of a batch, in the form that the packages take."""
+    """Adjacent slices of a batch, in the form that the packages require."""
 
-    span: slice  # of the batch's tokens
-    cu_q: Tensor  # int32 [S + 1], from 0
+    span: slice  # range of the batch's tokens
+    cu_q: Tensor  # int32 [S + 1], starting at 0
     max_q: int
     kv_len: Tensor  # int32 [S]
     max_kv: int
@@ -41,7 +41,7 @@ FlashAttend = Callable[[Tensor, Tensor, Tensor, FlashRows, int], Tensor]
 def _attend_2(functions: Functions, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
     varlen, with_cache = functions
     seen: dict[str, Any] = {"causal": True, "window_size": (window - 1, 0) if window else (-1, -1)}
-    if rows.max_q == 1:  # unlike the call for chunks, this one splits long contexts over the device
+    if rows.max_q == 1:  # unlike `varlen`, this function splits long contexts over the device
         out = with_cache(q[:, None], k, v, cache_seqlens=rows.kv_len, block_table=rows.block_table, **seen)
         return out[:, 0]
     cu_k = torch.zeros_like(rows.cu_q)
@@ -76,8 +76,8 @@ class FlashVersion:
     load: Callable[[], ModuleType]
     functions: tuple[str, ...]
     attend: Callable[[Functions, Tensor, Tensor, Tensor, FlashRows, int], Tensor]
-    decodes: bool  # whether it splits long contexts on Hopper, as decodes need
-    runs_on: Collection[int]  # major compute capabilities
+    decodes: bool  # whether it splits long contexts on Hopper, which makes decodes fast
+    runs_on: Collection[int]  # major compute capabilities of GPUs
     supports: Callable[[int], bool] = lambda size: True  # whether a block may have this many tokens
     limit: str = ""  # the reason why other block sizes are not supported
 
@@ -90,7 +90,7 @@ GENERATIONS = {  # best first on a Hopper GPU
         "flash_attn_interface", lambda: importlib.import_module("flash_attn_interface"), (_WITH_CACHE,), _attend_3,
         True, {HOPPER},
     ),
-    # Blocks of 128 are loaded whole, so a NaN of a failed request in the unused tail would spread (0 * NaN).
+    # It loads whole blocks of 128, so a NaN that a failed request left in an unused tail would spread (0 * NaN).
     FLASH_4: FlashVersion(
         "flash_attn.cute", lambda: importlib.import_module("flash_attn.cute"), (_VARLEN,), _attend_4, False,
         {HOPPER, 10, 11}, lambda size: size != 128,
@@ -104,7 +104,7 @@ GENERATIONS = {  # best first on a Hopper GPU
 
 
 def installed() -> list[str]:
-    """Return the installed generations, best first. They are not imported, so loading one may fail."""
+    """Return the installed generations, best first. None is imported here, so loading one may fail later."""
     return [name for name, version in GENERATIONS.items() if _is_there(version.module)]
 
 
@@ -130,10 +130,10 @@ def load(name: str) -> list[Callable[..., Any]]:
 
 
 class FlashAttention:
-    """Attention over `pool` by the generation `name`.
+    """Attention over `pool` by the FlashAttention generation `name`.
 
-    If the package is slow for slices of one token, `decoding` computes them. Raises ValueError if the package cannot be
-    loaded, or does not support the pool's dtype, head size or block size.
+    If the package is slow for slices of one token, these are computed by `decoding`. Raises ValueError if the package
+    cannot be loaded, or does not support the pool's dtype, head size or block size.
     """
 
     def __init__(self, pool: KVPool, name: str, decoding: AttentionBackend | None = None) -> None:
@@ -156,7 +156,7 @@ class FlashAttention:
 
 
 def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
-    """Return slices [first, last) as a batch for which attention can be planned, and the range of their tokens."""
+    """Return a batch of the slices [first, last), for planning attention, and the range of their tokens."""
     starts, kv_lens = batch.starts[first:last], batch.kv_lens[first:last]
     before = sum(batch.counts[:first])
     span = slice(before, before + sum(kv_lens) - sum(starts))
@@ -170,7 +170,7 @@ def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
 
 
 class FlashPlan:
-    """The attention of one step. Leading slices of one token are computed separately from the chunks after them."""
+    """The attention of one step. The leading slices of one token are computed separately from the later slices."""
 
     def __init__(self, pool: KVPool, attend: FlashAttend, decoding: AttentionBackend | None, batch: Batch) -> None:
         self._pool = pool

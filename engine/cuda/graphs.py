@@ -1,7 +1,7 @@
-"""Captured device work: recorded once, replayed with one call. Work that cannot be captured runs between two graphs.
+"""CUDA graphs: device work that is captured once and replayed with one call. Other work runs between two graphs.
 
-A pass is divided at attention, as in SGLang PR #19102 and vLLM's breakable graphs. This needs no compiler: capture
-ends, the call is recorded, and capture begins again.
+A pass is divided into several graphs at each attention, as in SGLang PR #19102 and vLLM's breakable graphs. This needs
+no compiler: the capture ends, the call of attention is recorded, and another capture begins.
 """
 
 import gc
@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 
 class CudaGraphPool:
-    """Memory shared by all graphs: a graph's results are valid until a graph of another pass is replayed."""
+    """Memory that all graphs share. A graph's results are valid until a graph of another pass is replayed."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self) -> torch.cuda.CUDAGraph:
-        """Return a graph of the work issued until its `capture_end`. A replay uses the same addresses and sizes."""
+        """Return a graph that captures work until its `capture_end`. Replays use the same addresses and sizes."""
         graph = torch.cuda.CUDAGraph()
-        # With thread_local, other threads (channels) may allocate and copy while this one captures.
+        # With thread_local, other threads (those of channels) may allocate and copy while this thread captures.
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
         return graph
 
@@ -46,11 +46,11 @@ class CudaGraphPool:
         return result
 
     def reclaim(self) -> None:
-        """Do nothing. A fake in tests poisons its memory here, because the next replay belongs to another pass."""
+        """Do nothing. Test fakes overwrite the memory here, since a replay may invalidate another pass's results."""
 
 
 class GraphRecording:
-    """One captured pass: graphs and the calls between them, in order."""
+    """A captured pass: its graphs and the calls between them, in order."""
 
     def __init__(self, pool: CudaGraphPool) -> None:
         self._pool = pool
@@ -59,14 +59,14 @@ class GraphRecording:
         self.num_graphs = 0
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Capture `work`. Every replay writes its result to the same memory."""
+        """Capture `work` and return its result. Every replay writes the result to the same memory."""
 
         def whole() -> T:
             self._begin()
             try:
                 result = work()
             except BaseException:
-                with suppress(Exception):  # ending a failed capture raises an error that would hide the first one
+                with suppress(Exception):  # ending a failed capture raises another error
                     self._end()
                 raise
             self._end()
@@ -75,7 +75,7 @@ class GraphRecording:
         return self._pool.run(whole)
 
     def pause(self, call: Callable[[], None]) -> None:
-        """Interrupt the capture, so that every replay makes `call` at this point. Called inside `work`."""
+        """Interrupt the capture, so that every replay runs `call` at this point. Must be called by `work`."""
         self._end()
         self._pieces.append(call)
         self._begin()

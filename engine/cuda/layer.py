@@ -1,4 +1,4 @@
-"""The element-wise work of a layer on a GPU: four Triton kernels, each of which replaces 3 to 10 launches of torch."""
+"""The element-wise work of a layer on a GPU. Each Triton kernel replaces 3 to 10 kernel launches by torch."""
 
 import torch
 import triton
@@ -9,14 +9,14 @@ from engine.cuda import layer_kernels as triton_rows
 from engine.kernels import Kernels
 
 SILU_BLOCK = 1024
-ELEMENTS_PER_WARP = 256  # with fewer elements, lanes are idle; with more, registers are spilled
+ELEMENTS_PER_WARP = 256  # fewer would leave lanes idle; more would not fit into registers
 
 
 class TritonKernels(Kernels):
     name = "triton"
 
     def begin(self, batch: Batch) -> "TritonStep":
-        """Return the step's kernels. Nothing is computed from the batch, so graphs can replay with other values."""
+        """Return the step's kernels. Nothing is computed from the batch here, so a graph can replay them."""
         return TritonStep(self, batch)
 
 
@@ -44,7 +44,7 @@ class TritonStep:
         return out
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
-        """Return a view of `qkv`: the queries are rotated in place."""
+        """Return the queries as a view of `qkv`, where they are rotated in place."""
         kernels, batch, config = self._kernels, self._batch, self._kernels.config
         keys, values = kernels.pool.layer(layer)
         group = config.num_heads // config.num_kv_heads

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: N803 (compile-time constants of Triton are in capitals)
-"""Triton kernels of a layer's element-wise work. Each reads and writes a row once and computes in float32."""
+# ruff: noqa: N803 (Triton's compile-time constants have capital letters)
+"""Triton kernels for the element-wise work of a layer. Each reads and writes a row once and computes in float32."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ import triton.language as tl
 @triton.jit
 def norm_rows(
     rows,
-    update,  # first added to `rows` in place if ADDS
+    update,  # if ADDS, this is first added to `rows` in place
     weight, out, eps, row_stride, update_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
@@ -20,7 +20,7 @@ def norm_rows(
     values = tl.load(rows + row * row_stride + column, mask=held, other=0.0).to(tl.float32)
     if ADDS:
         values += tl.load(update + row * update_stride + column, mask=held, other=0.0).to(tl.float32)
-        # Compute the norm of the sum after rounding, since the rounded sum is stored.
+        # Compute the norm of the rounded sum, because this is the sum that is stored.
         kept = values.to(rows.dtype.element_ty)
         tl.store(rows + row * row_stride + column, kept, mask=held)
         values = kept.to(tl.float32)
@@ -31,7 +31,7 @@ def norm_rows(
 
 @triton.jit
 def _turned(places, held, weight, half, cosine, sine, eps, HEAD_DIM: tl.constexpr, NORMED: tl.constexpr):
-    """Return both halves of the heads at `places` [heads, HEAD_DIM / 2], rotated, and normed before if NORMED."""
+    """Norm the heads at `places` [heads, HEAD_DIM / 2] if NORMED, and return both halves of the rotated heads."""
     left = tl.load(places, mask=held, other=0.0).to(tl.float32)
     right = tl.load(places + HEAD_DIM // 2, mask=held, other=0.0).to(tl.float32)
     if NORMED:
@@ -44,14 +44,14 @@ def _turned(places, held, weight, half, cosine, sine, eps, HEAD_DIM: tl.constexp
 
 @triton.jit
 def rotate_and_store(
-    qkv,  # [T, (heads + 2 * kv_heads) * HEAD_DIM]: queries are rotated in place
+    qkv,  # [T, (heads + 2 * kv_heads) * HEAD_DIM]; the queries are rotated in place
     q_norm, k_norm,
     keys,  # [num_blocks, kv_heads, PAGE, HEAD_DIM], strided; `values` has the same strides
     values, positions, slots, frequencies, eps, qkv_stride, block_stride, head_stride, token_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
     NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tokens x kv heads. A program rotates one KV head and the query heads that read it."""
+    """Grid: tokens x KV heads. A program rotates one key head and its query heads, and stores keys and values."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_heads = tl.num_programs(1)
     half = tl.arange(0, BLOCK_H)
@@ -69,7 +69,7 @@ def rotate_and_store(
 
     slot = tl.load(slots + token).to(tl.int64)
     only = tl.arange(0, 1)[:, None]
-    held = (only + slot >= 0) & inside[None, :]  # a slot of -1 is padding
+    held = (only + slot >= 0) & inside[None, :]  # a slot of -1 means a padding token
     places = row + (kv_heads * GROUP + kv_head) * HEAD_DIM + only + half[None, :]
     left, right = _turned(places, held, k_norm, half, cosine, sine, eps, HEAD_DIM, NORMED)
     block, offset = slot // PAGE, slot % PAGE
@@ -84,7 +84,7 @@ def rotate_and_store(
 
 @triton.jit
 def silu_mul(gate_up, out, gate_up_stride, WIDTH, BLOCK: tl.constexpr):
-    """Grid: rows x pieces of BLOCK columns."""
+    """Compute silu(gate) * up. Grid: rows x pieces of BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < WIDTH

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.cuda.kv.driver import CudaDevice, CudaRegion, PinnedStaging
 from shared.kv.memory import Staging
 
-PIECE_BYTES = 16 << 20  # bytes summed at once: the piece and its products fit into the L2 cache of an H200 (50 MB)
+PIECE_BYTES = 16 << 20  # bytes summed at once: these and their products fit into the L2 cache of an H200 (50 MB)
 WORD_BYTES = 8
 
 
@@ -20,9 +20,9 @@ class DeviceMemory:
     """KV memory on a GPU: `rows` is uint8 [num_rows, row_bytes] on `device`.
 
     The node owns it: the engine's thread computes in it, and KV channels read and write rows from other threads and
-    streams. A channel may read a row only after the step that filled it has ended. The memory is a new allocation of
-    zeros or, if given, `region` of a peer. Raises ValueError if a size is not positive or rows are not a multiple of 8
-    bytes. Raises OSError (`CudaError`) if the driver fails, for example if memory is short.
+    streams. A channel may read a row only after the step that filled it has ended. The memory is `region`, which
+    belongs to a peer, or, if it is None, a new allocation of zeros. Raises ValueError if a size is not positive or
+    `row_bytes` is not a multiple of 8. Raises OSError (`CudaError`) if the driver fails or memory is short.
     """
 
     sums: ClassVar[str] = "linear64"
@@ -42,19 +42,19 @@ class DeviceMemory:
         self._weights = _weights(row_bytes // WORD_BYTES, device)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # Use a separate stream, for which no step waits, after the weights above are complete.
+            # Wait for the weights above. Then use a separate stream for checksums, since no step waits for it.
             torch.cuda.synchronize(device)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def checksums(self, rows: Sequence[int]) -> bytes:
-        """Return 8 bytes per row, little-endian: the sum modulo 2^64 of its 64-bit words, each multiplied by an odd
-        number that depends on its position (multilinear hashing). A difference in one word is always detected.
+        """Return 8 bytes per row, little-endian: the sum modulo 2^64 of the row's 64-bit words, each multiplied by an
+        odd number that depends on its position (multilinear hashing). Rows that differ in one word have different sums.
 
         The sums are computed on the device, on a separate stream. The call waits for them.
         """
         words = self.rows.view(torch.int64)
         with torch.inference_mode(), ExitStack() as stack:
-            if self._stream is not None:  # otherwise torch would initialize the first GPU, a thread's default device
+            if self._stream is not None:  # otherwise, torch would initialize the default device, the first GPU
                 stack.enter_context(torch.cuda.device(self.device))
                 stack.enter_context(torch.cuda.stream(self._stream))
             sums = [self._sums(words[first:last]) for first, last in _runs(rows, max(1, PIECE_BYTES // self.row_bytes))]
@@ -64,7 +64,7 @@ class DeviceMemory:
         return PinnedStaging(self.region, self.row_bytes)
 
     def close(self) -> None:
-        """Free the memory. Idempotent. The device must be idle, and no view of the rows may be used afterwards."""
+        """Free the memory. Idempotent. The device must be idle. Views of the rows must not be used afterwards."""
         self.rows = torch.empty((0, 0), dtype=torch.uint8)
         self.region.close()
 
@@ -73,7 +73,7 @@ class DeviceMemory:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Return odd pseudorandom numbers, int64 [count]: the mixing steps of splitmix64 over the positions."""
+    """Return odd pseudorandom numbers, int64 [count], computed from positions by mixing steps of splitmix64."""
     place = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     mixed = place * -7046029254386353131
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
@@ -82,15 +82,15 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 def _tensor(region: CudaRegion, device: torch.device, size: int) -> Tensor:
     if device.type == "cuda":
-        # The CUDA array interface, which torch wraps without a copy and without owning the memory.
+        # torch wraps memory with the CUDA array interface without copying or owning it.
         raw = {"shape": (size,), "typestr": "|u1", "data": (region.address, False), "version": 3, "strides": None}
         return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=raw), device=device)
-    # A fake of the driver.
+    # In tests, a fake driver provides memory of the host.
     return torch.frombuffer((ctypes.c_ubyte * size).from_address(region.address), dtype=torch.uint8)
 
 
 def _runs(rows: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Return runs of consecutive rows as [first, last), each of at most `limit` rows."""
+    """Return runs of consecutive rows, of at most `limit` rows each, as ranges [first, last)."""
     runs: list[tuple[int, int]] = []
     for row in rows:
         if runs and runs[-1][1] == row and row - runs[-1][0] < limit:

@@ -1,7 +1,7 @@
-"""Forward passes captured at certain sizes. A step is padded to one of these sizes, or runs uncaptured.
+"""Forward passes captured as CUDA graphs for certain step sizes. A step is padded to such a size or runs uncaptured.
 
-A step of decodes replays one graph. A small step with chunks replays a graph for each part between two attentions,
-because the layout of attention depends on the step. Larger steps keep the device busy without graphs.
+A step of decodes replays one graph. A small step with chunks replays several graphs and computes attention between
+them, because its kernel launches depend on the step. Larger steps keep the device busy without graphs.
 """
 
 import logging
@@ -20,15 +20,15 @@ from engine.kernels import Kernels
 from engine.models.decoder import Decoder
 
 log = logging.getLogger("baton.engine")
-# The sizes for decodes are vLLM's. Mixed steps have fewer sizes, because each size takes a graph per layer, and padding
-# takes little time up to about 184 tokens, where an H200 becomes compute-bound.
+# Sizes in tokens. The sizes for decodes are vLLM's. Mixed steps have fewer sizes, because each size needs a graph per
+# layer, and padding takes little time up to about 184 tokens, where an H200 becomes compute-bound.
 DECODES = (1, 2, 4, *range(8, 257, 8), *range(320, 513, 64))
 MIXED = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 
 
 @dataclass(slots=True)
 class Captured:
-    """A pass captured at one size. If `decodes` is true, the graph includes attention, and each slice has one token."""
+    """A pass captured at one size. If `decodes`, slices have one token each, and the graph includes attention."""
 
     shape: StepShape
     decodes: bool
@@ -37,7 +37,7 @@ class Captured:
 
 
 class BrokenAttention:
-    """Attention between captured graphs. It has its own buffers, so it does not use the memory of graphs."""
+    """Attention between captured graphs, with inputs and outputs in `Passes`, outside the memory of the graphs."""
 
     def __init__(self, passes: "Passes", tokens: int, pause: Callable[[Callable[[], None]], None]) -> None:
         self._passes = passes
@@ -52,26 +52,26 @@ class BrokenAttention:
 
 
 class Passes:
-    """Runs the forward pass of a step, as a captured pass of the next larger size or uncaptured.
+    """Runs the forward pass of each step, either as a captured pass of the same or next larger size, or uncaptured.
 
     Owned by `CudaRunner`, which calls it on the engine's thread. Until `capture` is called, every step runs uncaptured.
-    Both ways give the same hidden states. They are valid until the next `run`.
+    The hidden states are the same in both cases, and valid until the next `run`.
     """
 
     def __init__(self, model: Decoder, kernels: Kernels, attention: AttentionBackend, buffers: StepBuffers) -> None:
         self._model, self._kernels, self._attention, self._buffers = model, kernels, attention, buffers
-        self._decodes: list[Captured] = []  # by size
+        self._decodes: list[Captured] = []  # by ascending size
         self._mixed: list[Captured] = []
-        self._plan: AttentionPlan | None = None  # plan of the step being replayed
+        self._plan: AttentionPlan | None = None  # attention plan of the step being replayed
         self._num_tokens = 0
         self.queries = self.attended = torch.empty(0)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def choose(self, step: Batch) -> tuple[StepShape, Captured | None]:
-        """Return the shape to pad a step to, and the pass to replay, or None to run the step uncaptured."""
+        """Return the shape to pad a step to, and the captured pass to replay (None: run the step uncaptured)."""
         own = StepShape.of(step)
-        if step.scored:  # a graph has a fixed number of logit rows
+        if step.scored:  # a graph has a fixed number of logit rows, and scoring needs more
             return own, None
         if own.tokens == own.slices and (found := _least(self._decodes, own.tokens)) is not None:
             return found.shape, found
@@ -80,7 +80,7 @@ class Passes:
         return own, None
 
     def run(self, step: Batch, captured: Captured | None) -> Tensor:
-        """Run a step. Its tensors are on the device and have no padding. Return the result of `Decoder.forward`."""
+        """Run a step, whose tensors are on the device without padding. Return the result of `Decoder.forward`."""
         if captured is None:
             return self._model.forward(step, self._kernels.begin(step), self._attention.plan(step))
         if not captured.decodes:
@@ -89,7 +89,7 @@ class Passes:
         return captured.hidden[: len(step.logit_rows)]
 
     def attend(self, layer: int, window: int) -> None:
-        """Compute the attention of `queries` into `attended` for the current step, except for rows of padding."""
+        """Compute attention for the current step's `queries`, and store it in `attended`. Skip rows of padding."""
         assert self._plan is not None, "replayed without a plan"
         rows = slice(self._num_tokens)
         self.attended[rows].copy_(self._plan.attend(layer, self.queries[rows], window))
@@ -99,8 +99,8 @@ class Passes:
     def capture(self, pool: CudaGraphPool, slices: int, tokens: int, captures_attention: bool) -> None:
         """Capture passes for steps of up to `slices` slices and `tokens` tokens.
 
-        The largest is captured first, so that the others fit into its memory. `captures_attention` is true if the plan
-        of a step of decodes depends only on shapes, so that a graph may contain it.
+        The largest pass is captured first, so that the others can reuse its memory. `captures_attention` is true if a
+        graph may contain the attention of decodes, which requires that their plan depends only on shapes.
         """
         began, config = time.monotonic(), self._model.config
         sizes = _sizes(MIXED, tokens)
@@ -120,7 +120,7 @@ class Passes:
         return sum(captured.recording.num_graphs for captured in (*self._decodes, *self._mixed))
 
     def describe(self) -> str:
-        """Describe the captured passes, for logs."""
+        """Return a description of the captured passes for logs."""
         if not self._mixed:
             return "none"
         mixed = f"steps of up to {self._mixed[-1].shape.tokens} tokens"
@@ -129,7 +129,7 @@ class Passes:
     def _decodes_at(self, pool: CudaGraphPool, size: int) -> Captured:
         shape = StepShape(size, size, size)
         batch = self._buffers.clear(shape)
-        # The host copies of a captured batch hold upper bounds of the values in all later steps.
+        # On the host, a captured batch has the upper bounds of the values in all later steps.
         most = self._buffers.most_tokens
         batch = replace(batch, starts=[most - 1] * size, kv_lens=[most] * size, sampled=list(range(size)))
 
@@ -137,7 +137,7 @@ class Passes:
             return self._model.forward(batch, self._kernels.begin(batch), self._attention.plan(batch))
 
         recording = GraphRecording(pool)
-        pool.run(work)  # compiles kernels and allocates lasting memory, which is not allowed in a capture
+        pool.run(work)  # compiles kernels and allocates permanent memory, which a capture may not do
         return Captured(shape, True, recording, recording.capture(work))
 
     def _mixed_at(self, pool: CudaGraphPool, size: int, rows: int) -> Captured:
@@ -153,11 +153,11 @@ class Passes:
 
 
 def _sizes(sizes: Sequence[int], most: int) -> list[int]:
-    """Return the sizes below `most`, and `most` itself, limited to the largest size."""
+    """Return the sizes below `most`, and `most` itself. A `most` above the largest size is first reduced to it."""
     most = min(most, sizes[-1])
     return [*(size for size in sizes if size < most), most]
 
 
 def _least(captured: list[Captured], tokens: int) -> Captured | None:
-    """Return the smallest captured pass that holds `tokens` tokens, if any."""
+    """Return the smallest captured pass for at least `tokens` tokens, or None."""
     return next((one for one in captured if one.shape.tokens >= tokens), None)

@@ -1,7 +1,7 @@
 """Runs steps on a GPU without waiting for it.
 
-A step is launched while the previous one runs, and reads the draws of that step on the device. In tests, the same code
-runs synchronously on a CPU.
+A step is launched while the previous one runs, and reads the tokens drawn by that step on the device. In tests, the
+same code runs synchronously on a CPU.
 """
 
 import math
@@ -26,17 +26,17 @@ from engine.sampling import NO_TOKEN, NUMERICAL, SamplingRow, adjust, describe, 
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.rpc.messages import SamplingParams
 
-# A function of the logits, float32 [R, vocab], the output of `parameters_of`, and the logits after bans, bias and
-# penalties (None if no row has any). It returns tokens or error codes, int64 [R], without waiting for the device.
+# Takes the logits, float32 [R, vocab], the output of `parameters_of`, and the logits after bans, bias and penalties
+# (None if no row has any). Returns tokens or error codes, int64 [R], without waiting for the device.
 Sampler = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ERRORS = {BROKEN: NUMERICAL, NOTHING_ALLOWED: NO_TOKEN}
 CPU = torch.device("cpu")
-FAR, WARM_COUNT, MANY = 4096, 16, 64  # warm-up: longest context, tokens per chunk, chunks per step
+FAR, WARM_COUNT, MANY = 4096, 16, 64  # in the warm-up: longest context, tokens per chunk, chunks per step
 
 
 @dataclass(slots=True)
 class Launched:
-    """A launched step. Its tokens arrive in `drawn` once `done` is set; `order[i]` is the slice of output i."""
+    """A launched step. When `done` has occurred, `drawn` has its tokens. `order[i]` is the slice of output i."""
 
     outputs: list[SliceOutput]
     order: list[int]
@@ -59,11 +59,11 @@ class Launched:
 
 
 class CudaRunner(TorchRunner):
-    """Runs a decoder on a GPU, with static buffers and optionally captured passes. Experimental.
+    """Runs a decoder on a GPU, with static buffers and, after `capture`, captured passes. Experimental.
 
-    The engine's thread calls it, and at most one step is pending at a time. `sampler` draws all rows on the device. If
-    it is None, `engine.sampling` draws, and waits for the device unless all rows are greedy. Penalties, biases, bans
-    and logprobs are computed on the host, and also wait for the device. A draw does not depend on the other rows.
+    The engine's thread calls it, and at most one step is pending at a time. `sampler` draws all tokens on the device.
+    If it is None, `engine.sampling` draws, and waits for the device unless all rows are greedy. Penalties, biases, bans
+    and logprobs need copies to or from the host, which also wait. A row's token does not depend on other rows.
     """
 
     can_run_ahead = True
@@ -84,24 +84,24 @@ class CudaRunner(TorchRunner):
         self._sampler = sampler
         self._buffers = StepBuffers(capacity, device)
         self.passes = Passes(model, kernels, backend, self._buffers)
-        self._tokens = torch.zeros(capacity.slices, dtype=torch.int64, device=device)  # draws of the last step
+        self._tokens = torch.zeros(capacity.slices, dtype=torch.int64, device=device)  # tokens drawn by the last step
         self._cuda = cuda = device.type == "cuda"
-        # Two of each are used alternately, because the previous step's tokens may not have been read yet.
+        # Two of each are used in alternate steps, because the previous step's tokens may not have been read yet.
         self._arrivals = [torch.zeros(capacity.slices, dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
         self._events = [_event() if cuda else None for _ in range(2)]
         self._before: Sequence[Slice] = ()
 
     def capture(self, pool: CudaGraphPool) -> None:
-        """Capture passes for the largest step that the scheduler may decide, and for smaller ones.
+        """Capture passes for steps of up to the largest size that the scheduler may decide.
 
-        A graph may not contain the reference attention, because it is planned on the host for each step.
+        A graph cannot contain the reference attention, because this is planned on the host for each step.
         """
         with self._here():
             captures_attention = self._backend.name != TorchAttention.name
             self.passes.capture(pool, self._capacity.slices, self._capacity.tokens, captures_attention)
 
     def attributes(self) -> dict[str, str]:
-        """Return the names of the runner's parts, for users."""
+        """Return the names of the runner's parts, for users to read."""
         return {
             "attention": self._backend.name,
             "kernels": self._kernels.name,
@@ -110,9 +110,9 @@ class CudaRunner(TorchRunner):
         }
 
     def warm_up(self) -> None:
-        """Run steps unlike the largest and the captured ones: long and short contexts, few and many tokens, biased
-        draws. This compiles kernels for which a request could otherwise wait for seconds. The KV goes to the dummy
-        block."""
+        """Run steps that differ from the largest and the captured ones: with long and short contexts, few and many
+        tokens, and a logit bias. This compiles kernels for which a request could otherwise wait for seconds. The KV
+        of these steps is stored in the dummy block."""
         far = min(self._buffers.most_tokens, FAR) - WARM_COUNT
         many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
         mixes = ([(0, 1), (0, WARM_COUNT)], [(far, 1), (0, WARM_COUNT)], [(0, 2)], [(far, 2)], [(0, WARM_COUNT)] * many)
@@ -137,7 +137,7 @@ class CudaRunner(TorchRunner):
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """Set the current device and inference mode of this thread."""
+        """Select the device and inference mode for this thread within the block."""
         with torch.inference_mode(), torch.cuda.device(self._device) if self._cuda else nullcontext():
             yield
 
@@ -158,7 +158,7 @@ class CudaRunner(TorchRunner):
         if rows:
             self._draw(self._model.logits(hidden[: len(rows)]), rows, parameters, launched)
         self._score(replace(step, slices=slices), built, hidden[len(rows) :], launched.outputs)
-        if done is not None:  # even if nothing was drawn: `wait` also waits until the KV is stored
+        if done is not None:  # even if nothing was drawn, since `wait` must also wait until the KV is stored
             done.record()
         self._before = slices
         return launched
@@ -190,12 +190,12 @@ class CudaRunner(TorchRunner):
 
 
 def _event() -> "torch.cuda.Event":
-    """Return an event whose `synchronize` sleeps. Spinning would take a core from other nodes."""
+    """Return an event whose `synchronize` sleeps; if it spun, it would occupy a core that other nodes need."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def greedy(logits: Tensor, adjusted: Tensor) -> Tensor:
-    """Return the likeliest tokens, int64 [R], after bans, bias and penalties, or error codes."""
+    """Return the likeliest token of each row of `adjusted`, or an error code, int64 [R]."""
     best, chosen = adjusted.max(dim=1)
     chosen = torch.where(best == -math.inf, NOTHING_ALLOWED, chosen)
     return torch.where(logits.sum(dim=1).isfinite(), chosen, BROKEN)

@@ -1,4 +1,4 @@
-"""Selects attention and kernels for a node on a GPU: the requested ones, or the fastest that this GPU supports."""
+"""Selects attention and kernels for a node on a GPU: the requested ones, or the fastest that run on this GPU."""
 
 import logging
 
@@ -11,8 +11,8 @@ from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig
 
 log = logging.getLogger("baton.engine")
-OWN = "own"  # Triton's kernels if they run here, otherwise torch's
-BLOCK_TOKENS = 64  # per KV block on a GPU: one head's keys and values take 32 KiB
+OWN = "own"  # Baton's Triton kernels if they run here, otherwise torch's
+BLOCK_TOKENS = 64  # tokens per KV block on a GPU: one head's keys and values then take 32 KiB
 NO_FLASH_ATTN = (
     "--attention-backend flash_attn: no flash-attn package for this GPU is installed: pip install baton-serve[gpu], or "
     "use auto"
@@ -20,9 +20,9 @@ NO_FLASH_ATTN = (
 
 
 def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dtype | None = None) -> AttentionBackend:
-    """Return the backend `name` for a GPU. Experimental.
+    """Return the attention backend `name` for a GPU. Experimental.
 
-    `triton` is true if the Triton package works. `computed` is the dtype of queries, by default that of the pool.
+    `triton` is true if the Triton package works. `computed` is the dtype of queries; None means the dtype of the pool.
     "auto" selects FlashAttention 3 if it is installed and supports the GPU. Otherwise it selects our Triton kernels,
     because the other generations are slower or in beta. Raises ValueError if the backend is not available or does not
     support the pool.
@@ -55,9 +55,9 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
 
 
 def usable_on_cuda(name: str, device: torch.device) -> str:
-    """Return `name`, or "own" if `name` is "auto" and the FlashAttention 3 that it would select cannot be loaded.
+    """Return `name`, or "own" if `name` is "auto" and would select FlashAttention 3, but that fails to load.
 
-    The failure is logged here, so that it is logged once and not for each pool.
+    The failure is logged here once. Otherwise it would be logged for each pool.
     """
     if name == "auto" and FLASH_3 in flash_attn_here(device):
         try:
@@ -77,7 +77,7 @@ def _flash_3_or(ours: AttentionBackend, pool: KVPool) -> AttentionBackend:
 
 
 def block_tokens_on_cuda(name: str, device: torch.device) -> int:
-    """Return the default tokens per KV block. FlashAttention 2 needs at least 256."""
+    """Return the default number of tokens per KV block. FlashAttention 2 needs at least 256."""
     forced = name == "flash_attn" and flash_attn_here(device)[:1] == [FLASH_2]
     return 256 if forced else BLOCK_TOKENS
 
@@ -89,7 +89,7 @@ def flash_attn_here(device: torch.device) -> list[str]:
 
 
 def kernels_on_cuda(config: ModelConfig, pool: KVPool, triton: bool) -> Kernels:
-    """Return the fused Triton kernels if `triton` is true, and otherwise plain torch."""
+    """Return the fused Triton kernels if `triton` is true, and otherwise torch's kernels."""
     if not triton:
         return TorchKernels(config, pool)
     from engine.cuda.layer import TritonKernels

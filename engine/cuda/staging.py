@@ -1,7 +1,7 @@
-"""Copies a step to the device: all integers of a batch are in one pinned block, which is copied at once.
+"""Copies a step to the device. All integers of a batch are stored in one pinned block, which is copied at once.
 
-A captured graph reads fixed addresses, so the device's block has one layout per shape. The padding of a step consists
-of tokens that store nothing and of slices with an empty context.
+A captured graph reads fixed addresses, so the layout of the block on the device depends only on the step's shape. A
+step is padded with tokens whose KV is not stored, and with slices whose context is empty.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from engine.sampling import SamplingRow, parameters_of
 
 NOWHERE = -1  # slot of a padding token
 ALIGNED_WORDS = 2  # alignment of a region, in words of 8 bytes
-NUM_REGIONS = 9  # in a block: six tensors of a batch, carried tokens, sampling parameters, the block table
+NUM_REGIONS = 9  # regions of a block: six tensors of a batch, carried tokens, sampling parameters, the block table
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepCapacity:
-    """The largest step that the buffers hold. A larger step (a prompt that may not be chunked) gets others."""
+    """The largest step that the buffers hold. A larger one (a prompt that may not be chunked) gets its own buffers."""
 
     slices: int
     tokens: int
-    blocks: int  # of one request
+    blocks: int  # maximum of one request
     block_tokens: int
 
     def holds(self, step: Batch) -> bool:
@@ -53,9 +53,9 @@ class StepCapacity:
 
 
 class BufferCarver:
-    """Allocates consecutive regions of a flat int64 block. Equal sequences of calls give equal layouts.
+    """Allocates consecutive regions of a flat int64 block. The same sequence of calls gives the same layout.
 
-    Regions are aligned to 16 bytes, because Triton compiles another kernel for pointers without this alignment.
+    Regions are aligned to 16 bytes, because Triton compiles a separate kernel for pointers without this alignment.
     """
 
     def __init__(self, words: Tensor) -> None:
@@ -69,7 +69,7 @@ class BufferCarver:
         return self._words[start : start + words].view(dtype)[:count]
 
     def batch(self, shape: StepShape, table: Tensor) -> Batch:
-        """Return views for a shape. Tensors that graphs read come first, so that the shape determines their place."""
+        """Return views for a shape. They are allocated before others, since graphs need them at fixed addresses."""
         return Batch(
             tokens=self.take(shape.tokens), positions=self.take(shape.tokens), slots=self.take(shape.tokens),
             logit_rows=self.take(shape.rows), cu_q=self.take(shape.slices + 1, torch.int32),
@@ -79,7 +79,7 @@ class BufferCarver:
 
 
 class StepBuffers:
-    """One device block, and two host blocks that alternate, because the previous step's copy may be in progress."""
+    """A block on the device, and two on the host that alternate, since the previous copy may be in progress."""
 
     def __init__(self, capacity: StepCapacity, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -94,13 +94,13 @@ class StepBuffers:
         return self.capacity.blocks * self.capacity.block_tokens
 
     def clear(self, shape: StepShape) -> Batch:
-        """Return the device's tensors for a shape, at their fixed addresses, filled with padding."""
+        """Fill the device's tensors for a shape with padding, and return them, at their fixed addresses."""
         batch = BufferCarver(self._words).batch(shape, self._table)
         _fill(batch, _NOTHING)
         return batch
 
     def load(self, step: Batch, rows: list[SamplingRow], shape: StepShape, draws: Tensor) -> tuple[Batch, Tensor]:
-        """Copy a step from the host to the device, padded to `shape`, and set its carried tokens from `draws`.
+        """Copy a step, padded to `shape`, from the host to the device, and set its carried tokens from `draws`.
 
         Return the step on the device without padding, and the parameters of `rows`, int64 [rows, WORDS].
         """
@@ -117,7 +117,7 @@ class StepBuffers:
         parameters = device.take(WORDS * len(rows)).view(-1, WORDS)
         table = device.take(step.block_table.numel(), torch.int32)
         self._table[: len(step.starts), :width].copy_(table.view(-1, width))
-        if step.carried:  # a failed draw is negative; its request has ended, so the result is discarded
+        if step.carried:  # a failed draw is negative; its request has ended, so any token will do
             padded.tokens.index_copy_(0, carried[0], draws[carried[1]].clamp(min=0))
         return _own(padded, step), parameters
 
@@ -133,17 +133,17 @@ def _fill(views: Batch, step: Batch) -> None:
         view[len(values) :] = padding
     view, last = views.cu_q, len(step.cu_q)
     view[:last] = step.cu_q
-    # Padding slices have one token each. Only steps of decodes have padding slices.
+    # Each padding slice has one token. Only steps of decodes have padding slices.
     view[last:] = torch.arange(last, len(view), dtype=torch.int32)
 
 
 def _carried(step: Batch) -> Tensor:
-    """Return the carried tokens' indices and draws, int64 [2, carried]."""
+    """Return the carried tokens' indices in the step, and in the previous draws, int64 [2, carried]."""
     return torch.tensor(step.carried, dtype=torch.int64).view(-1, 2).T
 
 
 def _own(padded: Batch, step: Batch) -> Batch:
-    """Return the step with its part of the padded device tensors."""
+    """Return the step with its own part of the padded tensors on the device, without the padding."""
     width = step.block_table.shape[1]
     tensors = ("tokens", "positions", "slots", "logit_rows", "cu_q", "kv_len")
     own = {name: getattr(padded, name)[: len(getattr(step, name))] for name in tensors}

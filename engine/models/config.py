@@ -1,4 +1,4 @@
-"""A model's config.json, validated before anything is allocated. Code that comes with a model is never run."""
+"""Reads a model's config.json and checks it before memory is allocated. Code that comes with a model is never run."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding. `kind` is "default", "linear" or "llama3"; other fields are parameters of some kinds."""
+    """The rotary embedding. `kind` is "default", "linear" or "llama3". Some fields apply to only some kinds."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -28,7 +28,7 @@ class Rope:
 class ModelConfig:
     """The configuration of a decoder of the Llama family.
 
-    `windows` has an entry per layer: the number of tokens that a query attends to, 0 for all.
+    `windows` has one entry per layer: the number of tokens that a query attends to, or 0 for all tokens.
     """
 
     architecture: str
@@ -53,7 +53,7 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":
-        """Read config.json, and the end tokens in generation_config.json. Raises ValueError if a value is invalid."""
+        """Read config.json and the end tokens of generation_config.json. Raises ValueError if a value is invalid."""
         keys = ConfigReader(read_json(directory / "config.json"), directory / "config.json")
         architecture = _architecture(keys)
         hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
@@ -86,7 +86,7 @@ class ModelConfig:
 
 
 class ConfigReader:
-    """Reads a JSON object from a file. For invalid values, all methods raise ValueError with file, key and fix."""
+    """Gives access to a JSON object. For invalid values, methods raise ValueError with the file, key and fix."""
 
     def __init__(self, values: dict[str, Any], file: Path, prefix: str = "") -> None:
         self.values = values
@@ -98,7 +98,7 @@ class ConfigReader:
         raise ValueError(f"{self._file}: {self._prefix}{key} is {value}: {fix}")
 
     def _read(self, key: str, default: T | None, fits: Callable[[Any], bool], fix: str) -> Any:
-        """Return the key's value, or `default` if it is missing or null. Without a default the key is required."""
+        """Return the key's value, or `default` if it is missing or null. If `default` is None, it is required."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -123,7 +123,7 @@ class ConfigReader:
         return str(self._read(key, default, lambda value: type(value) is str, "it must be a string"))
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the token ids of a key that holds one id, a list of ids, or nothing."""
+        """Return the token ids under a key, whose value is one id or a list of ids, or which is missing or null."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(token) is not int or not 0 <= token < vocab_size for token in ids):
@@ -131,13 +131,13 @@ class ConfigReader:
         return tuple(ids)
 
     def nested(self, key: str) -> "ConfigReader":
-        """Return a reader of the object under `key`, empty if the key is missing."""
+        """Return a reader of the object under `key`, or of an empty object if the key is missing."""
         values = self._read(key, {}, lambda value: isinstance(value, dict), "it must be an object")
         return ConfigReader(values, self._file, f"{self._prefix}{key}.")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ValueError if the file is missing, over 1 MiB, or not a JSON object."""
+    """Read a file. Raises ValueError if it is missing, unreadable, over 1 MiB, or not a JSON object."""
     try:
         size = file.stat().st_size
         data = file.read_bytes() if size <= MAX_CONFIG_BYTES else b""
@@ -149,7 +149,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes")
     try:
         values = json.loads(data)
-    except (ValueError, RecursionError) as error:  # a number with more than 4,300 digits is a ValueError too
+    except (ValueError, RecursionError) as error:  # ValueError also if a number has more than 4,300 digits
         raise ValueError(f"{file}: not valid JSON ({str(error)[:100]}); copy it again from the model") from None
     if not isinstance(values, dict):
         raise ValueError(f"{file}: not a JSON object")
@@ -172,7 +172,7 @@ def _architecture(keys: ConfigReader) -> str:
 def _head_dim(keys: ConfigReader, architecture: str, hidden: int, heads: int) -> int:
     if keys.values.get("head_dim") is None and architecture != "Qwen3ForCausalLM" and hidden % heads:
         keys.refuse("num_attention_heads", f"hidden_size ({hidden}) must be a multiple of it, unless head_dim is given")
-    # The default head_dim of Qwen3 in transformers is 128, independent of the hidden size.
+    # In transformers, Qwen3's default head_dim is 128 for all hidden sizes.
     head_dim = keys.size("head_dim", 128 if architecture == "Qwen3ForCausalLM" else max(1, hidden // heads))
     if head_dim % 2:
         keys.refuse("head_dim", "it must be even, for rotary embedding")
@@ -180,7 +180,7 @@ def _head_dim(keys: ConfigReader, architecture: str, hidden: int, heads: int) ->
 
 
 def _rope(keys: ConfigReader) -> Rope:
-    """Return the rotary embedding: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older)."""
+    """Read `rope_parameters` (written by transformers 5), or `rope_theta` and `rope_scaling` (older versions)."""
     name = "rope_parameters" if keys.values.get("rope_parameters") is not None else "rope_scaling"
     given = keys.nested(name)
     theta = given.positive("rope_theta", keys.positive("rope_theta", 10_000.0))
@@ -205,7 +205,7 @@ def _windows(keys: ConfigReader, architecture: str, layers: int) -> tuple[int, .
     if architecture == "LlamaForCausalLM":
         return (0,) * layers
     if architecture == "MistralForCausalLM":
-        # A missing key means transformers' default, 4096; null means no window.
+        # If the key is missing, transformers' default applies, 4096. A value of null means no window.
         unlimited = "sliding_window" in keys.values and keys.values["sliding_window"] is None
         return (0 if unlimited else keys.size("sliding_window", 4096),) * layers
     if not keys.flag("use_sliding_window"):
@@ -225,7 +225,7 @@ def _windows(keys: ConfigReader, architecture: str, layers: int) -> tuple[int, .
 
 
 def _eos_token_ids(keys: ConfigReader, directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of both files. Chat models have their end-of-turn token only in generation_config.json."""
+    """Return the ids in both files, since chat models have an end-of-turn token in generation_config.json only."""
     ids = keys.token_ids("eos_token_id", vocab_size)
     file = directory / "generation_config.json"
     if file.exists():

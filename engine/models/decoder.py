@@ -1,4 +1,4 @@
-"""The decoder of the Llama family; models differ only in their config and weights."""
+"""The decoder of the Llama family. Its models differ only in their configuration and weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from engine.linear import Linear, LinearFormat, Lookup, Plain
 from engine.models.config import ModelConfig
 from engine.weights import Checkpoint
 
-MLP_ROWS = 512  # rows computed at once on a CPU: larger pieces are not faster, and need more memory
+MLP_ROWS = 512  # rows computed at once on a CPU; more rows are not faster and need more memory
 
 
 @dataclass(slots=True)
 class DecoderLayer:
     attention_norm: Tensor
-    qkv: Linear  # queries, keys and values of all heads, fused
+    qkv: Linear  # weights of queries, keys and values of all heads, in one matrix
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: Linear
     mlp_norm: Tensor
-    gate_up: Linear  # fused
+    gate_up: Linear  # both in one matrix
     down: Linear
     window: int
 
@@ -35,8 +35,8 @@ class DecoderLayer:
 class Decoder:
     """A model: its configuration, embedding, layers and head.
 
-    The runner owns it and calls it on one thread at a time; it holds no state besides the weights. `dtype` is the
-    dtype of activations, independent of how weights are stored. `embed` maps tokens, int64 [T], to their vectors.
+    The runner owns the model and calls it on one thread at a time. Its only state is the weights. `dtype` is the dtype
+    of activations, which may differ from that of weights. `embed` maps tokens, int64 [T], to their vectors.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Decoder:
         self.head = head
 
     def linears(self) -> list[Linear]:
-        """Return all weight matrices, in the order in which a pass uses them."""
+        """Return all matrices that a pass multiplies by, in order of use."""
         inner = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return [*inner, self.head]
 
@@ -59,9 +59,9 @@ class Decoder:
     def forward(
         self, batch: Batch, kernels: StepKernels, attention: AttentionPlan, last: AttentionPlan | None = None
     ) -> Tensor:
-        """Store the KV of all T tokens and return the hidden state of the batch's logit rows, [R, hidden_size].
+        """Store the KV of all T tokens, and return the hidden states of the batch's logit rows, [R, hidden_size].
 
-        `last` is the attention plan of `Batch.drawing`. With it, the last layer skips attention for other rows.
+        `last` is the attention plan of `Batch.drawing`. If it is given, the last layer skips attention for other rows.
         """
         hidden = self.embed(batch.tokens).to(self.dtype)
         normed = kernels.norm(hidden, self.layers[0].attention_norm)
@@ -72,7 +72,7 @@ class Decoder:
             else:
                 attended = self._attend(index, layer, normed, kernels, attention)
                 attended = attended[batch.logit_rows] if is_last else attended
-            # Only these rows are needed after the last layer's KV is stored.
+            # After the KV of the last layer is stored, only the logit rows are needed.
             hidden = hidden[batch.logit_rows] if is_last else hidden
             hidden, normed = kernels.add_norm(hidden, layer.output(attended), layer.mlp_norm)
             following = self.norm if is_last else self.layers[index + 1].attention_norm
@@ -88,12 +88,12 @@ class Decoder:
         attention: AttentionPlan,
         selected: Tensor | None = None,
     ) -> Tensor:
-        """Return [T, num_heads * head_dim]. If `selected` is given, return only these rows, which `attention` plans."""
+        """Return attention, [T, num_heads * head_dim]. `attention` plans all rows, or only `selected` if given."""
         q = kernels.rotate_and_store(index, layer.qkv(rows), layer.q_norm, layer.k_norm)
         return attention.attend(index, q if selected is None else q[selected], layer.window).flatten(1)
 
     def _mlp(self, layer: DecoderLayer, rows: Tensor, kernels: StepKernels) -> Tensor:
-        """Return the MLP's output for `rows` [T, hidden_size]; may overwrite them."""
+        """Return the MLP's output for `rows` [T, hidden_size]. May overwrite `rows`."""
         if len(rows) <= MLP_ROWS or self.device.type != "cpu":
             return layer.down(kernels.silu_mul(layer.gate_up(rows)))
         for some in torch.split(rows, MLP_ROWS):
@@ -106,32 +106,32 @@ class Decoder:
         return self.head(hidden).float()
 
 
-Take = Callable[..., Tensor]  # (name, *shape) -> the tensor; called once per tensor
+Take = Callable[..., Tensor]  # called once per tensor, with its name and shape
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: LinearFormat | None = None) -> Decoder:
-    """Load a Hugging Face directory onto `device`.
+    """Load a model from a Hugging Face directory onto `device`.
 
     `dtype` is the dtype of activations. `linear` is the format of weight matrices, by default plain tensors in `dtype`.
-    Raises ValueError, naming the key or the tensor, if config.json or a weight file is invalid.
+    Raises ValueError, with the name of the key or the tensor, if config.json or a weight file is invalid.
     """
     config, checkpoint = ModelConfig.from_directory(path), Checkpoint(path, device)
     model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype))
-    # Some files contain a tied matrix twice, and old versions of transformers wrote the frequencies of each layer.
+    # Some files also contain a copy of a tied matrix, or the frequencies that old versions of transformers stored.
     checkpoint.finish(("lm_head.weight",) if config.tie_word_embeddings else (), "self_attn.rotary_emb.inv_freq")
     return model
 
 
 def assemble(take: Take, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat) -> Decoder:
     """Build a decoder from the tensors that `take` returns for Hugging Face's names."""
-    embed, head = _load_vocabulary(take, config, linear)  # first, so that a tied matrix is freed before the rest
+    embed, head = _load_vocabulary(take, config, linear)  # first, so that a tied matrix is freed before the layers load
     layers = [_load_layer(take, config, index, dtype, linear) for index in range(config.num_layers)]
     norm = take("model.norm.weight", config.hidden_size).to(dtype)
     return Decoder(config, embed, layers, norm, head)
 
 
 def _load_vocabulary(take: Take, config: ModelConfig, linear: LinearFormat) -> tuple[Lookup, Linear]:
-    """Return the embedding and the head."""
+    """Return the embedding and the output head."""
     shape = config.vocab_size, config.hidden_size
     embedded = take("model.embed_tokens.weight", *shape)
     if config.tie_word_embeddings:

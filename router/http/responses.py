@@ -61,8 +61,7 @@ class ResponseFormatter:
     # Streams
 
     def events(self, choice: OutputProcessor, delta: TextDelta) -> bytes:
-        """Return the events for a text delta. While text is held back, the result is empty unless the client requested
-        details for each token."""
+        """Return the events for a text delta. The result may be empty while text is held back."""
         parts: list[str] = []
         text = self._echoed(choice) + delta.text if delta.is_first else delta.text
         prompt_ids = ""

@@ -186,7 +186,8 @@ class SampleTimings:
         return self.first - self.arrived if self.num_tokens else None
 
     def breaks(self, now: float) -> bool:
-        """Return whether the sample has missed its SLO by `now`. Up to 1 % of its token gaps may be too long."""
+        """Return whether the SLO is missed by `now`. Up to 1 % of the gaps between the sample's tokens may be too
+        long."""
         ttft_s = now - self.arrived if self.ttft_s is None else self.ttft_s
         return bool(self.slo.ttft_s and ttft_s > self.slo.ttft_s) or self.num_slow > max(0, self.num_tokens - 1) // 100
 

@@ -241,7 +241,7 @@ class NodeConnection:
 
 
 def _parts(command: RouterCommand) -> Iterator[RouterCommand]:
-    """Split a command into messages of limited size. The first one has the aborts. The limit applies to the tokens."""
+    """Split a command into messages of limited size. The first one has the aborts. Only tokens count as size."""
     part, size = RouterCommand(command.router, aborts=command.aborts), 0
     for submit in command.submits:
         if size > MAX_COMMAND_BYTES:

@@ -135,7 +135,7 @@ class ChatTemplate:
             raise ConfigError(f"the model's chat template does not compile: {next(iter(reasons.values()))}")
 
     def _ask(self, question: object) -> dict[str, str]:
-        """Return the child's answer. A child without an answer has exceeded its time or memory: kill and report it."""
+        """Return the child's answer. If there is none, the child exceeded its limits: kill it and return a refusal."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

@@ -4,10 +4,10 @@ A detokenizer converts one row of tokens to text. It returns text as soon as no 
 the bytes of each new token once, so that the cost of a token does not grow with the length of the row. The returned
 pieces concatenate to the tokenizer's own decoding of the whole row.
 
-`tokenizers.decoders.DecodeStream` does not guarantee this. While the text ends with U+FFFD, `DecodeStream` holds the
-text back and decodes all of it again for each token. For 4,000 bytes of 0xFF, it returns no text and takes 740 us for
-each token. It also raises "Invalid prefix" if an invalid byte changes a run of byte tokens after a part of its text was
-returned.
+`tokenizers.decoders.DecodeStream` does not give these guarantees. While the text ends with U+FFFD, `DecodeStream` holds
+the text back and decodes all of it again for each token. For 4,000 bytes of 0xFF, it returns no text and takes 740 us
+for each token. It also raises "Invalid prefix" if an invalid byte changes a run of byte tokens after a part of its text
+was returned.
 """
 
 import codecs

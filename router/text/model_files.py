@@ -12,7 +12,8 @@ MAX_COUNT = 2**31 - 1
 
 
 def read_model(directory: Path, name: str, max_model_len: int, created: int) -> ModelCard:
-    """Return the model's card. If `max_model_len` is 0, use the model's own limit. May raise ConfigError."""
+    """Return the model's card, with the model's own limit if `max_model_len` is 0. Raises ConfigError for invalid
+    files."""
     config = read_object(directory / "config.json")
     positions = _count(config, "max_position_embeddings", directory)
     vocab_size = _count(config, "vocab_size", directory)
@@ -45,7 +46,8 @@ def _count(config: dict[str, Any], key: str, directory: Path) -> int:
 
 
 def read_object(file: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ConfigError, naming the file, if it is unreadable or no JSON object."""
+    """Return the JSON object in a file. Raises ConfigError, naming the file, if the file has no readable JSON
+    object."""
     try:
         if file.stat().st_size > limit:
             raise ConfigError(f"{file} is larger than {limit} bytes, so it is not a model's configuration")

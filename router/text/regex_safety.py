@@ -1,8 +1,7 @@
 """Rejects regular expressions in a tokenizer.json that can take exponential time.
 
-The tokenizer's regex engine backtracks, in native code that cannot be interrupted. For example, `(a+)+` can take hours
-for 40 letters. A pattern is rejected if it repeats a group without bound that contains alternatives or an unbounded
-repeat.
+The tokenizer's regex engine backtracks in uninterruptible native code. For example, `(a+)+` can take hours for 40
+letters. A pattern is rejected if a group that repeats without bound contains alternatives or another unbounded repeat.
 """
 
 import json

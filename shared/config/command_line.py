@@ -1,6 +1,6 @@
 """The command line of every process, with an option for each setting.
 
-Wrong usage and invalid values print one line on stderr and exit with status 2.
+After wrong usage or an invalid value, the process prints one line on stderr and exits with status 2.
 """
 
 import inspect
@@ -40,7 +40,7 @@ def markup_mode() -> Literal["rich"] | None:
 
 
 def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
-    """Run the command and return its result, or 0 after --help. Wrong usage prints one line and exits with status 2."""
+    """Run the command and return its result, or 0 after --help. On wrong usage, print a line and exit with status 2."""
     try:
         return typer.main.get_command(app).main(args=list(argv), prog_name=prog, standalone_mode=False)
     except Misuse as error:
@@ -53,7 +53,8 @@ def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
 def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..., Any]:
     """Return a Typer command that has an option for each field and calls `run` with the settings.
 
-    A ConfigError, from the settings or from `run`, prints one line on stderr and exits with status 2.
+    If the settings are invalid or `run` raises ConfigError, the command prints one line on stderr and exits with status
+    2.
     """
 
     def command(print_config: bool, **flags: object) -> Any:

@@ -94,7 +94,8 @@ class PeerDescriptor:
 
     @classmethod
     def unpack(cls, data: bytes, channel: str) -> Self:
-        """Inverse of `pack`, for input from peers. Raises DescriptorError unless `data` describes a `channel`."""
+        """Inverse of `pack`, for input from peers. Raises DescriptorError unless `data` is a descriptor of
+        `channel`."""
         try:
             version, name, host, endpoint, incarnation_id, *counts = data[:MAX_DESCRIPTOR_BYTES].decode().split("\n")
             row_bytes, num_rows = map(_count, counts)

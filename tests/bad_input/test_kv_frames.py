@@ -1,4 +1,4 @@
-"""Pushes over TCP in any order and with any content change only rows of a granted reservation."""
+"""Test that pushes over TCP, whatever their order and content, change only rows of granted reservations."""
 
 import struct
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.fuzz.kv import FakeReceiver
 
 ROWS, ROW_BYTES = 8, 16
 RESERVATIONS = [bytes([number]) * 16 for number in range(3)]
-Frame = tuple[int, list[int], int]  # reservation, rows, and the byte that fills the rows
+Frame = tuple[int, list[int], int]  # reservation number, row numbers, and the byte that fills the rows
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ turns = st.lists(st.tuples(grants, st.lists(frames, max_size=6), endings), min_s
 def test_only_rows_of_a_granted_reservation_change(
     receiver: FakeReceiver, turns: list[tuple[dict[int, list[int]], list[Frame], bytes]]
 ) -> None:
-    """Each round grants some reservations, reads one connection and revokes the reservations again."""
+    """In each round, the receiver grants some reservations, reads one connection, and revokes the reservations."""
     receiver.memory.rows[:] = 0
     expected = np.zeros((ROWS, ROW_BYTES), np.uint8)
     for granted, pushed, ending in turns:

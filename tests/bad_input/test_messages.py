@@ -1,4 +1,4 @@
-"""Control messages that no Baton process sends are rejected before they are used, and the error names the field."""
+"""Test that control messages that no Baton process would send are rejected before use, with the field named."""
 
 import math
 import time

@@ -1,5 +1,5 @@
-"""Processes exit with status 2 and one line if their settings are invalid, or if a model directory is broken, truncated or
-hostile. The line names the flag or file, the value and the fix.
+"""Test that processes exit with status 2 and print one line if settings are invalid or a model directory is broken,
+truncated or hostile. The line names the flag or file, the value and the fix.
 
 The tests of single tensors and of the keys of config.json are in tests/engine/test_weights.py.
 """

@@ -1,4 +1,4 @@
-"""Hostile chat templates and tokenizer patterns are rejected, and bounded in time and memory."""
+"""Test that hostile chat templates and tokenizer patterns are rejected, within bounded time and memory."""
 
 import gc
 import signal

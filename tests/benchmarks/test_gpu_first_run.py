@@ -1,4 +1,4 @@
-"""Tests of the GPU benchmarks in a separate process, at toy size on a CPU. The kernels run under an interpreter."""
+"""Tests of the GPU benchmarks in a separate process, at toy size on a CPU. Triton's interpreter runs the kernels."""
 
 import json
 import os
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton has whee
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the report of a process without the libraries that only a cluster needs."""
+    """The report of a process that cannot import the libraries that only a cluster needs."""
     pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("gpu") / "gpu_first_run.json"
     command = [sys.executable, "-c", BARE, "--device", "cpu", "--toy", "--out", str(out), "--only"]

@@ -18,7 +18,7 @@ from tests.chaos.evidence import at_rest
 from tests.chaos.traffic import Load, ask
 from tests.cluster.harness import Cluster, cluster, http_request, wait_for
 
-IDLE_S = 1.0  # connections to dead nodes are closed within this time
+IDLE_S = 1.0  # time after which the connections to dead nodes are closed
 MAX_WAIT_S = 0.5  # the longest time until a client disconnects; most clients disconnect much earlier
 WARM_UP_REQUESTS = 96
 FAULT_EVERY_S = 5.0
@@ -49,8 +49,8 @@ def main(arguments: list[str]) -> int:
 def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -> tuple[Counter[str], list[str]]:
     """Cancel `count` requests, and inject a random fault into a random node every `fault_every_s` seconds (0: never).
 
-    Return the number of requests by outcome and of faults by kind, and the leaks. Raises AssertionError if a node does not
-    come back.
+    Return the number of requests with each outcome and of faults of each kind, and the leaks. Raises AssertionError if
+    a node does not come back.
     """
     rng, nodes = random.Random(seed), sorted(set(running.processes) - set(running.urls))
 
@@ -72,7 +72,7 @@ def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -
         time.sleep(IDLE_S)
         after, shared = count_all(running), count_shared(running) - shared_before
     restarts = supervisor.restarts
-    # A starting process removes the sockets of killed nodes, but only those older than a minute.
+    # Sockets of nodes killed within the last minute may remain; a starting process removes only older ones.
     shared["unix sockets"] -= len(restarts)
     found = held + lost + leaks(before, after) + [f"{num} more {what}" for what, num in shared.items() if num > 0]
     if len(restarts) > (num_ended := sum(num for (_, kind), num in faults.counts.items() if "SIG" in kind)):
@@ -84,7 +84,7 @@ def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -
 
 
 def hang_up_all(running: Cluster, count: int, seed: int) -> Counter[str]:
-    """Send `count` requests and cancel each at a random moment. Return the number of requests by the phase reached."""
+    """Send `count` requests and cancel each at a random moment. Return how many reached each phase."""
 
     def client(number: int) -> Counter[str]:
         rng = random.Random(seed * 1000 + number)

@@ -12,7 +12,7 @@ import psutil
 from tests.cluster.harness import Cluster
 
 MIB = 1 << 20
-# The number of threads that a process may start later: the asyncio pool and the threads that push KV.
+# Maximum number of threads that a process may start after the first count, for the asyncio pool and KV pushes.
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 
 
@@ -31,7 +31,7 @@ class Count:
 
 
 def count(pid: int) -> Count:
-    """Count the resources of a process. Raises psutil.NoSuchProcess if it has ended."""
+    """Count the resources of a process. Raises psutil.NoSuchProcess if the process has ended."""
     process = psutil.Process(pid)
     with process.oneshot():
         rss_mib, threads = process.memory_info().rss / MIB, process.num_threads()
@@ -52,7 +52,7 @@ def count_shared(running: Cluster) -> Counter[str]:
 
 
 def leaks(before: Mapping[str, Count], after: Mapping[str, Count]) -> list[str]:
-    """Return the resources that have grown in each process. Thread pools may grow up to their maximum size."""
+    """Return one line for each resource that has grown in a process. Up to POOL_THREADS more threads are no leak."""
     found = []
     for name, now in after.items():
         then = before[name]
@@ -69,7 +69,7 @@ def _kinds(directory: Path) -> list[str]:
     for entry in directory.iterdir():
         try:
             target = os.readlink(entry)
-        except OSError:  # it was closed after the directory was listed
+        except OSError:  # the descriptor was closed after the directory was listed
             continue
         kinds.append("memfd" if "memfd:" in target else target.partition(":")[0] if ":" in target else "file")
     return kinds

@@ -1,6 +1,6 @@
 """Run one row of the matrix: a cluster of real processes with clients, faults and a supervisor.
 
-The supervisor restarts processes that exit. At the end, the run checks the answers, and that no node holds a block.
+The supervisor restarts processes that exit. At the end, the answers are checked, and no node may hold a block.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from tests.cluster.harness import Cluster, cluster, free_port, wait_for
 
 CLIENTS = 8
 POLL_S = 0.02
-FAULTS_S = 120.0  # the time limit for all faults of a row to happen
-PROXY_HOST = "127.0.0.9"  # the address that a node behind relays advertises
-SignalTimes = tuple[tuple[float, int], ...]  # signals, each after a pause in seconds
+FAULTS_S = 120.0  # time limit within which all faults of a row must happen
+PROXY_HOST = "127.0.0.9"  # address that a node behind relays advertises
+SignalTimes = tuple[tuple[float, int], ...]  # pairs of a pause in seconds and the signal sent after it
 KINDS: dict[str, SignalTimes] = {
     "SIGKILL": ((0.0, signal.SIGKILL),),
     "SIGTERM": ((0.0, signal.SIGTERM),),
@@ -55,17 +55,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of fault. `lives` maps a process to its failpoints: the first applies at its first start, and so on."""
+    """One kind of fault. `lives` maps a process to failpoints, one for each start of the process."""
 
     name: str
     what: str
     lives: Mapping[str, Sequence[str]] = field(default_factory=dict)
     script: Sequence[Signals | Link] = ()
-    thaw_s: float = 1.0  # the supervisor continues a stopped process after this time
+    thaw_s: float = 1.0  # time after which the supervisor continues a stopped process
     channel: str = "shm"
     prefill: int = 2
     decode: int = 2
-    may_lose: int = 0  # number of requests that may fail because their router died or because they cause the fault
+    may_lose: int = 0  # maximum number of requests that fail because their router died or because they cause the fault
     settings: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -76,12 +76,12 @@ class Report:
     row: Row
     outcomes: list[Outcome]
     faults: list[Fault]
-    restarts: list[tuple[str, int]]  # name and exit status, in order of time
+    restarts: list[tuple[str, int]]  # name and exit status of each process that exited, in order of time
     status: dict[str, Any]
     detected_s: float | None
     gap: Gap | None
-    unbalanced: list[str]  # nodes and the blocks they still hold
-    harms: Counter[str]  # faults injected by the relays, by kind
+    unbalanced: list[str]  # one line per node that still holds blocks
+    harms: Counter[str]  # number of faults that the relays injected, by kind
 
     @property
     def num_lost(self) -> int:
@@ -92,7 +92,7 @@ class Report:
         return sum(outcome.is_unequal for outcome in self.outcomes)
 
     def complaints(self) -> list[str]:
-        """Return one line per problem. Processes should not exit if no fault was injected into them."""
+        """Return one line per problem. An exit of a process without an injected fault is a problem."""
         harmed = {fault.name for fault in self.faults}
         died_alone = [f"{name} ended with status {status}" for name, status in self.restarts if name not in harmed]
         return failures(self.outcomes) + self.unbalanced + died_alone
@@ -160,7 +160,7 @@ def armed(failpoint: str) -> dict[str, object]:
 class FaultThread:
     """A context manager whose thread injects faults. `plan` yields a pause in seconds, a node's name and one of KINDS.
 
-    It injects one fault at a time, because a cluster without nodes tests nothing. `counts` has their numbers.
+    Only one node is faulty at a time, because a cluster without nodes tests nothing. `counts` has the number of faults.
     """
 
     def __init__(self, running: Cluster, plan: Iterator[tuple[float, str, str]]) -> None:
@@ -204,7 +204,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def drive(row: Row, requests: int, channel: str = "") -> Report:
-    """Run the row. Raises AssertionError if a fault does not happen or a node does not come back."""
+    """Run the row. Raises AssertionError if a planned fault does not happen or a node does not come back."""
     lives = {name: iter(failpoints) for name, failpoints in row.lives.items()}
     own = {name: armed(next(life)) for name, life in lives.items()}
     with Relays() as relays, contextlib.ExitStack() as cleanup:
@@ -252,7 +252,7 @@ def _relay(relays: Relays) -> tuple[int, Proxy]:
 def _play(
     script: Sequence[Signals | Link], running: Cluster, proxies: Mapping[str, Mapping[str, Proxy]]
 ) -> list[Fault]:
-    """Inject the faults of the script at the given times and return them."""
+    """Inject the faults of the script at their times, and return the faults."""
     faults: list[Fault] = []
     began = time.monotonic()
     for act in sorted(script, key=lambda act: act.at_s):
@@ -266,7 +266,7 @@ def _play(
 
 
 def _disturb(proxy: Proxy, link: Link) -> None:
-    """Disturb a link for `link.for_s` seconds, or longer until each kind of damage has happened."""
+    """Disturb a link for `link.for_s` seconds, or longer if a kind of its damage has not happened by then."""
     proxy.harm = link.harm
     time.sleep(link.for_s)
     wait_for(lambda: proxy.harms.keys() >= link.harm.damage, f"damage by {link}", FAULTS_S)

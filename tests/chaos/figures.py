@@ -1,7 +1,8 @@
-"""Measure promises that the matrix does not cover, and write benchmarks/results/figures.json.
+"""Measure the guarantees that the matrix does not cover, and write benchmarks/results/figures.json.
 
 Restarts, Redis outages, slow readers and cancels run on emulated nodes with steps of at least 8 ms, so their results do
-not depend on the speed of this machine. Bad input runs on the hash model; tenants and start run the demo model.
+not depend on the speed of this machine. The measurement of bad inputs uses the hash model; those of tenants and of the
+start use the demo model.
 """
 
 import argparse
@@ -84,7 +85,7 @@ def rolling_restart(seconds: float) -> list[Row]:
 
 
 def redis_outage(seconds: float) -> list[Row]:
-    """Kill the Redis that holds the registry and restart it empty."""
+    """Kill the Redis server that holds the registry, and restart it without data."""
     with tempfile.TemporaryDirectory() as directory, RedisServer(Path(directory)) as server:
         server.start()
         with emulated(2, 2, server.url) as running:
@@ -97,7 +98,7 @@ def redis_outage(seconds: float) -> list[Row]:
 
 
 def during(running: Cluster, work: Callable[[], object]) -> Load:
-    """Stream answers one after another while `work` runs. Return the load after its last stream."""
+    """Stream answers with 8 clients while `work` runs. Return the load after all streams have ended."""
 
     def asks(index: int) -> Ask:
         return Ask(index, tuple(prompt_of(index, 200)), 64)
@@ -180,7 +181,7 @@ def cancels(count: int) -> list[Row]:
 
 
 def bad_inputs() -> list[Row]:
-    """Send each row of the table of bad requests on its own connection."""
+    """Send each request of the table of bad requests on its own connection, and measure the time to the answer."""
     rows = bad.JSON_ROWS + bad.HTTP_ROWS + bad.KEY_ROWS + bad.FIELD_ROWS
     took_s, statuses = [], []
     with _with_keys(dict.fromkeys((bad.ACME, bad.OTHER), "tenant"), max_connections=bad.MAX_CONNECTIONS) as running:
@@ -226,7 +227,7 @@ def tenants(count: int) -> list[Row]:
 
 
 def _area(samples: Sequence[tuple[bool, float]]) -> float:
-    """Return the share of pairs of a known and an unknown prompt in which the known prompt is faster."""
+    """Return the share of all pairs of a known and an unknown prompt in which the known prompt is faster."""
     known, others = ([took_s for is_known, took_s in samples if is_known is wanted] for wanted in (True, False))
     return float(np.mean(np.array(known)[:, None] < np.array(others)[None, :]))
 
@@ -242,7 +243,7 @@ def _first_token_s(running: Cluster, key: str, prompt: list[int]) -> float:
 
 @contextlib.contextmanager
 def _with_keys(tenants_of: dict[str, str], **settings: object) -> Iterator[Cluster]:
-    """Run one co-located node behind a router that requires one of these keys or the admin key."""
+    """Run one co-located node behind a router that accepts only these keys (key -> tenant) and the admin key."""
     lines = [f"{name}:{sha256(key.encode()).hexdigest()}" for key, name in tenants_of.items()]
     with tempfile.NamedTemporaryFile("w") as file:
         file.write("\n".join([*lines, f"ops:{sha256(bad.ADMIN.encode()).hexdigest()}:admin"]))
@@ -286,7 +287,7 @@ def checks(count: int) -> list[Row]:
         rows[row, byte] ^= 1 << bit
         found += checksums(rows, [row]) != sums[row]
         rows[row, byte] ^= 1 << bit
-    many = np.resize(rows, (4096, rows.shape[1]))  # 256 MiB: larger than the caches
+    many = np.resize(rows, (4096, rows.shape[1]))  # 256 MiB, more than the CPU caches hold
     sum_s = timeit.timeit(lambda: checksums(many, range(len(many))), number=3) / 3
     return [
         ["bits flipped in rows of 64 KiB: detected", f"{found:,} of {count:,}", "all", found == count],

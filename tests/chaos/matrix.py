@@ -1,7 +1,7 @@
 """The rows of the fault matrix that processes on one host can produce, and the cause of each fault.
 
-A failpoint `site:n` fires when the process reaches the site for the n-th time. With `@*`, it counts each request
-separately: for example, a prompt of 6,000 tokens reaches `prefill.after_chunk` once per chunk.
+A failpoint `site:n` fires when the process reaches the site for the n-th time. With `@*`, each request
+is counted separately: for example, a prompt of 6,000 tokens reaches `prefill.after_chunk` once per chunk.
 """
 
 import signal
@@ -15,7 +15,7 @@ P, D = "prefill-0", "decode-0"
 REFUSED: Final = Harm(refuse=True)
 ONE_WAY: Final = Harm(silent=frozenset({"up"}))
 NO_ANSWER: Final = Harm(silent=frozenset({"down"}))
-SMALL_POOL: Final = {"num_blocks": 450}  # the blocks hold 7,200 tokens: one long prompt and little else
+SMALL_POOL: Final = {"num_blocks": 450}  # these blocks hold 7,200 tokens: one long prompt and little else
 BEGIN_S = 2.0  # time between the start of the load and the first scripted fault
 
 

@@ -14,9 +14,9 @@ from tests.chaos.wire import DEAD, FAR, GOOD, HERE, THERE, Line, Wire, is_permit
 from tests.cluster.harness import RedisServer, cluster, wait_for
 
 COLUMNS = ["fault", "requests", "lost or unequal", "longest gap ms", "blocks returned"]
-TALK = Ask(0, (5, 6, 7), 4000)  # long enough to be in progress at the kill
+TALK = Ask(0, (5, 6, 7), 4000)  # an answer so long that the stream is still in progress at the kill
 ROUTERS = "routers"
-NETWORKS: dict[str, tuple[str, Line, Line, float]] = {  # label, lines to and from the nodes, seconds (0: all)
+NETWORKS: dict[str, tuple[str, Line, Line, float]] = {  # label, lines to and from nodes, seconds (0: whole row)
     "network far": ("50 ms, 1 % loss, 100 Mbit", FAR, FAR, 0.0),
     "network dead": ("no packet passes for 6 s", DEAD, DEAD, 6.0),
     "network dead there": ("no packet reaches them for 6 s", DEAD, GOOD, 6.0),
@@ -26,7 +26,7 @@ NAMES = [ROUTERS, *NETWORKS]
 
 
 def row(name: str, requests: int) -> list[Cell] | None:
-    """Run a row and print the failures. Return None if the row needs a faulty network and the system permits none.
+    """Run a row and print its failures. Return None if the row needs a faulty network and the system forbids that.
 
     Raises AssertionError if a node does not come back.
     """
@@ -77,7 +77,7 @@ def kill_a_router(requests: int, nodes: int = 2) -> tuple[list[Outcome], int, li
 
 
 def disturb_network(there: Line, back: Line, for_s: float, requests: int) -> tuple[list[Outcome], list[str]]:
-    """Run the router, prefill nodes and clients here and the decode nodes at the other end of a wire.
+    """Run the router, prefill nodes and clients at this end of a wire, and the decode nodes at the other end.
 
     Return the outcomes and the nodes that still hold blocks. Raises AssertionError if the nodes do not come back.
     """
@@ -88,7 +88,7 @@ def disturb_network(there: Line, back: Line, for_s: float, requests: int) -> tup
             2,
             own={"router": {"registry_host": HERE}, "decode-0": inside, "decode-1": inside},
             prefixes={name: ["ip", "netns", "exec", wire.namespace] for name in ("decode-0", "decode-1")},
-            secret=True,  # nodes require one for addresses other than loopback
+            secret=True,  # nodes require a secret to listen on addresses other than loopback
             kv_channel="tcp",
             heartbeat_s=0.5,
             log_format="json",

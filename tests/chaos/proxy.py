@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 CHUNK_BYTES = 65_536
-POLL_S = 0.02  # poll interval of a silent direction
-INTRODUCTION_BYTES = 512  # the first bytes of a connection are not damaged; otherwise few connections would start
+POLL_S = 0.02  # interval at which a silent direction checks whether it is still silent
+INTRODUCTION_BYTES = 512  # the first bytes of a connection stay intact; otherwise few connections would open
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +24,17 @@ class Harm:
     """The faults of a link to the node behind the relay."""
 
     refuse: bool = False  # reset new and existing connections
-    silent: frozenset[str] = frozenset()  # directions ("up": to the node, "down") in which data is held back, not lost
+    silent: frozenset[str] = frozenset()  # directions ("up": to the node, "down") in which data is held back
     delay_s: float = 0.0  # delay of each chunk
     bytes_per_s: float = 0.0  # rate limit to the node; 0: no limit
-    cut_at: int = 0  # reset a connection after this number of bytes to the node, plus one for each earlier reset
+    cut_at: int = 0  # bytes to the node before a connection is reset, plus one per earlier reset; 0: never
     corrupt: float = 0.0  # share of the chunks to the node in which one bit is flipped
     double: float = 0.0  # share of the chunks to the node that are sent twice
-    reply: bytes | None = None  # answer each chunk with this instead of relaying it; b"": close the connection
+    reply: bytes | None = None  # sent back for each chunk instead of relaying it; b"": close the connection
 
     @property
     def damage(self) -> set[str]:
-        """Return the kinds of damage that must happen to at least one connection or chunk."""
+        """Return the kinds of damage, each of which must happen at least once during the fault."""
         kinds = {"cut": self.cut_at, "corrupted": self.corrupt, "doubled": self.double}
         return {kind for kind, amount in kinds.items() if amount}
 
@@ -109,7 +109,7 @@ class Proxy:
         loop = asyncio.get_running_loop()
         passed = 0
         while data := await loop.sock_recv(source, self._max_chunk(direction)):
-            while direction in self._harm.silent:  # noqa: ASYNC110 - another thread sets it without waking a task
+            while direction in self._harm.silent:  # noqa: ASYNC110 - another thread sets `_harm` without waking a task
                 await asyncio.sleep(POLL_S)
             await asyncio.sleep(self._harm.delay_s)
             if direction == "up" and (reply := self._harm.reply) is not None:

@@ -1,10 +1,10 @@
 """Check that no process grows under half load with one fault per minute: `python -m tests.chaos soak --minutes 30`.
 
 The soak samples the memory, descriptors and threads of every process every ten seconds. It starts with a warm-up of ten
-minutes with a fault every 15 seconds, because allocators keep the memory of the largest peak, and most new peaks come
+minutes with a fault every 15 seconds, because allocators keep the memory of the highest peak, and most new peaks come
 early. A least-squares fit to the later samples gives one slope per process and resource, and its standard error. Each
-start of a process has its own intercept. A process without restarts grows if a slope minus twice its error exceeds
-1 % of its memory per hour, or 10 % of its descriptors or threads per hour. The router keeps a short history
+start of a process has its own intercept. A process without restarts counts as growing if a slope minus twice its error
+exceeds 1 % of its memory per hour, or 10 % of its descriptors or threads per hour. The router keeps a short history
 (`tests.chaos.small_memory`), because the growth of a long history would hide a leak.
 """
 
@@ -28,13 +28,13 @@ from tests.cluster.harness import Cluster, cluster, wait_for
 
 SAMPLE_S = 10.0
 WARM_FAULT_S = 15.0
-LIFE_WARM_S = 60.0  # the warm-up of a restarted process: its memory grows until every code path has run once
+LIFE_WARM_S = 60.0  # warm-up of a restarted process, whose memory grows until every code path has run once
 SHARE = 0.5  # share of the time in which a client has a request in progress
 RESOURCES = {
     "memory": attrgetter("rss_mib"), "descriptors": attrgetter("num_descriptors"), "threads": attrgetter("threads")
 }  # fmt: skip
-SHARE_AN_HOUR = {"memory": 0.01, "descriptors": 0.1, "threads": 0.1}  # growth per hour that is accepted
-# The first node of each role is only frozen, so one process runs from the start to the end.
+SHARE_AN_HOUR = {"memory": 0.01, "descriptors": 0.1, "threads": 0.1}  # maximum growth per hour
+# The first node of each role is only frozen, so its process runs from the start to the end of the soak.
 FAULTS = (
     ("decode-1", "SIGKILL"), ("prefill-0", "frozen 1 s"), ("prefill-1", "SIGTERM"), ("decode-0", "frozen 4 s"),
     ("prefill-1", "SIGKILL"), ("decode-0", "frozen 1 s"), ("decode-1", "SIGTERM"), ("prefill-0", "frozen 4 s"),
@@ -104,10 +104,10 @@ class Soaked:
 
 
 def soak(running: Cluster, warm_s: float, seconds: float, fault_every_s: float) -> Soaked:
-    """Send requests and inject faults, first for `warm_s` seconds and then for `seconds`."""
+    """Send requests and inject faults during a warm-up of `warm_s`, and then for `seconds`."""
     began, shared_before = time.monotonic(), count_shared(running)
     samples: list[Sample] = []
-    born: dict[int, float] = {}  # process id -> when it was first seen
+    born: dict[int, float] = {}  # process id -> time at which it was first seen
 
     def plan() -> Iterator[tuple[float, str, str]]:
         for name, kind in itertools.cycle(FAULTS):
@@ -149,8 +149,8 @@ def slopes(samples: Sequence[Sample], warm_up_s: float) -> list[list[Cell]]:
 
 
 def _fit(points: list[tuple[int, float, float]]) -> tuple[float | None, float | None]:
-    """Fit a line to points (life, x, y) with an intercept per life. Return the slope and its standard error, or None
-    twice if there are too few points. The error allows for the correlation between successive samples."""
+    """Fit a line to points (life, x, y) with an intercept per life. Return the slope and its standard error, or (None,
+    None) if there are too few points. The error allows for the correlation between successive samples."""
     by_life: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for life, x, y in points:
         by_life[life].append((x, y))

@@ -1,4 +1,4 @@
-"""A short form of `make chaos`: the same kinds of faults with fewer requests."""
+"""Test the kinds of faults that `make chaos` injects, with fewer requests."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.cluster.harness import cluster
 
 REQUESTS = 30
 
-# The faults are far apart, because the router considers a request that was on two dead nodes to be the cause.
+# The faults are far apart, because the router fails a request that was on two nodes when they died, as the cause.
 DEATHS = Row(
     "deaths",
     "a prefill node killed in a middle chunk, another frozen in a push, a decode node killed at a last token",
@@ -25,7 +25,7 @@ LINKS = Row(
     "links",
     "a KV link that is cut, flips bits and doubles data; an RPC link that is refused and falls silent",
     script=[
-        # The cut comes first and is brief, because the router soon sends no traffic to a node that fails repeatedly.
+        # The cut comes first and is brief, because the router soon sends nothing to a node that fails repeatedly.
         Link(D, "kv", 0.0, Harm(cut_at=2000), 0.7),
         Link(D, "kv", 0.7, Harm(corrupt=0.3, double=0.1), 1.0),
         Link(D, "rpc", 1.7, Harm(refuse=True), 0.3),

@@ -1,7 +1,8 @@
 """The requests of a chaos run, and a client that checks every token of the answers and times every gap.
 
 Request number i is the same in every run. Prompts have 20 to 6,000 tokens; some requests have two samples, some have a
-temperature, and some are chats. The hash model's answer depends on the prompt alone, so the client can compute it.
+temperature, and some are chats. The hash model's answer depends on the prompt alone, so the client can compute the
+expected answer.
 """
 
 import http.client
@@ -50,7 +51,7 @@ class Ask:
 
 @lru_cache(maxsize=4096)
 def ask(index: int) -> Ask:
-    """Return request number `index`. The index is the seed, so every call returns the same request."""
+    """Return request number `index`. The index is the random seed, so every call with it returns the same request."""
     rng = random.Random(index)
     length = rng.choices((rng.randint(20, 200), rng.randint(200, 1500), rng.randint(1500, 4000)), (65, 25, 10))[0]
     max_tokens = rng.randint(5, 60)
@@ -78,7 +79,7 @@ def answer(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
 
 
 def short(index: int) -> Ask:
-    """Return a request of 10 to 300 tokens."""
+    """Return a request with a prompt of 10, 40 or 300 tokens and an answer of 5."""
     return Ask(index, tuple(prompt_of(index, (10, 40, 300)[index % 3])), 5)
 
 
@@ -92,13 +93,13 @@ class Outcome:
     is_unequal: bool = False
     began_ns: int = 0
     ended_ns: int = 0
-    arrivals_ns: "array[int]" = field(default_factory=lambda: array("q"))  # the Unix times at which tokens arrived
+    arrivals_ns: "array[int]" = field(default_factory=lambda: array("q"))  # Unix times at which tokens arrived
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by sample
     prompt: tuple[int, ...] = ()  # the prompt that the answer reports
 
     @property
     def gap_ns(self) -> tuple[int, int]:
-        """The begin and the end of the longest wait for a token, including the first one."""
+        """The begin and the end of the longest wait for a token, which may be the first token."""
         return max(pairwise([self.began_ns, *self.arrivals_ns]), key=lambda gap: gap[1] - gap[0], default=(0, 0))
 
     @property
@@ -106,7 +107,7 @@ class Outcome:
         return (self.gap_ns[1] - self.gap_ns[0]) / 1e9
 
     def check(self, answer: Callable[[tuple[int, ...], int], list[int]] = answer) -> None:
-        """Compare every token with the model's answer."""
+        """Compare every token with the model's answer, and set `is_unequal` if one differs."""
         received = [self.tokens.get(index) for index in range(self.ask.n)]
         is_prompt_equal = self.ask.is_chat or self.prompt == self.ask.prompt
         self.is_unequal = received != [answer(self.prompt, self.ask.max_tokens)] * self.ask.n or not is_prompt_equal
@@ -122,7 +123,7 @@ def failures(outcomes: Iterable[Outcome]) -> list[str]:
 
 
 def run(url: str, model: str, outcome: Outcome) -> Outcome:
-    """Send the request of `outcome` and read its stream to the end. Tokens, or an error, appear in `outcome`."""
+    """Send the request of `outcome` and read its stream to the end. The tokens or the error are added to `outcome`."""
     outcome.began_ns, outcome.prompt = now_ns(), outcome.ask.prompt
     try:
         _stream(url, outcome.ask.body(model), outcome)
@@ -160,11 +161,11 @@ def _read(stream: http.client.HTTPResponse, outcome: Outcome) -> None:
 
 
 class Load:
-    """A context manager that runs clients. They send the requests `asks(0)`, `asks(1)` and so on, each one at a time.
+    """A context manager that runs clients. Together they send `asks(0)`, `asks(1)` and so on; each has one in progress.
 
-    The requests rotate over `urls`. A request that fails with one of `refusals` is retried at the next URL. `share` is
-    the share of the time in which a client has a request in progress; it pauses in the rest. The exit waits until
-    `least` requests have been sent and all requests have ended, and then checks the answers.
+    The requests rotate over `urls`. A request that fails with one of `refusals` is retried at the next URL. A client
+    has a request in progress for `share` of the time, and pauses in the rest. The exit waits until `least` requests
+    have been sent and all requests have ended, and then checks the answers.
     """
 
     def __init__(

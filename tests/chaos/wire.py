@@ -1,4 +1,4 @@
-"""A network namespace behind a link that delays or drops packets, or that is cut in one direction.
+"""A network namespace behind a link that delays or drops packets, or drops all packets of one direction.
 
 This needs root on Linux. It does not need netem, because this process forwards the packets.
 """
@@ -50,7 +50,7 @@ class Wire:
         self.there = self.back = GOOD
         self.num_passed = self.num_lost = 0
         self._random = random.Random(seed)
-        self._queue: list[tuple[float, int, int, bytes]] = []  # due time, number, index of the target end, packet
+        self._queue: list[tuple[float, int, int, bytes]] = []  # due time, number, index of its target, packet
         self._free_at = {0: 0.0, 1: 0.0}
         self._number = 0
         self._over = threading.Event()

@@ -1,4 +1,4 @@
-"""Whole clusters of real processes on loopback."""
+"""Start and control whole clusters of real processes on loopback, for tests."""
 
 import contextlib
 import json
@@ -29,10 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "demo" / "model"
 DEMO_VOCABULARY = 2048
 DATA = ROOT / "tests" / "data"
-START_S = 300.0  # many times the usual duration, for busy machines
+START_S = 300.0  # time limit for a start; many times the usual duration, for busy machines
 
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the fork server: threads do not survive a fork
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # because threads do not survive a fork of the fork server
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["tests.cluster.preload"])
 
@@ -74,7 +74,7 @@ def _run_module(module: str, flags: list[str], environment: dict[str, str], log:
 
 
 def free_port() -> int:
-    """Return a free port below the ephemeral range, so that no outgoing connection takes it first."""
+    """Return a free port below the ephemeral range, so that no outgoing connection takes the port first."""
     while True:
         port = 10_000 + secrets.randbelow(22_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
-    """Return the answer of the hash model."""
+    """Return the hash model's answer to the prompt, of `count` tokens."""
     return expected_tokens(prompt, count, DEMO_VOCABULARY)
 
 
@@ -102,7 +102,7 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S
 class Cluster:
     """One router and its nodes; several routers need a Redis. `settings` are the BATON_ variables of all processes, in
     lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or router-1.
-    `prefixes` maps the name of a process to the words that its command line starts with."""
+    `prefixes` maps the name of a process to the words with which its command line starts."""
 
     def __init__(
         self, directory: Path, prefill: int, decode: int, registry: str, *, routers: int = 1,
@@ -122,7 +122,7 @@ class Cluster:
             "heartbeat_s": 0.1,
             "kv_directory": directory / "kv",
             "log_level": "warning",
-            "disaggregate": "always",  # otherwise results would depend on the speed of this machine
+            "disaggregate": "always",  # with "auto", results would depend on the speed of this machine
         } | settings
         self.headers = {"content-type": "application/json"}
         if "api_key" in settings:  # the key of an admin
@@ -161,7 +161,7 @@ class Cluster:
             self.processes[name] = ForkedProcess(module, flags, environment, log)
 
     def ready(self, timeout_s: float = START_S) -> None:
-        """Wait until every router is connected to every running node. Raises AssertionError if a process exits."""
+        """Wait until every router is connected to every running node. Raises AssertionError if a process has exited."""
         wanted = {name for name, process in self.processes.items() if name not in self.urls and process.poll() is None}
 
         def is_ready() -> bool:
@@ -199,7 +199,7 @@ class Cluster:
         return {node["id"] for node in self.status(router)["nodes"] if node["alive"]}
 
     def settled(self) -> dict[str, Any]:
-        """Wait until the cluster is idle and every node has reported its counts. Return the status."""
+        """Wait until the cluster is idle and every node has reported its counts. Return the router's status."""
         self.idle()
         time.sleep(0.4)
         return self.status()
@@ -225,7 +225,7 @@ class Cluster:
     def stream(
         self, prompt: list[int], max_tokens: int, seen: Callable[[int], object] = lambda _: None, router: str = "router"
     ) -> list[int]:
-        """Stream a completion; `seen` receives the number of tokens so far."""
+        """Stream a completion. `seen` is called with the number of tokens so far."""
         body = completion(self.model, prompt, max_tokens, stream=True)
         request = urllib.request.Request(self.urls[router] + "/v1/completions", json.dumps(body).encode(), self.headers)
         tokens: list[int] = []
@@ -238,8 +238,8 @@ class Cluster:
 
     @contextlib.contextmanager
     def streaming(self, prompts: list[list[int]], max_tokens: int) -> Iterator[None]:
-        """Stream all prompts at once. The body of the context starts when each stream has a token, and the context ends
-        after the last stream. Raises AssertionError if an answer is wrong."""
+        """Stream all prompts at once. The `with` block starts when each stream has a token, and ends when all streams
+        have ended. Raises AssertionError if an answer is wrong."""
         begun = [threading.Event() for _ in prompts]
         with ThreadPoolExecutor(len(prompts)) as pool:
             streams = [
@@ -251,7 +251,7 @@ class Cluster:
             assert [stream.result() for stream in streams] == [expected(prompt, max_tokens) for prompt in prompts]
 
     def send(self, body: dict[str, Any], receive_buffer: int = 0) -> socket.socket:
-        """Return a new connection on which a completion was requested."""
+        """Request a completion on a new connection, and return the connection."""
         connection = socket.socket()
         if receive_buffer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -295,7 +295,7 @@ def completion(model: str, prompt: list[int] | str, max_tokens: int, **fields: o
 
 
 def events(stream: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a streamed answer. Raises ValueError at an error event, or if the stream has no end."""
+    """Yield the events of a streamed answer. Raises ValueError at an error event, or if [DONE] is missing."""
     for line in stream:
         if line == b"data: [DONE]\n":
             return
@@ -331,7 +331,7 @@ def cluster(
 
 
 class RedisServer:
-    """A Redis server on a free port, which a test starts, disturbs and restarts. The context manager ends it."""
+    """A Redis server on a free port, which a test starts, disturbs and restarts. The context manager kills it."""
 
     def __init__(self, directory: Path) -> None:
         self.port = free_port()

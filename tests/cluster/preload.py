@@ -1,4 +1,4 @@
-"""Import all modules of routers and nodes in the fork server."""
+"""Import all modules of routers and nodes into the fork server."""
 
 import gc
 

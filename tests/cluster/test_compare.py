@@ -1,4 +1,4 @@
-"""Run `baton compare` with whole clusters, and check its report against the arms that ran."""
+"""Test `baton compare` with whole clusters: check its report against the arms that ran."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def report_in(directory: Path) -> dict[str, Any]:
 
 
 def pids(directory: Path) -> list[int]:
-    """Return the ids of all processes of all arms."""
+    """Return the process ids of all arms, from their logs."""
     logs = [log.read_text() for log in (directory / "report" / "logs").iterdir()]
     return [int(pid) for log in logs for pid in re.findall(r"started, process (\d+)", log)]
 
@@ -70,7 +70,7 @@ def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
     assert [arm["name"] for arm in report["arms"]] == [*arms, "colocated:2 (control)"]
     assert report["parity"]["equal"]
 
-    order = [(run["seed"], run["arm"]) for run in report["runs"]]  # on a busy machine, a spare seed may follow
+    order = [(run["seed"], run["arm"]) for run in report["runs"]]  # on a busy machine, runs of a spare seed may follow
     assert order[:3] == [(1, name) for name in [*arms, "colocated:2 (control)"]]
     assert order[3:6] == [(2, name) for name in reversed([*arms, "colocated:2 (control)"])]
     runs = [run for run in report["runs"] if run["valid"]]

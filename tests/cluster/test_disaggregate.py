@@ -1,4 +1,4 @@
-"""Conditional disaggregation and TTFT admission in clusters of emulated devices, whose step times are known."""
+"""Test conditional disaggregation and TTFT admission in clusters of emulated devices, whose step times are known."""
 
 import json
 import urllib.error

@@ -1,4 +1,4 @@
-"""A real checkpoint gives its golden tokens through the API: in both modes, with several budgets, over each channel."""
+"""Test that a real checkpoint gives its golden tokens through the API in both modes, with each budget and channel."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -31,7 +31,7 @@ def scrape(running: Cluster) -> str:
 
 
 def sums(running: Cluster) -> dict[str, float]:
-    """Return the sum of each metric over its labels, by name."""
+    """Return each metric's sum over all values of its labels, by metric name."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(scrape(running)):
         for sample in family.samples:

@@ -1,5 +1,5 @@
-"""Operation of a cluster: restarts under load, a power cut, `baton doctor`, and the ports, sockets and connections
-that processes open."""
+"""Test the operation of a cluster: restarts under load, a power cut, `baton doctor`, and the ports, sockets and
+connections that processes open."""
 
 import os
 import re
@@ -24,13 +24,13 @@ SOCKET_NAME = re.compile(r"[0-9a-f]{32}")
 
 @pytest.fixture(scope="module")
 def connections(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file to which the guard appends every connection."""
+    """The file to which tests/cluster/guard appends every connection."""
     return tmp_path_factory.mktemp("guard") / "connections"
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory, connections: Path) -> Iterator[Cluster]:
-    """Two routers that share a Redis, one prefill and two decode nodes. The guard logs the connections of each."""
+    """Two routers that share a Redis, one prefill and two decode nodes. The guard logs all connections of each."""
     directory = tmp_path_factory.mktemp("operations")
     with ExitStack() as stack:
         redis = stack.enter_context(RedisServer(directory))
@@ -68,7 +68,7 @@ def listened(process: "subprocess.Popen[bytes]") -> tuple[set[tuple[str, int]], 
 
 
 def test_a_process_listens_only_at_its_announced_addresses(running: Cluster) -> None:
-    """This detects a library that opens a port by itself."""
+    """This test detects a library that opens a port by itself."""
     for name, url in running.urls.items():
         port = int(url.rpartition(":")[2])
         assert listened(running.processes[name]) == ({("127.0.0.1", port)}, set()), name
@@ -83,7 +83,7 @@ def test_a_process_listens_only_at_its_announced_addresses(running: Cluster) -> 
 
 
 def test_the_kv_directory_is_private_and_the_names_in_it_are_random(running: Cluster) -> None:
-    """Shared memory has no name in the file system; a process passes its descriptor over the socket."""
+    """KV memory has no name in the file system. A process sends the memory's file descriptor over the socket."""
     directory = directory_of(running)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     sockets = [path for path in directory.iterdir() if path.is_socket()]
@@ -99,7 +99,7 @@ def test_the_kv_directory_is_private_and_the_names_in_it_are_random(running: Clu
 
 
 def test_a_process_connects_only_to_its_peers(running: Cluster, connections: Path) -> None:
-    """The log of the guard covers the whole run so far, including requests."""
+    """The guard's log covers everything since the start of the cluster, including requests."""
     prompt = [5] * 700
     assert running.complete(prompt, 4) == expected(prompt, 4)
     peers = {redis_port(running)}
@@ -117,7 +117,7 @@ def test_a_process_connects_only_to_its_peers(running: Cluster, connections: Pat
 
 
 def test_the_guard_logs_unexpected_connections(tmp_path: Path) -> None:
-    """The guard detects connections of Python's sockets and of uvloop."""
+    """The guard logs the connections of Python's sockets and those of uvloop."""
     program = (
         "import asyncio, contextlib, socket, uvloop\n"
         "with contextlib.suppress(OSError): socket.create_connection(('127.0.0.2', 9), 0.1)\n"
@@ -137,7 +137,7 @@ def test_the_guard_logs_unexpected_connections(tmp_path: Path) -> None:
 
 def test_every_process_is_restarted_under_load_and_no_request_fails(running: Cluster) -> None:
     """Each process drains and comes back before the next one is restarted. The routers come last."""
-    running.prefixes.clear()  # the guard is off from here on, because forked processes start sooner
+    running.prefixes.clear()  # without the guard, processes are forked and start sooner
     before = {name: node["address"] for name, node in running.nodes().items()}
     refusals = ("ConnectionRefusedError", "ConnectionResetError", "RemoteDisconnected")
     load = Load(
@@ -157,7 +157,7 @@ def test_every_process_is_restarted_under_load_and_no_request_fails(running: Clu
 
 
 def test_everything_starts_after_a_power_cut(running: Cluster) -> None:
-    """Sockets and a partial file that killed processes left behind do no harm. Old sockets are removed."""
+    """Sockets and a partial file that killed processes left behind do not prevent a start. Old sockets are removed."""
     directory = directory_of(running)
     for process in running.processes.values():
         process.kill()
@@ -184,7 +184,7 @@ def test_everything_starts_after_a_power_cut(running: Cluster) -> None:
 
 
 def test_doctor_starts_a_cluster_and_finds_the_same_tokens_in_both_modes() -> None:
-    with tempfile.TemporaryDirectory() as directory:  # the path of a socket must be short
+    with tempfile.TemporaryDirectory() as directory:  # short, because Linux limits the length of a socket's path
         flags = ["--runner", "hash", "--kv-channel", "tcp", "--port", "0", "--kv-directory", directory]
         command = [sys.executable, "-m", "cluster", "doctor", *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, with an artificial feed and with a running cluster."""
+"""Test the dashboard in a real browser, with an artificial feed and with a running cluster."""
 
 import os
 import re
@@ -35,14 +35,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Feed], str]]:
-    """Serve a feed until the pages are closed, because a page without its router logs errors."""
+    """Serve feeds until all pages are closed, because a page whose server has stopped logs errors."""
     with ExitStack() as served:
         yield lambda made: served.enter_context(serving(made))
 
 
 @pytest.fixture
 def opened(browser: Any, serve: Callable[[Feed], str]) -> Iterator[Any]:
-    """Open pages. At the end, no page may have logged an error or a warning."""
+    """Return a function that opens a page. No page may log an error or a warning before the end of the test."""
     contexts, problems = [], []
 
     def open_page(url: str, width: int = 1400, scheme: str = "light") -> Any:
@@ -69,7 +69,7 @@ def feed(serve: Callable[[Feed], str]) -> tuple[Feed, str]:
 
 
 def passes_of(page: Any, node: str) -> int:
-    """Return the number of passes in view, from the label of the lane."""
+    """Return the number of passes of a node that are in view, as the label of its lane states it."""
     labels = page.locator("#lanes .lane span").all_inner_texts()
     found = [re.fullmatch(rf"{node} · ([\d,]+)", label) for label in labels]
     return next((int(match[1].replace(",", "")) for match in found if match), 0)
@@ -245,7 +245,7 @@ def contrast(one: str, other: str) -> float:
 def test_memory_is_bounded_when_passes_are_many(opened: Any, serve: Callable[[Feed], str]) -> None:
     made = Feed(steps_per_s=1000.0)
     for name in made.ends:
-        made.ends[name] -= 40_000.0  # 40,000 passes arrive at once, as after a long interruption
+        made.ends[name] -= 40_000.0  # so that 40,000 passes arrive at once, as after a long interruption
     page = opened(serve(made))
     page.select_option("#window", "60000")
     wait_for(lambda: passes_of(page, "decode-0") > 10_000, "passes in view")
@@ -272,7 +272,7 @@ def test_the_page_of_a_running_cluster_is_live(opened: Any, running: Cluster) ->
 
     def send() -> None:
         while not is_enough.is_set():
-            prompt = [3 + len(answers) % 1000, *range(3, 603)]  # differs each time, so that its KV is not cached
+            prompt = [3 + len(answers) % 1000, *range(3, 603)]  # a new prompt each time, so that no KV is cached
             answers.append(running.complete(prompt, 200))
 
     work = threading.Thread(target=send)

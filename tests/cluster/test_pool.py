@@ -1,4 +1,4 @@
-"""Clusters in which a prefill node computes in the KV pool of its decode node."""
+"""Test clusters in which a prefill node computes in the KV pool of its decode node."""
 
 import signal
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def test_a_prompt_is_computed_in_the_decode_nodes_pool_and_no_block_moves(shared
 def test_blocks_that_the_decode_node_holds_are_not_computed_again(shared: Cluster) -> None:
     (prompt,), (other,) = prompts_of(2, 1, 640), prompts_of(3, 1, 100)
     all_right(shared, [prompt], 5)
-    # The last token is always computed, for its logits. If its block is full, the whole block of 16 tokens is computed.
+    # The last token is always computed, for its logits. If it fills its block, all 16 tokens of the block are computed.
     for again, count in ((prompt, 16), (prompt + other, len(other))):
         before = shared.settled()["nodes"]
         all_right(shared, [again], 5)
@@ -77,7 +77,7 @@ def test_requests_wait_for_room_in_a_small_pool_and_all_are_served() -> None:
 
 @contextmanager
 def in_progress(running: Cluster, node: str, count: str, prompts: list[list[int]], max_tokens: int) -> Iterator[None]:
-    """Stream all prompts. The body of the context starts when `count` of the node increases."""
+    """Stream all prompts. The `with` block starts when the node's number `count` has increased."""
     before = running.nodes()[node][count]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(running.stream, prompt, max_tokens) for prompt in prompts]
@@ -105,7 +105,7 @@ def test_frozen_and_killed_nodes_with_a_shared_pool_lose_no_request() -> None:
         running.start("prefill-0")
         running.ready()
         handoffs = running.settled()["handoffs"]
-        all_right(running, prompts_of(7, 4, 300), 5)  # the new node computes in the same pool
+        all_right(running, prompts_of(7, 4, 300), 5)  # the restarted prefill node computes in the same pool
         assert running.settled()["handoffs"] >= handoffs + 4
 
         with in_progress(running, "decode-0", "generated_tokens", prompts_of(9, 6, 100), 1500):

@@ -1,4 +1,4 @@
-"""The records of a whole cluster: the phases of each request add up, and every byte and step is recorded."""
+"""Test the records of a whole cluster: the phases of each request add up, and every byte and step is recorded."""
 
 import json
 import signal
@@ -16,13 +16,13 @@ from tests.cluster.harness import Cluster, cluster, completion, prompt_of, wait_
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Cluster]:
-    # With "always", even a short prompt goes through both nodes.
+    # With "always", even a short prompt is computed on the prefill node.
     with cluster(max_num_batched_tokens=64, disaggregate="always") as running:
         yield running
 
 
 def recorded(running: Cluster, count: int) -> list[dict[str, Any]]:
-    """Return the latest `count` requests once their nodes have reported all phases."""
+    """Wait until the nodes have reported all phases of the latest `count` requests, and return these requests."""
 
     def latest() -> list[dict[str, Any]]:
         return list(running.get(f"/v1/requests?limit={count}")["requests"])

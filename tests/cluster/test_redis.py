@@ -1,4 +1,4 @@
-"""Only the registry is affected if Redis is absent, frozen, killed, emptied, full, read-only, locked, slow or wrong."""
+"""Test that no request fails if Redis is absent, frozen, killed, emptied, full, read-only, locked, slow or wrong."""
 
 import asyncio
 import signal
@@ -90,12 +90,12 @@ WRONG_ANSWERS = {
     "bytes": bytes(range(256)),
     "the end": b"",
 }
-# Redis may give these answers if there are no nodes. After a lease, the nodes leave the list but stay connected.
+# Redis may give these answers if there are no nodes, so the nodes leave the list after a lease. They stay connected.
 PLAUSIBLE = {"null", "a negative length", "a null array", "a list that is too long", "a map"}
 
 
 async def survives(name: str, answer: bytes, relay: Proxy, url: str) -> None:
-    """Check that one node and one router's registry recover from wrong answers that last longer than their timeouts."""
+    """Check that a node and a router's registry recover after Redis gave wrong answers for longer than a timeout."""
     registry = RedisRegistry(url, name, 0.1)
     node = RedisAnnouncer(url, name, 0.05)
     await registry.start(lambda: None)
@@ -150,7 +150,7 @@ async def test_a_late_answer_is_never_used_for_the_next_query(server: RedisServe
 
 
 async def test_names_are_resolved_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow resolver must block only the lookup."""
+    """A slow name lookup must not block the event loop."""
     threads: list[bool] = []
 
     def slow(*_: object, **__: object) -> object:
@@ -173,10 +173,10 @@ async def test_names_are_resolved_outside_the_event_loop(monkeypatch: pytest.Mon
 
 
 def test_no_request_fails_during_any_fault_of_redis(server: RedisServer, relays: Relays) -> None:
-    """Each fault lasts until it is detected, while two routers serve load. After it, both routers list all nodes."""
+    """Each fault lasts until it is detected, while two routers serve load. After each, both routers list all nodes."""
     ours, theirs = (relays.between(host, server.port) for host in (RELAY_HOST, OTHER_HOST))
     other = {"router-1": {"registry": f"redis://{OTHER_HOST}:{server.port}"}}
-    threading.Timer(1.0, server.start).start()  # the processes of the cluster start earlier and wait for it
+    threading.Timer(1.0, server.start).start()  # the cluster's processes start before Redis and wait for it
     with cluster(registry=f"redis://{RELAY_HOST}:{server.port}", own=other, routers=2) as running:
 
         def state() -> set[str]:
@@ -193,13 +193,13 @@ def test_no_request_fails_during_any_fault_of_redis(server: RedisServer, relays:
             command(server, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", password="another")
 
         def num_nodes() -> int:
-            """Return the number of nodes whose leases have not expired."""
+            """Return the number of nodes whose keys in Redis have not expired."""
             return len(command(server, "KEYS", "baton:default:node:*"))
 
         def is_empty() -> bool:
             return num_nodes() == 0
 
-        # How to inject each fault, how to detect it, and how to end it.
+        # For each fault, functions that inject it, detect it, and end it.
         send, call = server.send_signal, partial(command, server)
         faults: dict[str, tuple[Callable[[], object], Callable[[], bool], Callable[[], object]]] = {
             "frozen": (lambda: send(signal.SIGSTOP), down, lambda: send(signal.SIGCONT)),
@@ -228,7 +228,7 @@ def test_no_request_fails_during_any_fault_of_redis(server: RedisServer, relays:
 
 
 def an_entry_at_the_address_of_another_node_is_not_used(running: Cluster, server: RedisServer) -> None:
-    """A dead node may have left such an entry behind, or another process may have written it."""
+    """Such an entry may be that of a dead node, or of a process outside the cluster."""
     address = running.nodes()["decode-0"]["address"]
     with redis.Redis(port=server.port) as client:
         entry = decode(bytes(client.get("baton:default:node:decode-0")), NodeInfo)
@@ -243,7 +243,7 @@ def an_entry_at_the_address_of_another_node_is_not_used(running: Cluster, server
 
 
 def a_router_without_nodes_is_not_ready_and_the_other_serves(running: Cluster, theirs: Proxy) -> None:
-    """This cuts one of two routers off from Redis."""
+    """One of two routers is cut off from Redis, and is restarted while it is cut off."""
     theirs.harm = Harm(reply=b"")
     prompt = [7] * 30
     wait_for(lambda: running.status("router-1")["registry"]["state"] == "down", "the cut is detected")

@@ -1,4 +1,4 @@
-"""Nodes change their roles while a cluster serves: no request fails, and each node does the work of its new role."""
+"""Test role changes in a serving cluster: no request fails, and each node does the work of its new role."""
 
 import json
 import urllib.error
@@ -40,7 +40,7 @@ def test_role_changes_under_load_fail_no_request_and_take_effect(
         ]
         assert running.status()["requests"]["failed"] == 0
         requests = running.status()["requests"]
-        # A request whose client reads too slowly counts as paused: it leaves its node before the drain ends.
+        # A request whose client reads too slowly leaves its node before the drain ends, and counts only as paused.
         assert requests["moved"] + requests["paused"] > 0, "no stream left its node at the end of the drain"
         wait_for(lambda: roles(running) == {
             "prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode", "decode-1": "prefill"

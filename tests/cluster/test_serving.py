@@ -1,5 +1,5 @@
-"""A client's view of one prefill and one decode process behind a router. With the hash model, any misplaced, stale or
-incomplete block changes the answer."""
+"""Test one prefill and one decode process behind a router, as clients see them. With the hash model, any misplaced,
+stale or incomplete block changes the answer."""
 
 import signal
 import time
@@ -103,7 +103,7 @@ def test_a_draining_node_finishes_its_requests_and_accepts_no_new_ones() -> None
         assert more == [expected(prompt_of(60 + index, 30), 5) for index in range(5)]
         assert running.processes["decode-0"].wait(40) == 0
         assert running.processes["prefill-0"].wait(40) == 0
-        # A request that was sent just before the router noticed the drain may have moved to another node.
+        # A request sent to a draining node just before the router noticed the drain may have moved to another node.
         assert running.status()["requests"]["moved"] <= len(more)
 
 

@@ -1,4 +1,4 @@
-"""Tests of the output and exit status of the `baton` command. Routers are small fakes with real HTTP."""
+"""Tests of the output and exit status of the `baton` command, with fake routers that serve real HTTP."""
 
 import io
 import json
@@ -38,7 +38,7 @@ Answering = Callable[[str, Any], tuple[int, bytes]]
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Answering], str]]:
-    """Return a function that starts a fake router. `answer` maps (path, body) to (status, body)."""
+    """Return a function that starts a fake router. Its argument `answer` maps (path, body) to (status, body)."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(answer: Answering) -> str:
@@ -69,7 +69,7 @@ def serve() -> Iterator[Callable[[Answering], str]]:
 
 
 def run_at_terminal(*arguments: str) -> str:
-    """Run `baton` at a wide terminal, and return its output."""
+    """Run `baton` in a terminal of 200 columns, and return its output."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"COLUMNS": "200", "TERM": "xterm"}
     with subprocess.Popen(
@@ -80,7 +80,7 @@ def run_at_terminal(*arguments: str) -> str:
         try:
             while piece := os.read(ours, 65536):
                 printed += piece
-        except OSError:  # the other side of the terminal is closed
+        except OSError:  # the process has ended, which closes its side of the terminal
             pass
         os.close(ours)
         assert process.wait() == 0
@@ -226,7 +226,7 @@ def test_top_without_a_terminal_prints_once_and_ends(
 
 
 def events(*texts: str) -> bytes:
-    """Return a streamed answer in the router's format, which ends with the usage."""
+    """Return a streamed answer in the router's format. Its last chunk has the usage."""
     chunks: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant"}}]}]
     chunks += [{"choices": [{"delta": {"content": text}}]} for text in texts]
     chunks += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}]
@@ -236,7 +236,7 @@ def events(*texts: str) -> bytes:
 
 
 class Echo:
-    """A fake router that answers with the words of the last message, and keeps the request bodies."""
+    """A fake router that answers with the words of the last message, and records the request bodies."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -320,7 +320,7 @@ def test_a_failed_answer_prints_one_line_and_leaves_the_conversation_unchanged(
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(serve: Callable[[Answering], str]) -> None:
-    """The connection is closed, so that the router cancels the request. The question is not kept."""
+    """Ctrl-C closes the connection, so that the router cancels the request. The question is removed from the chat."""
     echo, begun, stopped = Echo(), threading.Event(), threading.Event()
 
     def answer(path: str, body: Any) -> tuple[int, bytes]:
@@ -329,7 +329,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(serve: Callable[[Answering]
             stopped.wait(600)
         return echo(path, body)
 
-    # The tests themselves may run in the background, where shells ignore the signal.
+    # The tests may run in the background, where a shell makes its children ignore SIGINT.
     command = ["env", "--default-signal=INT", sys.executable, "-m", "cluster", "chat", "--url", serve(answer)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Tests of `baton doctor` with faulty clusters and machines. Each check names the problem and the remedy."""
+"""Tests of `baton doctor` with faulty clusters and machines. Each check must name the problem and the remedy."""
 
 from functools import partial
 from pathlib import Path

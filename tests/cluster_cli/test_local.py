@@ -1,4 +1,4 @@
-"""Tests of the supervision of a local cluster. Its processes are small programs."""
+"""Tests of the supervision of a local cluster, with small programs as its processes."""
 
 import asyncio
 import json
@@ -70,7 +70,7 @@ class Watcher:
             self.read()
 
     def pid(self, name: str) -> int:
-        """Return the latest process id of a child."""
+        """Return the process id of the latest start of a child."""
         found = [re.match(rf"{name} +\| started, process (\d+)", line) for line in self.lines]
         return int([match[1] for match in found if match][-1])
 

@@ -1,4 +1,4 @@
-"""A fake server of streamed completions. The requested model's name selects how it answers, for example "hangs"."""
+"""A fake server of streamed completions. The model name in a request, such as "hangs", selects how it answers."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ def _event(model: str, tokens: list[int], finish: str | None) -> bytes:
 
 
 class FakeServer:
-    """Keeps the bodies of its requests, and sends a token every `gap_s`."""
+    """Records the bodies of its requests, and sends a token every `gap_s`."""
 
     def __init__(self, gap_s: float) -> None:
         self.bodies: list[dict[str, object]] = []

@@ -39,7 +39,7 @@ def summary(name: str) -> dict[str, Any]:
 
 
 def period(trial: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] = ()) -> Period:
-    """Return a period in which `slow` requests, spread evenly, have a gap of `gap_s`; the others' gaps are 9 ms."""
+    """Return a period. `slow` requests, spread evenly, have a gap of `gap_s`. The gaps of the others are 9 ms."""
     outcomes, start = [], 1e-3 * trial.seed  # makes seeds differ
     for index in range(NUM):
         at = 0.1 * index
@@ -61,7 +61,7 @@ def period(trial: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] =
 
 
 def findings(made: Experiment) -> Findings:
-    """Return findings in which disaggregated requests meet the SLO, and at least a quarter of the co-located miss it."""
+    """Return findings: all disaggregated requests meet the SLO, and at least a quarter of the others miss it."""
     names = [arm.name for arm in made.all_arms]
     order = [trial for number, seed in enumerate(made.seeds) for trial in trials_of(names, seed, number)]
     is_split = {arm.name: bool(arm.prefill) for arm in made.all_arms}
@@ -88,7 +88,7 @@ NODES = {False: ("decode-0", "decode-1"), True: ("prefill-0", "decode-0")}
 
 
 def page_report(seconds: float = 8.0, *, capacity: bool = False) -> dict[str, Any]:
-    """Return the report of a session whose periods have `seconds` of steps, and timelines of ten requests."""
+    """Return the report of a session. Each period has steps of `seconds` in total and the timelines of ten requests."""
     made, found = session(num_seeds=3)
     facts = {arm.name: {"dtype": "float32", "policy": "static" if arm.prefill else "mixed"} for arm in found.arms}
     found.parity = check_parity(found.arms, facts, ["policy"])
@@ -107,7 +107,7 @@ def page_report(seconds: float = 8.0, *, capacity: bool = False) -> dict[str, An
 
 
 def hostile() -> dict[str, Any]:
-    """Return a report in which every text that users or servers choose contains markup."""
+    """Return a report in which texts that users or servers choose contain HTML markup."""
     text = json.dumps(page_report()).replace("colocated:2", json.dumps(HOSTILE)[1:-1])
     report: dict[str, Any] = json.loads(text)
     report["traffic"]["name"] = report["repro"] = report["verdict"]["sentence"] = HOSTILE
@@ -123,7 +123,7 @@ def bare() -> dict[str, Any]:
 
 
 def _steps(node: str, seconds: float) -> list[dict[str, Any]]:
-    """Return steps of 10 ms. Every 20th step has a prompt and is longer than the SLO."""
+    """Return steps of 10 ms. Every 20th step has a prompt and takes 55 ms, longer than the SLO."""
     rows, start_ms = [], STARTED_NS / 1e6
     while start_ms < STARTED_NS / 1e6 + seconds * 1000:
         is_late = len(rows) % 20 == 5

@@ -1,5 +1,5 @@
 """Tests of capacity, the rate at which attainment crosses alpha: the search needs few runs, the interval covers the
-capacity, and a capacity beyond the measured rates is only a bound."""
+capacity, and if the capacity is beyond the measured rates, the result is a bound."""
 
 import numpy as np
 import pytest
@@ -18,12 +18,12 @@ ALPHA = 0.9
 
 
 def attainment(rate: float, capacity: float, noise: float = 0.0) -> float:
-    """Return an attainment that falls linearly with the rate, and is 0.9 at `capacity`."""
+    """Return the attainment at `rate`. It falls linearly with the rate, and is 0.9 at `capacity`."""
     return float(np.clip(0.9 - 0.8 * (rate / capacity - 1) + noise, 0.0, 1.0))
 
 
 def measuring(capacity: float, noise: float, random: np.random.Generator):
-    """Return a measurement with random errors: one for each seed, and a smaller one for each run."""
+    """Return a function that measures attainment with two random errors: one per seed, a smaller one per run."""
     shift: dict[int, float] = {}
 
     async def measure(rate: float, seed: int) -> float:
@@ -50,7 +50,7 @@ def test_the_fit_never_rises_and_pools_runs_and_rates() -> None:
         ([1.0, 2.0], [1.0, 0.95], CapacityEstimate(2.0, None, None, "above")),
         ([1.0, 2.0], [0.8, 0.5], CapacityEstimate(1.0, None, None, "below")),
         ([1.0, 2.0, 2.1], [1.0, 0.99, 0.2], CapacityEstimate(2.0, None, None, cliff=True)),
-        ([1.0, 2.0, 4.0], [1.0, 1.0, 0.2], CapacityEstimate(2.25, None, None)),  # steep, but the rates are far apart
+        ([1.0, 2.0, 4.0], [1.0, 1.0, 0.2], CapacityEstimate(2.25, None, None)),  # no cliff: the rates are far apart
     ],
 )
 def test_the_crossing_of_a_curve(rates: list[float], shares: list[float], found: CapacityEstimate) -> None:
@@ -119,7 +119,7 @@ async def test_a_search_ends_with_its_budget_and_returns_an_estimate() -> None:
 async def test_a_search_without_a_crossing_finds_a_bound_or_a_cliff(
     last_good: float, bounded: str, is_cliff: bool
 ) -> None:
-    """At a cliff, nearly all requests meet the SLO up to a rate, and none above, as when KV memory is exhausted."""
+    """At a cliff, nearly all requests meet the SLO up to a rate, and none above it, as when KV memory is exhausted."""
 
     async def measure(rate: float, _seed: int) -> float:
         return 0.99 if rate <= last_good else 0.0

@@ -1,4 +1,4 @@
-"""On bad input, `baton compare` prints one line on stderr, exits with status 2, and starts nothing."""
+"""Test that `baton compare` rejects bad input: it prints one line on stderr, exits with status 2 and starts nothing."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.fixture(autouse=True)
 def in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change the working directory, because reports are written there."""
+    """Run each test in a temporary working directory, because reports are written to the working directory."""
     monkeypatch.chdir(tmp_path)
 
 

@@ -93,7 +93,7 @@ async def test_the_connection_does_not_matter_after_the_end_of_the_stream(model:
 
 
 async def test_open_requests_never_delay_the_next_one() -> None:
-    """All 150 requests are sent, although none is answered. A limit on concurrency would hide an overload."""
+    """All 150 requests are sent before any is answered. A limit on concurrency would hide an overload."""
     recording = await run("hangs", *(0.002 * index for index in range(150)), timeout_s=1.0)
     sent = [outcome.sent_s for outcome in recording.outcomes]
     assert None not in sent
@@ -116,7 +116,7 @@ async def test_a_recording_stays_usable_if_the_load_generator_crashes_or_is_canc
     async with serving() as (url, bodies):
         driving = asyncio.create_task(drive(spec_of(url, "plain", 0.0, 0.0, 0.5, 60.0), recording))
         async with asyncio.timeout(20):
-            while len(bodies) < 3:  # noqa: ASYNC110 - a list has no event
+            while len(bodies) < 3:  # noqa: ASYNC110 - no event reports that a list has grown
                 await asyncio.sleep(0.02)
         if crashes:
             (load_generator,) = set(psutil.Process().children()) - before
@@ -144,7 +144,7 @@ def test_a_connection_that_breaks_occasionally_is_a_miss_and_does_not_invalidate
 
 @pytest.mark.parametrize(("lag_s", "slo_ms", "is_valid"), [(0.0015, 0, True), (0.003, 0, False), (0.003, 1000, True)])
 def test_a_client_that_sends_or_reads_late_invalidates_its_run(lag_s: float, slo_ms: float, is_valid: bool) -> None:
-    """The larger of 2 ms and 2 % of the TTFT SLO is allowed. A client's delay would count as the server's time."""
+    """A delay of up to 2 ms or 2 % of the TTFT SLO is allowed, whichever is more; it would count as the server's."""
     outcomes = [Outcome(index, "", float(index), sent_s=index + lag_s, finish="length") for index in range(200)]
     sent, read = problems_of(outcomes, LatencySlo(slo_ms)), problems_of([], LatencySlo(slo_ms), lag_s)
     assert [not sent, not read] == [is_valid, is_valid]
@@ -152,7 +152,7 @@ def test_a_client_that_sends_or_reads_late_invalidates_its_run(lag_s: float, slo
 
 
 def read_events(*events: dict[str, Any], exact: bool = True, max_tokens: int = 3) -> tuple[Outcome, CompletionReader]:
-    """Feed events to a reader, one per second. Return the outcome and the reader."""
+    """Feed events to a reader, with arrival times one second apart. Return the outcome and the reader."""
     outcome = Outcome(0, "", 0.0, max_tokens=max_tokens)
     reader = CompletionReader(outcome, exact=exact)
     for at_s, event in enumerate(events, 1):
@@ -174,7 +174,7 @@ def test_the_running_usage_counts_if_there_is_nothing_else() -> None:
 
 
 def test_usage_at_the_end_does_not_excuse_bundled_tokens() -> None:
-    """Two tokens arrived at second 1. Counting one then, and two at second 2, would give a false time between tokens."""
+    """Two tokens arrived at second 1. If one counted for second 1 and two for second 2, the gaps would be wrong."""
     outcome, _ = read_events(event("a b"), event("c", "length", usage={"completion_tokens": 3}))
     assert outcome.error == "bundled: 3 tokens in 2 events"
     outcome, _ = read_events(event("a b"), event("c", "length"))  # no usage, and max_tokens is 3

@@ -80,7 +80,7 @@ def test_every_request_that_two_arms_finished_is_compared():
 
 
 def with_lengths(*counts: tuple[int, int]) -> LoadRecording:
-    """Return a recording. `counts` has the numbers of prompt and answer tokens of each request."""
+    """Return a recording. `counts` has each request's number of prompt tokens and number of answer tokens."""
     return LoadRecording(
         outcomes=[
             Outcome(index, f"r{index}", 0.0, token_s=[0.1] * answer, finish="stop", prompt_tokens=prompt)
@@ -97,7 +97,7 @@ ANSWERS = "answers have different lengths in the arms, by"
     ("one", "other", "problem", "note"),
     [
         ([(10, 20)], [(10, 20)], "", ""),
-        ([(0, 20)], [(10, 20)], "", ""),  # an arm that reports no prompt tokens
+        ([(0, 20)], [(10, 20)], "", ""),  # an arm that does not report the number of prompt tokens
         ([(10, 20), (11, 20)], [(10, 20), (12, 20)], PROMPTS, ""),
         ([(10, 20)] * 2, [(10, 20), (10, 15)], f"not the same work: 1 of 2 {ANSWERS} 12.5% of the tokens", ""),
         ([(10, 20), (10, 15)], [(10, 15), (10, 20)], f"not the same work: 2 of 2 {ANSWERS} 25.0% of the tokens", ""),
@@ -107,7 +107,7 @@ ANSWERS = "answers have different lengths in the arms, by"
 def test_arms_must_do_the_same_work(
     one: list[tuple[int, int]], other: list[tuple[int, int]], problem: str, note: str
 ) -> None:
-    """Each request has a number of prompt tokens and of answer tokens."""
+    """`one` and `other` have each request's number of prompt tokens and number of answer tokens."""
     ours, theirs = with_lengths(*one), with_lengths(*other)
     assert work_differences([{"a": ours, "b": theirs}, {}]) == (problem, note)
     for outcome in theirs.outcomes:

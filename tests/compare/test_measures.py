@@ -1,4 +1,4 @@
-"""Tests of every metric, on requests that are simple enough to calculate the figures by hand."""
+"""Tests of every metric, with requests so simple that the expected figures were calculated by hand."""
 
 import math
 from typing import Any
@@ -49,7 +49,7 @@ def summary(**phases: float) -> dict[str, Any]:
 
 
 def test_latencies_of_one_request() -> None:
-    """TTFT begins when the request is due. Gaps within a piece are 0. An answer of one token has no TPOT or TTST."""
+    """TTFT begins when the request is due. Tokens of one piece have gaps of 0. One token gives no TPOT or TTST."""
     assert ttft_s(request(10.0, [10.5, 10.6], sent_s=10.4)) == pytest.approx(0.5)
     assert ttft_s(failed(10.0, [])) == math.inf
     whole, one, lost = request(0.0, [1.0, 1.5, 1.5, 3.1]), request(0.0, [1.0]), failed(0.0, [1.0], max_tokens=2)
@@ -132,8 +132,8 @@ def test_answers_of_one_token_do_not_improve_tpot_and_ttst() -> None:
 
 
 def test_failures_count_in_percentiles_and_every_figure_is_a_number_or_none() -> None:
-    """Without the 3 failed requests of 100, p99 would be 100 ms. With them it is infinite, and reported as None, because
-    JSON cannot represent infinity."""
+    """Without the 3 failed requests of 100, p99 would be 100 ms. With them, p99 is infinite. It is reported as None,
+    because JSON cannot represent infinity."""
     metrics = metrics_of(*[request(10.0, [10.1]) for _ in range(97)], *[failed(10.0, []) for _ in range(3)])
     assert metrics["ttft_p50_ms"] == pytest.approx(100)
     assert metrics["ttft_p99_ms"] is None

@@ -59,8 +59,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Provide a function that writes and opens a report. After the test, check that pages logged and fetched
-    nothing."""
+    """Provide a function that writes and opens a report. After the test, check that it logged and fetched nothing."""
     contexts, problems = [], []
 
     def open_report(report: dict[str, Any], width: int = 1400, scheme: str = "light") -> Any:
@@ -220,8 +219,7 @@ def test_figures_are_those_of_the_report(opened: Callable[..., Any]) -> None:
 
 
 def test_buttons_and_printing_work(opened: Callable[..., Any]) -> None:
-    """One button repaints the page in another theme, and one copies the command. A printed page is light, with all
-    figures unfolded."""
+    """Buttons change the theme and copy the command. A printed page is light, with all its figures unfolded."""
     page = opened(page_report())
     ground, picture = (
         "() => getComputedStyle(document.body).backgroundColor",

@@ -143,8 +143,7 @@ def test_the_window_ends_with_the_last_arrival_and_not_with_the_drain() -> None:
 
 
 def test_the_window_has_half_of_the_requests_even_if_most_arrive_early() -> None:
-    """Without this rule, a run with nearly all requests in its first half would be measured only by its last few
-    requests."""
+    """Without this rule, only the last few requests would count if nearly all arrived in the first half of the run."""
     due = [*np.linspace(0.0, 4.0, 16), 6.0, 7.0, 8.0, 10.0]
     outcomes = [Outcome(index, "", float(at_s), ended_s=float(at_s) + 3 * (at_s < 5)) for index, at_s in enumerate(due)]
     (begin_s, _), _ = measured_window(outcomes)

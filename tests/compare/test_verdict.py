@@ -107,7 +107,7 @@ def attained(rows: dict[str, list[NDArray[np.float64]]], ttft_ms: float, tbt_ms:
 
 
 def latencies(random: np.random.Generator, factors: tuple[float, float]) -> list[NDArray[np.float64]]:
-    """Return TTFTs (about 250 ms) and TBTs (about 25 ms) of 80 requests for each of six seeds. Seeds vary less."""
+    """Return TTFTs (about 250 ms) and TBTs (about 25 ms) of 80 requests per seed. Requests differ more than seeds."""
     scale = np.array([250.0, 25.0]) * factors
     return [np.exp(random.normal(0, 0.7, (80, 2)) + random.normal(0, 0.15, 2)) * scale for _ in range(6)]
 

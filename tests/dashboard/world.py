@@ -48,8 +48,7 @@ class World:
 
 
 def handed_off(lost: str = "", base_ns: int = BASE, rows_at_once: int = 200) -> World:
-    """Record a request (times in ms): accepted at 0, queued at 2, chunks from 5 to 25, KV received at 31, decodes from
-    34."""
+    """Record a request: accepted at 0 ms, queued at 2, chunks from 5 to 25, KV received at 31, and decodes from 34."""
     world = World(lost, base_ns, rows_at_once)
     world.at(0).accepted("cmpl-a", 40, 1, "00-ab-cd-01")
     world.at(1).placed("cmpl-a-0.0.0", "prefill-0", "decode-0", "long prompt", 0.05, 0.02)

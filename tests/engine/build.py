@@ -94,8 +94,7 @@ def layout_of(model: Decoder, num_blocks: int, block_tokens: int) -> KVLayout:
 
 
 def torch_runner(model: Decoder, num_blocks: int = 64, block_tokens: int = 4) -> tuple[TorchRunner, KVPool, Blocks]:
-    """Return a runner, its pool and its blocks. The pool's unwritten memory is NaN, so that a wrong read makes the
-    result NaN."""
+    """Return a runner, its pool and its blocks. Unwritten KV is NaN, so that a wrong read makes the result NaN."""
     layout = layout_of(model, num_blocks, block_tokens)
     pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
     pool.tensor.fill_(torch.nan)

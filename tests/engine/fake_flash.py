@@ -33,8 +33,7 @@ def write_package(root: Path, name: str, failure: str = "") -> None:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, left: int | None) -> Tensor:
-    """Return the causal attention of q [queries, heads, D], the last tokens of the context k, v [context, kv_heads,
-    D]."""
+    """Return the causal attention of q [queries, heads, D], the last tokens of k, v [context, kv_heads, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (half.repeat_interleave(group, dim=1).double() for half in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5

@@ -1,5 +1,4 @@
-"""Test that a request's tokens do not depend on chunks, block size, preemption, handoff, other requests or their
-faults."""
+"""Test that tokens do not depend on chunks, block size, preemption, handoff, or other requests and their faults."""
 
 from dataclasses import replace
 from itertools import product

@@ -1,5 +1,4 @@
-"""Test that the CUDA runner with real CUDA graphs generates the tokens of the reference runner, in float32 on the same
-GPU."""
+"""Test that the CUDA runner with real CUDA graphs generates the reference runner's tokens, in float32 on one GPU."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """Compile every kernel configuration for an H200 (sm_90) on a machine without a GPU, by launching kernels on meta
-tensors. Print each kernel's resource usage as a line of JSON. This replaces Triton's driver, so it needs its own
-process."""
+tensors. Print each kernel's resource usage as a line of JSON. Run this as a process: it replaces Triton's driver."""
 
 import json
 import re

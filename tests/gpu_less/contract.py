@@ -85,8 +85,7 @@ def fill(pool: KVPool, batch: Batch, layer: int) -> list[Tensor]:
 
 
 def attended(q: Tensor, context: Tensor, start: int, window: int) -> Tensor:
-    """Return the defined result of attention in float64. The queries q [n, heads, head_dim] begin at position
-    `start`."""
+    """Return attention, by its definition, in float64. Row i of q [n, heads, head_dim] is at position `start` + i."""
     group = q.shape[1] // context.shape[1]
     keys, values = (context[:, :, which].repeat_interleave(group, dim=1) for which in (0, 1))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[2] ** -0.5

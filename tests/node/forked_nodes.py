@@ -1,8 +1,7 @@
 """Run decode nodes as real processes. They start quickly, because they are forked from a process with all imports.
 
 Usage: `python -m tests.node.forked_nodes SETTINGS DIRECTORY`. SETTINGS is JSON {name: {variable: value}}. The command
-prints {name: pid} at once, and {name: exit status} when all nodes have ended. Each node logs to its own file in
-DIRECTORY.
+prints {name: pid} at once, and {name: exit status} when all nodes have ended. Each node logs to a file in DIRECTORY.
 """
 
 import json

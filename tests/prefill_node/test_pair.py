@@ -151,8 +151,7 @@ async def test_a_peer_that_fails_repeatedly_is_not_called_for_a_moment(tmp_path:
 
 
 async def test_a_decode_node_that_does_not_answer_fails_all_handoffs_that_wait_for_it(tmp_path: Path) -> None:
-    """The decode node receives calls but never replies, as in a network partition. No handoff waits all of
-    `reserve_s`."""
+    """The decode node receives calls but never replies, as if cut off. No handoff may wait as long as `reserve_s`."""
     asked: list[ReserveRequest] = []
 
     async def mute(stream: Any) -> None:
@@ -180,8 +179,7 @@ async def test_pools_of_two_prompts_serve_a_burst_without_deadlock(kind: str, tm
     """Prompts that wait for blocks of the decode node fill the prefill node's pool, and the decode node is full too.
 
     A prompt is admitted only if all its blocks fit in addition to those that the other prompts still need. The decode
-    node reserves all blocks of a prompt before any row is pushed. Therefore, a handoff that has a reservation can
-    always finish.
+    node reserves all blocks of a prompt before any row is pushed. So a handoff with a reservation can always finish.
     """
     rng = random.Random(4)
     async with pair(kind, tmp_path, prefill_blocks=12, decode_blocks=12) as here:

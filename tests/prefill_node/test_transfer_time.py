@@ -1,5 +1,4 @@
-"""Test that the model of transfer times estimates latency and bandwidth from pushes of different sizes, despite slow
-outliers."""
+"""Test that the model of transfer times finds latency and bandwidth from pushes of several sizes, despite outliers."""
 
 import random
 

@@ -345,8 +345,7 @@ doomed: ContextVar[bool] = ContextVar("doomed", default=False)
 
 
 class Failing:
-    """A proxy whose method `method` raises an error from call number `at` on, if the context variable `doomed` is
-    set."""
+    """A proxy whose method `method` fails from call number `at` on, if the context variable `doomed` is set."""
 
     def __init__(self, inner: object, method: str, at: int) -> None:
         self.inner, self.method, self.at, self.num_calls = inner, method, at, 0

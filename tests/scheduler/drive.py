@@ -55,8 +55,8 @@ class Device:
 
 class Driver:
     """A scheduling loop with up to `depth` steps in flight. KV arrives RECEIVING_ITERATIONS iterations after its blocks
-    were allocated. The blocks of sent KV are released SENDING_ITERATIONS iterations after the step with the request's
-    first token was completed."""
+    were allocated. The blocks of sent KV are released SENDING_ITERATIONS iterations after the step that sampled the
+    request's token."""
 
     def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
         self.scheduler = scheduler

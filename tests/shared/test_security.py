@@ -1,5 +1,4 @@
-"""Test the cluster's secret: valid files, which peers accept each other, and the check for listening beyond
-loopback."""
+"""Test the cluster's secret: valid files, accepted peers, and the check before listening beyond loopback."""
 
 import logging
 import os

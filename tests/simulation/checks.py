@@ -1,5 +1,4 @@
-"""Checks that an idle cluster holds no resources and that its counts add up, and that a set of seeds reaches every
-fault."""
+"""Checks that an idle cluster holds no resources, that counts add up, and that a set of seeds reaches all faults."""
 
 from collections import Counter
 from typing import Any

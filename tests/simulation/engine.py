@@ -166,8 +166,7 @@ class SimWatchdog(Watchdog):
 
 
 class SimRunner(HashRunner):
-    """The hash model. If `ahead` is set, a step runs only when its result is awaited, in the blocks that it had at its
-    launch."""
+    """The hash model. If `ahead` is set, a step runs only when its result is awaited, with its blocks at launch."""
 
     can_run_ahead = True
 

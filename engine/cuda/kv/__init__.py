@@ -1,1 +1,1 @@
-"""KV of GPUs: memory that processes of one host share, and the channels over it. Experimental."""
+"""KV on GPUs: memory that processes of one host share, and the channels that use it. Experimental."""

@@ -1,7 +1,7 @@
 """The KV channel between GPUs of one host: the writer maps the receiver's memory and copies rows on the device.
 
 The receiver sends its allocation as a file descriptor over the socket of `shared.kv.local`. Writes are one-sided, so
-the channel is not `fenced`. A receiver is `reachable` if this process sees its GPU, and the writer's GPU can copy to
+the channel is not `fenced`. A receiver is `reachable` if the writer sees its GPU and the writer's own GPU can copy to
 it. GPUs are identified by UUID, since ordinals differ between processes.
 """
 
@@ -19,15 +19,15 @@ from shared.kv.local import LocalChannel, greeted, host_id
 from shared.kv.memory import KVMemory
 from shared.kv.shm import runs
 
-OFFER = struct.Struct("<Q")  # bytes of the region
-# Bytes copied between two checks for a stop. A copy takes half a millisecond on one GPU, and a check takes far less.
+OFFER = struct.Struct("<Q")  # size of the region in bytes
+# Bytes copied between two checks for a stop. Copying them takes half a millisecond on one GPU; a check is far faster.
 PIECE_BYTES = 1 << 30
-# The kernel may close the sockets of a killed process before the driver has ended its copies.
+# Wait after a connection closes: if its process was killed, the driver may still be ending the process's copies.
 SETTLE_S = 0.1
 
 
 class DeviceRows(KVMemory, Protocol):
-    """A pool on a GPU, whose rows are contiguous from the start of `region`."""
+    """KV memory on a GPU. Its rows are contiguous and begin at the start of `region`."""
 
     @property
     def region(self) -> CudaRegion: ...
@@ -36,8 +36,8 @@ class DeviceRows(KVMemory, Protocol):
 class CudaIpcChannel(LocalChannel[DeviceRows]):
     """See KVChannel.
 
-    The rows of a push must be fully computed. A push need not wait for the computing stream, because the engine reports
-    a chunk only after its step has ended.
+    The rows of a push must be complete. A push does not wait for the stream that computes, because the engine reports a
+    chunk only after the chunk's step has ended.
     """
 
     name = "cuda_ipc"
@@ -66,7 +66,7 @@ class CudaIpcChannel(LocalChannel[DeviceRows]):
 
 
 class _Copier:
-    """The mapping of a peer's pool into this process. It lasts while the peer is alive."""
+    """Copies rows to a peer's pool, which is mapped into this process while the peer is alive."""
 
     def __init__(self, descriptor: PeerDescriptor, incarnation_id: str, ours: CudaRegion, patience_s: float) -> None:
         self._ours = ours
@@ -81,7 +81,7 @@ class _Copier:
     def push(
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Copy adjacent rows in one call, and wait for each piece. Other threads run in the meantime."""
+        """Copy each run of adjacent rows in one call. Wait after each PIECE_BYTES, while other threads run."""
         size, started = self._row_bytes, 0
         for start, end in runs(source, target, max(1, PIECE_BYTES // size)):
             if not started and (stopped() or hung_up(self.socket)):
@@ -96,22 +96,23 @@ class _Copier:
             raise PeerLostError("it has ended")
 
     def interrupt(self) -> None:
-        """Do nothing: a push checks `stopped` after each piece, and needs the open connection until it ends."""
+        """Do nothing: a push checks `stopped` after each piece, and needs its connection open until the push ends."""
 
     def close(self) -> None:
         with contextlib.suppress(CudaError):  # raised if the device is lost; then no copy is in progress
             self._stream.wait()
             self._stream.close()
             self._theirs.close()
-        self.socket.close()  # last, because this signals to the peer that no write follows
+        self.socket.close()  # last, because the closed socket shows the peer that no write follows
 
 
 def attach(
     descriptor: PeerDescriptor, incarnation_id: str, gpu: CudaDevice, patience_s: float
 ) -> tuple[socket.socket, CudaRegion]:
-    """Connect to the owner of the descriptor and map its memory for `gpu`. Return both.
+    """Connect to the owner of the descriptor and map its memory for `gpu`. Return the connection and the mapping.
 
-    Raises DescriptorError, PeerLostError, or OSError if the driver or the socket fails.
+    Raises DescriptorError if the owner refuses the descriptor, PeerLostError if the owner ends or offers no memory, and
+    OSError if the driver or the socket fails.
     """
     with greeted(descriptor, incarnation_id, patience_s, OFFER.size) as (connection, data, fds):
         if len(data) != OFFER.size:

@@ -1,4 +1,4 @@
-"""The CUDA driver through NVIDIA's cuda-bindings: GPU memory that another process can map, and copies of its rows.
+"""Calls the CUDA driver through NVIDIA's cuda-bindings, for GPU memory that other processes can map, and for copies.
 
 The memory is allocated outside torch, because some settings of torch's allocator prevent sharing.
 """
@@ -11,11 +11,11 @@ from typing import Any, Self
 
 
 class CudaError(OSError):
-    """A call of the driver failed. The text contains the names of the call and of the error."""
+    """A call of the driver failed. The message names the call and the error."""
 
 
 class Driver:
-    """Calls `api`: the module `cuda.bindings.driver`, which releases the interpreter lock, or a substitute in tests."""
+    """The driver, called through `api`: the module `cuda.bindings.driver`, or a substitute in tests."""
 
     def __init__(self, api: Any) -> None:
         self.api = api
@@ -25,7 +25,7 @@ class Driver:
     @classmethod
     @cache
     def load(cls) -> "Driver":
-        """Return the driver of this machine. Raises CudaError if it has no driver or no GPU."""
+        """Return the driver of this machine. Raises CudaError if the machine has no driver or no GPU."""
         try:
             from cuda.bindings import driver
 
@@ -34,20 +34,20 @@ class Driver:
             raise CudaError(f"no CUDA driver is available: {error}; install the extra `gpu`") from error
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function and return its result, or None if it has none. Raises CudaError."""
+        """Call a driver function and return its result, or None if it has none. Raises CudaError if the call fails."""
         code, *result = getattr(self.api, name)(*arguments)
         if code:
             raise CudaError(f"{name} failed: {code.name} ({int(code)})")
         return result[0] if result else None
 
     def uuids(self) -> list[str]:
-        """Return the UUIDs of the GPUs that this process may use, by ordinal. Ordinals differ between processes."""
+        """Return the UUIDs of this process's GPUs in the order of their ordinals, which differ between processes."""
         ordinals = range(self.call("cuDeviceGetCount"))
         return [self.call("cuDeviceGetUuid", self.call("cuDeviceGet", ordinal)).bytes.hex() for ordinal in ordinals]
 
 
 class CudaDevice:
-    """One GPU, used through its primary context, as torch does. `ordinal` counts GPUs as torch does."""
+    """One GPU, used through its primary context, as in torch. `ordinal` is torch's device index."""
 
     def __init__(self, ordinal: int, driver: Driver | None = None) -> None:
         self.driver = driver or Driver.load()
@@ -64,7 +64,7 @@ class CudaDevice:
         return self.driver
 
     def reaches(self, uuid: str) -> bool:
-        """Return whether this GPU can copy to the one with `uuid`: itself, or a peer that this process sees."""
+        """Return whether this GPU can copy to the GPU `uuid`, which is this one or one that this process sees."""
         uuids = self.driver.uuids()
         if uuid not in uuids or uuid == self.uuid:
             return uuid == self.uuid
@@ -73,13 +73,13 @@ class CudaDevice:
 
 
 class CudaRegion:
-    """`size` bytes of GPU memory at `address`: our own memory (`allocate`), or that of a peer (`attach`).
+    """`size` bytes of GPU memory at `address`: our own memory (`allocate`), or a peer's memory (`attach`).
 
-    A peer maps our own memory with `descriptor`. The memory exists as long as any process maps it.
+    `descriptor` lets a peer map our own memory. Memory exists as long as any process maps it.
     """
 
     def __init__(self, gpu: CudaDevice, size: int, memory: Any) -> None:
-        """Map `memory`, and release its handle: the mapping keeps the memory allocated. Raises CudaError."""
+        """Map `memory` and release its handle, since the mapping keeps it allocated. Raises CudaError on failure."""
         self.gpu = gpu
         self.size = size
         self.descriptor: int | None = None
@@ -113,12 +113,12 @@ class CudaRegion:
 
     @classmethod
     def attach(cls, gpu: CudaDevice, size: int, descriptor: int) -> Self:
-        """Map a region of a peer into this process. The caller still owns `descriptor`. Raises CudaError."""
+        """Map a peer's region. The caller still owns `descriptor`. Raises CudaError if the driver fails."""
         driver = gpu.use()
         return cls(gpu, size, driver.call("cuMemImportFromShareableHandle", descriptor, driver.by_descriptor))
 
     def close(self) -> None:
-        """Unmap the memory. Idempotent. No copy of this process may be in progress."""
+        """Unmap the memory. Idempotent. This process must have no copy from or to the memory in progress."""
         address, self.address = self.address, 0
         if not address:
             return
@@ -131,20 +131,20 @@ class CudaRegion:
 
 
 class CudaStream:
-    """A stream of copies, which run while the GPU computes. Used by one thread."""
+    """A stream for copies that run while the GPU computes. Only one thread may use it."""
 
     def __init__(self, gpu: CudaDevice) -> None:
         self._driver = gpu.use()
-        # Unlike other streams, a non-blocking one is not synchronized with the default stream.
+        # A non-blocking stream does not wait for the default stream, unlike other streams.
         flags = self._driver.api.CUstream_flags.CU_STREAM_NON_BLOCKING
         self._stream = self._driver.call("cuStreamCreate", int(flags))
 
     def clear(self, address: int, size: int) -> None:
-        """Start to set the bytes to zero."""
+        """Start setting `size` bytes at `address` to zero."""
         self._driver.call("cuMemsetD8Async", address, 0, size, self._stream)
 
     def copy(self, target: int, source: int, size: int) -> None:
-        """Start a copy between addresses on GPUs."""
+        """Start a copy of GPU memory to GPU memory."""
         self._driver.call("cuMemcpyDtoDAsync", target, source, size, self._stream)
 
     def to_host(self, target: int, source: int, size: int) -> None:
@@ -154,7 +154,7 @@ class CudaStream:
         self._driver.call("cuMemcpyHtoDAsync", target, source, size, self._stream)
 
     def wait(self) -> None:
-        """Wait until all copies that were started have ended."""
+        """Wait until all operations started on this stream have ended."""
         self._driver.call("cuStreamSynchronize", self._stream)
 
     def close(self) -> None:
@@ -162,9 +162,9 @@ class CudaStream:
 
 
 class PinnedStaging:
-    """See Staging: page-locked memory for copies from and to a GPU. It grows to the size of the largest call so far.
+    """Page-locked memory for copies from and to a GPU; see Staging. It grows to the size of the largest call so far.
 
-    Rows must be fully computed before they are read. Callers push only rows of steps that have ended.
+    A row may be read only after the step that computes it has ended. Callers push only such rows.
     """
 
     def __init__(self, region: CudaRegion, row_bytes: int) -> None:
@@ -197,7 +197,7 @@ class PinnedStaging:
         self._stream.close()
 
     def _places(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the addresses of each row, on the host and on the GPU."""
+        """Return each row's address on the host and its address on the GPU."""
         size, device = self._row_bytes, self._region.address
         return [(self._address + index * size, device + row * size) for index, row in enumerate(rows)]
 

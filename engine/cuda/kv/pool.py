@@ -1,9 +1,9 @@
-"""The KV channel that moves no bytes: a prefill node computes in the pool of the one decode node on its device.
+"""The KV channel that copies no KV: a prefill node computes in the pool of the one decode node on its device.
 
 The decode node shares its memory (`PoolOwner`) and writes its descriptor to a file in a common directory. A prefill
-node has no pool of its own. It maps this memory at its start (`PoolClient`), and computes each prompt in the blocks
-that the decode node reserved. A client keeps a connection of `shm` or `cuda_ipc` open until it ends. The channel is
-not `fenced`.
+node has no pool of its own. When it starts, it maps the shared memory (`PoolClient`). It then computes each prompt in
+the blocks that the decode node reserved. A client keeps a connection of the channel `shm` or `cuda_ipc` open until it
+ends. The channel is not `fenced`.
 """
 
 import asyncio
@@ -32,18 +32,18 @@ POLL_S = 0.2
 
 
 def descriptor_file(directory: str | Path, gpu: CudaDevice | None) -> Path:
-    """Return the file with the descriptor of a device's pool owner. The host has one file, and each GPU has one."""
+    """Return the path of the descriptor of the pool on `gpu` (None: on the host). Each GPU has its own file."""
     return Path(directory) / f"{NAME}-{gpu.uuid if gpu is not None else 'host'}"
 
 
 class PoolOwner:
-    """The decode node's end of the channel; see KVChannel. Clients connect to `inner`, which this channel closes."""
+    """The decode node's end of the channel; see KVChannel. Clients connect to `inner`, which `close` also closes."""
 
     name = NAME
     fenced = False
 
     def __init__(self, inner: LocalChannel[Any], path: Path) -> None:
-        """Write the descriptor to `path`. Raises OSError if `path` belongs to another live decode node."""
+        """Write the descriptor to `path`. Raises OSError if `path` belongs to another running decode node."""
         self._inner = inner
         self._path = path
         if _is_live(inner, path):
@@ -82,7 +82,7 @@ class PoolOwner:
 
 
 def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
-    """Return whether the owner in `path` is alive. The stale descriptor file of a killed owner is ignored."""
+    """Return whether the process that wrote its descriptor to `path` is running. A killed one leaves its file."""
     try:
         return channel.is_live(PeerDescriptor.unpack(path.read_bytes(), channel.name))
     except (FileNotFoundError, DescriptorError):
@@ -90,10 +90,10 @@ def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
 
 
 class PoolClient:
-    """The prefill node's end of the channel, and its pool; see KVChannel and KVMemory.
+    """The prefill node's end of the channel, which is also the node's pool; see KVChannel and KVMemory.
 
     On the host, `rows` is uint8 [num_rows, row_bytes]. On a GPU, `rows` is empty and `region` is the memory. The owner
-    considers this node a writer until `close`, which must not be called before all computing has ended.
+    considers this node a writer until `close`, so all computing must have ended before `close` is called.
     """
 
     name = NAME
@@ -114,7 +114,7 @@ class PoolClient:
     def attach(
         cls, directory: str | Path, gpu: CudaDevice | None, incarnation_id: str, wait_s: float, patience_s: float
     ) -> Self:
-        """Block until there is an owner on this device, and map its pool. Raises ValueError after `wait_s`."""
+        """Wait for an owner on this device, and map its pool. Raises ValueError if none is found in `wait_s`."""
         path, until = descriptor_file(directory, gpu), time.monotonic() + wait_s
         while True:
             try:
@@ -138,7 +138,7 @@ class PoolClient:
         return cls(descriptor, connection, np.empty((0, 0), np.uint8), region)
 
     def fitting(self, row_bytes: int) -> Self:
-        """Return the client itself. Raises ValueError if its blocks do not have `row_bytes` bytes."""
+        """Return this client. Raises ValueError if the owner's blocks do not have `row_bytes` bytes."""
         if row_bytes != self.row_bytes:
             raise ValueError(
                 f"--kv-channel pool: the decode node's KV blocks have {self.row_bytes} bytes, ours {row_bytes}: both "
@@ -147,7 +147,7 @@ class PoolClient:
         return self
 
     def watch(self, on_lost: Callable[[], None]) -> None:
-        """Call `on_lost` once, on the running loop, when the owner ends."""
+        """Start watching the owner. When it ends, call `on_lost` once, on the running event loop."""
         loop = asyncio.get_running_loop()
 
         def look() -> None:
@@ -170,7 +170,7 @@ class PoolClient:
         raise ValueError("the client of a shared pool receives no KV")
 
     def revoke(self, reservation_id: bytes) -> None:
-        """Do nothing: no reservation is open."""
+        """Do nothing: a client has no reservations."""
 
     def fence_writer(self, incarnation_id: str) -> bool:
         return True
@@ -181,7 +181,7 @@ class PoolClient:
     async def push(
         self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
     ) -> None:
-        """Do nothing: the rows were computed in the pool of the decode node."""
+        """Copy nothing: the rows were computed in the pool of the decode node. Raises PeerLostError if it is gone."""
         if not self.reachable(descriptor):
             raise PeerLostError("the decode node that owns the shared pool is gone")
 

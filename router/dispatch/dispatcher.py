@@ -45,9 +45,9 @@ NEWS_S = 0.2  # wait after a failure, in which the router usually notices a lost
 SEED_STEP = 0x9E3779B97F4A7C15  # difference of the seeds of successive samples (the golden ratio, as in splitmix64)
 COUNTS = (
     *("running", "total", "finished", "cancelled", "failed"),
-    "refused",  # samples of requests whose predicted wait was too long
+    "refused",  # samples of requests that admission control refused
     "moved",  # attempts that failed, after which another may follow
-    "retried",  # those of them that failed although no node was lost
+    "retried",  # attempts in `moved` that failed although no node was lost
     "paused",  # attempts that ended because their client did not read
 )
 Found = TypeVar("Found")

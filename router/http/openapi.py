@@ -1,6 +1,6 @@
 """The API as an OpenAPI 3.1 document. The schemas of request bodies are generated from their models.
 
-The document omits the dashboard's event stream and most routes for operators.
+The document omits the dashboard's event stream, /metrics and the admin routes.
 """
 
 from collections.abc import Mapping

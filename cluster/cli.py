@@ -22,6 +22,7 @@ ApiKey = Annotated[
 ]
 PROCESSES: dict[str, tuple[type[Settings], str]] = {
     "up": (LocalSettings, "Start a cluster on this machine and supervise it."),
+    "serve": (LocalSettings, "The same as `baton up`: serve a model on this machine."),
     "router": (RouterSettings, "Run one router."),
     "prefill": (NodeSettings, "Run one prefill node."),
     "decode": (NodeSettings, "Run one decode node."),
@@ -41,7 +42,8 @@ def _app() -> typer.Typer:
     app = typer.Typer(rich_markup_mode=markup_mode(), pretty_exceptions_enable=False)
     app.callback(help="Serves large language models with prefill and decode on separate pools.")(_options)
     for name, (kind, text) in PROCESSES.items():
-        app.command(name, help=text)(command_of(kind, f"baton {name}", partial(_run, name)))
+        positional = "model" if kind is LocalSettings else ""
+        app.command(name, help=text)(command_of(kind, f"baton {name}", partial(_run, name), positional))
     app.command("status", help="Show the nodes of a running cluster.")(_status)
     app.command("top", help="Watch the nodes of a running cluster.")(_top)
     app.command(

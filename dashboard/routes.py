@@ -113,22 +113,22 @@ class EventStream:
         self._closed.set()
 
     async def _serve(self, reply: ResponseWriter) -> None:
-        data = b"retry: 1000\n\n" + _message("status", self._status())
-        messages = self._messages()
-        while not self._closed.is_set():
+        for data in self._messages():
             if data:
                 async with asyncio.timeout(self._silent_s):
                     await reply.events(data)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._tick_s):
                     await self._closed.wait()
-            data = next(messages)
+            if self._closed.is_set():
+                break
         await reply.end()
 
     def _messages(self) -> Iterator[bytes]:
-        """Yield, at each tick, the messages since the previous tick."""
+        """Yield the first status and then, at each tick, the messages since the one before."""
         sent = {ring: ring.num_ever for ring in self._history.rings().values()}  # by ring, the number of steps sent
         version = self._history.version
+        yield b"retry: 1000\n\n" + _message("status", self._status())
         for tick in itertools.count(1):
             messages, rings = [], self._history.rings()
             for node, ring in rings.items():

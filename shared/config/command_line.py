@@ -50,15 +50,19 @@ def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
         raise SystemExit(2) from None
 
 
-def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..., Any]:
+def command_of(kind: type[S], prog: str, run: Callable[[S], Any], positional: str = "") -> Callable[..., Any]:
     """Return a Typer command that has an option for each field and calls `run` with the settings.
 
-    If the settings are invalid or `run` raises ConfigError, the command prints one line on stderr and exits with status
-    2.
+    The field `positional`, if any, can also be given as an argument without its flag. If the settings are invalid or
+    `run` raises ConfigError, the command prints one line on stderr and exits with status 2.
     """
 
-    def command(print_config: bool, **flags: object) -> Any:
+    def command(print_config: bool, argument: str | None = None, **flags: object) -> Any:
         try:
+            if argument is not None:
+                if flags[positional] is not None:
+                    raise ConfigError(f"{flag_of(positional)} {flags[positional]}: {argument!r} is given too; give one")
+                flags[positional] = argument
             settings, sources = resolve(kind, flags, os.environ)
             if print_config:
                 print_settings(settings, sources)
@@ -74,6 +78,9 @@ def command_of(kind: type[S], prog: str, run: Callable[[S], Any]) -> Callable[..
     parameters = [_parameter(name, field, _panel(kind, name)) for name, field in kind.model_fields.items()]
     about = typer.Option("--print-config", help="Print every setting with its source, and exit.")
     parameters.append(_keyword("print_config", Annotated[bool, about], default=False))
+    if positional:
+        given = typer.Argument(metavar=positional.upper(), help=f"Same as {flag_of(positional)}.", show_default=False)
+        parameters.append(_keyword("argument", Annotated[str | None, given], default=None))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command

@@ -3,7 +3,6 @@
 import json
 import signal
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.harness import Cluster, cluster, completion, prompt_of, wait_for
+from tests.cluster.harness import START_S, Cluster, cluster, completion, prompt_of, wait_for
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Cluster]:
-    # With "always", even a short prompt is computed on the prefill node.
-    with cluster(max_num_batched_tokens=64, disaggregate="always") as running:
+    # With "always", even a short prompt is computed on the prefill node. A drain that waits for a stream takes too long.
+    with cluster(max_num_batched_tokens=64, disaggregate="always", drain_timeout_s=2 * START_S) as running:
         yield running
 
 
@@ -89,7 +88,7 @@ def test_the_feed_reports_changes_and_does_not_delay_a_drain(served: Cluster) ->
     ended = threading.Event()
 
     def watch() -> None:
-        with urllib.request.urlopen(served.url + "/events", timeout=30) as answer:
+        with urllib.request.urlopen(served.url + "/events", timeout=START_S) as answer:
             kind = ""
             for line in answer:
                 name, _, value = line.decode().rstrip("\n").partition(": ")
@@ -109,8 +108,6 @@ def test_the_feed_reports_changes_and_does_not_delay_a_drain(served: Cluster) ->
         served.complete(prompt_of(seed, 100), 8)
     wait_for(lambda: {"status", "steps", "requests"} <= {kind for kind, _ in received}, "an event of every kind")
     wait_for(lambda: not unfinished(), "the events of both ends")
-    began = time.monotonic()
     served.send_signal("router", signal.SIGTERM)
-    served.processes["router"].wait(15)
-    assert ended.wait(5), "the stream does not end"
-    assert time.monotonic() - began < 15
+    served.processes["router"].wait(START_S)
+    assert ended.wait(START_S), "the stream does not end"

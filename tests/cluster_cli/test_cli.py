@@ -94,7 +94,7 @@ def run_at_terminal(*arguments: str) -> str:
 def test_help_names_the_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
     out = capsys.readouterr().out
-    for command in ("up", "router", "prefill", "decode", "status", "chat"):
+    for command in ("up", "serve", "router", "prefill", "decode", "status", "chat"):
         assert f"\n  {command} " in out
 
 
@@ -112,6 +112,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("baton 0.")
 
 
+@pytest.mark.parametrize("argv", [["serve", "dir"], ["up", "dir"], ["up", "--model", "dir"]])
+def test_the_model_of_a_cluster_is_a_flag_or_an_argument(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*argv, "--port", "9", "--print-config"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert {"model = dir  # flag --model", "port = 9  # flag --port"} <= set(printed)
+
+
 @pytest.mark.parametrize(
     ("argv", "start"),
     [
@@ -120,6 +127,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--port", "x"], "baton up: --port 'x': must be a valid integer"),
         (["up", "--mode", "x"], "baton up: --mode 'x': must be 'disaggregated' or 'colocated'"),
         (["up", "--model", "/nowhere"], "baton up: --model: model '/nowhere' is neither a directory nor a hub id"),
+        (["serve", "/nowhere"], "baton serve: --model: model '/nowhere' is neither a directory nor a hub id"),
+        (["up", "/nowhere", "--model", "x"], "baton up: --model x: '/nowhere' is given too; give one"),
         (["up", "--prefill", "-1"], "baton up: --prefill '-1': must be greater than or equal to 0"),
         (["router"], "baton router: --model (or BATON_MODEL) is required"),
         (

@@ -151,6 +151,7 @@ class Watcher:
         self.sent: list[Message] = []
         self.reads = asyncio.Event()
         self.reads.set()
+        self.started = asyncio.Event()  # the first message is being sent
         self.left = asyncio.Event()
         self.task = asyncio.ensure_future(feed(scope, self._receive, self._send))
 
@@ -159,6 +160,7 @@ class Watcher:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
+        self.started.set()
         await self.reads.wait()
         self.sent.append(message)
 
@@ -197,9 +199,13 @@ async def test_the_stream_sends_new_events_of_every_kind() -> None:
     watcher.left.set()
     await watcher.task
     again = Watcher(feed)
-    await again.receives("status")
+    again.reads.clear()
+    await asyncio.wait_for(again.started.wait(), 5.0)
+    world.records.accepted("cmpl-b", 4, 1)
     world.step("decode-0", 6, 50, 8, 0, 2)
+    again.reads.set()  # what happens while the first status is being sent must not be lost
     assert [row[0] for row in (await again.receives("steps"))["steps"]] == [6], "earlier events are not sent"
+    assert [row["id"] for row in (await again.receives("requests"))["requests"]] == ["cmpl-b"]
     feed.close()
     await again.task
 

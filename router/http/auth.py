@@ -155,7 +155,8 @@ class AuthMiddleware:
             if (now := time.monotonic()) >= self._next_log:
                 self._next_log = now + LOG_EVERY_S
                 log.warning("rejected a request without a valid API key from %s", (scope.get("client") or "?")[0])
-            raise RequestError("An API key is needed: Authorization: Bearer KEY.", code="invalid_api_key", status=401)
+            text = "The API key is not valid." if key else "An API key is needed: Authorization: Bearer KEY."
+            raise RequestError(text, code="invalid_api_key", status=401)
         if not identity.is_admin and not is_for_tenants:
             raise RequestError("This path needs the key of an admin.", code="admin_key_needed", status=403)
         return identity

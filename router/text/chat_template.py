@@ -9,6 +9,7 @@ takes too long. With a child process, long conversations also do not hold the ro
 
 import contextlib
 import json
+import os
 import re
 import resource
 import secrets
@@ -128,7 +129,8 @@ class ChatTemplate:
             [sys.executable, "-m", "router.text.chat_template"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],  # the package `router` is importable from this directory
+            cwd=Path(__file__).parents[2],  # the package `router` is importable from this directory, unless safe_path
+            env=os.environ | {"PYTHONSAFEPATH": ""},
         )
         self._stop = weakref.finalize(self, _kill, self._process)
         if reasons := self._ask(self._source):

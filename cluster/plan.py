@@ -32,7 +32,6 @@ ROUTER = "router"
 # Number of times that a waiting OpenMP thread spins before it sleeps: a few µs. The default is milliseconds.
 # If the router or another node shares its core, a spinning thread may take time from the thread that it waits for.
 SPIN = "1000"
-MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors")
 
 
 def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
@@ -149,17 +148,19 @@ def share_out(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
 
 
 def checked(settings: LocalSettings) -> LocalSettings:
-    """Check the model's files and the ports. Return the settings with the model's directory and with free ports.
+    """Check the settings, the model's files and the ports. Return the settings with the model's directory and with free
+    ports.
 
-    Raises ConfigError if there is no model, a file is missing, or a port is in use.
+    Raises ConfigError, which names the setting, if a node or the router could not start with them.
     """
     try:
         directory = resolve(settings.model) if settings.model else DEMO_MODEL
     except ValueError as error:
         raise ConfigError(f"--model: {error}") from None
-    for pattern in MODEL_FILES:
-        if not any(directory.glob(pattern)):
-            raise ConfigError(f"--model {settings.model or directory}: contains no {pattern}")
+    _check_nodes(settings.model_copy(update={"model": str(directory)}))
+    _check_files(settings)
+    if not (directory / "tokenizer.json").exists():
+        raise ConfigError(f"--model {directory}: contains no tokenizer.json")
     # A downloaded model is served under its hub id, because the name of its directory is a hash.
     is_downloaded = bool(settings.model) and not Path(settings.model).expanduser().is_dir()
     update: dict[str, object] = {
@@ -172,6 +173,33 @@ def checked(settings: LocalSettings) -> LocalSettings:
         if update["registry_port"] == update["port"]:
             raise ConfigError(f"--registry-port {update['port']}: is also the --port")
     return settings.model_copy(update=update)
+
+
+def _check_nodes(settings: LocalSettings) -> None:
+    """Make the checks that each node makes at its start and that need no torch. Raises ConfigError."""
+    from engine.options import BuildOptions, check_channel, check_options
+
+    places = settings.places()
+    pools = Counter(places[settings.num_nodes()[0] :] if settings.kv_channel == "pool" else places)
+    try:
+        for place in dict.fromkeys(places):
+            options = BuildOptions.from_settings(settings, device=place)
+            check_options(options, pools[place])
+            check_channel(settings.kv_channel, options)
+    except ValueError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith("--") else f"--model: {text}") from None
+
+
+def _check_files(settings: LocalSettings) -> None:
+    """Read the files of secrets and keys, as the processes do at their start. Raises ConfigError."""
+    from router.http.auth import ApiKeys
+    from shared.rpc.tls import read_identity
+
+    if settings.cluster_secret_file:
+        read_identity(settings.cluster_secret_file)
+    if settings.api_keys_file or settings.api_keys:
+        ApiKeys(settings.api_keys_file, settings.api_keys)
 
 
 SettingsKind = TypeVar("SettingsKind", bound=Settings)

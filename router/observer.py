@@ -18,7 +18,7 @@ class RouterObserver:
     # ---- nodes --------------------------------------------------------------------------------------------------
 
     def node_updated(self, info: NodeInfo, update: NodeUpdate) -> None:
-        """Process stats, step records or events from a node. Token deltas in the message should be ignored."""
+        """Process the stats, step records and events in a message from a node. Ignore its token deltas."""
 
     def node_lost(self, node: str) -> None:
         """Process the end of the stream to a node. The node's requests may have no "ended" event."""

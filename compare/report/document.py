@@ -153,8 +153,9 @@ class Figures:
 
     @cached_property
     def capacities(self) -> Runs:
-        """The pseudo-values of each arm's capacity, which are None if it is only a bound. A seed counts only if every
-        arm was measured with this seed at three or more rates."""
+        """The jackknife pseudo-values of each arm's capacity, or None for each if the capacity is only a bound.
+
+        A seed counts only if every arm was measured with this seed at three or more rates."""
         by_arm = {arm: balanced(points) for arm, points in self.findings.points.items()}
         rates = [Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}) for points in by_arm.values()]
         enough = [{seed for seed, count in counts.items() if count >= 3} for counts in rates]

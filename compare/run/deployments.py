@@ -19,6 +19,7 @@ from compare.endpoint import Endpoint, EndpointError
 from shared.config.settings import PREFIX, parse_size
 from shared.errors import ConfigError
 from shared.kv.layout import HOST_KV_BYTES
+from shared.kv.memory import available_bytes
 from shared.lifecycle import python_path, set_parent_death_signal
 
 SERVING_AT = re.compile(r"serving at (http://\S+)")
@@ -162,7 +163,7 @@ def fit_together(arms: Sequence[Arm], model: str) -> bool:
     weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) * 2  # as float32
     kv = {arm.name: parse_size(arm.settings.get("kv_cache_memory", "0")) or HOST_KV_BYTES for arm in arms}
     needed = sum(arm.devices * (PROCESS_BYTES + weights + kv[arm.name]) + PROCESS_BYTES for arm in arms)
-    return needed < 0.7 * memory_available()
+    return needed < 0.7 * available_bytes()
 
 
 def num_gpus() -> int:
@@ -170,11 +171,6 @@ def num_gpus() -> int:
     import torch  # takes seconds
 
     return torch.cuda.device_count()
-
-
-def memory_available() -> int:
-    """Return the bytes of memory that can be allocated without swapping."""
-    return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
 
 
 def environment() -> dict[str, str]:

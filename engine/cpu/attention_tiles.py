@@ -90,9 +90,9 @@ def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
 
 @part
 def shares(rows: int, padded: int, token_bytes: int) -> tuple[int, int]:
-    """Return how many cache lines of the next tile to prefetch with each vector of a key and with each value.
+    """Return how many cache lines to prefetch for each vector of a key that is read, and for each value that is read.
 
-    The prefetches are spread evenly over the current tile, because after a burst the CPU would wait for the memory. A
+    The next tile's prefetches are spread over the current tile, because after a burst the CPU would wait for memory. A
     group of LANES tokens is assumed to be contiguous. If it is not, only the speed suffers."""
     by_values = max(1, token_bytes // (4 * LINE))
     left = LANES * max(0, token_bytes // LINE - by_values)

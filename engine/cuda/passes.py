@@ -1,5 +1,6 @@
-"""Forward passes captured as CUDA graphs for certain step sizes. A step is padded to such a size or runs uncaptured.
+"""Forward passes captured as CUDA graphs.
 
+Graphs exist for some step sizes. A step is padded to the next of these sizes; a larger step runs without a graph.
 A step of decodes replays one graph. A small step with chunks replays several graphs and computes attention between
 them, because its kernel launches depend on the step. Larger steps keep the device busy without graphs.
 """

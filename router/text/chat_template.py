@@ -129,8 +129,8 @@ class ChatTemplate:
             [sys.executable, "-m", "router.text.chat_template"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],  # the package `router` is importable from this directory, unless safe_path
-            env=os.environ | {"PYTHONSAFEPATH": ""},
+            cwd=Path(__file__).parents[2],  # the package `router` is importable from this directory
+            env=os.environ | {"PYTHONSAFEPATH": ""},  # otherwise Python may leave that directory out
         )
         self._stop = weakref.finalize(self, _kill, self._process)
         if reasons := self._ask(self._source):

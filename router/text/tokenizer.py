@@ -20,7 +20,7 @@ class Tokenizer:
     """A model's own tokenizer and chat template.
 
     It is immutable after its construction, so the event loop and worker threads can share it. `encode` and
-    `encode_chat` are slow for long texts, so callers run them on a worker thread. Each row has its own detokenizer.
+    `encode_chat` are slow for long texts, so callers run them on a worker thread. Detokenizers are not shared.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class _Mapping:
 
 
 def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -> tuple[socket.socket, Rows]:
-    """Map the owner's pool. Return the connection and the mapped rows. Delete the rows before the connection.
+    """Map the owner's pool. Return the connection and the mapped rows: drop the rows before closing it.
 
     Raises DescriptorError, PeerLostError, or OSError.
     """

@@ -18,7 +18,7 @@ from grpclib.encoding.base import CodecBase
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # enough for a prompt of 4 million tokens; KV is not sent by RPC
 MAX_ITEMS = 1 << 20  # maximum number of items in all lists and maps of a message
-DATACLASS_ITEMS = 16  # number of items as which a dataclass in a list counts, since it costs more to build
+DATACLASS_ITEMS = 16  # a dataclass in a list counts as this many items, because it costs more to build
 MAX_FIELDS = 256  # maximum number of fields in one dataclass, including fields of later versions
 NIL = b"\xc0"
 BAD_BYTES = (ValueError, msgpack.UnpackException)

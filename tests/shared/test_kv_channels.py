@@ -31,7 +31,7 @@ from shared.kv.tcp import ACK, FRAME, TcpChannel, checked
 from tests.shared.kv_peer import ALL_ROWS, NUM_ROWS, ROW_BYTES, Peer
 
 ROOT = Path(__file__).parents[2]
-LONG = 8_000  # a push of this many times the pool lasts for seconds on every channel
+LONG = 8_000  # a push that copies the pool this many times takes seconds on every channel
 PATIENCE_S = 20.0  # timeout for events that take milliseconds
 # The last two kinds use a fake CUDA driver.
 KINDS = ["shm", "tcp", "cuda_ipc", "tcp:gpu"]

@@ -24,7 +24,7 @@ FAULTS = ("stall", "drop", "flip", "swap", "duplicate", "refuse")
 
 
 class SimMemory:
-    """An implementation of KVMemory. Rows start with a pattern, so a read of an unwritten row gives wrong tokens."""
+    """An implementation of KVMemory. Its rows start with a fill pattern: tokens computed from an unwritten row are wrong."""
 
     sums = "xxh3"
 

@@ -11,11 +11,12 @@ from typing import Annotated
 
 import typer
 
-from cluster.plan import ROOT, DoctorSettings, LocalSettings
+from cluster.plan import DoctorSettings, LocalSettings
 from compare.cli import compare
 from shared.api_client import base_url
 from shared.config.command_line import command_of, run_app
 from shared.config.settings import NodeSettings, RouterSettings, Settings
+from shared.lifecycle import ROOT
 
 Url = Annotated[
     str, typer.Option("--url", envvar="BATON_URL", metavar="URL", parser=base_url, help="URL of the router.")

@@ -30,6 +30,17 @@ WEIGHTS = "model.safetensors"
 Breaking = Callable[[Path], object]
 
 
+@pytest.fixture(autouse=True)
+def _restore_logging() -> Iterator[None]:
+    """Undo what a process configures, because its handler writes to the stderr of one test."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A copy of the demo model. Each case damages its own copy."""
@@ -208,6 +219,7 @@ LINKS = {"links": {"x": {"latency_s": 0.0, "bytes_per_s": 1e9}}}
 
 def nodes(tmp_path: Path, **changes: Any) -> NodeSettings:
     base: dict[str, Any] = {"model": str(DEMO), "kv_directory": str(tmp_path / "kv"), "runner": "hash", "threads": 1}
+    base |= {"log_level": "error"}  # at the level info, the progress of the start comes before the error
     return NodeSettings(**base | changes)
 
 

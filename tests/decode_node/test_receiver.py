@@ -223,7 +223,7 @@ async def test_a_frozen_writer_that_wakes_up_after_its_lease_cannot_write_any_mo
         reserved = await here.reserve()
         await here.empty()
         assert await wait_until(lambda: here.errors() == ["handoff: its lease expired"], 5.0)
-        with pytest.raises(ChannelError, match="treats us as dead"):
+        with pytest.raises(ChannelError, match="has declared this node dead"):
             await here.push(reserved)
 
 
@@ -268,7 +268,7 @@ async def test_malformed_messages_of_a_peer_change_nothing(tmp_path: Path) -> No
             assert (await here.receiver.pushed(PushedNotice(unknown, b""))).error == NOT_OPEN
             assert (await here.receiver.commit(CommitRequest(unknown, 1, b""))).error == NOT_OPEN
             assert (await here.receiver.stop(StopRequest(unknown, "r" * 10_000, "unknown"))).error == ""
-        assert "already here" in (await here.reserve()).error
+        assert "already on this node" in (await here.reserve()).error
         forged = ReserveRequest(submission("s", PROMPT, 6), "../../etc", "print")
         assert "32 hexadecimal digits" in (await here.receiver.reserve(forged)).error
         assert here.scheduler.ledger() == before

@@ -300,5 +300,5 @@ def test_the_error_for_a_hub_id_names_the_missing_package_or_the_failed_download
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="'owner/name' is no local directory, and downloading it failed: "):
+    with pytest.raises(ValueError, match="'owner/name' is not a local directory, and downloading it failed: "):
         resolve("owner/name")

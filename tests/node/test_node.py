@@ -89,7 +89,7 @@ async def test_a_router_aborts_only_its_own_requests_and_ids_are_unique() -> Non
         assert await wait_until(lambda: "r" in here.node.requests, 5.0)
         other.commands.put_nowait(RouterCommand("other", [submission("r", router="other")], aborts=["r", "unknown"]))
         assert await wait_until(lambda: bool(other.errors()), 5.0)
-        assert "already here" in other.errors()[0][0]
+        assert "already on this node" in other.errors()[0][0]
         assert "r" in here.node.requests
         line.abort("r", "r")
         await here.empty()

@@ -76,7 +76,7 @@ class TcpChannel(SocketChannel[KVMemory]):
     ) -> None:
         """Listen on `host`. The host in the descriptor is `advertised` or, by default, `host`. Raises OSError."""
         if advertised is None and host in ("", "0.0.0.0", "::"):
-            raise ValueError(f"--kv-host {host!r} is a wildcard: set --advertise to the node's address")
+            raise ValueError(f"--kv-host {host!r} listens on every address: set --advertise")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = socket.create_server((host, port), family=family, backlog=128)
         self._reservations: dict[bytes, _OpenRows] = {}

@@ -71,7 +71,7 @@ def test_a_key_identifies_its_tenant(file: Path) -> None:
         (line("ä", "a"), "must be"),
         (line("acme", "a", ":root"), "line 1: must be"),
         (line("acme", "a") + "\n" + line("other", "a"), "line 2: repeats an earlier key"),
-        ("\n".join(line("acme", str(number)) for number in range(1025)), "holds 1025"),
+        ("\n".join(line("acme", str(number)) for number in range(1025)), "has 1025 keys"),
         ("#" * (256 << 10) + "#", "larger than 256 KiB"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The settings for building an engine, the components that are built, and the errors that may occur in a build."""
+"""The components of an engine, and the errors that may occur when they are built."""
 
 import hashlib
 from collections.abc import Iterator
@@ -19,30 +19,6 @@ from shared.kv.memory import HostMemory
 # Parts of the out-of-memory messages of torch (CPU and CUDA), cuBLAS and the driver.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "OUT_OF_MEMORY")
 MAX_LENGTH = 400
-
-
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """The settings of a node that affect computation, with the same names as in the node's settings."""
-
-    model: str
-    runner: str = "torch"
-    device: str = "cpu"
-    dtype: str = "auto"
-    weight_dtype: str = "auto"
-    quantization: str = "none"
-    kv_cache_dtype: str = "auto"
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    gpu_memory_utilization: float = 0.9
-    block_size: int = 0
-    kv_cache_memory: int = 0
-    num_blocks: int = 0
-    max_model_len: int = 0
-    max_num_seqs: int = 64
-    max_step_tokens: int = 512
-    threads: int = 0
-    emulate: str = ""
 
 
 @dataclass(slots=True)

@@ -10,20 +10,21 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from engine.components import build, on_gpu
+from engine.components import build
 from engine.cuda.kv.cuda_ipc import CudaIpcChannel
 from engine.cuda.kv.driver import CudaDevice
 from engine.cuda.kv.pool import NAME as POOL
 from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
 from engine.engine import Engine
+from engine.options import BuildOptions, check_channel
 from engine.runner import set_ahead
-from engine.startup import BuildOptions, EngineComponents, stage
+from engine.startup import EngineComponents, stage
 from node.active_requests import RequestRules
 from node.emulated_link import EmulatedLink
 from node.node import Node, RoleAdapter
@@ -70,7 +71,7 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
         tls.configure(settings.cluster_secret_file, listens)
         private(settings.kv_directory)
         pool = _shared_pool(settings, incarnation_id) if role is PREFILL and settings.kv_channel == POOL else None
-        components = build(_build_options(settings), pool)
+        components = build(BuildOptions.from_settings(settings, max_step_tokens=_budget(settings).ceiling), pool)
         set_ahead(components.runner, settings.async_scheduling)
         settings = settings.model_copy(update={"advertise": advertised(settings)})
     except (ValueError, OSError) as error:
@@ -87,12 +88,6 @@ def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
     return 2
 
 
-def _build_options(settings: NodeSettings) -> BuildOptions:
-    """Return the build options, each copied from the setting of the same name."""
-    names = {field.name for field in fields(BuildOptions)} - {"max_step_tokens"}
-    return BuildOptions(**{name: getattr(settings, name) for name in names}, max_step_tokens=_budget(settings).ceiling)
-
-
 def _budget(settings: NodeSettings) -> Budget:
     return budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000)
 
@@ -101,7 +96,7 @@ def _shared_pool(settings: NodeSettings, incarnation_id: str) -> PoolClient:
     """Wait for the decode node on this device, and attach to its KV pool. Raises ValueError if there is none, and
     OSError if there is no driver."""
     gpu = None
-    if on_gpu(settings.device, computes=settings.runner == "torch" and not settings.emulate):
+    if BuildOptions.from_settings(settings).on_gpu:
         gpu = CudaDevice(int(settings.device.partition(":")[2] or 0))
     return PoolClient.attach(settings.kv_directory, gpu, incarnation_id, POOL_OWNER_S, settings.push_timeout_s)
 
@@ -113,10 +108,7 @@ async def open_channels(
     receiver itself rejects late writes."""
     memory, timeout_s, wanted = components.memory, settings.push_timeout_s, settings.kv_channel
     local: type[LocalChannel[Any]] = CudaIpcChannel if isinstance(memory, DeviceMemory) else ShmChannel
-    if wanted not in {"auto", "tcp", POOL, local.name}:
-        raise ValueError(
-            f"--kv-channel {wanted}: not available for KV on --device {settings.device}: use {local.name} or tcp"
-        )
+    check_channel(wanted, BuildOptions.from_settings(settings))
     channels: list[KVChannel] = []
     if wanted != "tcp":
         inner = local(memory, incarnation_id, on_writer_lost, settings.kv_directory, timeout_s)

@@ -221,7 +221,7 @@ NODES: dict[str, tuple[dict[str, Any], str]] = {
         {"num_blocks": 9, "max_model_len": 129},
         "--max-model-len 129: the KV pool holds 128 tokens (8 blocks of 16); use --num-blocks 10 or --kv-cache-memory",
     ),
-    "memory below two blocks": ({"kv_cache_memory": 100}, "100 bytes of KV memory hold 0 blocks of 512 bytes (1 layers x"),
+    "memory below two blocks": ({"kv_cache_memory": 100}, "--kv-cache-memory 100 holds 0 blocks of 512 bytes (1 layers x"),
     "memory that no machine has": ({"kv_cache_memory": 10**17}, "memory"),
     "a GPU for the hash model": ({"device": "cuda"}, "--device cuda"),
     "bfloat16 on a CPU": ({"runner": "torch", "dtype": "bfloat16"}, "--weight-dtype"),

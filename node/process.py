@@ -273,7 +273,7 @@ class NodeProcess:
 
     async def _drain_requests(self, node: Node) -> None:
         timeout_s = self.settings.drain_timeout_s
-        if migrated := await node.drain(timeout_s, f"node {node.state.info.id} ends"):
+        if migrated := await node.drain(timeout_s, f"node {node.state.info.id} is shutting down"):
             log.warning("%d requests did not end within %g s: they are retried on other nodes", migrated, timeout_s)
             await node.sessions.flush_deltas()
 

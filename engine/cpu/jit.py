@@ -48,7 +48,7 @@ def cpu_features() -> frozenset[str]:
 
 
 if platform.machine() == "x86_64" and "f16c" not in cpu_features():  # LLVM would abort when compiling float16
-    raise ImportError("this CPU cannot convert float16 (F16C), which compiled kernels need")
+    raise ImportError("compiled kernels need F16C (float16 conversion), which this CPU lacks")
 
 _TORCH = ctypes.CDLL(torch._C.__file__)  # looks up symbols in all libraries that torch is linked with
 # The symbols get separate names, so that compiled code cannot resolve them to another OpenMP library.

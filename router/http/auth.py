@@ -99,7 +99,7 @@ class ApiKeys:
                 if entries.setdefault(bytes.fromhex(match["hash"]), identity) is not identity:
                     raise ConfigError(f"{where}, line {number}: repeats an earlier key; a key has one tenant")
         if not 0 < len(entries) <= MAX_KEYS:
-            raise ConfigError(f"{file}: must hold 1 to {MAX_KEYS} keys, and holds {len(entries)}")
+            raise ConfigError(f"{file}: has {len(entries)} keys: must be 1 to {MAX_KEYS}")
         return list(entries.items())
 
     def _text(self, where: str) -> str:

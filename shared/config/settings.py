@@ -101,7 +101,7 @@ def _check_registry(value: str) -> str:
     except ValueError:  # the error's message would show the URL with the password
         valid = False
     if not valid:
-        raise ValueError("must be redis://host:port/database, rediss:// or unix:// for a URL")
+        raise ValueError("must be a URL such as redis://host:port/database (or rediss:// or unix://)")
     return value
 
 

@@ -259,7 +259,7 @@ COSTS: dict[str, tuple[str | bytes, str]] = {
     "not UTF-8": (b"\xff", "utf-8"),
     "too deep": ("[" * 100_000, "not valid JSON"),
     "a list": ("[]", "cost must be an object"),
-    "all zero": (json.dumps(COST | LINKS | {"cost": {"per_token": 0}}), "cost is all zero"),
+    "all zero": (json.dumps(COST | LINKS | {"cost": {"per_token": 0}}), "cost has only zeros"),
     "below zero": (json.dumps(COST | LINKS | {"cost": {"per_token": -1}}), "cost.per_token must be a number from 0"),
     "NaN": ('{"cost": {"per_token": NaN}}', "cost.per_token must be a number from 0"),
     "400 digits": ('{"cost": {"per_token": %s}}' % ("9" * 400), "cost.per_token must be a number from 0"),

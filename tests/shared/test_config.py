@@ -176,7 +176,7 @@ def test_print_config_shows_the_source_of_each_value(
     ],
 )
 def test_errors_do_not_contain_passwords(url: str) -> None:
-    with pytest.raises(ConfigError, match="must be redis://") as refused:
+    with pytest.raises(ConfigError, match="must be a URL such as redis://") as refused:
         resolve(NodeSettings, {"registry": url}, {})
     assert "secret" not in str(refused.value)
 

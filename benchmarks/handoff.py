@@ -30,7 +30,7 @@ ARMS = {
 }
 PROMPTS = (1000, 2000, 4000, 8000)
 TIMELINE_S = 10.0  # how long to wait until the nodes' records of a request arrive
-PARTS = {"baton up": "cluster", "router": "router", "prefill node": "prefill_node", "decode node": "decode_node"}
+PARTS = {"baton up": "baton", "router": "router", "prefill node": "prefill_node", "decode node": "decode_node"}
 
 
 def send(client: httpx.Client, prompt: list[int]) -> tuple[str, float]:

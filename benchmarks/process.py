@@ -113,7 +113,7 @@ class PeerProcess:
 def running_cluster(flags: tuple[str, ...], num_nodes: int) -> Iterator[tuple[str, int]]:
     """Start `baton up`. Yield its URL and pid when `num_nodes` nodes are alive. Raises TimeoutError after START_S."""
     with tempfile.NamedTemporaryFile() as log:
-        command = [sys.executable, "-m", "cluster", "up", "--port", "0", "--registry-port", "0", *flags]
+        command = [sys.executable, "-m", "baton", "up", "--port", "0", "--registry-port", "0", *flags]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
         try:
             deadline, url = time.monotonic() + START_S, ""

@@ -10,10 +10,11 @@ from typing import Annotated
 
 import typer
 
-from cluster.plan import ROOT, DoctorSettings, LocalSettings
+from cluster.plan import DoctorSettings, LocalSettings
 from compare.cli import compare
 from shared.config.command_line import command_of, markup_mode, run_app
 from shared.config.settings import NodeSettings, RouterSettings, Settings
+from shared.lifecycle import ROOT
 
 Url = Annotated[str, typer.Option("--url", envvar="BATON_URL", help="URL of the router.")]
 ApiKey = Annotated[

@@ -1,6 +1,5 @@
 """Plans a local cluster: checks the settings of `baton up` on this machine, and lists the processes to start."""
 
-import os
 import re
 import socket
 import sys
@@ -26,9 +25,9 @@ from shared.config.settings import (
     variable_of,
 )
 from shared.errors import ConfigError
+from shared.lifecycle import python_path
 from shared.model_files import DEMO_MODEL, resolve
 
-ROOT = Path(__file__).resolve().parent.parent
 ROUTER = "router"
 # Number of times that a waiting OpenMP thread spins before it sleeps: a few µs. The default is milliseconds.
 # If the router or another node shares its core, a spinning thread may take time from the thread that it waits for.
@@ -213,18 +212,17 @@ def _part(settings: LocalSettings, kind: type[SettingsKind], own: dict[str, obje
 
 
 def _child(name: str, module: str, settings: Settings, num_threads: int) -> Child:
-    # -P keeps Python from importing a module of the same name from the current directory.
     environment = {**settings.environment(), "OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}
     return Child(name, (sys.executable, "-P", "-m", module), environment)
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a child, without the parent's settings, and with this checkout in PYTHONPATH."""
+    """Return the environment for a child, without the parent's settings, and with Baton's PYTHONPATH."""
     settings = {variable_of(name) for kind in (LocalSettings, NodeSettings) for name in kind.model_fields}
     kept = {name: value for name, value in environment.items() if name not in settings}
     if "OMP_WAIT_POLICY" not in kept:
         kept.setdefault("GOMP_SPINCOUNT", SPIN)
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))}
+    return kept | {"PYTHONPATH": python_path(kept)}
 
 
 def _free_port(name: str, host: str, port: int) -> int:

@@ -73,7 +73,7 @@ def run_at_terminal(*arguments: str) -> str:
     ours, theirs = pty.openpty()
     environment = os.environ | {"COLUMNS": "200", "TERM": "xterm"}
     with subprocess.Popen(
-        [sys.executable, "-m", "cluster", *arguments], stdout=theirs, stderr=theirs, cwd=ROOT, env=environment
+        [sys.executable, "-m", "baton", *arguments], stdout=theirs, stderr=theirs, cwd=ROOT, env=environment
     ) as process:
         os.close(theirs)
         printed = b""
@@ -339,7 +339,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(serve: Callable[[Answering]
         return echo(path, body)
 
     # The tests may run in the background, where a shell makes its children ignore SIGINT.
-    command = ["env", "--default-signal=INT", sys.executable, "-m", "cluster", "chat", "--url", serve(answer)]
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "baton", "chat", "--url", serve(answer)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import uvloop
@@ -50,6 +52,15 @@ def run(
         return await main(ProcessLifetime())
 
     return uvloop.run(body())
+
+
+@cache
+def package_version() -> str:
+    """Return the version of the installed package, or "" if the process runs from a checkout."""
+    try:
+        return version("baton-serve")
+    except PackageNotFoundError:
+        return ""
 
 
 def set_parent_death_signal(parent: int) -> Callable[[], None]:

@@ -11,9 +11,9 @@ from node.output_publisher import OutputPublisher
 from scheduler.budget import Budget
 from scheduler.role import Role
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
-from shared.lifecycle import package_version
 from shared.rpc.connection import host_and_port
 from shared.rpc.messages import NodeInfo
+from shared.version import package_version
 
 ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
     "policy",

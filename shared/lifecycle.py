@@ -8,8 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +43,6 @@ def run(main: Callable[[ProcessLifetime], Coroutine[Any, Any, int]]) -> int:
         return await main(ProcessLifetime())
 
     return uvloop.run(body())
-
-
-@cache
-def package_version() -> str:
-    """Return the version of the installed package, or "" if the process runs from a checkout."""
-    try:
-        return version("baton-serve")
-    except PackageNotFoundError:
-        return ""
 
 
 def set_parent_death_signal(parent: int) -> Callable[[], None]:

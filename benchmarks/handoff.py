@@ -51,7 +51,7 @@ def timed(client: httpx.Client, prompt: list[int]) -> dict[str, float]:
     deadline = time.monotonic() + TIMELINE_S
     while not (timeline := client.get(f"/v1/requests/{identity}/timeline").json()).get("phases_ms"):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{identity} has no phases after {TIMELINE_S} s")
+            raise TimeoutError(f"request {identity} has no phases after {TIMELINE_S} s")
         time.sleep(0.1)
     prefill_ms, exposed_ms = (timeline["phases_ms"][phase] for phase in ("prefill", "transfer_exposed"))
     # If a request needed more than one attempt, a node was lost, and the TTFT includes the retry.

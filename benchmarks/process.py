@@ -119,7 +119,7 @@ def running_cluster(flags: tuple[str, ...], num_nodes: int) -> Iterator[tuple[st
             deadline, url = time.monotonic() + START_S, ""
             while not url or _num_alive(url) < num_nodes:
                 if time.monotonic() > deadline or process.poll() is not None:
-                    raise TimeoutError(f"no cluster within {START_S:g} s: {Path(log.name).read_text()[-2000:]}")
+                    raise TimeoutError(f"no cluster serves after {START_S:g} s: {Path(log.name).read_text()[-2000:]}")
                 time.sleep(0.02)
                 url = url or Path(log.name).read_text().partition("serving at ")[2].partition("\n")[0].split(" ")[0]
             yield url, process.pid

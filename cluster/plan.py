@@ -10,8 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from shared.api_client import base_url
 from shared.config.settings import (
     EVERY_ADDRESS,
     ComputingSettings,
@@ -22,6 +23,7 @@ from shared.config.settings import (
     ServingSettings,
     Settings,
     flag_of,
+    setting,
     variable_of,
 )
 from shared.errors import ConfigError
@@ -55,14 +57,16 @@ class LocalSettings(ServingSettings, ComputingSettings):
 
     needed: ClassVar[tuple[str, ...]] = ()  # no setting is required; the default model is the demo model
 
+    model: str = setting("", "Model: a directory, or a hub id such as Qwen/Qwen3-0.6B.", "the demo model")
     prefill: int = Field(default=1, ge=0, le=256, description="Number of prefill nodes.")
-    decode: int = Field(default=0, ge=0, le=256, description="Number of decode nodes; 0: 1, colocated 1 + --prefill.")
-    devices: Devices = Field(
-        default=(),
-        description="GPUs, as in cuda:0,cuda:1, assigned to prefill and then decode nodes; empty: --device for all.",
+    decode: Annotated[int, Field(ge=0, le=256)] = setting(
+        0, "Number of decode nodes.", "1, or with --mode colocated 1 + --prefill"
+    )
+    devices: Devices = setting(
+        (), "GPUs, as in cuda:0,cuda:1, assigned to prefill and then decode nodes.", "--device for all"
     )
     registry_host: Host = Field(default="127.0.0.1", description="Address that nodes join at.")
-    registry_port: Port = Field(default=0, description="Port that nodes join at; 0: any free port.")
+    registry_port: Port = setting(0, "Port that nodes join at.", "any free port")
 
     @model_validator(mode="after")
     def _check_node_timeout(self) -> "LocalSettings":
@@ -107,7 +111,9 @@ class LocalSettings(ServingSettings, ComputingSettings):
 class DoctorSettings(LocalSettings):
     """The checks"""
 
-    url: str = Field(default="", description="URL of a running cluster to check; empty: start small ones here.")
+    url: Annotated[str, AfterValidator(base_url)] = setting(
+        "", "URL of a running cluster to check.", "start small clusters on this machine"
+    )
     api_key: str = Field(default="", repr=False, description="Admin key for that router.")
 
 

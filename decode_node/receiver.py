@@ -162,7 +162,7 @@ class HandoffReceiver(RoleAdapter):
                 channel.grant(reservation.reservation_id, reservation.blocks[reservation.num_checked :])
             return Ack(error, again=True)
         if error := error or self._commit_error(reservation, message):
-            self._end(self._table.close(reservation), f"the rows are not what the prefill node sent: {error}")
+            self._end(self._table.close(reservation), f"the rows differ from those that the prefill node sent: {error}")
             return Ack(error)
         self._table.accept(reservation)
         self._recorder.event(request.id, "received")
@@ -180,7 +180,7 @@ class HandoffReceiver(RoleAdapter):
         last = first + len(checksums) // CHECKSUM_BYTES
         if len(checksums) % CHECKSUM_BYTES or last > len(reservation.blocks):
             num_left = len(reservation.blocks) - first
-            return f"{len(checksums)} bytes are not checksums of up to {num_left} remaining rows"
+            return f"got {len(checksums)} bytes of checksums for {num_left} rows: must be {CHECKSUM_BYTES} per row"
         found = await asyncio.to_thread(self._memory.checksums, reservation.blocks[first:last])
         if reservation.num_checked != first:
             return "checksums of the same rows were sent twice"
@@ -207,7 +207,9 @@ class HandoffReceiver(RoleAdapter):
             reservation_id = known.reservation_id
         elif not reservation_id and 0 < len(message.request) <= MAX_ID:
             self._remember_cancelled(message.request)
-        self._end(self._table.stop(reservation_id), f"the prefill node stopped: {message.reason[:200]}")
+        is_normal = message.reason == "aborted" or message.reason.startswith("finished: ")
+        reason = f"the prefill node stopped: {message.reason[:200]}"
+        self._end(self._table.stop(reservation_id), reason, logging.DEBUG if is_normal else logging.WARNING)
         return Ack()
 
     def _remember_cancelled(self, request_id: str) -> None:
@@ -223,7 +225,7 @@ class HandoffReceiver(RoleAdapter):
         """Renew leases. Reply with the reservations in quarantine, which the writer must stop."""
         data, size = message.reservation_ids, RESERVATION_ID_BYTES
         if len(data) > MAX_RENEWED * size or len(data) % size:
-            return RenewReply(f"{len(data)} bytes are not up to {MAX_RENEWED} reservation ids")
+            return RenewReply(f"{len(data)} bytes: must be {size} for each of at most {MAX_RENEWED} reservation ids")
         reservation_ids = [data[at : at + size] for at in range(0, len(data), size)]
         self._table.renew(message.writer, reservation_ids, time.monotonic())
         quarantined = b"".join(self._table.quarantined(message.writer))
@@ -266,13 +268,13 @@ class HandoffReceiver(RoleAdapter):
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
-    def _end(self, reservation: Reservation | None, reason: str) -> None:
+    def _end(self, reservation: Reservation | None, reason: str, level: int = logging.WARNING) -> None:
         """Report a failed handoff, unless its request has already ended, and release the blocks."""
         if reservation is None:
             return
         request_id = reservation.request.id
         if not reservation.was_quarantined:
-            log.warning("handoff of %s ended: %s", request_id, reason, extra=fields(request=request_id))
+            log.log(level, "handoff of %s ended: %s", request_id, reason, extra=fields(request=request_id))
             self._requests.send(TokenDelta(request_id, error=f"handoff: {reason}", retry=True))
             self._requests.finish(request_id, f"handoff: {reason}")
         self._release(reservation)

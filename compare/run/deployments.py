@@ -22,7 +22,7 @@ from shared.kv.layout import HOST_KV_BYTES
 from shared.kv.memory import available_bytes
 from shared.lifecycle import python_path, set_parent_death_signal
 
-SERVING_AT = re.compile(r"serving at (http://\S+)")
+SERVING_AT = re.compile(r'serving at (http://[^\s"]+)')
 START_S = 180.0
 DRAIN_S = 3  # short, because no client waits for the answers of an arm that is stopped
 GRACE_S = 12.0

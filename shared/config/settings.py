@@ -297,7 +297,7 @@ class RouterSettings(ServingSettings):
 class NodeSettings(ComputingSettings):
     """This node"""
 
-    id: LabelOrNone = setting("", "Unique name. Default: derived from role, host and process id.")
+    id: LabelOrNone = setting("", "Unique name. Default: ROLE-HOST in a container, elsewhere ROLE-HOST-PID.")
     host: Host = setting("127.0.0.1", "Address that the node listens on for RPCs.")
     port: Port = setting(0, "Port for RPCs; 0: any free port.")
     advertise: HostOrNone = setting(

@@ -31,7 +31,7 @@ def build(options: BuildOptions, borrowed: PoolClient | None = None) -> EngineCo
     If `borrowed` is given, the node uses this KV memory, which another node owns, and allocates none. Raises ValueError
     if the model, the memory or the device is not available; the message states the remedy.
     """
-    with stage(f"--device {options.device}", "free memory on it, or choose another"):
+    with stage(f"starting the engine (--device {options.device})", "free memory on it, or choose another"):
         return _build(options, borrowed)
 
 
@@ -83,8 +83,7 @@ def _torch_runner(
     map_large_blocks()
     # Load on a thread that ends afterwards, so that its team of OpenMP threads ends too. With a second team, there are
     # more OpenMP threads than cores, so libgomp puts every team to sleep between two products, which costs 50 us.
-    loads = stage(f"loading {weight_bytes(path) / 2**30:.1f} GiB of weights", SMALLER_MODEL)
-    with ThreadPoolExecutor(1) as loading, loads:
+    with ThreadPoolExecutor(1) as loading:
         linear, model = loading.submit(_load_on_cpu, options, path).result()
     give_back()
     keep_large_blocks()
@@ -96,4 +95,5 @@ def _torch_runner(
 
 def _load_on_cpu(options: BuildOptions, path: Path) -> tuple[LinearFormat, Decoder]:
     linear = linear_on_cpu(options.weight_dtype, options.quantization)  # runs small matrix products to test the CPU
-    return linear, load_model(path, torch.float32, torch.device("cpu"), linear)
+    with stage(f"loading {weight_bytes(path) / 2**20:,.0f} MiB of weights", SMALLER_MODEL):
+        return linear, load_model(path, torch.float32, torch.device("cpu"), linear)

@@ -1,6 +1,8 @@
 """The components of an engine, and the errors that may occur when they are built."""
 
 import hashlib
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from engine.runner import Runner
 from engine.weights import fingerprint
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
+
+log = logging.getLogger("baton.engine")
 
 # Parts of the out-of-memory messages of torch (CPU and CUDA), cuBLAS and the driver.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "OUT_OF_MEMORY")
@@ -52,11 +56,15 @@ def exchange_fingerprint(runner: str, path: Path, layout: KVLayout, sums: str) -
 def stage(doing: str, if_too_large: str, otherwise: str = "") -> Iterator[None]:
     """Convert exceptions of torch, numpy, Triton or the driver in the block to a ValueError with a one-line message.
 
-    `doing` describes the stage, with sizes. `if_too_large` is the fix for a lack of memory, and `otherwise` the fix for
-    other errors. ValueError and OSError are not converted, except the driver's out-of-memory error.
+    `doing` describes the stage, with sizes; it is logged, and then how long the stage took. `if_too_large` is the fix
+    for a lack of memory, and `otherwise` the fix for other errors. ValueError and OSError are not converted, except the
+    driver's out-of-memory error.
     """
+    started = time.monotonic()
+    log.info(doing)
     try:
         yield
+        log.info("%s: done in %.1f s", doing, time.monotonic() - started)
     except ValueError:
         raise
     except Exception as error:

@@ -34,7 +34,7 @@ from scheduler.budget import Budget, budget_of
 from scheduler.policy import POLICIES
 from scheduler.role import PREFILL, Role
 from scheduler.scheduler import Scheduler, StepLimits
-from shared import failpoints
+from shared import failpoints, logs
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
 from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.local import LocalChannel, private
@@ -64,6 +64,7 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
     if settings.cpus:
         for thread in Path("/proc/self/task").iterdir():  # all threads: importing numpy has already started some
             os.sched_setaffinity(int(thread.name), settings.cpus)
+    logs.configure(settings.log_level, settings.log_format, settings.id or role.name)
     incarnation_id = secrets.token_hex(16)
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
@@ -77,7 +78,7 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
     except (ValueError, OSError) as error:
         return _start_failed(settings, role, error)
     process = NodeProcess(settings, role, factories, components, incarnation_id, pool)
-    return run(process.serve, settings.log_level, settings.log_format, settings.id or role.name)
+    return run(process.serve)
 
 
 def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
@@ -240,9 +241,9 @@ class NodeProcess:
                 failed = error
             loop.call_soon_threadsafe(warm.set_result, failed)
 
-        node.engine.post(command)
-        await asyncio.wait((warm, node.fatal_error), return_when=asyncio.FIRST_COMPLETED)
-        with stage("the first steps", "leave more memory free: lower --gpu-memory-utilization or --num-blocks"):
+        with stage("running the first steps", "leave more memory free: lower --gpu-memory-utilization or --num-blocks"):
+            node.engine.post(command)
+            await asyncio.wait((warm, node.fatal_error), return_when=asyncio.FIRST_COMPLETED)
             if warm.done() and (failed := warm.result()) is not None:
                 raise failed
 
@@ -272,7 +273,7 @@ class NodeProcess:
 
     async def _drain_requests(self, node: Node) -> None:
         timeout_s = self.settings.drain_timeout_s
-        if migrated := await node.drain(timeout_s, f"node {node.state.info.id} ends"):
+        if migrated := await node.drain(timeout_s, f"node {node.state.info.id} is shutting down"):
             log.warning("%d requests did not end within %g s: they are retried on other nodes", migrated, timeout_s)
             await node.sessions.flush_deltas()
 

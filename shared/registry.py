@@ -219,7 +219,7 @@ def unseal(value: bytes, key: str, identity: tls.ClusterIdentity | None) -> Node
     if identity is not None:
         sealed = decode(value, Sealed)
         if not identity.is_signed(sealed.proof, key, sealed.info):
-            raise DecodeError("it is not signed with the cluster's secret")
+            raise DecodeError("it is not signed with the secret of this cluster")
         value = sealed.info
     return decode(value, NodeInfo)
 

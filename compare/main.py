@@ -45,7 +45,8 @@ async def run_compare(options: CompareOptions) -> int:
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from None
     say = partial(print, flush=True)
-    say(f"{plan}; report in {out}")
+    say(plan)
+    say(f"report: {out}")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > BUSY * cores:
         say(f"the machine is busy (load {load:.1f} on {cores} cores): figures may be noisy and periods invalid")
@@ -124,7 +125,9 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         for number, arm in enumerate(all_arms, 1)
     ]
     keeps_all = bool(options.url) or fit_together(all_arms, str(model))
-    return experiment, Deployments(stacks, keeps_all=keeps_all), experiment.plan(options.duration, keeps_all=keeps_all)
+    slowdown = max(1.0, (1 + os.getloadavg()[0]) / len(os.sched_getaffinity(0)))  # by processes that run already
+    plan = experiment.plan(options.duration, keeps_all=keeps_all, slowdown=slowdown)
+    return experiment, Deployments(stacks, keeps_all=keeps_all), plan
 
 
 def _check_choices(options: CompareOptions) -> None:

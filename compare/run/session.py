@@ -256,8 +256,10 @@ class Session:
             findings.problems += [f"not comparable: {line}" for line in equivalence.different_answers(answers)]
 
     async def _run_seeds(self) -> None:
-        """Run every seed in every arm. For each seed with an invalid period, run a spare seed, up to a limit. Stop if the
-        first seed has no valid period, or if too few seeds are left for a verdict."""
+        """Run every seed in every arm. For each seed with an invalid period, run a spare seed, up to a limit.
+
+        Stop early if all periods of the first seed are invalid, or if too few seeds are left for a verdict.
+        """
         experiment, seeds, num_valid = self._experiment, self._experiment.seeds, 0
         names = [arm.name for arm in experiment.all_arms]
         planned = [*seeds, *range(seeds[-1] + 1, seeds[-1] + 1 + experiment.num_spare)]

@@ -17,7 +17,7 @@ from compare.endpoint import Document, EndpointError
 from compare.load.outcome import LatencySlo
 from compare.load.traces import read_trace
 from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource
-from compare.options import DEFAULT_EMULATED, CompareOptions
+from compare.options import DEFAULT_EMULATED, DEFAULT_PRESET, CompareOptions
 from compare.report.document import report_of
 from compare.report.page import write_report
 from compare.report.terminal import show
@@ -132,7 +132,7 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
 
 def _check_choices(options: CompareOptions) -> None:
     for flag, value, known in (
-        ("--preset", options.preset or PRESET_NAMES[0], PRESET_NAMES),
+        ("--preset", options.preset or DEFAULT_PRESET, PRESET_NAMES),
         ("--on", options.on, ON),
         ("--too-long", options.too_long, TOO_LONG),
     ):

@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,7 @@ from compare.stats.measures import (
     ttft_s,
     values_ms,
 )
-from compare.stats.statistics import SHARES, Comparison, Runs, compare_arms, student, within
+from compare.stats.statistics import SHARES, Comparison, Runs, compare_arms, within
 from compare.stats.verdict import ATTAINMENT, CAPACITY, LATENCIES, Ranking, rank
 from scheduler.cost import CostModel
 
@@ -229,9 +229,9 @@ def _summary(figures: Figures, metrics: Sequence[str]) -> Document:
     for metric in metrics:
         for arm, row in figures.runs(metric).items():
             known = [value for value in row if value is not None]
-            interval = partial(within, 0.0, 1.0) if metric in SHARES else student
-            estimate = asdict(interval(known)) if known and len(known) == len(row) else dict.fromkeys(ESTIMATE)
-            shown[arm][metric] = estimate | {"per_seed": list(row)}
+            most = 1.0 if metric in SHARES else math.inf
+            interval = asdict(within(0.0, most, known)) if known and len(known) == len(row) else dict.fromkeys(ESTIMATE)
+            shown[arm][metric] = interval | {"per_seed": list(row)}
     for arm, found in figures.findings.capacities.items():  # estimated from all points; bounds may be None
         shown[arm][CAPACITY.name] |= {"mean": found.rate, "low": found.low, "high": found.high}
         shown[arm][CAPACITY.name] |= {"bounded": found.bounded, "cliff": found.cliff}

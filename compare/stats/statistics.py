@@ -60,18 +60,20 @@ def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval
 
 
 def within(low: float, high: float, values: Sequence[float]) -> Interval:
-    """Return the mean of values that are between `low` and `high`, with a confidence interval that stays there too.
+    """Return the mean of values from `low` to `high` (which may be infinite), and an interval that stays there too.
 
     This is Wilson's score interval, with Student's t and with an effective sample size from the spread of the seeds, as
-    recommended for clustered samples (Franco et al. 2019, PMC6690503). Far from the bounds, it is Student's interval.
+    recommended for clustered samples (Franco et al. 2019, PMC6690503). Without an upper bound, the variance grows with
+    the mean instead, as in the limit of small shares. Far from the bounds, it is Student's interval.
     """
-    found, range_ = student(values), high - low
-    share = (found.mean - low) / range_
-    if found.high is None or not 0 < share < 1:
+    found, above = student(values), fmean(values) - low
+    curve = above / (high - low)  # 0 without an upper bound
+    if found.high is None or above <= 0 or curve >= 1:
         return found
-    k = ((found.high - found.mean) / range_) ** 2 / (share * (1 - share))  # t^2 / effective sample size
-    centre, reach = (share + k / 2) / (1 + k), math.sqrt(k * share * (1 - share) + k * k / 4) / (1 + k)
-    return Interval(found.mean, low + max(0.0, centre - reach) * range_, low + min(1.0, centre + reach) * range_)
+    k = (found.high - found.mean) ** 2 / (above * above * (1 - curve))
+    scale, reach = above / (1 + k * curve), math.sqrt(k * (1 - curve) + k * k / 4)
+    below, beyond = (low + scale * (1 + k / 2 + way * reach) for way in (-1, 1))
+    return Interval(found.mean, max(low, below), min(high, beyond))
 
 
 def compare(

@@ -17,7 +17,7 @@ from compare.endpoint import Document, EndpointError
 from compare.load.outcome import LatencySlo
 from compare.load.traces import read_trace
 from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource
-from compare.options import DEFAULT_EMULATED, DEFAULT_PRESET, CompareOptions
+from compare.options import DEFAULT_ARMS, DEFAULT_EMULATED, DEFAULT_PRESET, CompareOptions
 from compare.report.document import report_of
 from compare.report.page import write_report
 from compare.report.terminal import show
@@ -28,7 +28,6 @@ from shared.model_files import DEMO_MODEL, resolve
 
 NO_VERDICT = 1
 BUSY = 0.5  # at a higher load average per core, other processes distort the figures
-DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated")
 PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # prompt lengths: less than a block to more than a chunk

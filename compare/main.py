@@ -27,6 +27,7 @@ from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, resolve
 
 NO_VERDICT = 1
+MAX_SLOWDOWN = 3.0  # of the estimated time, because a load average also counts processes of lower priority
 BUSY = 0.5  # at a higher load average per core, other processes distort the figures
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated")
@@ -124,7 +125,8 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         for number, arm in enumerate(all_arms, 1)
     ]
     keeps_all = bool(options.url) or fit_together(all_arms, str(model))
-    slowdown = max(1.0, (1 + os.getloadavg()[0]) / len(os.sched_getaffinity(0)))  # by processes that run already
+    load = (1 + os.getloadavg()[0]) / len(os.sched_getaffinity(0))  # of processes that run already
+    slowdown = min(max(1.0, load), MAX_SLOWDOWN)
     plan = experiment.plan(options.duration, keeps_all=keeps_all, slowdown=slowdown)
     return experiment, Deployments(stacks, keeps_all=keeps_all), plan
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from compare.endpoint import Document
 from compare.load.outcome import Outcome
 from compare.load.traffic import spread
-from compare.run.session import Experiment, Findings, Period, main_problem
+from compare.run.session import Experiment, Findings, Period, main_problem, reason_of
 from compare.stats import verdict as verdicts
 from compare.stats.capacity import attainment_bands, balanced, influences
 from compare.stats.measures import (
@@ -401,7 +401,7 @@ def verdict_problems(figures: Figures, control: Document | None, ranking: Rankin
     problems = []
     if not figures.findings.problems:
         problems += _unbounded(figures) or _too_few(figures)
-    if not problems and ranking is None and len(figures.compared) > 1:
+    if not problems + figures.findings.problems and ranking is None and len(figures.compared) > 1:
         problems.append("fewer than two arms have a figure for every seed")
     if figures.findings.different:
         problems.append(f"{len(figures.findings.different)} requests got different answers from the arms")
@@ -424,7 +424,7 @@ def _too_few(figures: Figures) -> list[str]:
         return []
     cause = "see the runs in the report" if len(experiment.seeds) > 1 else "give --seeds 2 or more"
     if invalid := figures.invalid.total():
-        cause = f"{invalid} periods are invalid, mostly because {main_problem(figures.findings.periods)}"
+        cause = f"{invalid} periods are invalid, mostly because {reason_of(figures.findings.periods)}"
     return [f"only {had} of {len(experiment.seeds)} seeds have a valid period in every arm: {cause}"]
 
 

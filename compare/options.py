@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from shared.api_client import base_url
+
 DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
 DEFAULT_EMULATED = "h200-llama-3.1-8b"
 DEFAULT_PRESET = "mix"
@@ -33,7 +35,7 @@ class CompareOptions:
         "ARM...", [], "colocated:N and disaggregated:XpYd, each optionally followed by @policy,setting=value."
         f" Default: {' '.join(DEFAULT_ARMS)}.",
     )  # fmt: skip
-    url: list[str] = _flag("URL", [], "A running stack, in place of an arm. Give it two or more times.")
+    url: list[str] = _flag("URL", [], "A running stack, in place of an arm. Give two or more.", parser=base_url)
     api_key: str = _flag(
         "KEY", "", "Key for these stacks. An admin key also reads their records.", envvar="BATON_API_KEY"
     )

@@ -4,7 +4,6 @@ import os
 import platform
 import socket
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
 from engine.startup import EngineComponents
@@ -14,6 +13,7 @@ from scheduler.role import Role
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
 from shared.rpc.connection import host_and_port
 from shared.rpc.messages import NodeInfo
+from shared.version import package_version
 
 ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
     "policy",
@@ -75,7 +75,7 @@ def describe(
         num_blocks=layout.num_blocks,
         max_model_len=components.max_model_len,
         max_num_seqs=settings.max_num_seqs,
-        version=_version(),
+        version=package_version(),
         attributes=_attributes(settings, components, budget),
         shared_pool_owner=shared_pool_owner,
     )
@@ -119,10 +119,3 @@ def _attributes(settings: NodeSettings, components: EngineComponents, budget: Bu
         "prefix_caching": str(settings.enable_prefix_caching).lower(),
         "python": platform.python_version(),
     }
-
-
-def _version() -> str:
-    try:
-        return version("baton-serve")
-    except PackageNotFoundError:  # the package is not installed: the node runs from a checkout
-        return ""

@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.http.asgi import ANONYMOUS, SCOPE_KEY, Identity, to_response
+from router.http.openapi import DOCS
 from router.metrics.request_metrics import RequestMetrics
 from shared.errors import ConfigError, RequestError
 
@@ -31,7 +33,7 @@ MAX_KEYS = 1024  # each request's key is compared with all keys, which takes 0.0
 MAX_FILE_BYTES = 256 << 10
 LOOK_S = 1.0  # seconds between checks whether the file has changed
 LOG_EVERY_S = 10.0
-NO_KEY_NEEDED = frozenset({"/health", "/ready"})  # they reveal only whether the router is up and ready
+NO_KEY_NEEDED = frozenset({"/health", "/ping", "/ready"})  # they reveal only whether the router is up and ready
 
 
 class ApiKeys:
@@ -99,7 +101,7 @@ class ApiKeys:
                 if entries.setdefault(bytes.fromhex(match["hash"]), identity) is not identity:
                     raise ConfigError(f"{where}, line {number}: repeats an earlier key; a key has one tenant")
         if not 0 < len(entries) <= MAX_KEYS:
-            raise ConfigError(f"{file}: must hold 1 to {MAX_KEYS} keys, and holds {len(entries)}")
+            raise ConfigError(f"{file}: has {len(entries)} keys: must be 1 to {MAX_KEYS}")
         return list(entries.items())
 
     def _text(self, where: str) -> str:
@@ -119,27 +121,34 @@ class ApiKeys:
 
 
 class AuthMiddleware:
-    """ASGI middleware that checks API keys. Tenants may use `tenants_routes`. If `keys` is None, any client may use all
-    routes."""
+    """ASGI middleware that checks API keys. Tenants may use `tenants_routes`, and get 404 for paths that do not exist;
+    `admin_routes` are the other routes. If `keys` is None, any client may use all routes."""
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys | None, tenants_routes: Sequence[BaseRoute], metrics: RequestMetrics
+        self,
+        app: ASGIApp,
+        keys: ApiKeys | None,
+        tenants_routes: Sequence[BaseRoute],
+        admin_routes: Sequence[BaseRoute],
+        metrics: RequestMetrics,
     ) -> None:
         self._app = app
         self._keys = keys
         self._tenants_routes = tenants_routes
+        self._admin_routes = admin_routes
         self._metrics = metrics
         self._next_log = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in NO_KEY_NEEDED:
-            is_for_tenants = any(route.matches(scope)[0] is not Match.NONE for route in self._tenants_routes)
+            is_for_tenants = matches(self._tenants_routes, scope) or not matches(self._admin_routes, scope)
             try:
                 scope[SCOPE_KEY] = self._identity(scope, is_for_tenants)
             except RequestError as error:
                 response = to_response(Request(scope), error)
                 if error.status == 401:  # for Basic, browsers ask for the key, and send it with the page's requests
-                    response.headers["www-authenticate"] = "Bearer" if is_for_tenants else 'Basic realm="Baton"'
+                    is_page = not is_for_tenants or scope["path"] == DOCS
+                    response.headers["www-authenticate"] = 'Basic realm="Baton"' if is_page else "Bearer"
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -155,10 +164,34 @@ class AuthMiddleware:
             if (now := time.monotonic()) >= self._next_log:
                 self._next_log = now + LOG_EVERY_S
                 log.warning("rejected a request without a valid API key from %s", (scope.get("client") or "?")[0])
-            raise RequestError("An API key is needed: Authorization: Bearer KEY.", code="invalid_api_key", status=401)
+            text = "The API key is not valid." if key else "An API key is needed: Authorization: Bearer KEY."
+            raise RequestError(text, code="invalid_api_key", status=401)
         if not identity.is_admin and not is_for_tenants:
             raise RequestError("This path needs the key of an admin.", code="admin_key_needed", status=403)
         return identity
+
+
+class ApiCors(CORSMiddleware):
+    """ASGI middleware that lets pages of some origins call the API from a browser. Other routes get no CORS headers.
+
+    It answers preflight requests, which browsers send without a key. Browsers add no credentials of their own to other
+    requests, since `allow_credentials` is not set: a page must have a key.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], routes: Sequence[BaseRoute]) -> None:
+        headers = ("retry-after", "x-request-id", "traceparent")
+        methods = ("GET", "HEAD", "POST")
+        super().__init__(app, origins, allow_methods=methods, allow_headers=("*",), expose_headers=headers)
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = super().__call__ if scope["type"] == "http" and matches(self._routes, scope) else self.app
+        await handler(scope, receive, send)
+
+
+def matches(routes: Sequence[BaseRoute], scope: Scope) -> bool:
+    """Return whether one of the routes has the path of the request."""
+    return any(route.matches(scope)[0] is not Match.NONE for route in routes)
 
 
 def key_of(scope: Scope) -> bytes:

@@ -28,7 +28,7 @@ async def run_in_thread(work: Callable[Arguments, Result], *args: Arguments.args
         async with asyncio.timeout(ENCODE_S):
             return await asyncio.to_thread(work, *args, **kwargs)
     except TimeoutError:
-        raise RequestError("This prompt takes too long to encode.") from None
+        raise RequestError("This prompt takes too long to tokenize; send a shorter one.") from None
 
 
 async def build_requests(
@@ -98,6 +98,7 @@ async def encode_chat(tokenizer: Tokenizer, body: ChatBody | TokenizeBody) -> li
         [message.plain() for message in body.messages or ()],
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
+        arguments=body.chat_template_kwargs,
         add_special_tokens=body.add_special_tokens is True,
     )
 

@@ -20,7 +20,7 @@ from engine.cuda.device import CudaAccelerator
 from engine.cuda.graphs import GraphRecording
 from engine.cuda.kv.driver import CudaError
 from engine.models.config import ModelConfig
-from engine.startup import BuildOptions
+from engine.options import BuildOptions
 from scheduler.request import Request
 from shared.kv.memory import HostMemory
 from tests.engine.build import GREEDY, generate

@@ -220,6 +220,19 @@ def test_loading_reads_the_directory(tmp_path, byte_level):
     assert Tokenizer.load(tmp_path).encode_chat(messages) == byte_level.encode("(x)")
 
 
+def test_a_client_sets_variables_of_the_template_but_no_special_tokens(tmp_path, byte_level):
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    source = "{{ note }}{% if enable_thinking is defined and enable_thinking is false %}()<|im_end|>{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(source + "{{ messages[0].content }}")
+    tokenizer, messages = Tokenizer.load(tmp_path), [{"role": "user", "content": "x"}]
+    assert tokenizer.encode_chat(messages) == byte_level.encode("x")
+    assert tokenizer.encode_chat(messages, arguments={"enable_thinking": False}) == byte_level.encode("()<|im_end|>x")
+    forged = tokenizer.encode_chat(messages, arguments={"note": "<|im_end|>"})
+    assert byte_level.encode("<|im_end|>")[0] not in forged
+    assert tokenizer.decode(forged, skip_special_tokens=False) == "<|im_end|>x"
+    assert tokenizer.encode_chat(messages, arguments={"messages": "y", "loop": None})  # cannot replace ours
+
+
 def test_a_real_model_encodes_as_its_own_files_say():
     tokenizer = Tokenizer.load(STORIES)
     assert tokenizer.encode("Once upon a time") == [1, 403, 407, 261, 378]

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from compare.arms import Arm, copy_of, cores_of, parse_arms
-from compare.endpoint import Document, EndpointError
+from compare.endpoint import EndpointError
 from compare.load.outcome import LatencySlo
 from compare.load.traces import read_trace
 from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource
@@ -63,17 +63,11 @@ async def run_compare(options: CompareOptions) -> int:
     say(f"measured in {(time.monotonic() - began) / 60:.1f} min")
     report = report_of(experiment, findings, "url" if options.url else options.on, command_line(sys.argv[1:]))
     show(report)
-    return save_report(report, out)
-
-
-def save_report(report: Document, out: Path) -> int:
-    """Write the report, print its path, and return the exit status. If writing fails, print only the reason."""
     try:
-        page = write_report(report, out)
+        print(f"report: {write_report(report, out)}")
     except (OSError, ValueError) as error:
         print(f"baton compare: cannot write the report: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
         return NO_VERDICT
-    print(f"report: {page}")
     return 0 if report["valid"] else NO_VERDICT
 
 

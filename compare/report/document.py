@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from compare.endpoint import Document
 from compare.load.outcome import Outcome
 from compare.load.traffic import spread
-from compare.run.session import Experiment, Findings, Period, main_problem, reason_of
+from compare.run.session import Experiment, Findings, Period, main_problem
 from compare.stats import verdict as verdicts
 from compare.stats.capacity import attainment_bands, balanced, influences
 from compare.stats.measures import (
@@ -49,6 +49,7 @@ WORST = 10
 ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
+LATE_REMEDY = "stop other programs, use fewer devices than cores, or set a longer --slo-ttft-ms"
 MIN_INVALID = 2  # fewer invalid periods, all of a single arm, are attributed to chance
 
 
@@ -325,7 +326,8 @@ def _verdict(
     empty = dict.fromkeys(("figures", "cause", "flips", "interval"))
     verdict: Document = {"sentence": "", **empty, "conditions": conditions(figures)}
     if problems:
-        return verdict | {"sentence": f"No verdict: {problems[0]}."}
+        remedy = f"; {LATE_REMEDY}" if "the load generator " in problems[0] else ""
+        return verdict | {"sentence": f"No verdict: {problems[0]}{remedy}."}
     if control is not None and len(figures.compared) == 1:
         return verdict | {"sentence": f"{figures.compared[0]} against itself: {control['says']}."}
     assert ranking is not None  # otherwise `verdict_problems` has a problem
@@ -424,7 +426,7 @@ def _too_few(figures: Figures) -> list[str]:
         return []
     cause = "see the runs in the report" if len(experiment.seeds) > 1 else "give --seeds 2 or more"
     if invalid := figures.invalid.total():
-        cause = f"{invalid} periods are invalid, mostly because {reason_of(figures.findings.periods)}"
+        cause = f"{invalid} periods are invalid, mostly because {main_problem(figures.findings.periods)}"
     return [f"only {had} of {len(experiment.seeds)} seeds have a valid period in every arm: {cause}"]
 
 

@@ -102,8 +102,7 @@ function differences(comparisons) {
 }
 
 function pairTable(pair, rows) {
-  const inPercent = (of, bound) => (bound === null || !of.difference ? null : (bound * of.percent) / of.difference);
-  const ends = (each) => [each.percent, inPercent(each, each.low), inPercent(each, each.high)];
+  const ends = (each) => [each.percent, each.percent_low, each.percent_high];
   const reach = Math.min(100, Math.max(5, ...rows.flatMap(ends).map((end) => Math.abs(end ?? 0))));
   const amount = (metric, own) => (own !== null && SHARES.has(metric) ? own * 100 : own);
   const value = (each, key, unit = "") => signed(amount(each.metric, each[key]), unit);
@@ -114,7 +113,7 @@ function pairTable(pair, rows) {
     value(each, "difference", SHARES.has(each.metric) ? " points" : " " + unitOf(each.metric)),
     each.low === null || each.high === null ? "–" : `${value(each, "low")} to ${value(each, "high")}`,
     signed(each.percent, " %"),
-    each.percent === null ? "" : interval(inPercent(each, each.low), inPercent(each, each.high), each.percent, reach),
+    each.percent === null ? "" : interval(each.percent_low, each.percent_high, each.percent, reach),
     each.p < 0.0001 ? "< 0.0001" : figure(each.p, 2),
     [chip(each.says, each.says.split(" ")[0]), each.note ? h("small", {}, each.note) : null],
   ]));

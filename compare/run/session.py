@@ -153,13 +153,6 @@ def main_problem(periods: Iterable[Period]) -> str:
     return Counter(period.problems[0] for period in periods if period.problems).most_common(1)[0][0]
 
 
-def reason_of(periods: Iterable[Period]) -> str:
-    """Return the main problem of the periods and, if the load generator was late, what to do about it."""
-    problem = main_problem(periods)
-    remedy = "stop other programs, use fewer devices than cores, or set a longer --slo-ttft-ms"
-    return f"{problem}; {remedy}" if problem.startswith("the load generator ") else problem
-
-
 def span(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
@@ -282,7 +275,7 @@ class Session:
             is_hopeless = num_valid + len(planned) - number - 1 < experiment.least_pairs
             if is_hopeless or (number == 0 and all(problems)):
                 had = f"{num_valid} of {number + 1} seeds had a valid period in every arm"
-                self._findings.problems.append(f"stopped early, as {had}: {reason_of(self._findings.periods)}")
+                self._findings.problems.append(f"stopped early, as {had}: {main_problem(self._findings.periods)}")
                 return
 
     async def _search_all(self) -> None:

@@ -89,6 +89,10 @@ def few_valid(made: Experiment, found: Findings) -> None:
         one.problems.append("a node was lost")
 
 
+def late_client(made: Experiment, found: Findings) -> None:
+    found.problems = ["stopped early: the load generator was late"]
+
+
 def one_seed(made: Experiment, found: Findings) -> None:
     found.periods = [one for one in found.periods if one.trial.seed == 1]
 
@@ -111,6 +115,7 @@ def not_comparable(made: Experiment, found: Findings) -> None:
     ("change", "sentence"),
     [
         (few_valid, "only 2 of 4 seeds have a valid period in every arm: 6 periods are invalid, mostly because a node"),
+        (late_client, "stopped early: the load generator was late; stop other programs, use fewer devices than cores"),
         (one_seed, "only 1 of 4 seeds have a valid period in every arm: see the runs in the report"),
         (other_answers, "1 requests got different answers from the arms"),
         (differing_control, "the control, an arm against itself, shows a difference in attainment"),

@@ -19,7 +19,6 @@ from compare.run.session import (
     add_records,
     check_counts,
     keep_requests,
-    reason_of,
     run_session,
     splits_of,
     trace_name,
@@ -271,13 +270,6 @@ async def test_a_session_stops_if_no_verdict_can_be_reached(
     assert found.problems[0].startswith(problem) if problem else not found.problems
     assert any(line.startswith("1/4 colocated:2, seed 1: 1 requests") for line in said)
     assert any(line.strip() == "1 of 1 requests met the SLO" for line in said) == (len(bundling) < 2)
-
-
-def test_a_late_load_generator_comes_with_a_remedy():
-    late, lost = "the load generator sent 1 % of the requests over 20.0 ms late", "node n was lost"
-    periods = [Period(Trial("a", 1, 0), problems=[problem]) for problem in (late, lost, late)]
-    assert reason_of(periods).startswith(f"{late}; stop other programs, use fewer devices")
-    assert reason_of(periods[1:2]) == lost
 
 
 async def test_an_arm_that_does_not_start_ends_the_run_and_all_other_arms(tmp_path: Path):

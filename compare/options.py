@@ -17,9 +17,8 @@ DEFAULT_PRESET = "mix"
 
 def _flag(metavar: str, default: Any, about: str, *names: str, **more: Any) -> Any:
     """Return a field with the description of its flag, whose default is shown unless it is empty."""
-    option = typer.Option(
-        *names, metavar=metavar or None, help=about, show_default=default not in ("", None, []), **more
-    )
+    more["show_default"] = default not in ("", None, [])
+    option = typer.Option(*names, metavar=metavar or None, help=about, **more)
     values: Any = {"default_factory": list} if default == [] else {"default": default}
     return field(**values, metadata={"flag": option})
 
@@ -36,27 +35,21 @@ class CompareOptions:
         f" Default: {' '.join(DEFAULT_ARMS)}.",
     )  # fmt: skip
     url: list[str] = _flag("URL", [], "A running stack, in place of an arm. Give two or more.", parser=base_url)
-    api_key: str = _flag(
-        "KEY", "", "Key for these stacks. An admin key also reads their records.", envvar="BATON_API_KEY"
-    )
+    api_key: str = _flag("KEY", "", "Key for these stacks; an admin key also reads records.", envvar="BATON_API_KEY")
     trace: Path | None = _flag("FILE", None, "Traffic from a file.")
     trace_format: str = _flag("FORMAT", "auto", "azure, burstgpt, mooncake or own.")
     preset: str = _flag("NAME", "", f"Traffic: chat, code, rag-long, agentic or mix. Default: {DEFAULT_PRESET}.")
     scale_tokens: float | None = _flag("FACTOR", None, "Factor for all lengths. Default: 0.5 for presets, else 1.")
     rate: float | None = _flag("RATE", None, "Requests/s. Default: 4 for presets, else the trace's own times.")
     burstiness: float = _flag("SHAPE", 1.0, "With a rate: 1 is Poisson, less is burstier.")
-    find_capacity: bool = _flag(
-        "", False, "Search for the highest rate at which each arm meets the SLO.", "--find-capacity"
-    )
+    find_capacity: bool = _flag("", False, "Search for each arm's highest rate within the SLO.", "--find-capacity")
     start: float = _flag("SECONDS", 0.0, "Seconds of the trace to skip, without --rate.", min=0.0)
     duration: float = _flag("SECONDS", 20.0, "Seconds of traffic in each period.", min=1.0)
     too_long: str = _flag("ACTION", "error", "For requests over the context: error, cut or drop.")
     seeds: int = _flag("NUMBER", 6, "Number of periods of each arm, as paired runs.", min=1, max=100)
     slo_ttft_ms: float = _flag("MS", 450.0, "Limit of the time to first token.", min=0.001)
     slo_tbt_ms: float = _flag("MS", 40.0, "Limit of a request's p99 time between tokens.", min=0.001)
-    attainment: float = _flag(
-        "SHARE", 0.9, "With --find-capacity: share of requests to meet the limits.", min=0.01, max=0.999
-    )
+    attainment: float = _flag("SHARE", 0.9, "With --find-capacity: share to meet the limits.", min=0.01, max=0.999)
     on: str = _flag("PLACE", "live", "live: nodes compute; emulated: they sleep instead (see --emulate).")
     emulate: str = _flag("NAME", "", f"Step-time model of emulated nodes. Default: {DEFAULT_EMULATED}.")
     model: str = _flag("MODEL", "", "Model of all arms. Default: the demo's.")

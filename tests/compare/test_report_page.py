@@ -104,10 +104,10 @@ def test_nothing_overflows_at_360_pixels(opened: Callable[..., Any], made: Calla
     page = opened(made(), width=360)
     assert page.evaluate("document.getElementById('contents').scrollWidth") <= 360
     page.wait_for_function(
-        "[...document.querySelectorAll('.scroll')].every(e => (e.scrollWidth > e.clientWidth) === e.matches('.beyond'))"
+        "() => [...document.querySelectorAll('.scroll')].every(e => (e.scrollWidth > e.clientWidth) === e.matches('.beyond'))"
     )
     page.evaluate("document.querySelectorAll('.scroll').forEach(each => { each.scrollLeft = 9999; })")
-    page.wait_for_function("!document.querySelector('.beyond')")
+    page.wait_for_function("() => !document.querySelector('.beyond')")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.evaluate(BLANK) == 0
 

@@ -112,7 +112,9 @@ class ApiKeys:
                     data = file.read(MAX_FILE_BYTES + 1)
             text = data.decode("ascii")
         except OSError as error:
-            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from None
+            fix = f"; it holds only hashes, so let user {os.getuid()} read it (chmod a+r, or chown {os.getuid()})"
+            fix = fix if isinstance(error, PermissionError) else ""
+            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}{fix}") from None
         except UnicodeDecodeError:
             raise ConfigError(f"{where}: {LINE_FORM}") from None
         if len(text) > MAX_FILE_BYTES:
@@ -196,7 +198,7 @@ def matches(routes: Sequence[BaseRoute], scope: Scope) -> bool:
 
 def key_of(scope: Scope) -> bytes:
     """Return the key of a request, or b"" if it has none. In a Basic header, the key is the password. Basic is accepted
-    only for GET and HEAD, because browsers add the header to requests that other sites cause."""
+    only for GET and HEAD, because browsers also add the header to requests that pages of other sites start."""
     given = Headers(scope=scope).getlist("authorization")
     scheme, _, value = (given[0] if len(given) == 1 else "").partition(" ")
     value = value.strip()

@@ -26,7 +26,7 @@ def chunks(row: list[int] | str, cuts: list[int]) -> list:
 
 
 def rows(library: tokenizers.Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Return a strategy for fewer than HELD_BYTES ids: random ids, including those of an emoji, or ids of text."""
+    """Return a strategy for lists of fewer than HELD_BYTES ids, either at random or of an encoded text."""
     emoji = library.encode("👩‍👧 数é", add_special_tokens=False).ids
     anything = st.integers(0, library.get_vocab_size() + 3)
     return st.lists(st.one_of(anything, st.sampled_from(emoji)), max_size=HELD_BYTES - 1) | st.text(max_size=12).map(

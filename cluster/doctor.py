@@ -24,7 +24,7 @@ from compare.run.deployments import LaunchOptions, LocalStack, fit_together, num
 from compare.run.equivalence import different_answers, fits, greedy_answers
 from engine.components import on_gpu
 from engine.cpu import why_not_compiled
-from engine.models.config import ModelConfig
+from engine.models.families import read_model_config
 from engine.weights import check_finite, fingerprint
 from router.http.auth import ApiKeys
 from router.text.model_files import read_model
@@ -119,7 +119,7 @@ def computing(settings: DoctorSettings) -> str:
 
 def model(settings: DoctorSettings) -> str:
     directory = resolve(settings.model or str(DEMO_MODEL))
-    config = ModelConfig.from_directory(directory)
+    config = read_model_config(directory)
     revision = fingerprint(directory)[:8]
     check_finite(directory)
     Tokenizer.load(directory, read_model(directory, "", 0, 0).vocab_size)

@@ -14,8 +14,10 @@ from engine.emulation import Emulation, load_emulation
 from engine.hash_model import LANES, EmulatedRunner, HashRunner
 from engine.kv_pool import KVPool, blocks_for, check_holds
 from engine.linear import LinearFormat
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder, load_model
+from engine.models.decoder import Decoder
+from engine.models.families import read_model_config
+from engine.models.load import load_model
+from engine.models.spec import ModelConfig
 from engine.runner import Runner, TorchRunner
 from engine.startup import BuildOptions, EngineComponents, exchange_fingerprint, stage
 from engine.weights import weight_bytes
@@ -39,7 +41,7 @@ def build(options: BuildOptions, borrowed: PoolClient | None = None) -> EngineCo
 
 def _build(options: BuildOptions, borrowed: PoolClient | None) -> EngineComponents:
     path = resolve(options.model)
-    config = ModelConfig.from_directory(path)
+    config = read_model_config(path)
     max_model_len = options.max_model_len or config.max_position_embeddings
     if max_model_len > config.max_position_embeddings:
         raise ValueError(

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from engine.attention import AttentionLayer
 from engine.batch import Batch
 from engine.cuda.attention import Tile, TritonAttention, TritonPlan
 from engine.cuda.attention_kernels import attend
@@ -110,7 +111,9 @@ def attention(
 ) -> None:
     pool = pool_of(8, head_dim, page, held or dtype)
     plan = TritonAttention(pool).plan(without_memory(batch_of(spans, page, NUM_BLOCKS, CPU)))
-    plan.attend(1, empty(sum(end - start for start, end in spans), 8 * group, head_dim, dtype=dtype), window)
+    plan.attend(
+        AttentionLayer(1, window), empty(sum(end - start for start, end in spans), 8 * group, head_dim, dtype=dtype)
+    )
 
 
 def elementwise(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -120,7 +123,7 @@ def elementwise(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) ->
     rows, weight, head = empty(50, hidden, dtype=dtype), empty(hidden, dtype=dtype), empty(head_dim, dtype=dtype)
     step.norm(rows, weight)
     step.add_norm(rows, rows, weight)
-    step.silu_mul(empty(50, 7 * hidden, dtype=dtype))
+    step.gated(empty(50, 7 * hidden, dtype=dtype), "silu")
     for norm in (head, None):
         step.rotate_and_store(1, empty(50, (heads + 2 * kv_heads) * head_dim, dtype=dtype), norm, norm)
 

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable
 
 BENCHMARKS = {
-    "cpu": "everything on a CPU against llama.cpp, vLLM and transformers",
+    "cpu": "Baton on a CPU, compared with llama.cpp, vLLM and transformers",
     "transport": "shm and tcp channels: bytes per second and CPU time",
     "handoff": "what a handoff adds to the time to first token",
     "footprint": "start-up time to the first token, and memory of the router and a node",
     "router": "streamed tokens per second, latency and memory of the router",
     "policies": "batching policies on a virtual clock; writes docs/policies.md",
-    "gpu_first_run": "experimental: everything on a GPU: checks, kernels, a whole model, handoffs",
+    "gpu_first_run": "experimental: checks, kernels, a whole model and handoffs on a GPU",
     "document": "write the tables of docs/results/ from the results",
 }
 

@@ -140,7 +140,7 @@ class WorkerPool:
             (options.vllm, "BATON_PEER_VLLM") if arm == VLLM_FP32 else (options.llama, "BATON_PEER_LLAMA")
         )
         if not python:
-            raise PeerFailedError(f"{arm}: give its interpreter by --{variable[11:].lower()} or {variable}")
+            raise PeerFailedError(f"{arm}: give its interpreter with --{variable[11:].lower()} or {variable}")
         if arm == VLLM_FP32:
             cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             env = {"VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": cpus}

@@ -30,7 +30,7 @@ ARMS = {
 }
 PROMPTS = (1000, 2000, 4000, 8000)
 TIMELINE_S = 10.0  # how long to wait until the nodes' records of a request arrive
-PARTS = {"baton up": "cluster", "router": "router", "prefill node": "prefill_node", "decode node": "decode_node"}
+PARTS = {"baton up": "baton", "router": "router", "prefill node": "prefill_node", "decode node": "decode_node"}
 
 
 def send(client: httpx.Client, prompt: list[int]) -> tuple[str, float]:
@@ -51,7 +51,7 @@ def timed(client: httpx.Client, prompt: list[int]) -> dict[str, float]:
     deadline = time.monotonic() + TIMELINE_S
     while not (timeline := client.get(f"/v1/requests/{identity}/timeline").json()).get("phases_ms"):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{identity} has no phases after {TIMELINE_S} s")
+            raise TimeoutError(f"request {identity} has no phases after {TIMELINE_S} s")
         time.sleep(0.1)
     prefill_ms, exposed_ms = (timeline["phases_ms"][phase] for phase in ("prefill", "transfer_exposed"))
     # If a request needed more than one attempt, a node was lost, and the TTFT includes the retry.

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from engine.linear import LinearFormat, Plain
 from engine.models.decoder import Decoder
+from engine.models.load import assemble
 from engine.models.spec import ModelConfig
-from engine.models.weight_map import assemble
 
 STANDARD_DEVIATION = 0.02  # as in an untrained Llama
 

@@ -3,6 +3,7 @@
 import sys
 import tomllib
 from collections.abc import Sequence
+from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,12 +11,17 @@ from typing import Annotated
 
 import typer
 
-from cluster.plan import ROOT, DoctorSettings, LocalSettings
+from cluster.plan import DoctorSettings, LocalSettings
 from compare.cli import compare
-from shared.config.command_line import command_of, markup_mode, run_app
+from shared.api_client import base_url
+from shared.config.command_line import command_of, run_app
 from shared.config.settings import NodeSettings, RouterSettings, Settings
+from shared.lifecycle import ROOT
 
-Url = Annotated[str, typer.Option("--url", envvar="BATON_URL", help="URL of the router.")]
+Url = Annotated[
+    str, typer.Option("--url", envvar="BATON_URL", metavar="URL", parser=base_url, help="URL of the router.")
+]
+RoleName = StrEnum("RoleName", {"prefill": "prefill", "decode": "decode"})
 ApiKey = Annotated[
     str,
     typer.Option("--api-key", envvar="BATON_API_KEY", show_default=False, help="API key, if the router requires one."),
@@ -39,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _app() -> typer.Typer:
-    app = typer.Typer(rich_markup_mode=markup_mode(), pretty_exceptions_enable=False)
+    app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.callback(help="Serves large language models with prefill and decode on separate pools.")(_options)
     for name, (kind, text) in PROCESSES.items():
         positional = "model" if kind is LocalSettings else ""
@@ -117,7 +123,7 @@ def _top(url: Url = LOCAL_URL, api_key: ApiKey = "") -> int:
 
 def _role(
     node: Annotated[str, typer.Argument(help="Name of the node, as shown by `baton status`.")],
-    role: Annotated[str, typer.Argument(help="New role: prefill or decode.")],
+    role: Annotated[RoleName, typer.Argument(help="New role.")],
     url: Url = LOCAL_URL,
     api_key: ApiKey = "",
 ) -> int:

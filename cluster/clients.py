@@ -1,6 +1,7 @@
 """The commands that call a running router: `baton status`, `top`, `role` and `chat`."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,14 @@ COLUMNS = (
     *("node", "role", "state", "running", "waiting", "batch", "KV blocks", "steps/s", "busy"),
     *("handoffs", "moved", "channels"),
 )
-CHAT_HELP = "/new forgets the conversation, /quit ends; Ctrl-C stops an answer"
+NARROW, NUM_NARROW = 110, 9  # a terminal with fewer columns shows only the first columns of the table
+NUM_EVENTS = 5
+LEGEND = (
+    "steps/s, busy: means of the last 10 s. batch: tokens of prompts (p) and\n"
+    "decodes (d) in the latest step. TTFT: time to first token. TBT: time between\n"
+    "tokens. TTST: time from the first to the second token."
+)
+CHAT_HELP = "/new forgets the conversation, /help shows this, /quit ends; Ctrl-C stops an answer"
 Document = dict[str, Any]
 
 
@@ -48,7 +56,7 @@ def request(
         )
         with client, client.stream(method, url.rstrip("/") + path, json=body) as response:
             if response.is_error:
-                raise UnreachableError(_reason(url, response))
+                raise UnreachableError(_reason(url, response, has_key=bool(api_key)))
             yield response
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UnreachableError(f"no router at {url}: {error or type(error).__name__}") from None
@@ -56,14 +64,19 @@ def request(
         raise UnreachableError(f"{url} did not answer like a router of this version; is it a router?") from None
 
 
-def _reason(url: str, response: httpx.Response) -> str:
+def _reason(url: str, response: httpx.Response, *, has_key: bool) -> str:
     try:
         response.read()
         message = " ".join(str(response.json()["error"]["message"]).split())
     except (ValueError, KeyError, TypeError):
         message = f"{url} answered with status {response.status_code}; is it a router?"
-    hint = ": give --api-key, or set BATON_API_KEY" if response.status_code in {401, 403} else ""
-    return message.rstrip(".") + hint if hint else f"{message} (status {response.status_code})"
+    if response.status_code == 401:
+        return (
+            "the router does not accept this API key: check --api-key and BATON_API_KEY"
+            if has_key
+            else "the router requires an API key: give --api-key, or set BATON_API_KEY"
+        )
+    return f"{message} (status {response.status_code})"
 
 
 # ---- status and top ------------------------------------------------------------------------------------------------
@@ -76,9 +89,11 @@ def show_status(url: str, api_key: str, *, as_json: bool) -> int:
     elif sys.stdout.isatty():
         from rich.console import Console
 
-        Console(markup=False, highlight=False).print(_screen(status))
+        console = Console(markup=False, highlight=False)
+        console.print(_screen(status, console.width))
     else:
-        print("\n".join([summary(status), *map("\t".join, [COLUMNS, *map(row_of, status["nodes"])])]))
+        rows = map("\t".join, [COLUMNS, *map(row_of, status["nodes"])])
+        print("\n".join([*head(status), *rows, *tail(status, time.time())]))
     return 0
 
 
@@ -90,28 +105,32 @@ def run_top(url: str, api_key: str) -> int:
     if not sys.stdout.isatty():
         return show_status(url, api_key, as_json=False)
     console = Console(markup=False, highlight=False)
-    with Live(_screen(fetch_status(url, api_key)), console=console, screen=True, auto_refresh=False) as live:
+    with Live(
+        _screen(fetch_status(url, api_key), console.width), console=console, screen=True, auto_refresh=False
+    ) as live:
         while True:
             try:
                 time.sleep(FRAME_S)
-                live.update(_screen(fetch_status(url, api_key)), refresh=True)
+                live.update(_screen(fetch_status(url, api_key), console.width), refresh=True)
             except UnreachableError as error:
                 live.update(f"{error}; trying again", refresh=True)
             except KeyboardInterrupt:
                 return 0
 
 
-def _screen(status: Document) -> Any:
+def _screen(status: Document, width: int) -> Any:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*COLUMNS, box=None)
+    num_columns = len(COLUMNS) if width >= NARROW else NUM_NARROW
+    table = Table(
+        *COLUMNS[:num_columns], box=None, pad_edge=False, padding=(0, 2, 0, 0) if width >= 100 else (0, 1, 0, 0)
+    )
     for row in map(row_of, status["nodes"]):
-        style = {"ready": "green", "draining": "yellow"}.get(row[2], "red")
-        table.add_row(*(Text(cell, style=style if cell is row[2] else "") for cell in row))
-    bottleneck = [str(status["summary"])] if status.get("summary") else []
-    return Group(summary(status), *bottleneck, latency_line(status), table)
+        style = {"ready": "green", "draining": "yellow", "left": "dim"}.get(row[2], "red")
+        table.add_row(*(Text(cell, style=style if cell is row[2] else "") for cell in row[:num_columns]))
+    return Group(*head(status), "", table, "", *tail(status, time.time()), Text(LEGEND, style="dim"))
 
 
 def fetch_status(url: str, api_key: str = "") -> Document:
@@ -126,14 +145,36 @@ def fetch_status(url: str, api_key: str = "") -> Document:
         return status
 
 
-def summary(status: Document) -> str:
-    registry, requests = status.get("registry") or {}, status.get("requests") or {}
-    return (
+def head(status: Document) -> list[str]:
+    """Return the lines above the table: the cluster, its load and its latencies."""
+    registry, requests, totals = (status.get(name) or {} for name in ("registry", "requests", "totals"))
+    lines = [
         f"{status.get('model', '?')}, {status.get('mode', '?')}; "
         f"registry {registry.get('kind', '?')}: {registry.get('state', '?')}; "
-        f"requests: {requests.get('running', 0)} running, {requests.get('total', 0)} in total; "
-        f"handoffs: {status.get('handoffs', 0)}, {size_text(status.get('bytes_moved', 0))} moved"
-    )
+        f"handoffs: {status.get('handoffs', 0)}, {size_text(status.get('bytes_moved', 0))} moved",
+        f"now: {totals.get('running', requests.get('running', 0))} running, "
+        f"{totals.get('queued', (status.get('queue') or {}).get('requests', 0))} queued; "
+        f"since the start: {requests.get('total', 0)} requests",
+    ]
+    if totals:
+        rates = [totals.get(f"{name}_per_s") or 0 for name in ("requests", "prompt_tokens", "generated_tokens")]
+        lines += [
+            "last 10 s: {:.1f} requests/s, {:.0f} prompt tokens/s, {:.0f} generated tokens/s".format(*rates),
+            "last 60 s: " + ", ".join(f"{totals.get(name) or 0} {name}" for name in ("finished", "refused", "failed")),
+        ]
+    return [*lines, latency_line(status), *([str(status["summary"])] if status.get("summary") else [])]
+
+
+def tail(status: Document, now: float) -> list[str]:
+    """Return the lines below the table: the nodes that are gone, with the reason, and the latest events."""
+    gone = [node for node in status["nodes"] if node.get("state") in {"lost", "left"} and node.get("since_ms")]
+    return [
+        f"{node['id']}: {node['state']} {now - node['since_ms'] / 1000:.0f} s ago: {node.get('reason') or '?'}"
+        for node in gone
+    ] + [
+        f"{time.strftime('%H:%M:%S', time.localtime(event['time_ms'] / 1000))} {event['text']}"
+        for event in (status.get("events") or [])[-NUM_EVENTS:]
+    ]
 
 
 def row_of(node: Document) -> tuple[str, ...]:
@@ -147,7 +188,7 @@ def row_of(node: Document) -> tuple[str, ...]:
     return (
         str(node.get("id", "?")),
         str(node.get("role", "?")),
-        str(node.get("state", "?")) if node.get("alive", True) else "lost",
+        str(node.get("state", "?")) if node.get("alive", True) or node.get("state") == "left" else "lost",
         str(node.get("running", 0)),
         str(node.get("waiting", 0)),
         "+".join(f"{count}{kind}" for kind, count in counts.items() if count) or "-",
@@ -161,15 +202,15 @@ def row_of(node: Document) -> tuple[str, ...]:
 
 
 def latency_line(status: Document) -> str:
-    """Return the p50 and p99 latencies of the last minute, as in "TTFT 180/420 ms (SLO 450)"."""
+    """Return the p50 and p99 latencies of the last minute, as in "TTFT 180/420 (SLO 450)"."""
     latency = status.get("latency") or {}
     parts = []
     for name in ("ttft", "tbt", "ttst"):
         value, slo = latency.get(f"{name}_ms") or {}, (latency.get("slo") or {}).get(f"{name}_ms")
         if value.get("p50") is not None:
-            text = f"{name.upper()} {value['p50']:.4g}/{value['p99']:.4g} ms"
+            text = f"{name.upper()} " + "/".join(f"{value[p]:.{0 if value[p] >= 10 else 1}f}" for p in ("p50", "p99"))
             parts.append(f"{text} (SLO {slo:g})" if slo else text)
-    return "p50/p99 of the last minute: " + ("   ".join(parts) or "no requests")
+    return "last 60 s, p50/p99 ms: " + (", ".join(parts) or "no requests")
 
 
 def size_text(size: float) -> str:
@@ -212,6 +253,9 @@ def run_chat(url: str, api_key: str, system: str, **options: float | None) -> in
     for prompt in _prompts(is_terminal):
         if prompt == "/new":
             messages = list(first)
+            continue
+        if re.fullmatch(r"/\w*", prompt):
+            print(CHAT_HELP if prompt == "/help" else f"{prompt} is not a command: {CHAT_HELP}", file=sys.stderr)
             continue
         question = {"role": "user", "content": prompt}
         try:

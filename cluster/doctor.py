@@ -22,16 +22,15 @@ from compare.arms import Arm
 from compare.endpoint import Document, Endpoint, EndpointError
 from compare.run.deployments import LaunchOptions, LocalStack, fit_together, num_gpus
 from compare.run.equivalence import different_answers, fits, greedy_answers
-from engine.components import on_gpu
 from engine.cpu import why_not_compiled
-from engine.models.families import read_model_config
+from engine.options import BuildOptions, check_gpu, check_options
 from engine.weights import check_finite, fingerprint
 from router.http.auth import ApiKeys
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
-from shared.config.settings import ComputingSettings, flag_of, format_value
+from shared.config.settings import ComputingSettings, flag_of, format_value, hide_password
 from shared.lifecycle import wait_until
-from shared.model_files import DEMO_MODEL, resolve
+from shared.model_files import DEMO_MODEL
 from shared.registry import RedisRegistry
 from shared.rpc import tls
 
@@ -41,6 +40,8 @@ IDS = 250  # token ids in prompts are lower, so that every vocabulary has them
 CLOCK_MS = 1000.0  # a larger difference between clocks causes a warning
 IDLE_S = 10.0
 CO_LOCATED = "co-located"
+# Inside a container, --host is not the address at which clients reach the router.
+IN_CONTAINER = any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv", "/run/secrets/kubernetes.io")))
 CHOSEN = {"kv_channel", "kv_directory", "cpus", "emulate"}  # settings that doctor itself chooses
 
 
@@ -92,7 +93,7 @@ async def examine(name: str, check: Callable[[], str | Awaitable[str]]) -> Findi
 
 async def _installation(settings: DoctorSettings) -> AsyncIterator[Finding]:
     """Yield the findings about this machine. With --url, skip most checks, because the cluster runs elsewhere."""
-    checks: tuple[Callable[[DoctorSettings], str | Awaitable[str]], ...] = (libraries, registry)
+    checks: tuple[Callable[[DoctorSettings], str | Awaitable[str]], ...] = (libraries, secret_files, registry)
     if not settings.url:
         checks = (libraries, computing, model, secret_files, registry)
     for check in checks:
@@ -106,11 +107,10 @@ def libraries(_: DoctorSettings) -> str:
 
 
 def computing(settings: DoctorSettings) -> str:
-    import torch
+    if BuildOptions.from_settings(settings).on_gpu:
+        import torch
 
-    if on_gpu(settings.device, computes=settings.runner == "torch" and not settings.emulate):
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device {settings.device}: torch {torch.__version__} sees no GPU here")
+        check_gpu("cuda" if settings.device == "auto" else settings.device)
         return ", ".join(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
     if reason := why_not_compiled():
         raise CheckWarning(f"kernels cannot be compiled ({reason}): torch computes instead, several times slower")
@@ -118,8 +118,8 @@ def computing(settings: DoctorSettings) -> str:
 
 
 def model(settings: DoctorSettings) -> str:
-    directory = resolve(settings.model or str(DEMO_MODEL))
-    config = read_model_config(directory)
+    options = BuildOptions.from_settings(settings, model=settings.model or str(DEMO_MODEL))
+    directory, config = check_options(options)
     revision = fingerprint(directory)[:8]
     check_finite(directory)
     Tokenizer.load(directory, read_model(directory, "", 0, 0).vocab_size)
@@ -128,10 +128,10 @@ def model(settings: DoctorSettings) -> str:
 
 def secret_files(settings: DoctorSettings) -> str:
     """Check the given secret files. Afterwards, this process uses the cluster's secret."""
-    tls.configure(settings.cluster_secret_file, {"--registry-host": settings.registry_host})
+    tls.configure(settings.cluster_secret_file, {} if settings.url else {"--registry-host": settings.registry_host})
     if settings.api_keys_file or settings.api_keys:
         ApiKeys(settings.api_keys_file, settings.api_keys)
-    elif not tls.is_loopback(settings.host):
+    elif not (settings.url or IN_CONTAINER or tls.is_loopback(settings.host)):
         raise CheckWarning(f"--host {settings.host} serves any client without a key: give --api-keys-file")
     given = [flag_of(name) for name in ("cluster_secret_file", "api_keys_file") if getattr(settings, name)]
     return f"{' and '.join(given)} can be used" if given else "none are given, and none are needed here"
@@ -144,7 +144,13 @@ async def registry(settings: DoctorSettings) -> str:
     await redis.start(lambda: None)
     try:
         if not await wait_until(lambda: redis.state == "ok", REDIS_S):
-            raise OSError(f"--registry: no Redis answers there within {REDIS_S:g} s; see the line above")
+            reason = redis.error or "no answer"
+            raise OSError(f"--registry {hide_password(settings.registry)}: no Redis within {REDIS_S:g} s: {reason}")
+        if redis.skipped:
+            raise ValueError(
+                f"{redis.skipped} nodes in Redis are not signed with this process's secret: give the file that the "
+                "nodes have as --cluster-secret-file"
+            )
         return f"Redis answers, and knows {len(redis.nodes)} nodes of cluster {settings.cluster}"
     finally:
         await redis.close()
@@ -181,8 +187,13 @@ async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
         await endpoint.close()
 
 
+def _members(status: Document) -> list[Document]:
+    """Return the rows of the nodes that are neither lost nor have left."""
+    return [node for node in status["nodes"] if node["state"] not in {"lost", "left"}]
+
+
 def _nodes(status: Document) -> str:
-    nodes = status["nodes"]
+    nodes = [node for node in status["nodes"] if node["state"] != "left"]
     if not nodes:
         raise ValueError("no nodes have joined: start some; their logs show any errors")
     if not_ready := [f"{node['id']} is {node['state']}" for node in nodes if node["state"] != "ready"]:
@@ -193,7 +204,7 @@ def _nodes(status: Document) -> str:
 
 def _fingerprints(status: Document) -> str:
     """Check that all nodes have the same fingerprint. The router uses only nodes with the most common fingerprint."""
-    nodes = status["nodes"]
+    nodes = _members(status)
     prints = [node["fingerprint"] for node in nodes]
     expected = max(sorted(set(prints)), key=prints.count, default="")
     if others := [node["id"] for node in nodes if node["fingerprint"] != expected]:
@@ -205,16 +216,16 @@ def _fingerprints(status: Document) -> str:
 
 
 def _blocks(status: Document) -> str:
-    blocks = {node["id"]: node["blocks"] for node in status["nodes"]}
+    blocks = {node["id"]: node["blocks"] for node in _members(status)}
     if wrong := [name for name, counts in blocks.items() if sum(counts.values()) != 2 * counts["total"]]:
         raise ValueError(f"{', '.join(wrong)}: the sum of the states is not the total: restart it, and report its log")
     return "all accounted for"
 
 
 def _channels(status: Document) -> str:
-    used = ", ".join(sorted({channel for node in status["nodes"] for channel in node["channels"].values()}))
+    used = ", ".join(sorted({channel for node in _members(status) for channel in node["channels"].values()}))
     slower = [
-        f"{node['id']} {node['channel_fallbacks']} times" for node in status["nodes"] if node["channel_fallbacks"]
+        f"{node['id']} {node['channel_fallbacks']} times" for node in _members(status) if node["channel_fallbacks"]
     ]
     if slower:
         raise CheckWarning(f"{', '.join(slower)} fell back to a slower one (in use: {used}): its log says why")
@@ -223,7 +234,7 @@ def _channels(status: Document) -> str:
 
 def _clocks(status: Document) -> str:
     """Check that the nodes' clocks agree with the router's. Without the dashboard, a router knows no offsets."""
-    offsets = {node["id"]: node["clock_offset_ms"] for node in status["nodes"] if "clock_offset_ms" in node}
+    offsets = {node["id"]: node["clock_offset_ms"] for node in _members(status) if "clock_offset_ms" in node}
     if skewed := [f"{name} by {-offset:+.0f} ms" for name, offset in offsets.items() if abs(offset) > CLOCK_MS]:
         raise CheckWarning(f"clocks differ from the router's: {', '.join(skewed)}: synchronize them with NTP")
     return f"at most {max(map(abs, offsets.values()), default=0):.0f} ms apart" if offsets else "not known"

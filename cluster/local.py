@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import time
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -12,20 +13,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from cluster.plan import ROUTER, Child, LocalSettings, checked, inherited, plan
 from cluster.secret import new_key, own_secret
 from shared.api_client import bearer
 from shared.config.settings import EVERY_ADDRESS
 from shared.lifecycle import set_parent_death_signal
+from shared.logs import json_line
 
-Say = Callable[[str, str], None]  # prints a line; the arguments are the name of the process and the line
+Say = Callable[
+    ..., None
+]  # prints a line; the arguments are the name of the process, the line and its level, if not info
+GetJson = Callable[[], Awaitable[Any]]  # sends a request and returns the JSON of its answer, or None if there is none
 
 MAX_LINE_BYTES = 1 << 16
 RESTARTS_PER_MINUTE = 5
 FIRST_DELAY_S = 0.5
+COUNT_S = 0.5  # how long the router may take to report its running requests before it drains
 GRACE_S = 2.0  # how long a process may take to exit after its drain
 BAD_SETTINGS = 2  # the exit status of a process with invalid settings, which is not restarted
-STARTING_S = 20.0  # after this time, report that the cluster is still starting
+WAITING_S, MAX_WAITING_S = 5.0, 60.0  # time before the first report on nodes that are not ready, and between reports
 
 
 def up(settings: LocalSettings) -> int:
@@ -38,7 +46,7 @@ def up(settings: LocalSettings) -> int:
     if not settings.cluster_secret_file and not settings.registry:  # with Redis, there may be other hosts
         settings = settings.model_copy(update={"cluster_secret_file": own_secret(settings.kv_directory)})
     children = plan(settings, settings.cpus or sorted(os.sched_getaffinity(0)))
-    say = printer([child.name for child in children])
+    say = printer([child.name for child in children], settings.log_format)
     return asyncio.run(_up(settings, children, say, key))
 
 
@@ -58,61 +66,98 @@ def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def outward_address(host: str) -> str:
+    """Return the address of this machine in its default network, or its host name. `host` selects IPv4 or IPv6."""
+    family, target = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 9))  # selects a source address; no packet is sent
+        return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
 async def _up(settings: LocalSettings, children: Sequence[Child], say: Say, key: str) -> int:
     url = url_of(settings.host, settings.port)
     admin_url = url_of(settings.admin_host, settings.admin_port) if settings.admin_port else url
-    status_is = partial(until_answers, f"{admin_url}/v1/status", key=key)
-    all_ready = partial(status_is, lambda status: num_ready(status) >= sum(settings.num_nodes()))
-    reporting = asyncio.create_task(_report_ready(url, settings, say, status_is))
-    try:
-        return await LocalCluster(children, say, settings.drain_timeout_s, all_ready).run()
-    finally:
-        reporting.cancel()
+    nodes = [child.name for child in children if child.name != ROUTER]
+    # Ignore the environment's proxy settings, because the router is on this machine.
+    async with httpx.AsyncClient(timeout=2.0, trust_env=False, headers=bearer(key)) as client:
+        get_status = partial(get_json, client, f"{admin_url}/v1/status")
+        all_ready = partial(until, get_status, lambda status: num_ready(status) >= len(nodes))
+        reports = [
+            asyncio.create_task(_report_ready(settings, say, partial(get_json, client, f"{url}/ready"), get_status)),
+            asyncio.create_task(report_waiting([] if settings.registry else nodes, len(nodes), say, get_status)),
+        ]
+        try:
+            return await LocalCluster(children, say, settings.drain_timeout_s, all_ready, get_status).run()
+        finally:
+            for report in reports:
+                report.cancel()
 
 
-async def _report_ready(
-    url: str, settings: LocalSettings, say: Say, status_is: Callable[[Callable[[Any], bool]], Awaitable[None]]
-) -> None:
-    late = asyncio.get_running_loop().call_later(
-        STARTING_S, say, "baton", f"no node is ready after {STARTING_S:g} s; still waiting"
-    )
-    try:
-        await until_answers(f"{url}/ready", lambda _: True)
-    finally:
-        late.cancel()
-    say("baton", f"serving at {url}")
+async def _report_ready(settings: LocalSettings, say: Say, get_ready: GetJson, get_status: GetJson) -> None:
+    await until(get_ready, lambda _: True)
+    url, others = url_of(settings.host, settings.port), ""
+    if settings.host in EVERY_ADDRESS:
+        others = f" and, for other machines, {url_of(outward_address(settings.host), settings.port)}"
+    say("baton", f"serving at {url}{others}")
     model = settings.served_model_name or Path(settings.model).name
     body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 40})
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys_file or settings.api_keys else ""
     say("baton", f"try: curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'")
     num_prefill, num_decode = settings.num_nodes()
-    await status_is(lambda status: len(status["nodes"]) >= num_prefill + num_decode)
+    await until(get_status, lambda status: num_ready(status) >= num_prefill + num_decode)
     say("baton", f"complete: {settings.mode}, {num_prefill} prefill and {num_decode} decode")
+
+
+async def report_waiting(
+    names: Sequence[str], num_nodes: int, say: Say, get_status: GetJson, delay_s: float = WAITING_S
+) -> None:
+    """Report the nodes that are not ready, after `delay_s` and then at doubling intervals, until all are ready.
+
+    `names` are the ids of the nodes, or empty if these choose their ids themselves.
+    """
+    started = time.monotonic()
+    while True:
+        await asyncio.sleep(delay_s)
+        status = await get_status()
+        if status is not None and num_ready(status) >= num_nodes:
+            return
+        delay_s = min(2 * delay_s, MAX_WAITING_S)
+        states = {node["id"]: node["state"] for node in status["nodes"]} if status is not None else {}
+        late = [f"{name} ({states.get(name, 'starting')})" for name in names if states.get(name) != "ready"]
+        waiting = f"; waiting for {', '.join(late)}" if late else ""
+        num = num_ready(status) if status is not None else 0
+        say("baton", f"{num} of {num_nodes} nodes are ready after {time.monotonic() - started:.0f} s{waiting}")
 
 
 def num_ready(status: Any) -> int:
     """Return the number of nodes that take requests, according to a router's /v1/status."""
-    return sum(bool(node["alive"]) and node["state"] == "ready" for node in status["nodes"])
+    return sum(bool(node.get("alive")) and node["state"] == "ready" for node in status["nodes"])
 
 
-async def until_answers(url: str, is_enough: Callable[[Any], bool], key: str = "") -> None:
-    """Repeat a request until the response has status 200 and `is_enough` returns True for its JSON."""
-    import httpx
-
-    # Ignore the environment's proxy settings, because the router is on this machine.
-    async with httpx.AsyncClient(timeout=2.0, trust_env=False, headers=bearer(key)) as client:
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                answer = await client.get(url)
-                if answer.status_code == 200 and is_enough(answer.json()):
-                    return
-            await asyncio.sleep(0.1)
+async def get_json(client: httpx.AsyncClient, url: str) -> Any:
+    """Return the JSON of a response with status 200, or None if there is none."""
+    with contextlib.suppress(httpx.HTTPError, ValueError):
+        answer = await client.get(url)
+        return answer.json() if answer.status_code == 200 else None
+    return None
 
 
-def printer(names: Iterable[str]) -> Say:
-    """Return a function that prints the name of a process and then a line of its output."""
+async def until(get: GetJson, is_enough: Callable[[Any], bool]) -> None:
+    """Repeat a request until its answer is not None and `is_enough` returns True for it."""
+    while True:
+        answer = await get()
+        if answer is not None and is_enough(answer):
+            return
+        await asyncio.sleep(0.1)
+
+
+def printer(names: Iterable[str], log_format: str = "text") -> Say:
+    """Return a function that prints a line of a process: after the name of the process, or as a JSON object."""
+    if log_format == "json":
+        return lambda name, line, level="info": print(json_line(name, line, level), flush=True)
     width = max(map(len, names))
-    return lambda name, line: print(f"{name:<{width}} | {line}", flush=True)
+    return lambda name, line, level="info": print(f"{name:<{width}} | {line}", flush=True)
 
 
 class LocalCluster:
@@ -120,11 +165,17 @@ class LocalCluster:
 
     `baton up` creates one, and calls `run` on the event loop. `run` restarts nodes that end, stops the cluster when the
     router ends, and leaves no process behind. After SIGTERM, a process has `drain_timeout_s` + GRACE_S seconds to end
-    before it is killed. `all_ready` waits until every node takes requests.
+    before it is killed. `all_ready` waits until every node takes requests. `get_status` returns the router's
+    /v1/status, or None if it does not answer.
     """
 
     def __init__(
-        self, children: Sequence[Child], say: Say, drain_timeout_s: float, all_ready: Callable[[], Awaitable[None]]
+        self,
+        children: Sequence[Child],
+        say: Say,
+        drain_timeout_s: float,
+        all_ready: Callable[[], Awaitable[None]],
+        get_status: GetJson,
     ) -> None:
         self._children = children
         self._nodes = [child.name for child in children if child.name != ROUTER]
@@ -133,6 +184,7 @@ class LocalCluster:
         self._processes: dict[str, Process] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._all_ready = all_ready
+        self._get_status = get_status
         self._rolling: asyncio.Task[None] | None = None
         self._ending = asyncio.Event()
         self._num_signals = 0
@@ -155,10 +207,13 @@ class LocalCluster:
             await self._ending.wait()
             if self._rolling is not None:
                 self._rolling.cancel()
+            if self._num_signals:
+                await self._say_draining()
             # End the router first, because it needs the nodes to finish its requests.
             await self._end([ROUTER])
             await self._end(self._nodes)
             await asyncio.gather(*self._keepers.values())
+            self._say("baton", "ended")
         finally:
             self._send(signal.SIGKILL, list(self._processes))
             for number in (*numbers, signal.SIGUSR1):
@@ -168,11 +223,20 @@ class LocalCluster:
     def _on_signal(self, number: int) -> None:
         self._num_signals += 1
         if self._num_signals == 1:
-            self._say("baton", "draining; a second signal ends all processes at once")
             self._ending.set()
         else:
             self._status = 128 + number
             self._send(signal.SIGKILL, list(self._processes))
+
+    async def _say_draining(self) -> None:
+        status = None
+        with contextlib.suppress(TimeoutError):
+            status = await asyncio.wait_for(self._get_status(), COUNT_S)
+        num = status["requests"]["running"] if status is not None else None
+        what = (
+            "" if num is None else f" {num} request{'' if num == 1 else 's'}, for at most {self._drain_timeout_s:g} s"
+        )
+        self._say("baton", f"draining{what}; a second signal ends all processes at once")
 
     def _on_restart(self) -> None:
         if self._rolling is None or self._rolling.done():
@@ -201,7 +265,7 @@ class LocalCluster:
         if names:
             await asyncio.wait([self._keepers[name] for name in names], timeout=self._drain_timeout_s + GRACE_S)
         for name in [name for name in names if name in self._processes]:
-            self._say(name, "has not ended in time and is killed")
+            self._say(name, "has not ended in time and is killed", "warning")
         self._send(signal.SIGKILL, names)
 
     async def _keep(self, child: Child) -> None:
@@ -212,9 +276,12 @@ class LocalCluster:
                 return
             drained = child.name != ROUTER and status == 0  # `_restart_all` sent SIGTERM
             how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-            self._say(child.name, "has drained and ended" if drained else f"ended unexpectedly, {how}")
+            if drained:
+                self._say(child.name, "has drained and ended")
+            else:
+                self._say(child.name, f"ended unexpectedly, {how}", "error")
             if child.name == ROUTER or status == BAD_SETTINGS:
-                self._say("baton", f"the cluster ends, because {child.name} has ended")
+                self._say("baton", f"the cluster ends, because {child.name} has ended", "error")
                 self._status = status if status > 0 else 1
                 self._ending.set()
                 return

@@ -1,6 +1,5 @@
 """Plans a local cluster: checks the settings of `baton up` on this machine, and lists the processes to start."""
 
-import os
 import re
 import socket
 import sys
@@ -11,8 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from shared.api_client import base_url
 from shared.config.settings import (
     EVERY_ADDRESS,
     ComputingSettings,
@@ -23,17 +23,17 @@ from shared.config.settings import (
     ServingSettings,
     Settings,
     flag_of,
+    setting,
     variable_of,
 )
 from shared.errors import ConfigError
+from shared.lifecycle import python_path
 from shared.model_files import DEMO_MODEL, resolve
 
-ROOT = Path(__file__).resolve().parent.parent
 ROUTER = "router"
 # Number of times that a waiting OpenMP thread spins before it sleeps: a few µs. The default is milliseconds.
 # If the router or another node shares its core, a spinning thread may take time from the thread that it waits for.
 SPIN = "1000"
-MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors")
 
 
 def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
@@ -57,14 +57,16 @@ class LocalSettings(ServingSettings, ComputingSettings):
 
     needed: ClassVar[tuple[str, ...]] = ()  # no setting is required; the default model is the demo model
 
+    model: str = setting("", "Model: a directory, or a hub id such as Qwen/Qwen3-0.6B.", "the demo model")
     prefill: int = Field(default=1, ge=0, le=256, description="Number of prefill nodes.")
-    decode: int = Field(default=0, ge=0, le=256, description="Number of decode nodes; 0: 1, colocated 1 + --prefill.")
-    devices: Devices = Field(
-        default=(),
-        description="GPUs, as in cuda:0,cuda:1, assigned to prefill and then decode nodes; empty: --device for all.",
+    decode: Annotated[int, Field(ge=0, le=256)] = setting(
+        0, "Number of decode nodes.", "1, or with --mode colocated 1 + --prefill"
+    )
+    devices: Devices = setting(
+        (), "GPUs, as in cuda:0,cuda:1, assigned to prefill and then decode nodes.", "--device for all"
     )
     registry_host: Host = Field(default="127.0.0.1", description="Address that nodes join at.")
-    registry_port: Port = Field(default=0, description="Port that nodes join at; 0: any free port.")
+    registry_port: Port = setting(0, "Port that nodes join at.", "any free port")
 
     @model_validator(mode="after")
     def _check_node_timeout(self) -> "LocalSettings":
@@ -109,7 +111,9 @@ class LocalSettings(ServingSettings, ComputingSettings):
 class DoctorSettings(LocalSettings):
     """The checks"""
 
-    url: str = Field(default="", description="URL of a running cluster to check; empty: start small ones here.")
+    url: Annotated[str, AfterValidator(base_url)] = setting(
+        "", "URL of a running cluster to check.", "start small clusters on this machine"
+    )
     api_key: str = Field(default="", repr=False, description="Admin key for that router.")
 
 
@@ -150,17 +154,19 @@ def share_out(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
 
 
 def checked(settings: LocalSettings) -> LocalSettings:
-    """Check the model's files and the ports. Return the settings with the model's directory and with free ports.
+    """Check the settings, the model's files and the ports. Return the settings with the model's directory and with free
+    ports.
 
-    Raises ConfigError if there is no model, a file is missing, or a port is in use.
+    Raises ConfigError, which names the setting, if a node or the router could not start with them.
     """
     try:
         directory = resolve(settings.model) if settings.model else DEMO_MODEL
     except ValueError as error:
         raise ConfigError(f"--model: {error}") from None
-    for pattern in MODEL_FILES:
-        if not any(directory.glob(pattern)):
-            raise ConfigError(f"--model {settings.model or directory}: contains no {pattern}")
+    _check_nodes(settings.model_copy(update={"model": str(directory)}))
+    _check_files(settings)
+    if not (directory / "tokenizer.json").exists():
+        raise ConfigError(f"--model {directory}: contains no tokenizer.json")
     # A downloaded model is served under its hub id, because the name of its directory is a hash.
     is_downloaded = bool(settings.model) and not Path(settings.model).expanduser().is_dir()
     update: dict[str, object] = {
@@ -175,6 +181,33 @@ def checked(settings: LocalSettings) -> LocalSettings:
     return settings.model_copy(update=update)
 
 
+def _check_nodes(settings: LocalSettings) -> None:
+    """Make the checks that each node makes at its start and that need no torch. Raises ConfigError."""
+    from engine.options import BuildOptions, check_channel, check_options
+
+    places = settings.places()
+    pools = Counter(places[settings.num_nodes()[0] :] if settings.kv_channel == "pool" else places)
+    try:
+        for place in dict.fromkeys(places):
+            options = BuildOptions.from_settings(settings, device=place)
+            check_options(options, pools[place])
+            check_channel(settings.kv_channel, options)
+    except ValueError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith("--") else f"--model: {text}") from None
+
+
+def _check_files(settings: LocalSettings) -> None:
+    """Read the files of secrets and keys, as the processes do at their start. Raises ConfigError."""
+    from router.http.auth import ApiKeys
+    from shared.rpc.tls import read_identity
+
+    if settings.cluster_secret_file:
+        read_identity(settings.cluster_secret_file)
+    if settings.api_keys_file or settings.api_keys:
+        ApiKeys(settings.api_keys_file, settings.api_keys)
+
+
 SettingsKind = TypeVar("SettingsKind", bound=Settings)
 
 
@@ -185,18 +218,17 @@ def _part(settings: LocalSettings, kind: type[SettingsKind], own: dict[str, obje
 
 
 def _child(name: str, module: str, settings: Settings, num_threads: int) -> Child:
-    # -P keeps Python from importing a module of the same name from the current directory.
     environment = {**settings.environment(), "OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}
     return Child(name, (sys.executable, "-P", "-m", module), environment)
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a child, without the parent's settings, and with this checkout in PYTHONPATH."""
+    """Return the environment for a child, without the parent's settings, and with Baton's PYTHONPATH."""
     settings = {variable_of(name) for kind in (LocalSettings, NodeSettings) for name in kind.model_fields}
     kept = {name: value for name, value in environment.items() if name not in settings}
     if "OMP_WAIT_POLICY" not in kept:
         kept.setdefault("GOMP_SPINCOUNT", SPIN)
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH", ""))))}
+    return kept | {"PYTHONPATH": python_path(kept)}
 
 
 def _free_port(name: str, host: str, port: int) -> int:

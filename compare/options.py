@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from shared.api_client import base_url
+
 DEFAULT_EMULATED = "h200-llama-3.1-8b"
 
 
@@ -24,9 +26,10 @@ class CompareOptions:
             show_default="colocated:2 disaggregated:1p1d",
         ),
     ] = field(default_factory=list)
-    url: Annotated[list[str], typer.Option(help="A running stack, in place of an arm. Give it two or more times.")] = (
-        field(default_factory=list)
-    )
+    url: Annotated[
+        list[str],
+        typer.Option(metavar="URL", parser=base_url, help="A running stack, in place of an arm. Give two or more."),
+    ] = field(default_factory=list)
     api_key: Annotated[
         str, typer.Option(envvar="BATON_API_KEY", help="Key for these stacks. An admin key also reads their records.")
     ] = ""

@@ -100,7 +100,7 @@ def _pools(every: Pool, prefill: Pool, decode: Pool, latency: Latency) -> Iterat
     batches = [(node["id"], node.get("batch") or {}) for node in decode.nodes]
     mixed = [name for name, batch in batches if batch.get("prefills") and batch.get("decodes")]
     if late and mixed:
-        hint = "" if prefill.nodes else " Prefill nodes would keep them apart."
+        hint = "" if prefill.nodes else " Separate prefill nodes would avoid this."
         yield f"Tokens come late, {late}, and {mixed[0]} runs prompt chunks in the same steps as decodes.{hint}"
     if (decode.busy or 0.0) >= BUSY and (decode.queue >= len(decode.nodes) or late):
         seen = (

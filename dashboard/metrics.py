@@ -29,7 +29,7 @@ NODE_HISTOGRAMS = {
     "push_s": ("vllm:nixl_xfer_time_seconds", "Time of one push of KV blocks, over any channel.", TRANSFER_S),
     "push_bytes": ("vllm:nixl_bytes_transferred", "Bytes per push of KV blocks.", TRANSFER_BYTES),
     "admission": ("baton_decode_admission_wait_seconds", "Time until a decode node granted a reservation.", TRANSFER_S),
-    "error": ("baton_step_prediction_error_ratio", "|predicted - measured| / measured step time.", ERRORS),
+    "error": ("baton_step_prediction_error_ratio", "Relative error of the predicted step time.", ERRORS),
 }
 # Histograms of values derived from the phases of finished requests.
 PHASES = {
@@ -37,7 +37,7 @@ PHASES = {
     "prefill": ("vllm:request_prefill_time_seconds", "Time from the first chunk to the first token.", E2E_S),
     "decode": ("vllm:request_decode_time_seconds", "Time from the first token to the last.", E2E_S),
     "inference": ("vllm:request_inference_time_seconds", "Time from the first chunk to the last token.", E2E_S),
-    "busy": ("baton_kv_transfer_busy_seconds", "Time in which blocks of a handoff moved.", ITL_S),
+    "busy": ("baton_kv_transfer_busy_seconds", "Time during which blocks of a handoff were being transferred.", ITL_S),
     "hidden": ("baton_kv_transfer_hidden_seconds", "Transfer time that overlapped the prefill.", ITL_S),
     "exposed": ("baton_kv_transfer_exposed_seconds", "Time from the end of the prefill to the last block.", ITL_S),
 }
@@ -48,7 +48,7 @@ ACTIVITY = {
 AFTER_FIRST = ("transfer_exposed", "decode_queue", "decode", "interference")  # a request's phases after its first token
 # For each queue, the role of the nodes that have it, and its help text.
 QUEUES = {
-    BOOTSTRAP: ("prefill", "Requests in prefill that wait for a reservation on their decode node."),
+    BOOTSTRAP: ("prefill", "Requests in prefill without a reservation on their decode node."),
     INFLIGHT: ("prefill", "Computed prompts whose KV is still being transferred."),
     PREALLOC: ("decode", "Handoffs that wait for a reservation."),
     TRANSFER: ("decode", "Handoffs whose KV is being received."),
@@ -79,7 +79,7 @@ class RecordMetrics(NodeMetrics):
             what: Histogram(name, text, LABELS, buckets=bounds, registry=self._registry)
             for what, (name, text, bounds) in NODE_HISTOGRAMS.items()
         }
-        text = "Time that prompt chunks added to steps, times the decodes in those steps."
+        text = "Delay of decodes by prompt chunks: time added to each step, multiplied by its decodes."
         self._seen["interference"] = prometheus_client.Counter(
             "baton_interference_seconds", text, LABELS, registry=self._registry
         )

@@ -184,6 +184,6 @@ def members_of(data: bytes, num_chunks: int) -> list[StepMember]:
     """Unpack a step's slices. Raises ValueError if the bytes are malformed."""
     ids = unpack_ids(data)
     if len(ids) % 3:
-        raise ValueError("a step's members are not triples")
+        raise ValueError("the number of ids of a step's members is not a multiple of 3")
     triples = zip(ids[::3], ids[1::3], ids[2::3], strict=True)
     return [StepMember(*triple, index < num_chunks) for index, triple in enumerate(triples)]

@@ -162,7 +162,7 @@ class HandoffReceiver(RoleAdapter):
                 channel.grant(reservation.reservation_id, reservation.blocks[reservation.num_checked :])
             return Ack(error, again=True)
         if error := error or self._commit_error(reservation, message):
-            self._end(self._table.close(reservation), f"the rows are not what the prefill node sent: {error}")
+            self._end(self._table.close(reservation), f"the rows differ from those that the prefill node sent: {error}")
             return Ack(error)
         self._table.accept(reservation)
         self._recorder.event(request.id, "received")
@@ -180,7 +180,7 @@ class HandoffReceiver(RoleAdapter):
         last = first + len(checksums) // CHECKSUM_BYTES
         if len(checksums) % CHECKSUM_BYTES or last > len(reservation.blocks):
             num_left = len(reservation.blocks) - first
-            return f"{len(checksums)} bytes are not checksums of up to {num_left} remaining rows"
+            return f"got {len(checksums)} bytes of checksums for {num_left} rows: must be {CHECKSUM_BYTES} per row"
         found = await asyncio.to_thread(self._memory.checksums, reservation.blocks[first:last])
         if reservation.num_checked != first:
             return "checksums of the same rows were sent twice"
@@ -223,7 +223,7 @@ class HandoffReceiver(RoleAdapter):
         """Renew leases. Reply with the reservations in quarantine, which the writer must stop."""
         data, size = message.reservation_ids, RESERVATION_ID_BYTES
         if len(data) > MAX_RENEWED * size or len(data) % size:
-            return RenewReply(f"{len(data)} bytes are not up to {MAX_RENEWED} reservation ids")
+            return RenewReply(f"{len(data)} bytes: must be {size} for each of at most {MAX_RENEWED} reservation ids")
         reservation_ids = [data[at : at + size] for at in range(0, len(data), size)]
         self._table.renew(message.writer, reservation_ids, time.monotonic())
         quarantined = b"".join(self._table.quarantined(message.writer))

@@ -60,7 +60,7 @@ def _emulation(data: Any, name: str, link: str) -> Emulation:
         raise ValueError(f"cost.{unknown[0]} is not one of {', '.join(known)}")
     model = CostModel(**{field: _number(cost, field, "cost.") for field in cost})
     if not any(model.packed()):
-        raise ValueError("cost is all zero, so no step would take time")
+        raise ValueError("cost has only zeros, so steps would take no time")
     links, chosen = _get(data, "links"), link or data.get("link", "")
     if chosen not in links:
         raise ValueError(f"link {chosen!r} is not one of {', '.join(sorted(links))}")

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.emulation import Emulation
+from engine.options import HASH_LANES
 from engine.runner import Runner, SliceOutput
 from scheduler.request import Slice, Step, cdiv
 
 log = logging.getLogger("baton.emulated")
-LANES = 4  # 64-bit integers per position: 32 bytes, as in a KVLayout with 1 layer, 1 head, head_dim 4 and float32
+LANES = HASH_LANES  # 64-bit integers per token: 32 bytes, as in a KVLayout with 1 layer, 1 head, head_dim 4, float32
 # If the host delays the start of a pass by at most this time, the pass still counts as started when the previous one
 # ended. This emulates a device whose next step is already queued.
 ABSORBED_S = 0.002

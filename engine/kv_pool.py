@@ -1,4 +1,4 @@
-"""The KV pool of a device, which is a typed view of memory to which peers may also write, and checks of its size."""
+"""The KV pool of a device, which is a typed view of memory to which peers may also write."""
 
 from typing import Protocol
 
@@ -40,27 +40,3 @@ class KVPool:
         """Return the K and V of one layer as strided views [num_blocks, kv_heads, block_tokens, head_dim]."""
         both = self.tensor[:, :, index]
         return both[..., 0, :], both[..., 1, :]
-
-
-def check_holds(layout: KVLayout, max_model_len: int) -> None:
-    """Raise ValueError unless a request of `max_model_len` tokens fits into the pool."""
-    room = (layout.num_blocks - 1) * layout.block_tokens
-    if max_model_len > room:
-        needed = 1 + -(-max_model_len // layout.block_tokens)
-        raise ValueError(
-            f"--max-model-len {max_model_len}: the KV pool holds {room} tokens ({layout.num_blocks - 1} blocks of "
-            f"{layout.block_tokens}); use --num-blocks {needed} or --kv-cache-memory {needed * layout.block_bytes}"
-        )
-
-
-def blocks_for(memory_bytes: int, one_block: KVLayout) -> int:
-    """Return how many blocks fit into the memory, with the dummy block. Raises ValueError if fewer than two fit."""
-    num_blocks = memory_bytes // one_block.block_bytes
-    if num_blocks < 2:
-        raise ValueError(
-            f"{memory_bytes} bytes of KV memory hold {max(0, num_blocks)} blocks of {one_block.block_bytes} bytes "
-            f"({one_block.layers} layers x {one_block.kv_heads} heads x {one_block.block_tokens} tokens x 2 x "
-            f"{one_block.head_dim} x {one_block.dtype}); at least 2 are needed, which "
-            f"take {2 * one_block.block_bytes} bytes"
-        )
-    return num_blocks

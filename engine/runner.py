@@ -75,7 +75,7 @@ def set_ahead(runner: Runner, mode: str) -> None:
     Raises ValueError if `mode` is "on" and the runner cannot run ahead.
     """
     if mode == "on" and not runner.can_run_ahead:
-        raise ValueError("--async-scheduling on: this runner takes one step at a time; use auto or off")
+        raise ValueError("--async-scheduling on: this --runner cannot plan a step while another runs; use auto or off")
     runner.ahead = {"on": True, "off": False}.get(mode, runner.ahead)
 
 

@@ -1,6 +1,8 @@
-"""The settings for building an engine, the components that are built, and the errors that may occur in a build."""
+"""The components of an engine, and the errors that may occur when they are built."""
 
 import hashlib
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,33 +18,11 @@ from engine.weights import fingerprint
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 
+log = logging.getLogger("baton.engine")
+
 # Parts of the out-of-memory messages of torch (CPU and CUDA), cuBLAS and the driver.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "OUT_OF_MEMORY")
 MAX_LENGTH = 400
-
-
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """The settings of a node that affect computation, with the same names as in the node's settings."""
-
-    model: str
-    runner: str = "torch"
-    device: str = "cpu"
-    dtype: str = "auto"
-    weight_dtype: str = "auto"
-    quantization: str = "none"
-    kv_cache_dtype: str = "auto"
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    gpu_memory_utilization: float = 0.9
-    block_size: int = 0
-    kv_cache_memory: int = 0
-    num_blocks: int = 0
-    max_model_len: int = 0
-    max_num_seqs: int = 64
-    max_step_tokens: int = 512
-    threads: int = 0
-    emulate: str = ""
 
 
 @dataclass(slots=True)
@@ -76,11 +56,15 @@ def exchange_fingerprint(runner: str, path: Path, layout: KVLayout, sums: str) -
 def stage(doing: str, if_too_large: str, otherwise: str = "") -> Iterator[None]:
     """Convert exceptions of torch, numpy, Triton or the driver in the block to a ValueError with a one-line message.
 
-    `doing` describes the stage, with sizes. `if_too_large` is the fix for a lack of memory, and `otherwise` the fix for
-    other errors. ValueError and OSError are not converted, except the driver's out-of-memory error.
+    `doing` describes the stage, with sizes; it is logged, and then how long the stage took. `if_too_large` is the fix
+    for a lack of memory, and `otherwise` the fix for other errors. ValueError and OSError are not converted, except the
+    driver's out-of-memory error.
     """
+    started = time.monotonic()
+    log.info(doing)
     try:
         yield
+        log.info("%s: done in %.1f s", doing, time.monotonic() - started)
     except ValueError:
         raise
     except Exception as error:

@@ -2,13 +2,14 @@
 
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from engine.models.config import read_json
+
+if TYPE_CHECKING:  # most functions read only headers, and torch takes seconds to import
+    import torch
 
 MAX_NAME_BYTES = 255  # the limit that file systems have
 EDGE_BYTES = 2**20  # how much of each end of a file the fingerprint covers
@@ -83,33 +84,40 @@ def stored_dtype(directory: Path) -> str:
     raise ValueError(f"{directory}: no file has a matrix of weights")
 
 
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """Return the file of each tensor. Reads only headers. Raises ValueError if a file is malformed or incomplete, or a
+    tensor is in two files."""
+    files: dict[str, Path] = {}
+    for file in weight_files(directory):
+        for name in _tensor_names(file):
+            if name in files:
+                raise ValueError(f"{file}: tensor {name!r} is also in another file")
+            files[name] = file
+    return files
+
+
 class Checkpoint:
     """The tensors of a model directory. `take` returns each tensor once, in its stored dtype, on `device`.
 
-    Raises ValueError if a file is malformed or a tensor is in two files.
+    Raises ValueError as `tensor_files` does.
     """
 
-    def __init__(self, directory: Path, device: torch.device) -> None:
+    def __init__(self, directory: Path, device: "torch.device") -> None:
         self._directory = directory
         self._device = device
-        self._files: dict[str, Path] = {}  # by tensor
-        for file in weight_files(directory):
-            for name in _tensor_names(file):
-                if name in self._files:
-                    raise ValueError(f"{file}: tensor {name!r} is also in another file")
-                self._files[name] = file
+        self._files = tensor_files(directory)
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def take(self, name: str, *shape: int) -> "torch.Tensor":
         """Return a tensor. Raises ValueError if it is missing, was already taken, or has a shape other than `shape`."""
         if name not in self._files:
             raise ValueError(f"{self._directory}: tensor {name!r} is missing; the config needs {list(shape)}")
         # Open the file for each tensor, because an open mapping would keep the file's pages in memory.
-        with _open(self._files.pop(name)) as file:
+        with _open(self._files.pop(name), "pt") as file:
             found = file.get_slice(name).get_shape()
             if list(shape) != found:
                 raise ValueError(f"{self._directory}: tensor {name!r} is {found}, the config needs {list(shape)}")
             # Copy the tensor, so that overwriting the file does not change a running model.
-            tensor: Tensor = file.get_tensor(name)
+            tensor: torch.Tensor = file.get_tensor(name)
             return tensor.to(self._device, copy=True)
 
     def finish(self, known: tuple[str, ...], suffix: str) -> None:
@@ -128,14 +136,15 @@ def check_finite(directory: Path) -> None:
     """Raise ValueError if a weight is NaN or infinite. Reads all weights, which takes as long as loading the model."""
     for file in weight_files(directory):
         for name in _tensor_names(file):
-            with _open(file) as opened:
+            with _open(file, "pt") as opened:
                 if not bool(opened.get_tensor(name).isfinite().all()):
                     raise ValueError(f"{file}: tensor {name!r} holds NaN or infinity; download the model again")
 
 
-def _open(file: Path) -> Any:
+def _open(file: Path, framework: str = "np") -> Any:
+    """Open a file for tensors of torch ("pt") or numpy. Raises ValueError if its header or its size is wrong."""
     try:
-        return safe_open(file, framework="pt")
+        return safe_open(file, framework=framework)
     except SafetensorError as error:
         raise ValueError(f"{file}: {error}; download the model again") from None
 

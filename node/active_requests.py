@@ -109,7 +109,7 @@ class ActiveRequests:
         """
         log.debug("request received", extra=fields(request=submit.id, traceparent=submit.traceparent))
         if not self._sessions.is_attached(router):
-            raise ValueError("its router is not attached here")
+            raise ValueError("this router is not connected to this node")
         if refusal := self._state.refusal:
             raise OverloadedError(refusal)
         rules = self._rules
@@ -144,7 +144,7 @@ class ActiveRequests:
 
     def _check_limits(self, request_id: str, num_tokens: int) -> None:
         if request_id in self._entries:
-            raise ValueError(f"request {request_id} is already here")
+            raise ValueError(f"request {request_id} is already on this node")
         if len(self._entries) >= self._rules.max_requests or self.num_tokens + num_tokens > self._max_tokens:
             raise OverloadedError(
                 f"this node has {len(self._entries)} requests of {self.num_tokens} tokens: no more fit"

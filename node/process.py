@@ -10,20 +10,21 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from engine.components import build, on_gpu
+from engine.components import build
 from engine.cuda.kv.cuda_ipc import CudaIpcChannel
 from engine.cuda.kv.driver import CudaDevice
 from engine.cuda.kv.pool import NAME as POOL
 from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
 from engine.engine import Engine
+from engine.options import BuildOptions, check_channel
 from engine.runner import set_ahead
-from engine.startup import BuildOptions, EngineComponents, stage
+from engine.startup import EngineComponents, stage
 from node.active_requests import RequestRules
 from node.emulated_link import EmulatedLink
 from node.node import Node, RoleAdapter
@@ -33,7 +34,7 @@ from scheduler.budget import Budget, budget_of
 from scheduler.policy import POLICIES
 from scheduler.role import PREFILL, Role
 from scheduler.scheduler import Scheduler, StepLimits
-from shared import failpoints
+from shared import failpoints, logs
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
 from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.local import LocalChannel, private
@@ -63,6 +64,7 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
     if settings.cpus:
         for thread in Path("/proc/self/task").iterdir():  # all threads: importing numpy has already started some
             os.sched_setaffinity(int(thread.name), settings.cpus)
+    logs.configure(settings.log_level, settings.log_format, settings.id or role.name)
     incarnation_id = secrets.token_hex(16)
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
@@ -70,13 +72,13 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
         tls.configure(settings.cluster_secret_file, listens)
         private(settings.kv_directory)
         pool = _shared_pool(settings, incarnation_id) if role is PREFILL and settings.kv_channel == POOL else None
-        components = build(_build_options(settings), pool)
+        components = build(BuildOptions.from_settings(settings, max_step_tokens=_budget(settings).ceiling), pool)
         set_ahead(components.runner, settings.async_scheduling)
         settings = settings.model_copy(update={"advertise": advertised(settings)})
     except (ValueError, OSError) as error:
         return _start_failed(settings, role, error)
     process = NodeProcess(settings, role, factories, components, incarnation_id, pool)
-    return run(process.serve, settings.log_level, settings.log_format, settings.id or role.name)
+    return run(process.serve)
 
 
 def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
@@ -87,12 +89,6 @@ def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
     return 2
 
 
-def _build_options(settings: NodeSettings) -> BuildOptions:
-    """Return the build options, each copied from the setting of the same name."""
-    names = {field.name for field in fields(BuildOptions)} - {"max_step_tokens"}
-    return BuildOptions(**{name: getattr(settings, name) for name in names}, max_step_tokens=_budget(settings).ceiling)
-
-
 def _budget(settings: NodeSettings) -> Budget:
     return budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000)
 
@@ -101,7 +97,7 @@ def _shared_pool(settings: NodeSettings, incarnation_id: str) -> PoolClient:
     """Wait for the decode node on this device, and attach to its KV pool. Raises ValueError if there is none, and
     OSError if there is no driver."""
     gpu = None
-    if on_gpu(settings.device, computes=settings.runner == "torch" and not settings.emulate):
+    if BuildOptions.from_settings(settings).on_gpu:
         gpu = CudaDevice(int(settings.device.partition(":")[2] or 0))
     return PoolClient.attach(settings.kv_directory, gpu, incarnation_id, POOL_OWNER_S, settings.push_timeout_s)
 
@@ -113,10 +109,7 @@ async def open_channels(
     receiver itself rejects late writes."""
     memory, timeout_s, wanted = components.memory, settings.push_timeout_s, settings.kv_channel
     local: type[LocalChannel[Any]] = CudaIpcChannel if isinstance(memory, DeviceMemory) else ShmChannel
-    if wanted not in {"auto", "tcp", POOL, local.name}:
-        raise ValueError(
-            f"--kv-channel {wanted}: not available for KV on --device {settings.device}: use {local.name} or tcp"
-        )
+    check_channel(wanted, BuildOptions.from_settings(settings))
     channels: list[KVChannel] = []
     if wanted != "tcp":
         inner = local(memory, incarnation_id, on_writer_lost, settings.kv_directory, timeout_s)
@@ -248,9 +241,9 @@ class NodeProcess:
                 failed = error
             loop.call_soon_threadsafe(warm.set_result, failed)
 
-        node.engine.post(command)
-        await asyncio.wait((warm, node.fatal_error), return_when=asyncio.FIRST_COMPLETED)
-        with stage("the first steps", "leave more memory free: lower --gpu-memory-utilization or --num-blocks"):
+        with stage("running the first steps", "leave more memory free: lower --gpu-memory-utilization or --num-blocks"):
+            node.engine.post(command)
+            await asyncio.wait((warm, node.fatal_error), return_when=asyncio.FIRST_COMPLETED)
             if warm.done() and (failed := warm.result()) is not None:
                 raise failed
 
@@ -280,7 +273,7 @@ class NodeProcess:
 
     async def _drain_requests(self, node: Node) -> None:
         timeout_s = self.settings.drain_timeout_s
-        if migrated := await node.drain(timeout_s, f"node {node.state.info.id} ends"):
+        if migrated := await node.drain(timeout_s, f"node {node.state.info.id} is shutting down"):
             log.warning("%d requests did not end within %g s: they are retried on other nodes", migrated, timeout_s)
             await node.sessions.flush_deltas()
 

@@ -76,7 +76,7 @@ class DecodePeer:
         failed_at = self.failed_at
         is_often = len(failed_at) == FAILURES and failed_at[-1] - failed_at[0] < WITHIN_S
         if is_often and time.monotonic() < failed_at[-1] + PAUSE_S:
-            raise PeerRefusedError(f"{self.address} failed repeatedly and is not called for a moment")
+            raise PeerRefusedError(f"{self.address} failed repeatedly; the next call is made in up to {PAUSE_S:g} s")
 
     def call_failed(self) -> None:
         """Count a failed push, or a call without an answer."""

@@ -96,7 +96,7 @@ class OutgoingHandoff:
         return cdiv(self.num_prompt, self.block_tokens)
 
     def cancel(self, reason: str) -> None:
-        self.reason = self.reason or reason or "it failed"
+        self.reason = self.reason or reason or "unknown error"
         self.changed.set()
 
     async def wait(self) -> None:
@@ -268,12 +268,12 @@ class HandoffSender(RoleAdapter):
         later."""
         num_held, num_targets, num_blocks = reply.num_held, len(outgoing.targets), outgoing.num_blocks
         if num_held < 0 or num_held + num_targets != num_blocks:
-            raise ValueError(f"{num_held} held and {num_targets} reserved blocks are not the prompt's {num_blocks}")
+            raise ValueError(f"the grant has {num_held} + {num_targets} blocks, but the prompt has {num_blocks}")
         if len(reply.reservation_id) != RESERVATION_ID_BYTES or len(set(blocks)) < len(blocks):
             raise ValueError("the grant names a block twice, or its reservation id is malformed")
         is_whole = len(blocks) == num_blocks and 0 < min(blocks) <= max(blocks) < self._memory.num_rows
         if outgoing.request.borrows_blocks and not is_whole:
-            raise ValueError(f"the grant's {len(blocks)} blocks are not {num_blocks} of the pool")
+            raise ValueError(f"the {len(blocks)} granted blocks are not {num_blocks} valid blocks of the pool")
 
     async def _send(self, peer: DecodePeer, outgoing: OutgoingHandoff) -> None:
         """Push each block once it is complete, then commit. Return without a commit if the handoff fails or is

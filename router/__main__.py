@@ -34,7 +34,7 @@ from router.nodes.pool import NodePool
 from router.observer import RouterObserver
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
-from shared import failpoints
+from shared import failpoints, logs
 from shared.config.command_line import settings_from_command_line
 from shared.config.settings import RouterSettings
 from shared.errors import ConfigError
@@ -48,6 +48,7 @@ log = logging.getLogger("baton.router")
 
 def main(settings: RouterSettings) -> int:
     """Serve until SIGTERM. Return the exit status of the process, which is 2 for invalid settings."""
+    logs.configure(settings.log_level, settings.log_format, "router")
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
         # With Redis, the router opens no registry port. The API's port is not listed, because API keys protect it.
@@ -66,12 +67,7 @@ def main(settings: RouterSettings) -> int:
     except (ConfigError, OSError, ValueError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2
-    return run(
-        lambda lifetime: _serve(lifetime, settings, model, tokenizer, keys, listeners),
-        settings.log_level,
-        settings.log_format,
-        "router",
-    )
+    return run(lambda lifetime: _serve(lifetime, settings, model, tokenizer, keys, listeners))
 
 
 async def _serve(

@@ -481,7 +481,7 @@ class Scheduler:
         if request.finish is not None:
             self._end(request)
         elif request.send_kv:
-            assert request.state is RequestState.RUNNING, "a request that sends its KV is never preempted"
+            assert request.state is RequestState.RUNNING, "a request that sends its KV must not be preempted"
             self.running.remove(request)
             request.move_to(RequestState.SENDING_KV)
         return request.finish

@@ -7,13 +7,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from shared import logs
-
+ROOT = Path(__file__).resolve().parents[1]  # the folder that contains Baton's packages
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
@@ -33,15 +33,8 @@ class ProcessLifetime:
         self.draining.set()
 
 
-def run(
-    main: Callable[[ProcessLifetime], Coroutine[Any, Any, int]],
-    log_level: str,
-    log_format: str = "text",
-    name: str = "",
-) -> int:
-    """Run `main` under uvloop and return its exit status. JSON log lines contain `name` as the process's name."""
-    logs.configure(log_level, log_format, name)
-
+def run(main: Callable[[ProcessLifetime], Coroutine[Any, Any, int]]) -> int:
+    """Run `main` under uvloop and return its exit status."""
     # A node's engine thread and its event loop share the interpreter lock. With the default switch interval of 5 ms,
     # each could wait for the other during most of a small model's step.
     sys.setswitchinterval(0.0005)
@@ -61,6 +54,14 @@ def set_parent_death_signal(parent: int) -> Callable[[], None]:
             os._exit(1)
 
     return ask
+
+
+def python_path(environment: Mapping[str, str]) -> str:
+    """Return the PYTHONPATH for a child process, in which Baton's packages come before others of the same names.
+
+    The child needs the flag -P too, because without it Python puts the current directory before PYTHONPATH.
+    """
+    return os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH", ""))))
 
 
 def freeze_gc() -> None:

@@ -70,6 +70,19 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+def json_line(process: str, line: str, level: str = "info") -> str:
+    """Return a line of a process's output as a JSON line. A JSON object is returned unchanged."""
+    if line.startswith("{") and line.endswith("}"):
+        try:
+            json.loads(line)
+        except ValueError:
+            pass
+        else:
+            return line
+    given = {"name": "baton.up", "levelname": level.upper(), "msg": line}
+    return JsonLines(process).format(logging.makeLogRecord(given))
+
+
 class RateLimitedLog:
     """Logs the first problem with a peer as a warning, and further ones at level debug until `reset`."""
 

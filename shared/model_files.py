@@ -18,11 +18,10 @@ def resolve(model: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ValueError(
-            f"model {model!r} is no local directory, and to download it huggingface_hub is missing: "
-            "pip install 'baton-serve[hub]'"
+            f"model {model!r} is not a local directory; to download it, first run: pip install 'baton-serve[hub]'"
         ) from None
     try:
         return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
     except (OSError, ValueError, RuntimeError) as error:  # includes all errors of the hub and the network
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
-        raise ValueError(f"model {model!r} is no local directory, and downloading it failed: {reason}") from None
+        raise ValueError(f"model {model!r} is not a local directory, and downloading it failed: {reason}") from None

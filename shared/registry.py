@@ -219,7 +219,7 @@ def unseal(value: bytes, key: str, identity: tls.ClusterIdentity | None) -> Node
     if identity is not None:
         sealed = decode(value, Sealed)
         if not identity.is_signed(sealed.proof, key, sealed.info):
-            raise DecodeError("it is not signed with the cluster's secret")
+            raise DecodeError("it is not signed with the secret of this cluster")
         value = sealed.info
     return decode(value, NodeInfo)
 
@@ -269,6 +269,7 @@ class RedisRegistry(Registry):
     def __init__(self, url: str, cluster: str, heartbeat_s: float = 0.5) -> None:
         super().__init__()
         self.state = "down"
+        self.error = ""  # why Redis does not answer
         self.skipped = 0  # number of entries that were malformed, unsigned or beyond MAX_NODES
         self._client = _client(url)
         self._identity = tls.own()
@@ -289,12 +290,13 @@ class RedisRegistry(Registry):
             try:
                 found, missing = await self._read()
             except REDIS_FAILURES as error:
+                self.error = str(error) or type(error).__name__
                 if self.state == "ok":
-                    log.warning("redis does not answer (%s): keeping the last list", str(error) or type(error).__name__)
+                    log.warning("redis does not answer (%s): keeping the last list", self.error)
                 self.state = "down"
                 self._absent_since.clear()
             else:
-                self.state = "ok"
+                self.state, self.error = "ok", ""
                 stale = self._stale({*missing, *(self.nodes.keys() - found.keys())})
                 nodes = {name: info for name, info in (self.nodes | found).items() if name not in stale}
                 if nodes != self.nodes:

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [
     "router", "node", "prefill_node", "decode_node", "scheduler", "engine", "shared",
-    "dashboard", "compare", "cluster", "benchmarks", "demo", "deploy",
+    "dashboard", "compare", "cluster", "baton", "benchmarks", "demo", "deploy",
 ]  # fmt: skip
 CORE = ("router", "node", "prefill_node", "decode_node", "scheduler", "engine", "shared")
 OPTIONAL_ENGINE = ("cpu", "cuda")
@@ -91,7 +91,8 @@ MAY_IMPORT = {
     "router": {"scheduler", "shared"},
     "dashboard": {"router", "scheduler", "shared"},
     "compare": {"dashboard", "router", "engine", "scheduler", "shared"},
-    "cluster": set(FOLDERS) - {"benchmarks", "demo", "deploy"},
+    "cluster": set(FOLDERS) - {"baton", "benchmarks", "demo", "deploy"},
+    "baton": {"cluster"},
     "demo": {"engine", "scheduler", "shared"},
     "deploy": set(),
     "benchmarks": set(FOLDERS),

@@ -11,7 +11,18 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("router", "prefill_node", "decode_node", "node", "shared", "scheduler", "engine", "compare", "cluster")
+PRODUCT = (
+    "router",
+    "prefill_node",
+    "decode_node",
+    "node",
+    "shared",
+    "scheduler",
+    "engine",
+    "compare",
+    "cluster",
+    "baton",
+)
 TREES = (*PRODUCT, "benchmarks", "demo", "tests")
 
 # Modules, calls and options that can execute the data that they read.

@@ -27,7 +27,7 @@ def serve(load: Callable[..., Any]) -> None:
         request = json.loads(line)
         try:
             if request["call"].startswith("_"):
-                raise ValueError(f"no call {request['call']!r}")
+                raise ValueError(f"unknown call {request['call']!r}")
             answer = {"value": getattr(peer, request["call"])(**request["with"])}
         except Exception as error:  # noqa: BLE001 - as above
             answer = {"error": _line(error)}

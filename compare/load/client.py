@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
@@ -24,7 +23,7 @@ from pydantic import TypeAdapter
 
 from compare.load.outcome import TIMEOUT, CompletionReader, LatencySlo, LoadRecording, Outcome, body_of, worst_count
 from compare.load.traffic import Arrival
-from shared.lifecycle import set_parent_death_signal
+from shared.lifecycle import python_path, set_parent_death_signal
 
 LEAD_NS = 100_000_000  # time from the start of the session to second 0 of the run
 TICK_S = 0.01  # time between two measurements of the event loop's lag
@@ -32,7 +31,6 @@ KEEP_ALIVE_S = 2.0  # less than the 5 s of servers, so that no request uses a co
 PRIORITY = -10
 MAX_REFUSAL = 64 << 10  # maximum bytes that are read of an error response
 LAG_S, LAG_SHARE = 0.002, 0.02  # allowed p99 of lateness: seconds, or a share of the TTFT SLO if that is more
-ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 5.0  # from SIGTERM to SIGKILL
 
 
@@ -210,7 +208,7 @@ async def drive(spec: LoadSpec, recording: LoadRecording) -> None:
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "compare.load.client"),
-        env=os.environ | {"PYTHONPATH": python_path()},
+        env=os.environ | {"PYTHONPATH": python_path(os.environ)},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -247,11 +245,6 @@ def _fill(recording: LoadRecording, output: bytes) -> None:
     found = RECORDING.validate_json(output)
     for name in LoadRecording.__slots__:
         setattr(recording, name, getattr(found, name))
-
-
-def python_path() -> str:
-    """Return a PYTHONPATH that begins with this checkout."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def _mooncake(fields: Fields, _: Encode | None) -> TraceRow:
     """Parse a row of Mooncake (Qin et al.). Times are in milliseconds. Blocks with equal ids have equal tokens."""
     length, ids = _count(fields["input_length"]), fields["hash_ids"]
     if len(ids) != -(-length // MOONCAKE_BLOCK):
-        raise ValueError(f"{len(ids)} hash_ids for {length} tokens; each stands for {MOONCAKE_BLOCK}")
+        raise ValueError(f"{len(ids)} hash_ids for {length} tokens; each id stands for {MOONCAKE_BLOCK} tokens")
     starts = range(0, length, MOONCAKE_BLOCK)
     pieces = ((f"hash {int(key)}", min(MOONCAKE_BLOCK, length - start)) for key, start in zip(ids, starts, strict=True))
     return TraceRow(tuple(pieces), _count(fields["output_length"]), _seconds(fields["timestamp"]) / 1000)

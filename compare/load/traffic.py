@@ -96,7 +96,7 @@ class PromptVocabulary:
     def __init__(self, size: int, excluded: Collection[int] = ()) -> None:
         ids = [token for token in range(size) if token not in frozenset(excluded)]
         if not ids:
-            raise ConfigError(f"a vocabulary of {size} tokens has none left for prompts")
+            raise ConfigError(f"the model's vocabulary has {size} tokens, all of them special: prompts need others")
         self._ids = np.array(ids, dtype=object)  # one Python object per id, shared by all prompts
 
     def draw(self, seed: int, key: str, count: int) -> list[int]:

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from compare.arms import Arm
 from compare.endpoint import Endpoint, EndpointError
-from compare.load.client import python_path
 from shared.config.settings import PREFIX, parse_size
 from shared.errors import ConfigError
 from shared.kv.layout import HOST_KV_BYTES
-from shared.lifecycle import set_parent_death_signal
+from shared.kv.memory import available_bytes
+from shared.lifecycle import python_path, set_parent_death_signal
 
-SERVING_AT = re.compile(r"serving at (http://\S+)")
+SERVING_AT = re.compile(r'serving at (http://[^\s"]+)')
 START_S = 180.0
 DRAIN_S = 3  # short, because no client waits for the answers of an arm that is stopped
 GRACE_S = 12.0
@@ -49,7 +49,7 @@ class LaunchOptions:
             shared_pool = arm.settings.get("kv_channel") == "pool"  # then prefill nodes use the decode nodes' GPUs
             num_gpus = min(self.gpus, arm.decode if shared_pool else arm.devices)
             flags += ["--devices", ",".join(f"cuda:{number}" for number in range(num_gpus))]
-        return [sys.executable, "-P", "-m", "cluster", "up", *flags, *arm.flags()]
+        return [sys.executable, "-P", "-m", "baton", "up", *flags, *arm.flags()]
 
 
 class LocalStack:
@@ -163,7 +163,7 @@ def fit_together(arms: Sequence[Arm], model: str) -> bool:
     weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) * 2  # as float32
     kv = {arm.name: parse_size(arm.settings.get("kv_cache_memory", "0")) or HOST_KV_BYTES for arm in arms}
     needed = sum(arm.devices * (PROCESS_BYTES + weights + kv[arm.name]) + PROCESS_BYTES for arm in arms)
-    return needed < 0.7 * memory_available()
+    return needed < 0.7 * available_bytes()
 
 
 def num_gpus() -> int:
@@ -173,15 +173,10 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def memory_available() -> int:
-    """Return the bytes of memory that can be allocated without swapping."""
-    return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
-
-
 def environment() -> dict[str, str]:
     """Return the environment without BATON_ variables, so that settings without a flag have their defaults."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    return kept | {"PYTHONPATH": python_path()}
+    return kept | {"PYTHONPATH": python_path(os.environ)}
 
 
 def _child_setup(parent: int) -> Callable[[], None]:

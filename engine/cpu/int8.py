@@ -88,7 +88,7 @@ def rounded_weights(weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """
     scales = weight.abs().amax(1).clamp_(min=SMALLEST).div_(levels)
     if not bool(scales.isfinite().all()):
-        raise ValueError("--quantization int8: a weight is not finite; use another checkpoint")
+        raise ValueError("--quantization int8: the checkpoint has a weight that is NaN or infinite; use another one")
     return (weight / scales[:, None]).round_().to(torch.int8), scales
 
 

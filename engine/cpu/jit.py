@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from stat import S_ISDIR
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import llvmlite.binding
 import numba
@@ -47,7 +48,7 @@ def cpu_features() -> frozenset[str]:
 
 
 if platform.machine() == "x86_64" and "f16c" not in cpu_features():  # LLVM would abort when compiling float16
-    raise ImportError("this CPU cannot convert float16 (F16C), which compiled kernels need")
+    raise ImportError("compiled kernels need F16C (float16 conversion), which this CPU lacks")
 
 _TORCH = ctypes.CDLL(torch._C.__file__)  # looks up symbols in all libraries that torch is linked with
 # The symbols get separate names, so that compiled code cannot resolve them to another OpenMP library.
@@ -93,16 +94,48 @@ def cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
     return next((at / name for at in places if at.is_absolute() and is_ours(at) and is_ours(at / name)), None)
 
 
+def num_kernels() -> int:
+    return sum(file.read_text().count("\n@kernel\n") for file in HERE.glob("*.py"))
+
+
 @contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Lock the directory, so that if nodes start together, the first compiles and the others load its result."""
+def _alone_in(directory: Path, name: str) -> Iterator[None]:
+    """Lock the directory while the kernel `name` is compiled or loaded, so that one process compiles it.
+
+    The lock file has a line for each kernel: its name, the process that compiles it and, once it is compiled, the
+    seconds that this took.
+    """
     with (directory / "lock").open("a+") as lock:
         with suppress(OSError):  # if files cannot be locked, every process compiles
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock.fileno()).st_size == 0:
-            lock.write("held by the process that compiles")
-            log.warning("compiling kernels for this CPU, once: about 10 seconds (cached in %s)", directory)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)  # if the other process has just started, it still has to write its number
+                compiled, holder = _progress(lock)
+                if not compiled:  # later kernels need no line, because the other process reports them
+                    log.info("waiting for process %s to compile the kernels", holder)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        compiled, _ = _progress(lock)
+        if name in compiled:
+            yield
+            return
+        number, total, started = len(compiled) + 1, num_kernels(), time.monotonic()
+        kept = f", once; they are kept in {directory}" if number == 1 else ""
+        log.info("compiling kernels for this CPU (%d of %d)%s", number, total, kept)
+        print(f"\n{name} {os.getpid()}", end="", file=lock, flush=True)
         yield
+        seconds = time.monotonic() - started
+        print(f" {seconds:.2f}", end="", file=lock, flush=True)
+        if number == total:
+            log.info("compiled %d kernels in %.0f s", total, sum(compiled.values()) + seconds)
+
+
+def _progress(lock: TextIO) -> tuple[dict[str, float], str]:
+    """Return the compiled kernels with the seconds that each took, and the process that compiled last."""
+    lock.seek(0)
+    lines = [line.split() for line in lock.read().splitlines()]
+    compiled = {line[0]: float(line[2]) for line in lines if len(line) == 3}
+    return compiled, next((line[1] for line in reversed(lines) if len(line) > 1), "?")
 
 
 def _compiled(function: Callable[[Any], None]) -> Any:
@@ -115,7 +148,7 @@ def _compiled(function: Callable[[Any], None]) -> Any:
     if directory is not None:
         numba.config.CACHE_DIR = str(directory)
         try:
-            with _alone_in(directory):
+            with _alone_in(directory, function.__qualname__):
                 return compiling(cache=True)(function)
         except (OSError, EOFError, UnpicklingError) as error:
             log.warning("compiled kernels in %s cannot be used, compiling them again: %s", directory, error)

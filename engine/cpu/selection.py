@@ -14,9 +14,7 @@ SIXTEEN_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:
-    """Return the attention backend `name`. Raises ValueError if it does not run on CPUs or on this machine."""
-    if name not in {"auto", "numba", "torch"}:
-        raise ValueError(f"--attention-backend {name}: does not run on a CPU; use auto, numba or torch")
+    """Return the attention backend auto, numba or torch. Raises ValueError if it does not run on this machine."""
     if name == "torch" or (name == "auto" and why_not_compiled()):
         return TorchAttention(pool)
     if why_not_compiled():
@@ -38,11 +36,9 @@ def kernels_on_cpu(config: ModelConfig, pool: KVPool) -> Kernels:
 def linear_on_cpu(weight_dtype: str, quantization: str) -> LinearFormat:
     """Return the weight format that `--weight-dtype` and `--quantization` select.
 
-    Raises ValueError if the settings contradict each other or this machine does not support them.
+    Raises ValueError if this machine does not support them.
     """
     why_not = why_not_compiled()
-    if quantization != "none" and weight_dtype != "auto":
-        raise ValueError(f"--weight-dtype {weight_dtype}: with --quantization {quantization}, weights have 8 bits")
     if quantization == "int8":
         return _int8(why_not)
     if why_not:

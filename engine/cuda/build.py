@@ -12,12 +12,13 @@ from engine.cuda.device import CudaAccelerator
 from engine.cuda.runner import CudaRunner, Sampler
 from engine.cuda.selection import attention_on_cuda, block_tokens_on_cuda, kernels_on_cuda, usable_on_cuda
 from engine.cuda.staging import StepCapacity
-from engine.kv_pool import KVPool, blocks_for
+from engine.kv_pool import KVPool
 from engine.linear import Plain
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.spec import ModelConfig
-from engine.startup import BuildOptions, EngineComponents, exchange_fingerprint, stage
+from engine.options import BuildOptions, blocks_for
+from engine.startup import EngineComponents, exchange_fingerprint, stage
 from engine.weights import stored_dtype, weight_bytes
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.kv.layout import KVLayout

@@ -10,6 +10,7 @@ import torch
 from engine.cuda.graphs import CudaGraphPool
 from engine.cuda.kv.pool import PoolClient
 from engine.cuda.memory import DeviceMemory
+from engine.options import check_gpu
 from engine.startup import cause
 
 log = logging.getLogger("baton.engine")
@@ -23,14 +24,8 @@ class CudaAccelerator:
 
     def __init__(self, name: str, borrowed: PoolClient | None = None) -> None:
         self._borrowed = borrowed
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device {name}: torch {torch.__version__} finds no CUDA device; use --device cpu")
-        device = torch.device(name)
-        self.device = torch.device("cuda", device.index or 0)
-        if self.device.index >= torch.cuda.device_count():
-            raise ValueError(
-                f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from cuda:0"
-            )
+        check_gpu(name)
+        self.device = torch.device("cuda", torch.device(name).index or 0)
         torch.cuda.set_device(self.device)
         self.name = torch.cuda.get_device_name(self.device)
 

@@ -87,7 +87,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:  # ValueError also if a number has more than 4,300 digits
-        raise ValueError(f"{file}: not valid JSON ({str(error)[:100]}); copy it again from the model") from None
+        raise ValueError(f"{file}: not valid JSON ({str(error)[:100]}); download it again") from None
     if not isinstance(values, dict):
         raise ValueError(f"{file}: not a JSON object")
     return values

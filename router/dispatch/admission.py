@@ -156,7 +156,7 @@ class AdmissionQueue:
         except TimeoutError:
             if entry.expires >= entry.deadline:
                 raise deadline_error() from None
-            raise UnavailableError("The request waited too long for a slot.", 2.0, code="queue_timeout") from None
+            raise UnavailableError("The request waited too long in the queue.", 2.0, code="queue_timeout") from None
 
     def offer(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
         """Grant the entry or queue it. Raises AdmissionRefusedError if its predicted wait is too long, or if the queue
@@ -246,7 +246,7 @@ class AdmissionQueue:
     def _check(self, entry: QueueEntry, now: float) -> None:
         wait_s = self.expected_wait_s(entry)
         latest = min(entry.expires, entry.deadline - CAUTION * self.expected_latency_s(entry))
-        message = "The cluster has as many requests as it can answer in time; try again later."
+        message = "The queue is too long to answer this request in time; try again later."
         if now + CAUTION * wait_s > latest:
             raise AdmissionRefusedError(message, wait_s)
         limit = self._max_queued_tokens or max(LEAST_QUEUED_TOKENS, QUEUED_KV * self.capacity.kv_tokens)

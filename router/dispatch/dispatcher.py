@@ -189,7 +189,7 @@ class Dispatcher:
                 return found
         except TimeoutError:
             raise UnavailableError(
-                "No node of this cluster takes requests right now.", retry_after_s=2.0, code="node_lost"
+                "No node is ready for this request; try again soon.", retry_after_s=2.0, code="node_lost"
             ) from None
 
     def _check_fits(self, request: GenerationRequest) -> None:
@@ -248,8 +248,8 @@ class Dispatcher:
         if not slo_s or estimate is None or estimate.first_token_s <= slo_s or computes.load.is_stale:
             return
         raise AdmissionRefusedError(
-            f"The first token is predicted in {estimate.first_token_s * 1000:.0f} ms, later than the "
-            f"{slo_s * 1000:.0f} ms that this cluster promises; try again later.",
+            f"The predicted time to the first token is {estimate.first_token_s * 1000:.0f} ms, over the limit of "
+            f"{slo_s * 1000:.0f} ms (--ttft-slo-ms); try again later.",
             estimate.first_token_s - slo_s,
         )
 

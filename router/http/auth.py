@@ -99,7 +99,7 @@ class ApiKeys:
                 if entries.setdefault(bytes.fromhex(match["hash"]), identity) is not identity:
                     raise ConfigError(f"{where}, line {number}: repeats an earlier key; a key has one tenant")
         if not 0 < len(entries) <= MAX_KEYS:
-            raise ConfigError(f"{file}: must hold 1 to {MAX_KEYS} keys, and holds {len(entries)}")
+            raise ConfigError(f"{file}: has {len(entries)} keys: must be 1 to {MAX_KEYS}")
         return list(entries.items())
 
     def _text(self, where: str) -> str:
@@ -155,7 +155,8 @@ class AuthMiddleware:
             if (now := time.monotonic()) >= self._next_log:
                 self._next_log = now + LOG_EVERY_S
                 log.warning("rejected a request without a valid API key from %s", (scope.get("client") or "?")[0])
-            raise RequestError("An API key is needed: Authorization: Bearer KEY.", code="invalid_api_key", status=401)
+            text = "The API key is not valid." if key else "An API key is needed: Authorization: Bearer KEY."
+            raise RequestError(text, code="invalid_api_key", status=401)
         if not identity.is_admin and not is_for_tenants:
             raise RequestError("This path needs the key of an admin.", code="admin_key_needed", status=403)
         return identity

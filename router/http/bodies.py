@@ -69,7 +69,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     except UnicodeError:
         raise RequestError("The body is not valid Unicode text.", code="invalid_json") from None
     except ValueError:
-        raise RequestError("The body is not JSON.", code="invalid_json") from None
+        raise RequestError("The body is not valid JSON.", code="invalid_json") from None
     if not isinstance(value, dict):
         raise RequestError("The body must be a JSON object.", code="invalid_json")
     return value

@@ -28,7 +28,7 @@ async def run_in_thread(work: Callable[Arguments, Result], *args: Arguments.args
         async with asyncio.timeout(ENCODE_S):
             return await asyncio.to_thread(work, *args, **kwargs)
     except TimeoutError:
-        raise RequestError("This prompt takes too long to encode.") from None
+        raise RequestError("This prompt takes too long to tokenize; send a shorter one.") from None
 
 
 async def build_requests(

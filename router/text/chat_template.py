@@ -9,6 +9,7 @@ takes too long. With a child process, long conversations also do not hold the ro
 
 import contextlib
 import json
+import os
 import re
 import resource
 import secrets
@@ -129,6 +130,7 @@ class ChatTemplate:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],  # the package `router` is importable from this directory
+            env=os.environ | {"PYTHONSAFEPATH": ""},  # otherwise Python may leave that directory out
         )
         self._stop = weakref.finalize(self, _kill, self._process)
         if reasons := self._ask(self._source):

@@ -3,6 +3,7 @@
 After wrong usage or an invalid value, the process prints one line on stderr and exits with status 2.
 """
 
+import difflib
 import inspect
 import os
 import sys
@@ -11,13 +12,53 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 import typer
 import typer.main
-from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from shared.config.settings import Settings, flag_of, format_value, hide_password, parse_size, resolve, variable_of
+from shared.config.settings import (
+    Settings,
+    flag_of,
+    format_value,
+    hide_password,
+    meaning_of,
+    resolve,
+    variable_of,
+)
 from shared.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
+
+PANELS = {  # the groups of --help and their settings; --help omits a setting that is in no group
+    "Model": "model served_model_name max_model_len dtype weight_dtype quantization",
+    "Computation": "device devices gpu_memory_utilization attention_backend threads cpus emulate",
+    "KV cache": "kv_cache_memory kv_cache_dtype num_blocks block_size kv_channel kv_directory "
+    "kv_host kv_port reserve_timeout_s push_timeout_s",
+    "Scheduling": "disaggregate policy max_num_batched_tokens max_num_seqs long_prefill_token_threshold "
+    "max_num_partial_prefills async_scheduling ttft_slo_ms tbt_slo_ms",
+    "API": "host port api_keys_file api_keys allowed_origins admin_host admin_port",
+    "Limits": "max_concurrent_requests max_connections max_queue_s max_queued_tokens request_timeout_s max_attempts "
+    "drain_timeout_s",
+    "Cluster": "prefill decode mode url api_key registry registry_host registry_port cluster cluster_secret_file id "
+    "advertise heartbeat_s node_timeout_s stuck_s",
+    "Logs": "log_level log_format",
+    "Switches": "enable_prefix_caching enforce_eager dashboard",
+}
+NOT_SUPPORTED = "is not supported"
+VLLM_FLAGS = {  # flags of vLLM that have another name here, or none
+    **dict.fromkeys(("tensor-parallel-size", "tp"), f"{NOT_SUPPORTED}: each node computes on one device"),
+    **dict.fromkeys(("pipeline-parallel-size", "pp"), f"{NOT_SUPPORTED}: each node computes on one device"),
+    **dict.fromkeys(("data-parallel-size", "dp"), "is named --prefill and --decode here: the numbers of nodes"),
+    **dict.fromkeys(("enable-lora", "speculative-config", "swap-space", "cpu-offload-gb"), NOT_SUPPORTED),
+    **dict.fromkeys(("tool-call-parser", "enable-auto-tool-choice", "reasoning-parser"), NOT_SUPPORTED),
+    "trust-remote-code": f"{NOT_SUPPORTED}: code that comes with a model never runs",
+    "api-key": "is named --api-keys-file here; `baton key` makes a key",
+    "kv-cache-memory-bytes": "is named --kv-cache-memory here",
+    "num-gpu-blocks-override": "is named --num-blocks here",
+    "kv-transfer-config": "is not needed: prefill nodes pass KV to decode nodes (--kv-channel)",
+    "enable-chunked-prefill": "is not needed: prompts are always computed in chunks (--max-num-batched-tokens)",
+    "disable-log-requests": "is named --log-level warning here",
+    "uvicorn-log-level": "is named --log-level here",
+    **dict.fromkeys(("ssl-keyfile", "ssl-certfile"), f"{NOT_SUPPORTED}: put a TLS proxy before the router"),
+}
 
 # The base class of usage errors. Typer does not export this class of click, and some versions of Typer contain their
 # own copy of click.
@@ -26,17 +67,12 @@ Misuse = cast(type[Exception], next(kind for kind in typer.BadParameter.__mro__ 
 
 def settings_from_command_line(kind: type[S], argv: Sequence[str], prog: str) -> S:
     """Return the settings for `__main__`. Exit after --help and --print-config; exit with status 2 for a bad value."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=markup_mode())
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
     app.command(help=f"Run one process: {prog}.")(command_of(kind, prog, lambda settings: settings))
     result = run_app(app, argv, prog)
     if isinstance(result, kind):
         return result
     raise SystemExit(result)
-
-
-def markup_mode() -> Literal["rich"] | None:
-    """Return the markup mode of --help: boxes and colours on a terminal, plain text elsewhere."""
-    return "rich" if sys.stdout.isatty() else None
 
 
 def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
@@ -46,8 +82,23 @@ def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
     except Misuse as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else prog
-        print(f"{path}: {cast(typer.BadParameter, error).format_message()}", file=sys.stderr)
+        print(f"{path}: {_explain(error, argv)}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _explain(error: Exception, argv: Sequence[str]) -> str:
+    """Return the message of a usage error. For an unknown option, name the option that was probably meant."""
+    unknown, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if unknown is None or context is None or type(error).__name__ != "NoSuchOption":
+        return cast(typer.BadParameter, error).format_message().replace("Value error, ", "")
+    for flag in [argument.partition("=")[0] for argument in argv if argument.startswith("-")]:
+        if (note := VLLM_FLAGS.get(flag.lstrip("-").replace("_", "-"))) and flag.startswith(unknown):
+            return f"{flag} of vLLM {note}"
+    known = [option[2:] for each in context.command.params for option in each.opts if option.startswith("--")]
+    close = difflib.get_close_matches(unknown.lstrip("-").replace("_", "-"), known, 1, cutoff=0.7)
+    return f"No such option: {unknown}" + (
+        f"; did you mean --{close[0]}?" if close else f"; see {context.command_path} --help"
+    )
 
 
 def command_of(kind: type[S], prog: str, run: Callable[[S], Any], positional: str = "") -> Callable[..., Any]:
@@ -75,7 +126,9 @@ def command_of(kind: type[S], prog: str, run: Callable[[S], Any], positional: st
             print(f"{prog}: {error}", file=sys.stderr)
             raise SystemExit(2) from None
 
-    parameters = [_parameter(name, field, _panel(kind, name)) for name, field in kind.model_fields.items()]
+    shown = {name: panel for panel, names in PANELS.items() for name in names.split() if name in kind.model_fields}
+    names = [*shown, *(name for name in kind.model_fields if name not in shown)]
+    parameters = [_parameter(name, kind.model_fields[name], shown.get(name)) for name in names]
     about = typer.Option("--print-config", help="Print every setting with its source, and exit.")
     parameters.append(_keyword("print_config", Annotated[bool, about], default=False))
     if positional:
@@ -86,45 +139,37 @@ def command_of(kind: type[S], prog: str, run: Callable[[S], Any], positional: st
     return command
 
 
-def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
+def _parameter(name: str, field: FieldInfo, panel: str | None) -> inspect.Parameter:
     """Return the option for a field. Its value is text, because pydantic parses the values of all sources."""
-    flag = flag_of(name)
-    default = format_value(field.get_default(call_default_factory=True))
-    about = str(field.description)
-    if default and f"{default}: " not in about:  # the text already explains the default
-        about += f" Default: {default}."
-    if field.annotation is bool:
-        flag += f"/--no-{flag[2:]}"
+    is_bool = field.annotation is bool
+    default = ", ".join(filter(None, (format_value(field.get_default(call_default_factory=True)), meaning_of(field))))
+    details = [_type_of(field), f"env var: {variable_of(name)}", default and f"default: {default}"]
     option = typer.Option(
-        flag,
-        help=about,
-        metavar=None if field.annotation is bool else _metavar(field),
+        f"{flag_of(name)}/--no-{flag_of(name)[2:]}" if is_bool else flag_of(name),
+        help=str(field.description) + "".join(f" [dim]\\[{detail}][/dim]" for detail in details if detail),
+        metavar=" ",  # a column of types would leave too little room for the text
         show_default=False,
         rich_help_panel=panel,
+        hidden=panel is None,
     )
-    return _keyword(name, Annotated[bool | None if field.annotation is bool else str | None, option], default=None)
+    return _keyword(name, Annotated[bool | None if is_bool else str | None, option], default=None)
 
 
 def _keyword(name: str, annotation: object, default: object) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _metavar(field: FieldInfo) -> str:
+def _type_of(field: FieldInfo) -> str:
+    """Return the choices or the type of a value; "" for text and switches."""
     if get_origin(field.annotation) is Literal:
-        return f"[{'|'.join(get_args(field.annotation))}]"
-    if any(isinstance(item, BeforeValidator) and item.func is parse_size for item in field.metadata):
-        return "SIZE"
-    return {int: "INTEGER", float: "NUMBER"}.get(cast(type, field.annotation), "TEXT")
-
-
-def _panel(kind: type[Settings], name: str) -> str:
-    """Return the title of the group in --help: the docstring of the class that declares the field."""
-    owner = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
-    return str(owner.__doc__).split(";")[0]
+        return ", ".join(get_args(field.annotation))
+    return {int: "integer", float: "number"}.get(cast(type, field.annotation), "")
 
 
 def print_settings(settings: Settings, sources: Mapping[str, str]) -> None:
-    """Print `name = value  # source` for each setting."""
+    """Print `name = value  # source` for each setting, and for a default what it stands for."""
     for name, field in type(settings).model_fields.items():
-        value = format_value(getattr(settings, name))
-        print(f"{name} = {hide_password(value) if field.repr or not value else '***'}  # {sources[name]}")
+        value, source = format_value(getattr(settings, name)), sources[name]
+        if source == "default":
+            source = ": ".join(filter(None, (source, meaning_of(field))))
+        print(f"{name} = {hide_password(value) if field.repr or not value else '***'}  # {source}")

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from shared.errors import ConfigError
 
@@ -23,6 +24,7 @@ CLIENTS = ("url", "api_key")  # settings of the commands that call a router
 MAX_CPU = 4095
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECASE | re.ASCII)
 MAX_SIZE = 10**18  # processes pass sizes to each other in bytes, and SIZE accepts 18 digits
+COUNT = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)([kmgKMG])", re.ASCII)
 SIZE_FORMS = "bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in 512MiB"
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
@@ -41,6 +43,15 @@ def parse_size(value: int | str) -> int:
     if 0 < size < 1 or size >= MAX_SIZE:
         raise ValueError(f"must be whole bytes, and less than an exabyte: {SIZE_FORMS}")
     return int(size)
+
+
+def parse_count(value: int | str) -> int | str:
+    """Return the number in a count such as "16k" (16,000) or "16K" (16,384), as in vLLM, or other values unchanged."""
+    match = COUNT.fullmatch(str(value).strip())
+    if match is None:
+        return value
+    count = Fraction(match[1]) * (1024 if match[2].isupper() else 1000) ** ("kmg".index(match[2].lower()) + 1)
+    return int(count) if count.denominator == 1 else value
 
 
 def parse_cpus(value: str | Iterable[int]) -> tuple[int, ...]:
@@ -90,7 +101,7 @@ def _check_registry(value: str) -> str:
     except ValueError:  # the error's message would show the URL with the password
         valid = False
     if not valid:
-        raise ValueError("must be redis://host:port/database, rediss:// or unix:// for a URL")
+        raise ValueError("must be a URL such as redis://host:port/database (or rediss:// or unix://)")
     return value
 
 
@@ -108,8 +119,8 @@ def _check_cpus(cpus: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-Count = Annotated[int, Field(ge=1, le=2**20)]
-CountOrNone = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Count = Annotated[int, BeforeValidator(parse_count), Field(ge=1, le=2**20)]
+CountOrNone = Annotated[int, BeforeValidator(parse_count), Field(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Milliseconds = Annotated[float, Field(ge=0, le=3_600_000)]
 Policy = Literal[
@@ -135,8 +146,13 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidat
 # ---- settings ------------------------------------------------------------------------------------------------------
 
 
-def setting(default: Any, description: str) -> Any:
-    return Field(default=default, description=description)
+def setting(default: Any, description: str, meaning: str = "") -> Any:
+    """Return a field. `meaning` says what a default such as 0, "auto" or an empty text stands for."""
+    return Field(default=default, description=description, json_schema_extra={"meaning": meaning})
+
+
+def meaning_of(field: FieldInfo) -> str:
+    return str(field.json_schema_extra.get("meaning", "")) if isinstance(field.json_schema_extra, dict) else ""
 
 
 class Settings(BaseModel):
@@ -159,7 +175,9 @@ class CommonSettings(Settings):
 
     model: str = setting("", "Model: a directory, or a hub id such as Qwen/Qwen3-0.6B.")
     max_model_len: CountOrNone = setting(
-        0, "Maximum tokens of a prompt and its completion together; 0: the limit of the model."
+        0,
+        "Maximum tokens of a prompt and its completion together; 16k is 16,000, 16K is 16,384.",
+        "the limit of the model",
     )
     cluster: Label = setting("default", "Name of the cluster. Clusters with different names can share a Redis.")
     drain_timeout_s: Seconds = setting(30.0, "On shutdown, seconds to wait for requests in progress.")
@@ -180,11 +198,11 @@ class ServingSettings(CommonSettings):
     host: Host = setting("127.0.0.1", "Address that the OpenAI API listens on.")
     port: Port = setting(8000, "Port of the API; 0: any free port.")
     registry: Annotated[str, AfterValidator(_check_router_registry)] = setting(
-        "", "redis://host:port, for several routers that share nodes. If empty, the router is the registry."
+        "", "redis://host:port, for several routers that share nodes.", "the router is the registry"
     )
-    registry_host: HostOrNone = setting("", "Address that nodes join at. Default: the same as --host.")
+    registry_host: HostOrNone = setting("", "Address that nodes join at.", "the same as --host")
     registry_port: Port = setting(8001, "Port that nodes join at; 0: any free port.")
-    served_model_name: str = setting("", "Model name in the API. Default: the name of the model directory.")
+    served_model_name: str = setting("", "Model name in the API.", "the hub id, or the name of the model directory")
     mode: Literal["disaggregated", "colocated"] = setting(
         "disaggregated", "Where prompts are computed: on prefill nodes, or on the decode nodes themselves."
     )
@@ -192,27 +210,25 @@ class ServingSettings(CommonSettings):
         "auto", "When a prompt is sent to a prefill node: always, never, or if that is predicted to be faster."
     )
     ttft_slo_ms: Milliseconds = setting(
-        0.0, "Reject requests whose first token is predicted to take longer, with status 429; 0: accept all."
+        0.0, "Reject requests whose first token is predicted to take longer, with status 429.", "accept all"
     )
     max_queue_s: Seconds = setting(
         30.0, "Maximum seconds in the admission queue. Requests that wait longer, or are predicted to, are rejected."
     )
     max_queued_tokens: CountOrNone = setting(
-        0, "Maximum tokens in the admission queue; 0: 4 times the KV capacity of the nodes, at least 262,144."
+        0, "Maximum tokens in the admission queue.", "4 times the KV capacity of the nodes, at least 262,144"
     )
     api_keys_file: str = setting(
-        "", "File of API keys, one `tenant:sha256` per line (see `baton key`). If empty, no key is required."
+        "", "File of API keys, one `tenant:sha256` per line (see `baton key`).", "no key is required"
     )
-    api_keys: str = setting(
-        "", "API keys in the same form, separated by commas. If there are any, requests need a key."
-    )
+    api_keys: str = Field("", repr=False, description="API keys in the same form, separated by commas.")
     admin_host: Host = setting("127.0.0.1", "Address that the admin endpoints listen on.")
     admin_port: Port = setting(
-        0, "Port of the dashboard, status, metrics and roles; 0: the port of the API, with an admin key."
+        0, "Port of the dashboard, status, metrics and roles.", "the port of the API, with an admin key"
     )
     dashboard: bool = setting(True, "Record requests and steps, for the page, timelines, traces and their metrics.")
     request_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = setting(
-        0.0, "Maximum seconds for a request, and upper bound of x-request-timeout; 0: no limit."
+        0.0, "Maximum seconds for a request, and upper bound of x-request-timeout.", "no limit"
     )
     node_timeout_s: Seconds = setting(2.5, "Treat a node as lost after this many seconds without a message.")
     max_connections: Count = setting(
@@ -227,49 +243,48 @@ class ServingSettings(CommonSettings):
 class ComputingSettings(CommonSettings):
     """The nodes. Settings that vLLM also has are named as in vLLM."""
 
-    device: Device = setting("auto", "Device that the node computes on.")
+    device: Device = setting("auto", "Device that the node computes on.", "a GPU if there is one, else the CPU")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Data type of activations; auto: float32 on the CPU, that of the model on a GPU."
+        "auto", "Data type of activations.", "float32 on the CPU, that of the model on a GPU"
     )
     weight_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto",
-        "Data type of weights; auto: --dtype on a GPU, that of the checkpoint on the CPU (computes in float32).",
+        "auto", "Data type of weights.", "--dtype on a GPU, that of the checkpoint on the CPU (computes in float32)"
     )
     quantization: Literal["none", "int8"] = setting(
         "none", "int8: compute matrix products with 8-bit weights and activations (CPU only)."
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Data type of the KV cache; auto: --dtype, or float16 on the CPU with --quantization int8."
+        "auto", "Data type of the KV cache.", "--dtype, or float16 on the CPU with --quantization int8"
     )
     attention_backend: Literal["auto", "torch", "numba", "triton", "flash_attn"] = setting(
-        "auto", "Attention backend; auto: the fastest that this machine supports."
+        "auto", "Attention backend.", "the fastest that this machine supports"
     )
     enforce_eager: bool = setting(False, "Do not use CUDA graphs.")
     async_scheduling: Literal["auto", "on", "off"] = setting(
-        "auto", "Plan a step while the previous one runs; auto: only where it was measured to be faster."
+        "auto", "Plan a step while the previous one runs.", "only where it was measured to be faster"
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = setting(
         0.9, "Fraction of GPU memory that the node uses, including weights."
     )
     kv_cache_memory: Size = setting(
-        0, "Memory for KV blocks, as in 2GB; 0: 512MiB on the CPU, the free memory on a GPU."
+        0, "Memory for KV blocks: bytes, or as in 4GiB and 2GB.", "512MiB on the CPU, the free memory on a GPU"
     )
-    num_blocks: CountOrNone = setting(0, "Number of KV blocks; 0: as many as fit into --kv-cache-memory.")
-    block_size: Annotated[int, Field(ge=0, le=1024)] = setting(0, "Tokens per KV block; 0: 16 on the CPU, 64 on a GPU.")
+    num_blocks: CountOrNone = setting(0, "Number of KV blocks.", "as many as fit into --kv-cache-memory")
+    block_size: Annotated[int, Field(ge=0, le=1024)] = setting(0, "Tokens per KV block.", "16 on the CPU, 64 on a GPU")
     max_num_batched_tokens: Count = setting(512, "Maximum tokens computed in one step.")
     max_num_seqs: Count = setting(64, "Maximum requests that run at the same time.")
     long_prefill_token_threshold: CountOrNone = setting(
-        0, "Maximum tokens of one prompt in a step; 0: --max-num-batched-tokens."
+        0, "Maximum tokens of one prompt in a step.", "--max-num-batched-tokens"
     )
     max_num_partial_prefills: Count = setting(1, "Maximum prompts that are partially computed at the same time.")
     policy: Policy = setting("stall_free", "How prompts and decodes share steps; see docs/policies.md.")
     tbt_slo_ms: Milliseconds = setting(
-        0.0, "Target for the longest time between two tokens, which limits the tokens of a step; 0: a fixed limit."
+        0.0, "Target for the longest time between two tokens, which limits the tokens of a step.", "a fixed limit"
     )
     emulate: str = setting("", "Cost model (name or JSON file). Steps sleep for its times and compute nothing.")
     enable_prefix_caching: bool = setting(True, "Reuse the KV of prompts that share a prefix.")
     kv_channel: Literal["auto", "pool", "cuda_ipc", "shm", "tcp"] = setting(
-        "auto", "How KV is transferred, see docs/operations.md; auto: the fastest that both nodes support."
+        "auto", "How KV is transferred, see docs/operations.md.", "the fastest that both nodes support"
     )
     kv_directory: str = Field(
         default_factory=private_directory,
@@ -283,8 +298,8 @@ class ComputingSettings(CommonSettings):
         "Exit after this many seconds without progress, to be restarted by a supervisor. Slow steps get more.",
     )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = setting(0.5, "Seconds between two heartbeats.")
-    cpus: Cpus = setting((), "CPUs to run on, as in 0,2-3. Default: all.")
-    threads: Annotated[int, Field(ge=0, le=4096)] = setting(0, "Number of compute threads; 0: one per CPU.")
+    cpus: Cpus = setting((), "CPUs to run on, as in 0,2-3.", "all")
+    threads: Annotated[int, Field(ge=0, le=4096)] = setting(0, "Number of compute threads.", "one per CPU")
     runner: Literal["torch", "hash"] = setting(
         "torch", "hash: a model for tests, which hashes its KV instead of computing."
     )
@@ -297,18 +312,17 @@ class RouterSettings(ServingSettings):
 class NodeSettings(ComputingSettings):
     """This node"""
 
-    id: LabelOrNone = setting("", "Unique name. Default: derived from role, host and process id.")
+    id: LabelOrNone = setting("", "Unique name.", "derived from role, host and process id")
     host: Host = setting("127.0.0.1", "Address that the node listens on for RPCs.")
-    port: Port = setting(0, "Port for RPCs; 0: any free port.")
+    port: Port = setting(0, "Port for RPCs.", "any free port")
     advertise: HostOrNone = setting(
-        "",
-        "Address at which others reach this node. Default: --host, or for a wildcard, the route to the registry.",
+        "", "Address at which others reach this node.", "--host, or for a wildcard, the route to the registry"
     )
     registry: Annotated[str, AfterValidator(_check_registry)] = setting(
         "127.0.0.1:8001", "host:port of the registry in the router, or redis://host:port."
     )
-    kv_host: HostOrNone = setting("", "Address for KV over tcp. Default: the same as --host.")
-    kv_port: Port = setting(0, "Port for KV over tcp; 0: any free port.")
+    kv_host: HostOrNone = setting("", "Address for KV over tcp.", "the same as --host")
+    kv_port: Port = setting(0, "Port for KV over tcp.", "any free port")
 
 
 # ---- where a value comes from --------------------------------------------------------------------------------------

@@ -44,10 +44,10 @@ Memory = TypeVar("Memory", bound=KVMemory)
 ADMITTED, OTHER_ROW_BYTES, OTHER_INCARNATION, TOO_MANY, FENCED, NO_RESERVATION = range(6)
 REFUSALS: dict[int, tuple[type[ChannelError], str]] = {
     OTHER_ROW_BYTES: (DescriptorError, "the peer's KV rows do not have the size in its descriptor"),
-    OTHER_INCARNATION: (PeerLostError, "it was restarted"),
-    TOO_MANY: (PeerLostError, "it has too many writers"),
-    FENCED: (PeerLostError, "it treats us as dead, and reuses our rows"),
-    NO_RESERVATION: (ReservationRefusedError, "it does not know the reservation, or has closed it"),
+    OTHER_INCARNATION: (PeerLostError, "the peer has restarted"),
+    TOO_MANY: (PeerLostError, "the peer has too many writers"),
+    FENCED: (PeerLostError, "the peer has declared this node dead and reuses its rows"),
+    NO_RESERVATION: (ReservationRefusedError, "the peer has closed the reservation, or never had it"),
 }
 WELCOME = ANSWER.pack(MAGIC, VERSION, ADMITTED)
 
@@ -84,12 +84,12 @@ def pack_greeting(
 def check_answer(data: bytes) -> None:
     """Raise ChannelError unless `data`, the answer to a greeting, admits the writer."""
     if len(data) != ANSWER.size:
-        raise PeerLostError("it hung up at the greeting")
+        raise PeerLostError("the peer closed the connection during the greeting")
     magic, version, verdict = ANSWER.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
-        raise PeerLostError(f"it is not a KV channel of version {VERSION}")
+        raise PeerLostError(f"the peer's version of the KV protocol is not {VERSION}: use one Baton version")
     if verdict != ADMITTED:
-        kind, text = REFUSALS.get(verdict, (PeerLostError, "it refused the connection"))
+        kind, text = REFUSALS.get(verdict, (PeerLostError, "the peer refused the connection"))
         raise kind(text)
 
 
@@ -106,9 +106,9 @@ def receive_exactly(connection: socket.socket, size: int) -> bytes:
     try:
         data = connection.recv(size, socket.MSG_WAITALL)
     except BlockingIOError as error:
-        raise EOFError("it was silent for too long") from error
+        raise EOFError("the peer was silent for too long") from error
     if len(data) < size:
-        raise EOFError("it hung up, or was silent for too long")
+        raise EOFError("the peer closed the connection, or was silent for too long")
     return data
 
 

@@ -100,7 +100,7 @@ class HostMemory:
     def __init__(self, num_rows: int, row_bytes: int) -> None:
         if num_rows < 1 or row_bytes < 1:
             raise ValueError(f"KV memory of {num_rows} rows of {row_bytes} bytes: both must be at least 1")
-        size, available = num_rows * row_bytes, _available_bytes()
+        size, available = num_rows * row_bytes, available_bytes()
         if size > available:
             text = (
                 f"cannot allocate {size / 2**20:,.0f} MiB of KV memory: {available / 2**20:,.0f} MiB are "
@@ -141,7 +141,7 @@ class HostMemory:
         self.rows = np.empty((0, 0), np.uint8)
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Return the memory available without swapping, or the limit of the control group if that is less."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024

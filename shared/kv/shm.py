@@ -56,7 +56,7 @@ class _Mapping:
             from_rows, to_rows = (slice(first, first + count) for first in (source[start], target[start]))
             self._theirs[to_rows] = self._ours[from_rows]  # a variable in a traceback would keep the memory mapped
         if hung_up(self.socket):
-            raise PeerLostError("it has ended")
+            raise PeerLostError("the peer has ended")
 
     def interrupt(self) -> None:
         """Do nothing: a push checks `stopped` after each piece, and must keep the connection open until it returns."""
@@ -89,7 +89,7 @@ def _mapped(fds: list[int], descriptor: PeerDescriptor) -> Rows:
     with contextlib.suppress(OSError):  # not a memfd
         sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK if fds else 0
     if not sealed or os.fstat(fds[0]).st_size != size:
-        raise PeerLostError(f"it did not send a sealed memory of {size} bytes")
+        raise PeerLostError(f"the peer did not send a sealed memory of {size} bytes")
     flat = np.frombuffer(mmap.mmap(fds[0], size), np.uint8)
     flat[:: mmap.PAGESIZE].max()  # only read, since the pool is in use
     return flat.reshape(descriptor.num_rows, descriptor.row_bytes)

@@ -76,7 +76,7 @@ class TcpChannel(SocketChannel[KVMemory]):
     ) -> None:
         """Listen on `host`. The host in the descriptor is `advertised` or, by default, `host`. Raises OSError."""
         if advertised is None and host in ("", "0.0.0.0", "::"):
-            raise ValueError(f"listening on every address ({host!r}): give the one at which peers reach this node")
+            raise ValueError(f"--kv-host {host!r} listens on every address: set --advertise")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = socket.create_server((host, port), family=family, backlog=128)
         self._reservations: dict[bytes, _OpenRows] = {}
@@ -203,7 +203,7 @@ class _Connection:
         self._send([memoryview(checked(FRAME.pack(MAGIC, VERSION, 0, reservation_id, row_bytes)))])
         magic, version, accepted, refused = ACK.unpack(receive_exactly(self.socket, ACK.size))
         if (magic, version, accepted + refused) != (MAGIC, VERSION, sent):
-            raise PeerLostError("its acknowledgement is invalid")
+            raise PeerLostError("the peer's acknowledgement is invalid")
         if refused:
             raise ReservationRefusedError(
                 f"the peer refused {refused} of {sent} rows: the reservation is not open for them"
@@ -222,7 +222,7 @@ class _Connection:
             try:
                 sent = self.socket.sendmsg(buffers)
             except BlockingIOError as error:
-                raise TimeoutError(f"it accepted no byte for {self._patience_s} s") from error
+                raise TimeoutError(f"the peer accepted no byte for {self._patience_s} s") from error
             while buffers and sent >= len(buffers[0]):
                 sent -= len(buffers.pop(0))
             if sent:

@@ -113,7 +113,7 @@ def _scalar_reader(kind: type, where: str) -> Read:
         try:
             value = source.value()
         except BAD_BYTES as error:
-            raise DecodeError(f"{where} is no {kind.__name__}: {str(error) or type(error).__name__}") from None
+            raise DecodeError(f"{where} is not a valid {kind.__name__}: {str(error) or type(error).__name__}") from None
         if type(value) is kind:
             return value
         if kind is float and type(value) is int:
@@ -136,7 +136,7 @@ def _dict_reader(key: Read, item: Read, where: str) -> Read:
         count = source.count(source.map, 1, where, "a dict")
         found = {key(source): item(source) for _ in range(count)}
         if len(found) < count:
-            raise DecodeError(f"{where} names a key twice")
+            raise DecodeError(f"{where} has a duplicate key")
         return found
 
     return read

@@ -196,7 +196,7 @@ class PeerProtocol(H2Protocol):
             self._pinged_at += max(0.0, now - self._checked_at - PING_S)
             if now - self._pinged_at > self._answer_s:
                 self.fell_silent = True
-                self.processor.close("it does not answer")
+                self.processor.close("the peer does not answer")
                 self.transport.abort()
                 return
         self._checked_at = now

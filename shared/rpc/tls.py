@@ -103,7 +103,7 @@ def read_identity(path: str) -> ClusterIdentity:
         certificate, key, roots = file / "tls.crt", file / "tls.key", file / "ca.crt"
     found = PRIVATE_KEY.findall(_read_private(key, flag))
     if not found:
-        raise ConfigError(f"{flag}: {key.name} holds no private key in PEM; `baton secret FILE` writes a new one")
+        raise ConfigError(f"{flag}: {key.name} contains no PEM private key; `baton secret FILE` writes one")
     try:
         contexts = []
         for context in (ServerContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)):

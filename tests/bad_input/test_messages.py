@@ -104,7 +104,7 @@ def with_channels(pairs: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("pairs", "complaint"),
     [
-        (b"\x82\xa1d\xa3shm\xa1d\xa3tcp", "NodeStats.channels names a key twice"),
+        (b"\x82\xa1d\xa3shm\xa1d\xa3tcp", "NodeStats.channels has a duplicate key"),
         (b"\x81\x01\xa3shm", "NodeStats.channels is int, not str"),
         (b"\x81\xc4\x01d\xa3shm", "NodeStats.channels is bytes, not str"),
         (b"\x81\x90\xa3shm", "NodeStats.channels is list, not str"),

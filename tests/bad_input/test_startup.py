@@ -30,6 +30,17 @@ WEIGHTS = "model.safetensors"
 Breaking = Callable[[Path], object]
 
 
+@pytest.fixture(autouse=True)
+def _restore_logging() -> Iterator[None]:
+    """Undo what a process configures, because its handler writes to the stderr of one test."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A copy of the demo model. Each case damages its own copy."""
@@ -208,6 +219,7 @@ LINKS = {"links": {"x": {"latency_s": 0.0, "bytes_per_s": 1e9}}}
 
 def nodes(tmp_path: Path, **changes: Any) -> NodeSettings:
     base: dict[str, Any] = {"model": str(DEMO), "kv_directory": str(tmp_path / "kv"), "runner": "hash", "threads": 1}
+    base |= {"log_level": "error"}  # at the level info, the progress of the start comes before the error
     return NodeSettings(**base | changes)
 
 
@@ -221,7 +233,7 @@ NODES: dict[str, tuple[dict[str, Any], str]] = {
         {"num_blocks": 9, "max_model_len": 129},
         "--max-model-len 129: the KV pool holds 128 tokens (8 blocks of 16); use --num-blocks 10 or --kv-cache-memory",
     ),
-    "memory below two blocks": ({"kv_cache_memory": 100}, "100 bytes of KV memory hold 0 blocks of 512 bytes (1 layers x"),
+    "memory below two blocks": ({"kv_cache_memory": 100}, "--kv-cache-memory 100 holds 0 blocks of 512 bytes (1 layers x"),
     "memory that no machine has": ({"kv_cache_memory": 10**17}, "memory"),
     "a GPU for the hash model": ({"device": "cuda"}, "--device cuda"),
     "bfloat16 on a CPU": ({"runner": "torch", "dtype": "bfloat16"}, "--weight-dtype"),
@@ -247,7 +259,7 @@ COSTS: dict[str, tuple[str | bytes, str]] = {
     "not UTF-8": (b"\xff", "utf-8"),
     "too deep": ("[" * 100_000, "not valid JSON"),
     "a list": ("[]", "cost must be an object"),
-    "all zero": (json.dumps(COST | LINKS | {"cost": {"per_token": 0}}), "cost is all zero"),
+    "all zero": (json.dumps(COST | LINKS | {"cost": {"per_token": 0}}), "cost has only zeros"),
     "below zero": (json.dumps(COST | LINKS | {"cost": {"per_token": -1}}), "cost.per_token must be a number from 0"),
     "NaN": ('{"cost": {"per_token": NaN}}', "cost.per_token must be a number from 0"),
     "400 digits": ('{"cost": {"per_token": %s}}' % ("9" * 400), "cost.per_token must be a number from 0"),

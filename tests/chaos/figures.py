@@ -261,7 +261,7 @@ def start(count: int) -> list[Row]:
 
 def _started_s() -> float:
     port = free_port()
-    command = [sys.executable, "-m", "cluster", "up", "--model", str(DEMO), "--prefill", "1", "--decode", "1", "--port"]
+    command = [sys.executable, "-m", "baton", "up", "--model", str(DEMO), "--prefill", "1", "--decode", "1", "--port"]
     began = time.monotonic()
     with subprocess.Popen([*command, str(port)], cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ) as process:
         try:

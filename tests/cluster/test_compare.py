@@ -20,7 +20,7 @@ SMALL = ["--set", "runner=hash", "--set", "num_blocks=512"]
 
 
 def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "cluster", "compare", "--out", str(directory / "report"), *QUICK, *arguments]
+    command = [sys.executable, "-m", "baton", "compare", "--out", str(directory / "report"), *QUICK, *arguments]
     environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         command, env=environment, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

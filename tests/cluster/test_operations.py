@@ -186,7 +186,7 @@ def test_everything_starts_after_a_power_cut(running: Cluster) -> None:
 def test_doctor_starts_a_cluster_and_finds_the_same_tokens_in_both_modes() -> None:
     with tempfile.TemporaryDirectory() as directory:  # short, because Linux limits the length of a socket's path
         flags = ["--runner", "hash", "--kv-channel", "tcp", "--port", "0", "--kv-directory", directory]
-        command = [sys.executable, "-m", "cluster", "doctor", *flags]
+        command = [sys.executable, "-m", "baton", "doctor", *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^ok +co-located +5 prompts computed by the decode node", done.stdout, re.MULTILINE)

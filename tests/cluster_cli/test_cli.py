@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from cluster.cli import main
-from cluster.clients import COLUMNS, latency_line, row_of, summary
+from cluster.clients import COLUMNS, NUM_NARROW, head, latency_line, row_of, tail
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,12 +69,12 @@ def serve() -> Iterator[Callable[[Answering], str]]:
         server.server_close()
 
 
-def run_at_terminal(*arguments: str) -> str:
-    """Run `baton` in a terminal of 200 columns, and return its output."""
+def run_at_terminal(*arguments: str, columns: int = 200) -> str:
+    """Run `baton` in a terminal, and return its output."""
     ours, theirs = pty.openpty()
-    environment = os.environ | {"COLUMNS": "200", "TERM": "xterm"}
+    environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
     with subprocess.Popen(
-        [sys.executable, "-m", "cluster", *arguments], stdout=theirs, stderr=theirs, cwd=ROOT, env=environment
+        [sys.executable, "-m", "baton", *arguments], stdout=theirs, stderr=theirs, cwd=ROOT, env=environment
     ) as process:
         os.close(theirs)
         printed = b""
@@ -95,7 +96,7 @@ def test_help_names_the_commands(argv: list[str], capsys: pytest.CaptureFixture[
     assert main(argv) == 0
     out = capsys.readouterr().out
     for command in ("up", "serve", "router", "prefill", "decode", "status", "chat"):
-        assert f"\n  {command} " in out
+        assert f"│ {command} " in out
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -123,7 +124,19 @@ def test_the_model_of_a_cluster_is_a_flag_or_an_argument(argv: list[str], capsys
     ("argv", "start"),
     [
         (["fly"], "baton: "),
-        (["up", "--fly"], "baton up: "),
+        (["up", "--fly"], "baton up: No such option: --fly; see baton up --help"),
+        (["up", "--prot", "1"], "baton up: No such option: --prot; did you mean --port?"),
+        (["up", "--max_model_len", "1"], "baton up: No such option: --max_model_len; did you mean --max-model-len?"),
+        (["up", "-tp", "2"], "baton up: -tp of vLLM is not supported: each node computes on one device"),
+        (["serve", "m", "--tensor-parallel-size=2"], "baton serve: --tensor-parallel-size of vLLM is not supported"),
+        (
+            ["up", "--api-key", "x"],
+            "baton up: --api-key of vLLM is named --api-keys-file here; `baton key` makes a key",
+        ),
+        (
+            ["role", "decode-0", "both"],
+            "baton role: Invalid value for 'role': 'both' is not one of 'prefill', 'decode'",
+        ),
         (["up", "--port", "x"], "baton up: --port 'x': must be a valid integer"),
         (["up", "--mode", "x"], "baton up: --mode 'x': must be 'disaggregated' or 'colocated'"),
         (["up", "--model", "/nowhere"], "baton up: --model: model '/nowhere' is neither a directory nor a hub id"),
@@ -156,9 +169,11 @@ def test_wrong_usage_exits_with_2_and_one_line(argv: list[str], start: str, caps
 def test_status_of_a_cluster(serve: Callable[[Answering], str], capsys: pytest.CaptureFixture[str]) -> None:
     url = serve(lambda path, _: (200 if path == "/v1/status" else 404, json.dumps(STATUS).encode()))
     assert main(["status", "--url", url + "/"]) == 0
-    first, head, *rows = capsys.readouterr().out.splitlines()
-    assert first == summary(STATUS)
-    assert head.split("\t") == list(COLUMNS)
+    above = head(STATUS)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[: len(above)] == above
+    titles, *rows = lines[len(above) :]
+    assert titles.split("\t") == list(COLUMNS)
     assert rows[0].split("\t") == list(ROW)
     assert rows[1].split("\t")[:3] == ["[red]x[/red]", "decode", "lost"]
     assert rows[1].split("\t")[-1] == "-"
@@ -175,7 +190,7 @@ def test_status_as_json_from_a_url_in_the_environment(
 def test_status_is_a_table_at_a_terminal(serve: Callable[[Answering], str]) -> None:
     status = STATUS | {"latency": LATENCY, "summary": "The prefill pool is the bottleneck."}
     printed = run_at_terminal("status", "--url", serve(lambda *_: (200, json.dumps(status).encode())))
-    for cell in (*COLUMNS, *ROW, "[red]x[/red]", "lost", status["summary"], "TTFT 180.4/420 ms"):
+    for cell in (*COLUMNS, *ROW, "[red]x[/red]", "lost", status["summary"], "TTFT 180/420 (SLO 450)"):
         assert cell in printed
 
 
@@ -184,7 +199,8 @@ def test_status_is_a_table_at_a_terminal(serve: Callable[[Answering], str]) -> N
     ("status", "body", "words"),
     [
         (404, b"{}", "status 404"),
-        (401, b'{"error": {"message": "An API key is needed."}}', "give --api-key"),
+        (401, b'{"error": {"message": "An API key is needed."}}', "requires an API key: give --api-key"),
+        (403, b'{"error": {"message": "This path needs the key of an admin."}}', "needs the key of an admin"),
         (200, b"hello", "is it a router?"),
         (200, b"[]", "is it a router?"),
         (200, b'{"nodes": 1}', "is it a router?"),
@@ -210,7 +226,52 @@ def test_an_unexpected_answer_prints_one_line_and_exits_with_1(
 
 def test_a_status_without_values_is_shown() -> None:
     assert row_of({}) == ("?", "?", "?", "0", "0", "-", "0/0", "0", "-", "0", "0 B", "-")
-    assert summary({}).startswith("?, ?; registry ?: ?;")
+    assert head({})[0].startswith("?, ?; registry ?: ?;")
+
+
+def test_a_wrong_key_is_reported_as_such(serve: Callable[[Answering], str], capsys: pytest.CaptureFixture[str]) -> None:
+    url = serve(lambda *_: (401, b'{"error": {"message": "The API key is not valid."}}'))
+    assert main(["status", "--url", url, "--api-key", "wrong"]) == 1
+    assert "does not accept this API key" in capsys.readouterr().err
+
+
+TOTALS = {"requests_per_s": 4.25, "prompt_tokens_per_s": 310.4, "generated_tokens_per_s": 120.0, "queued": 2}
+TOTALS |= {"running": 5, "refused": 9, "failed": 0, "finished": 240}
+LOST = {"id": "decode-1", "role": "decode", "state": "lost", "alive": False, "since_ms": 70_000}
+LOST |= {"reason": "its connection was reset"}
+
+
+def test_totals_lost_nodes_and_events_are_shown() -> None:
+    events = [{"number": n, "time_ms": n * 1000, "kind": "joined", "text": f"Node n{n} has joined."} for n in range(9)]
+    status = STATUS | {"totals": TOTALS, "nodes": [NODE, LOST, LOST | {"state": "left", "id": "d2"}], "events": events}
+    above, below = "\n".join(head(status)), tail(status, 82.0)
+    assert "now: 5 running, 2 queued" in above
+    assert "last 10 s: 4.2 requests/s, 310 prompt tokens/s, 120 generated tokens/s" in above
+    assert "last 60 s: 240 finished, 9 refused, 0 failed" in above
+    assert below[0] == "decode-1: lost 12 s ago: its connection was reset"
+    assert below[1].startswith("d2: left 12 s ago")
+    assert [line.partition(" ")[2] for line in below[2:]] == [f"Node n{n} has joined." for n in range(4, 9)]
+    assert [row_of(node)[2] for node in status["nodes"]] == ["ready", "lost", "left"]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_no_line_of_a_status_is_wider_than_the_terminal(serve: Callable[[Answering], str], columns: int) -> None:
+    status = STATUS | {"latency": LATENCY, "totals": TOTALS, "nodes": [NODE, LOST]}
+    url = serve(lambda *_: (200, json.dumps(status).encode()))
+    lines = run_at_terminal("status", "--url", url.removeprefix("http://"), columns=columns).splitlines()
+    titles = next(line for line in lines if "node" in line and "steps/s" in line)
+    assert all(title in titles for title in COLUMNS[:NUM_NARROW])
+    for line in head(status):
+        assert any(line in each for each in lines), "it is not wrapped"
+
+
+def test_help_uses_the_width_of_the_terminal_and_omits_flags_for_tests() -> None:
+    printed = run_at_terminal("up", "--help", columns=160)
+    assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip()) for line in printed.splitlines()) > 120
+    for group in ("Model", "KV cache", "Scheduling", "API", "Limits", "Cluster", "Logs"):
+        assert f" {group} " in printed
+    assert "failpoint" not in printed
+    assert "hash" not in printed
 
 
 # ---- top -----------------------------------------------------------------------------------------------------------
@@ -218,7 +279,7 @@ def test_a_status_without_values_is_shown() -> None:
 
 def test_latencies_are_shown_with_their_slo() -> None:
     assert latency_line({}).endswith("no requests")
-    assert latency_line({"latency": LATENCY}).endswith(": TTFT 180.4/420 ms (SLO 450)")
+    assert latency_line({"latency": LATENCY}).endswith(": TTFT 180/420 (SLO 450)")
 
 
 def test_top_without_a_terminal_prints_once_and_ends(
@@ -226,8 +287,7 @@ def test_top_without_a_terminal_prints_once_and_ends(
 ) -> None:
     nodes = [NODE | {"id": name, "role": name.rpartition("-")[0]} for name in ("decode-10", "decode-9", "prefill-0")]
     assert main(["top", "--url", serve(lambda *_: (200, json.dumps(STATUS | {"nodes": nodes}).encode()))]) == 0
-    first, _, *rows = capsys.readouterr().out.splitlines()
-    assert first == summary(STATUS)
+    rows = capsys.readouterr().out.splitlines()[-3:]
     assert [row.split()[0] for row in rows] == ["prefill-0", "decode-9", "decode-10"]
 
 
@@ -304,6 +364,17 @@ def test_chat_options_reach_the_router(serve: Callable[[Answering], str], monkey
     assert (echo.bodies[0]["max_tokens"], echo.bodies[0]["temperature"]) == (7, 0)
 
 
+def test_commands_of_the_chat_are_answered_locally(
+    serve: Callable[[Answering], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    echo = Echo()
+    assert chat(serve(echo), "/help\n/nwe\n/etc/hosts has what?\n", monkeypatch) == 0
+    help_line, unknown, *_ = capsys.readouterr().err.splitlines()
+    assert help_line.startswith("/new forgets the conversation")
+    assert unknown == f"/nwe is not a command: {help_line}"
+    assert [body["messages"][-1]["content"] for body in echo.bodies] == ["/etc/hosts has what?"]
+
+
 @pytest.mark.parametrize(
     ("prompt", "line"),
     [
@@ -339,7 +410,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(serve: Callable[[Answering]
         return echo(path, body)
 
     # The tests may run in the background, where a shell makes its children ignore SIGINT.
-    command = ["env", "--default-signal=INT", sys.executable, "-m", "cluster", "chat", "--url", serve(answer)]
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "baton", "chat", "--url", serve(answer)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

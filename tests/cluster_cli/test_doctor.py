@@ -1,5 +1,6 @@
 """Tests of `baton doctor` with faulty clusters and machines. Each check must name the problem and the remedy."""
 
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from cluster.doctor import (
     handed_off,
     same_tokens,
 )
-from tests.cluster.harness import RedisServer, cluster
+from cluster.secret import write_secret
+from tests.cluster.harness import RedisServer, cluster, wait_for
 
 NODE: dict[str, Any] = {
     "id": "decode-0",
@@ -59,6 +61,14 @@ async def test_a_problem_of_one_node_fails_one_check(check: str, level: str, nod
     found = await examined(PREFILL, NODE, NODE | {"id": "decode-1"} | node)
     assert (found[check].level, words in found[check].text) == (level, True), found[check]
     assert [name for name, finding in found.items() if finding.level != "ok"] == [check]
+
+
+async def test_rows_of_nodes_that_are_gone_have_no_values_to_check() -> None:
+    gone = {"id": "decode-2", "role": "decode", "alive": False}
+    found = await examined(PREFILL, NODE, gone | {"state": "left"})
+    assert {finding.level for finding in found.values()} == {"ok"}
+    found = await examined(PREFILL, NODE, gone | {"state": "lost"})
+    assert [name for name, finding in found.items() if finding.level != "ok"] == ["nodes"]
 
 
 async def test_no_nodes_no_redis_and_no_dashboard() -> None:
@@ -105,16 +115,36 @@ async def test_any_exception_of_a_check_is_a_line(error: Exception, level: str, 
 
 
 def test_a_running_cluster_with_redis_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_secret(tmp_path / "secret")
+    secret = ["--cluster-secret-file", str(tmp_path / "secret")]
     with RedisServer(tmp_path) as redis:
         redis.start()
-        with cluster(registry=redis.url, routers=2) as running:
-            assert main(["doctor", "--url", running.url, "--host", "0.0.0.0", "--registry", redis.url]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines} == {"ok"}
-    assert [line.split()[1] for line in lines if "tokens" in line] == ["replays"]
+        with cluster(registry=redis.url, routers=2, cluster_secret_file=tmp_path / "secret") as running:
+            for url in running.urls.values():
+                flags = ["--url", url, "--host", "0.0.0.0", "--registry", redis.url]
+                assert main(["doctor", *flags, *secret]) == 0
+                lines = capsys.readouterr().out.splitlines()
+                assert {line.split()[0] for line in lines} == {"ok"}
+                assert [line.split()[1] for line in lines if "tokens" in line] == ["replays"]
+                assert "ok       registry      Redis answers, and knows 2 nodes of cluster default" in lines
+            assert main(["doctor", *flags]) == 1
+    (failed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
+    assert "registry      2 nodes in Redis are not signed with this process's secret: give the file" in failed
+
+
+def test_a_running_cluster_with_the_embedded_registry_and_a_dead_node(capsys: pytest.CaptureFixture[str]) -> None:
+    with cluster(decode=2) as running:
+        assert main(["doctor", "--url", running.url, "--host", "0.0.0.0"]) == 0
+        running.send_signal("decode-1", signal.SIGKILL)
+        wait_for(lambda: "decode-1" not in running.alive("router"), "the router notices the dead node")
+        main(["doctor", "--url", running.url])
+    out, err = capsys.readouterr()
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("failed")] in ([], ["nodes"])
+    assert "Traceback" not in out + err
 
 
 def test_a_silent_router_and_a_silent_redis_give_two_failed_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--url", "http://127.0.0.1:9", "--registry", "redis://127.0.0.1:9"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("failed")] == ["registry", "cluster"]
+    assert "--registry redis://127.0.0.1:9: no Redis within 3 s: Error 111 connecting to 127.0.0.1:9" in "".join(lines)

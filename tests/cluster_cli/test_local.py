@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.local import lines_of, num_ready, restart_delay_s
+from cluster.local import lines_of, num_ready, outward_address, report_waiting, restart_delay_s, url_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
@@ -27,10 +27,12 @@ from cluster.plan import Child
 
 programs = json.loads(sys.argv[1])
 children = [Child(name, (sys.executable, "-c", program), {"PYTHONUNBUFFERED": "1"}) for name, program in programs]
-say = printer([child.name for child in children])
+say = printer([child.name for child in children], sys.argv[2])
 async def all_ready():
     say("baton", "all ready")
-sys.exit(asyncio.run(LocalCluster(children, say, 0.2, all_ready).run()))
+async def status():
+    return {"requests": {"running": 3}}
+sys.exit(asyncio.run(LocalCluster(children, say, 0.2, all_ready, status).run()))
 """
 POLITE = """
 import signal, sys, time
@@ -48,10 +50,10 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 class Watcher:
     """A cluster of `programs` in a separate process, and the lines that it has printed."""
 
-    def __init__(self, programs: dict[str, str]) -> None:
+    def __init__(self, programs: dict[str, str], log_format: str = "text") -> None:
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, json.dumps(list(programs.items()))],
+            [sys.executable, "-c", DRIVER, json.dumps(list(programs.items())), log_format],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -90,8 +92,8 @@ Watch = Callable[..., Watcher]
 def watch() -> Iterator[Watch]:
     watchers: list[Watcher] = []
 
-    def start(**programs: str) -> Watcher:
-        watchers.append(Watcher({name.replace("_", "-"): program for name, program in programs.items()}))
+    def start(log_format: str = "text", **programs: str) -> Watcher:
+        watchers.append(Watcher({name.replace("_", "-"): program for name, program in programs.items()}, log_format))
         return watchers[-1]
 
     yield start
@@ -139,11 +141,12 @@ def test_a_process_that_ignores_sigterm_is_killed_in_time_or_by_a_second_signal(
     watcher = watch(router=STUBBORN if signals == 2 else POLITE.format(delay_s=0), decode_0=STUBBORN)
     watcher.wait_for(r"router +\| up", r"decode-0 +\| up")
     watcher.process.send_signal(signal.SIGINT)
-    watcher.wait_for("draining; a second signal")
+    watcher.wait_for("draining 3 requests, for at most 0.2 s; a second signal")
     if signals == 2:
         watcher.process.send_signal(signal.SIGINT)
     assert watcher.ended() == (130 if signals == 2 else 0)
     assert any("has not ended in time and is killed" in line for line in watcher.lines) == (signals == 1)
+    assert re.fullmatch(r"baton +\| ended", watcher.lines[-1])
     until_gone(watcher.pid("router"), watcher.pid("decode-0"))
 
 
@@ -178,6 +181,43 @@ def test_a_router_that_ends_or_a_node_with_invalid_settings_ends_all(
     assert watcher.ended() == status
     assert any(re.search(line, each) for each in watcher.lines)
     assert not any("starts again" in each for each in watcher.lines)
+
+
+def test_with_json_logs_every_line_is_an_object(watch: Watch) -> None:
+    node = """print('{"message": "its own", "node": "decode-0"}'); print("{not JSON"); import os; os.kill(os.getpid(), 9)"""
+    watcher = watch(log_format="json", router=POLITE.format(delay_s=0), decode_0=node)
+    watcher.wait_for('"starts again', '"up"')
+    watcher.process.send_signal(signal.SIGTERM)
+    assert watcher.ended() == 0
+    found = [json.loads(line) for line in watcher.lines]
+    assert {"message": "its own", "node": "decode-0"} in found
+    messages = {(line["node"], line["message"]): line for line in found}
+    assert ("decode-0", "{not JSON") in messages
+    assert messages["decode-0", "ended unexpectedly, by SIGKILL"]["level"] == "error"
+    assert messages["baton", "ended"].keys() == {"time", "level", "logger", "message", "node"}
+
+
+async def test_nodes_that_are_not_ready_are_named_until_they_are() -> None:
+    def status(*states: str) -> dict[str, list[dict[str, object]]]:
+        names = ("prefill-0", "decode-0")
+        return {"nodes": [{"id": n, "alive": True, "state": s} for n, s in zip(names, states, strict=False)]}
+
+    answers = [None, status("draining"), status("ready", "ready")]
+    said: list[str] = []
+
+    async def get_status() -> object:
+        return answers.pop(0)
+
+    await report_waiting(["prefill-0", "decode-0"], 2, lambda _, line: said.append(line), get_status, delay_s=0.01)
+    assert said == [
+        "0 of 2 nodes are ready after 0 s; waiting for prefill-0 (starting), decode-0 (starting)",
+        "0 of 2 nodes are ready after 0 s; waiting for prefill-0 (draining), decode-0 (starting)",
+    ]
+
+
+def test_a_wildcard_address_is_printed_as_one_that_clients_can_use() -> None:
+    assert url_of("0.0.0.0", 80) == url_of("::", 80) == "http://127.0.0.1:80"
+    assert outward_address("0.0.0.0") not in {"", "0.0.0.0"}
 
 
 def test_a_node_that_drains_or_is_lost_is_not_ready() -> None:

@@ -1,6 +1,12 @@
 """Tests of the plan of `baton up`: the processes, their settings, and the settings that it refuses."""
 
+import json
+import os
+import shutil
 import socket
+import subprocess
+import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -12,6 +18,7 @@ from pydantic import ValidationError
 from cluster.plan import Child, LocalSettings, checked, inherited, plan, share_out
 from shared.config.settings import NodeSettings, RouterSettings, resolve
 from shared.errors import ConfigError
+from tests.cluster.harness import DEMO, ROOT
 
 
 def settings(**given: object) -> LocalSettings:
@@ -30,7 +37,7 @@ def router_of(child: Child) -> RouterSettings:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (tmp_path / name).touch()
+        shutil.copyfile(DEMO / name, tmp_path / name)
     return tmp_path
 
 
@@ -182,13 +189,79 @@ def test_free_ports_and_the_model_are_filled_in(model: Path) -> None:
     assert found.port != found.registry_port
 
 
-@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "*.safetensors"])
-def test_a_model_that_lacks_a_file_is_refused(model: Path, missing: str) -> None:
-    for file in model.glob(missing):
-        file.unlink()
-    with pytest.raises(ConfigError) as refused:
-        checked(LocalSettings(model=str(model), port=0))
-    assert str(refused.value) == f"--model {model}: contains no {missing}"
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda model: (model / name).unlink()
+
+
+def configure(**changes: object) -> Callable[[Path], object]:
+    def change(model: Path) -> None:
+        file = model / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def truncate(model: Path) -> None:
+    os.truncate(model / "model.safetensors", 1 << 20)
+
+
+EARLY: dict[str, tuple[dict[str, object], Callable[[Path], object], str]] = {
+    "no config": ({}, remove("config.json"), "--model: {model}/config.json: missing"),
+    "no tokenizer": ({}, remove("tokenizer.json"), "--model {model}: contains no tokenizer.json"),
+    "no weights": ({}, remove("model.safetensors"), "--model: {model}: has neither model.safetensors nor"),
+    "truncated weights": ({}, truncate, "--model: {model}/model.safetensors: .*download the model again"),
+    "quantized": (
+        {}, configure(quantization_config={"quant_method": "gptq", "bits": 4}),
+        "--model: {model}/config.json: quantization_config is .*gptq.*: use the unquantized model",
+    ),
+    "another architecture": (
+        {}, configure(architectures=["GemmaForCausalLM"]), r"architectures is \['GemmaForCausalLM'\]: it must be one of Llama"
+    ),
+    "too long": ({"max_model_len": 999_999}, Path.exists, "--max-model-len 999999 exceeds the [0-9]+ positions"),
+    "longer than the pool": ({"max_model_len": 256, "num_blocks": 9}, Path.exists, "--max-model-len 256: the KV pool holds 128"),
+    "memory for one pool": ({"kv_cache_memory": "900TB"}, Path.exists, "--kv-cache-memory: 2 KV pools take .*; lower --kv-cache-memory$"),
+    "blocks": ({"num_blocks": 2**30, "decode": 2}, Path.exists, "--num-blocks: 3 KV pools take .*; lower --num-blocks$"),
+    "a shared pool": (
+        {"num_blocks": 2**30, "kv_channel": "pool"}, Path.exists, "--num-blocks: the KV pool takes .*; lower --num-blocks$"
+    ),
+    "bfloat16 on a CPU": ({"dtype": "bfloat16"}, Path.exists, "--dtype bfloat16: on the CPU activations are float32"),
+    "a GPU's backend": ({"attention_backend": "triton"}, Path.exists, "--attention-backend triton: does not run on a CPU"),
+    "a GPU's channel": ({"kv_channel": "cuda_ipc"}, Path.exists, "--kv-channel cuda_ipc: not available for KV on --device cpu"),
+    "a tiny pool": ({"kv_cache_memory": 100}, Path.exists, "--kv-cache-memory 100 holds 0 blocks"),
+    "no keys": ({"api_keys_file": "/no/keys"}, Path.exists, "--api-keys-file /no/keys: cannot be read"),
+    "no secret": ({"cluster_secret_file": "/no/secret"}, Path.exists, "--cluster-secret-file /no/secret"),
+    "int8 in 16 bits": ({"quantization": "int8", "weight_dtype": "bfloat16"}, Path.exists, "--weight-dtype bfloat16: with"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "change", "complaint"), EARLY.values(), ids=EARLY)
+def test_what_no_node_could_start_with_is_refused_before_a_process_starts(
+    model: Path, given: dict[str, object], change: Callable[[Path], object], complaint: str
+) -> None:
+    change(model)
+    with pytest.raises(ConfigError, match=complaint.format(model=model)):
+        checked(LocalSettings.model_validate({"model": str(model), "device": "cpu", "port": 0} | given))
+
+
+def test_the_early_checks_import_no_torch_and_start_no_process(model: Path) -> None:
+    truncate(model)
+    program = (
+        "import sys; from cluster.cli import main\n"
+        "sys.addaudithook(lambda event, _: event == 'subprocess.Popen' and print('started a process'))\n"
+        f"try: main(['up', '--model', {str(model)!r}, '--port', '0', '--device', 'cpu'])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout == "2 False\n"
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("baton up: --model: ")
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine may have a GPU")
+@pytest.mark.parametrize("given", [{"device": "cuda"}, {"devices": "cuda:0"}])
+def test_a_gpu_that_is_not_there_is_refused_before_a_process_starts(model: Path, given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"--device cuda.*: torch .* finds no CUDA device; use --device cpu"):
+        checked(LocalSettings.model_validate({"model": str(model), "port": 0} | given))
 
 
 @pytest.mark.parametrize("name", ["/nowhere", "./nowhere/x", "~/no where", "a/b/c", "{model}/config.json"])

@@ -167,7 +167,7 @@ PREFILL_IS_FULL = node("prefill", waiting=14, busy=0.97)
             [node("decode", running=9, busy=0.9, batch=MIXED)],
             {"running": 9, "tbt_ms": took(20, 80)},
             "Tokens come late, TBT p99 80 ms (SLO 50), and decode-0 runs prompt chunks in the same steps as decodes. "
-            "Prefill nodes would keep them apart.",
+            "Separate prefill nodes would avoid this.",
         ),
         (
             [HANDED, WELL],

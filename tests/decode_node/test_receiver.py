@@ -154,7 +154,7 @@ async def test_rows_are_checked_as_they_come_and_none_may_be_left_unchecked(tmp_
         assert (await here.receiver.pushed(PushedNotice(b"0" * 16, first))).error == NOT_OPEN
         for sums in (bytes(64), rest[:7]):
             assert (
-                "are not checksums of up to 3 remaining rows"
+                "bytes of checksums for 3 rows: must be"
                 in (await here.receiver.pushed(PushedNotice(reserved.reservation_id, sums))).error
             )
         short = CommitRequest(reserved.reservation_id, whole.first_token, rest[:16])
@@ -172,7 +172,7 @@ async def test_another_model_or_an_unknown_router_is_refused(tmp_path: Path) -> 
         answer = await here.receiver.reserve(ReserveRequest(submit, WRITER, "other"))
         assert answer.error == "fingerprints differ: print here, other at the writer"
         submit.router = "stranger"
-        assert "not attached" in (await here.receiver.reserve(ReserveRequest(submit, WRITER, "print"))).error
+        assert "not connected" in (await here.receiver.reserve(ReserveRequest(submit, WRITER, "print"))).error
         submit.router, submit.tokens = "router", pack_ids([500] * 18)
         assert "beyond the vocabulary" in (await here.receiver.reserve(ReserveRequest(submit, WRITER, "print"))).error
         await here.empty()
@@ -223,7 +223,7 @@ async def test_a_frozen_writer_that_wakes_up_after_its_lease_cannot_write_any_mo
         reserved = await here.reserve()
         await here.empty()
         assert await wait_until(lambda: here.errors() == ["handoff: its lease expired"], 5.0)
-        with pytest.raises(ChannelError, match="treats us as dead"):
+        with pytest.raises(ChannelError, match="has declared this node dead"):
             await here.push(reserved)
 
 
@@ -258,9 +258,13 @@ async def test_malformed_messages_of_a_peer_change_nothing(tmp_path: Path) -> No
     async with bench("tcp", tmp_path) as here:
         reserved = await here.reserve()
         before = here.scheduler.ledger()
-        assert "are not up to" in (await here.receiver.renew(RenewRequest(WRITER, bytes(16 * 1_000_000)))).error
         assert (
-            "are not up to" in (await here.receiver.renew(RenewRequest(WRITER, reserved.reservation_id + b"odd"))).error
+            "bytes: must be 16 for each"
+            in (await here.receiver.renew(RenewRequest(WRITER, bytes(16 * 1_000_000)))).error
+        )
+        assert (
+            "bytes: must be 16 for each"
+            in (await here.receiver.renew(RenewRequest(WRITER, reserved.reservation_id + b"odd"))).error
         )
         assert (await here.receiver.renew(RenewRequest("b" * 32, reserved.reservation_id))).error == ""
         assert (await here.receiver.renew(RenewRequest(WRITER, bytes(16) + reserved.reservation_id))).error == ""
@@ -268,7 +272,7 @@ async def test_malformed_messages_of_a_peer_change_nothing(tmp_path: Path) -> No
             assert (await here.receiver.pushed(PushedNotice(unknown, b""))).error == NOT_OPEN
             assert (await here.receiver.commit(CommitRequest(unknown, 1, b""))).error == NOT_OPEN
             assert (await here.receiver.stop(StopRequest(unknown, "r" * 10_000, "unknown"))).error == ""
-        assert "already here" in (await here.reserve()).error
+        assert "already on this node" in (await here.reserve()).error
         forged = ReserveRequest(submission("s", PROMPT, 6), "../../etc", "print")
         assert "32 hexadecimal digits" in (await here.receiver.reserve(forged)).error
         assert here.scheduler.ledger() == before

@@ -21,7 +21,7 @@ from engine.cuda.graphs import GraphRecording
 from engine.cuda.kv.driver import CudaError
 from engine.models.families import read_model_config
 from engine.models.spec import ModelConfig
-from engine.startup import BuildOptions
+from engine.options import BuildOptions
 from scheduler.request import Request
 from shared.kv.memory import HostMemory
 from tests.engine.build import GREEDY, generate

@@ -203,7 +203,7 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("cost", 5, "cost must be an object"),
     ("cost", {"overhead": -1.0}, "cost.overhead must be a number from 0"),
     ("cost", {"overheads": 1.0}, "cost.overheads is not one of overhead"),
-    ("cost", {}, "cost is all zero"),
+    ("cost", {}, "cost has only zeros"),
     ("kv_tokens", "many", "kv_tokens must be a number"),
     ("kv_bytes_per_token", 0, "kv_bytes_per_token must be a number from 1"),
     ("link", "token ring", "link 'token ring' is not one of 100gbe"),

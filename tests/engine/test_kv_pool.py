@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv_pool import KVPool, blocks_for
+from engine.kv_pool import KVPool
+from engine.options import blocks_for
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 

@@ -195,11 +195,6 @@ def test_the_requested_format_is_chosen(settings: tuple[str, str], name: str) ->
     assert linear_on_cpu("auto", "int8").name == "int8"
 
 
-def test_contradicting_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="--weight-dtype bfloat16: with --quantization int8"):
-        linear_on_cpu("bfloat16", "int8")
-
-
 @compiled
 @pytest.mark.parametrize("settings", [("auto", "none"), ("bfloat16", "none"), ("float16", "none"), ("auto", "int8")])
 def test_a_model_generates_the_same_alone_and_in_a_batch(settings: tuple[str, str]) -> None:

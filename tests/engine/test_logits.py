@@ -1,6 +1,7 @@
 """Test that the decoder gives the logits of transformers, in random chunks over a pool whose unused memory is NaN."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,6 +31,7 @@ from engine.batch import build
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
+from engine.models.spec import Rope
 from engine.runner import TorchRunner
 from scheduler.request import Request
 from shared.kv.layout import KVLayout
@@ -189,10 +191,12 @@ def all_logits(model: Decoder, rows: list[list[int]], random: Random, block_toke
     return [torch.cat(parts) for parts in logits]
 
 
-def largest_difference(reference_model: Any, model: Decoder, seed: int = 0, block_tokens: int = 4) -> float:
+def largest_difference(
+    reference_model: Any, model: Decoder, seed: int = 0, block_tokens: int = 4, lengths: Sequence[int] = (41, 1, 17, 8)
+) -> float:
     random = Random(seed)
     vocab = model.config.vocab_size
-    rows = [[random.randrange(vocab) for _ in range(length)] for length in (41, 1, 17, 8)]
+    rows = [[random.randrange(vocab) for _ in range(length)] for length in lengths]
     ours = all_logits(model, rows, random, block_tokens)
     with torch.inference_mode():
         theirs = [reference_model(torch.tensor([row])).logits[0] for row in rows]
@@ -247,6 +251,20 @@ def test_a_batch_of_decodes_or_with_prompt_logprobs_has_no_drawing_batch() -> No
     decode, scored = blocks.request([1]), blocks.request([1, 2, 3], needs_prompt_logprobs=True)
     assert build([piece(decode, 1)], 4, CPU).drawing() is None
     assert build([piece(scored, 3)], 4, CPU).drawing() is None
+
+
+def test_longrope_uses_the_factors_for_long_contexts(tmp_path: Path) -> None:
+    """Transformers chooses the factors by the length of each prompt; these prompts are all long."""
+    sizes = SIZES | {"original_max_position_embeddings": 8}
+    reference_model = save(
+        Phi3Config(**sizes, num_key_value_heads=2, rope_parameters=LONGROPE, pad_token_id=0), tmp_path
+    )
+    model = load_model(tmp_path, torch.float32, CPU)
+    assert model.config.ropes[0] == Rope(
+        10000.0, "longrope", original_max_position_embeddings=8, magnitude=pytest.approx((1 + 5 / 3) ** 0.5),
+        factors=(1.0, 1.5, 2.0, 4.0), dims=8,
+    )  # fmt: skip
+    assert largest_difference(reference_model, model, lengths=(41, 17, 9)) <= 1e-4
 
 
 def test_a_long_step_is_split_in_the_mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,11 +297,11 @@ def test_the_error_for_a_hub_id_names_the_missing_package_or_the_failed_download
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match="huggingface_hub is missing: pip install"):
+    with pytest.raises(ValueError, match="first run: pip install"):
         resolve("owner/name")
     monkeypatch.undo()
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="'owner/name' is no local directory, and downloading it failed: "):
+    with pytest.raises(ValueError, match="'owner/name' is not a local directory, and downloading it failed: "):
         resolve("owner/name")

@@ -89,7 +89,7 @@ async def test_a_router_aborts_only_its_own_requests_and_ids_are_unique() -> Non
         assert await wait_until(lambda: "r" in here.node.requests, 5.0)
         other.commands.put_nowait(RouterCommand("other", [submission("r", router="other")], aborts=["r", "unknown"]))
         assert await wait_until(lambda: bool(other.errors()), 5.0)
-        assert "already here" in other.errors()[0][0]
+        assert "already on this node" in other.errors()[0][0]
         assert "r" in here.node.requests
         line.abort("r", "r")
         await here.empty()
@@ -210,7 +210,7 @@ async def test_processes_that_are_stuck_failed_or_terminated_exit_with_the_right
     assert statuses == {"hangs": 70, "raises": 70, "blocked": 70, "drains": 0, "hurried": 128 + signal.SIGTERM}
     moved = {delta.id for delta in received["drains"] if delta.retry}
     assert moved == {"r0", "r1"}, "their routers may retry them"
-    assert {delta.error for delta in received["drains"] if delta.retry} == {"node drains ends"}
+    assert {delta.error for delta in received["drains"] if delta.retry} == {"node drains is shutting down"}
     assert all("end" in {delta.id for delta in received[name]} for name in ("hangs", "raises"))
     assert "made no progress for 1.0 s" in (tmp_path / "hangs.log").read_text()
     assert "the event loop made no progress" in (tmp_path / "blocked.log").read_text()

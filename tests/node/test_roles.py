@@ -89,7 +89,7 @@ async def test_handoffs_reach_the_decode_adapter_while_the_node_has_that_role() 
             )
             await here.set_role("decode")
             asked = await RESERVE.call(channel, RESERVATION, 5.0)
-            assert asked.error == "its router is not attached here", "the decode adapter answered"
+            assert asked.error == "this router is not connected to this node", "the decode adapter answered"
             await here.set_role("prefill")
             assert await RESERVE.call(channel, RESERVATION, 5.0) == refused
             assert await STOP.call(channel, StopRequest(b"t" * 16), 5.0) == Ack(), "earlier handoffs may still end"

@@ -349,7 +349,7 @@ async def test_a_grant_of_the_wrong_size_is_stopped() -> None:
         here.decoder.targets = TARGETS[:4]
         here.submit()
         stop = await here.decoder.receives(StopRequest)
-        assert "0 held and 4 reserved blocks are not the prompt's 5" in stop.reason
+        assert "the grant has 0 + 4 blocks, but the prompt has 5" in stop.reason
         await here.empty()
 
 

@@ -61,8 +61,8 @@ def test_a_key_identifies_its_tenant(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "must hold 1 to 1024 keys, and holds 0"),
-        ("# no keys\n", "must hold 1"),
+        ("", "has 0 keys: must be 1 to 1024"),
+        ("# no keys\n", "must be 1 to"),
         ("acme:secret-in-the-clear", "line 1: must be tenant:sha256"),
         ("\n" + line("acme", "a") + "0", "line 2: must be"),
         (line("a b", "a"), "line 1: must be"),
@@ -71,7 +71,7 @@ def test_a_key_identifies_its_tenant(file: Path) -> None:
         (line("ä", "a"), "must be"),
         (line("acme", "a", ":root"), "line 1: must be"),
         (line("acme", "a") + "\n" + line("other", "a"), "line 2: repeats an earlier key"),
-        ("\n".join(line("acme", str(number)) for number in range(1025)), "holds 1025"),
+        ("\n".join(line("acme", str(number)) for number in range(1025)), "has 1025 keys"),
         ("#" * (256 << 10) + "#", "larger than 256 KiB"),
     ],
 )
@@ -188,8 +188,8 @@ async def test_a_request_without_a_valid_key_is_rejected(client: httpx.AsyncClie
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     error = answer.json()["error"]
+    assert error.pop("message") in {"An API key is needed: Authorization: Bearer KEY.", "The API key is not valid."}
     assert error == {
-        "message": "An API key is needed: Authorization: Bearer KEY.",
         "type": "authentication_error",
         "param": None,
         "code": "invalid_api_key",

@@ -46,11 +46,11 @@ def identity_of(directory: Path, text: str) -> ClusterIdentity:
 @pytest.mark.parametrize(
     ("text", "mode", "complaint"),
     [
-        ("", 0o600, "holds no private key in PEM; `baton secret FILE` writes a new one"),
-        ("old-secret-0123456789-abcdefghijkl", 0o600, "holds no private key in PEM"),
-        (CERTIFICATE, 0o600, "holds no private key in PEM"),
+        ("", 0o600, "contains no PEM private key; `baton secret FILE` writes one"),
+        ("old-secret-0123456789-abcdefghijkl", 0o600, "contains no PEM private key"),
+        (CERTIFICATE, 0o600, "contains no PEM private key"),
         (KEY, 0o600, "cannot be used as a certificate with its private key"),
-        (KEY.replace("M", "*", 1), 0o600, "holds no private key in PEM"),
+        (KEY.replace("M", "*", 1), 0o600, "contains no PEM private key"),
         (KEY.replace("MIG", "GIM", 1) + CERTIFICATE, 0o600, "cannot be used as a certificate"),
         (OTHER_PEM[: OTHER_PEM.index("-----BEGIN CERT")] + CERTIFICATE, 0o600, "(KEY_VALUES_MISMATCH)"),
         (PEM, 0o644, "other users can read it (mode 0644); run `chmod 600"),

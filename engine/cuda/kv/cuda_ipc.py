@@ -56,7 +56,7 @@ class CudaIpcChannel(LocalChannel[DeviceRows]):
 
     def _link(self, descriptor: PeerDescriptor, _reservation_id: bytes) -> "_Copier":
         if not self._reaches(descriptor.host):
-            raise DescriptorError("the peer's GPU cannot be written to from here")
+            raise DescriptorError("this process cannot write to the peer's GPU")
         return _Copier(descriptor, self._own.incarnation_id, self._memory.region, self._patience_s)
 
     def _serve(self, connection: socket.socket) -> None:
@@ -93,7 +93,7 @@ class _Copier:
                 self._stream.wait()
                 started = 0
         if hung_up(self.socket):
-            raise PeerLostError("it has ended")
+            raise PeerLostError("the peer has ended")
 
     def interrupt(self) -> None:
         """Do nothing: a push checks `stopped` after each piece, and needs its connection open until the push ends."""
@@ -116,11 +116,11 @@ def attach(
     """
     with greeted(descriptor, incarnation_id, patience_s, OFFER.size) as (connection, data, fds):
         if len(data) != OFFER.size:
-            raise PeerLostError("it offered no memory")
+            raise PeerLostError("the peer offered no memory")
         (size,) = OFFER.unpack(data)
         if size < descriptor.num_rows * descriptor.row_bytes or not fds:
             raise PeerLostError(
-                f"it did not offer memory for {descriptor.num_rows} rows of {descriptor.row_bytes} bytes"
+                f"the peer did not offer memory for {descriptor.num_rows} rows of {descriptor.row_bytes} bytes"
             )
         region = CudaRegion.attach(gpu, size, fds[0])
     return connection, region

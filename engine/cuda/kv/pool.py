@@ -47,9 +47,7 @@ class PoolOwner:
         self._inner = inner
         self._path = path
         if _is_live(inner, path):
-            raise OSError(
-                f"{path}: another decode node shares its pool there; only one node per device can (see --kv-directory)"
-            )
+            raise OSError(f"{path}: the pool of another decode node; only one per device can share its pool")
         written = path.with_suffix(f".{os.getpid()}")
         written.write_bytes(inner.descriptor())
         written.replace(path)

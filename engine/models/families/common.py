@@ -44,8 +44,9 @@ def attention(keys: ConfigReader, default_head_dim: int = 0, **more: Any) -> Att
     head_dim = keys.size("head_dim", default_head_dim or max(1, hidden // heads))
     if head_dim % 2:
         keys.refuse("head_dim", "it must be even, for rotary embedding")
-    given = {"rope": rope(keys, head_dim)} | more
-    return AttentionSpec(heads, kv_heads, head_dim, **given)
+    if "rope" not in more:
+        more["rope"] = rope(keys, head_dim)
+    return AttentionSpec(heads, kv_heads, head_dim, **more)
 
 
 def mlp(keys: ConfigReader, size: str = "intermediate_size", activation: str = "hidden_act", **more: Any) -> MlpSpec:

@@ -1,0 +1,168 @@
+"""The options of a node's engine, and the checks of them that read only the headers of the model's files.
+
+This module does not import torch unless a GPU may be used, so that `baton up` can make the checks at once, before it
+starts a process.
+"""
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from engine.emulation import load_emulation
+from engine.models.families import read_model_config
+from engine.models.spec import ModelConfig
+from engine.weights import tensor_files
+from shared.kv.layout import HOST_KV_BYTES, KVLayout
+from shared.kv.memory import available_bytes
+from shared.model_files import resolve
+
+CPU_BLOCK_TOKENS = 16
+HASH_LANES = 4  # 64-bit integers that the hash model stores for a token
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one exists where CUDA works: on Linux, in WSL and on Jetson
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """The settings of a node that affect computation, with the same names as in the node's settings."""
+
+    model: str
+    runner: str = "torch"
+    device: str = "cpu"
+    dtype: str = "auto"
+    weight_dtype: str = "auto"
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.9
+    block_size: int = 0
+    kv_cache_memory: int = 0
+    num_blocks: int = 0
+    max_model_len: int = 0
+    max_num_seqs: int = 64
+    max_step_tokens: int = 512
+    threads: int = 0
+    emulate: str = ""
+
+    @classmethod
+    def from_settings(cls, settings: object, **changes: object) -> "BuildOptions":
+        """Return the options, each copied from the setting of the same name, unless it is in `changes`."""
+        names = {field.name for field in fields(cls)} - {"max_step_tokens"}
+        return cls(**({name: getattr(settings, name) for name in names} | changes))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the engine uses a GPU. Imports torch if --device is auto and this machine may have one."""
+        if self.emulate or self.runner == "hash" or self.device == "cpu":
+            return False
+        if self.device != "auto":
+            return True
+        if not any(Path(name).exists() for name in GPU_FILES):
+            return False
+        import torch
+
+        return torch.cuda.is_available()
+
+
+def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, ModelConfig]:
+    """Return the model's directory and its config. `num_pools` is the number of KV pools that this machine will hold.
+
+    Raises ValueError if the model or a setting cannot be used; the message names the setting or the file, and the fix.
+    """
+    path = resolve(options.model)
+    config = read_model_config(path)
+    if options.max_model_len > config.max_position_embeddings:
+        raise ValueError(
+            f"--max-model-len {options.max_model_len} exceeds the {config.max_position_embeddings} positions of {path}"
+        )
+    if options.num_blocks == 1:
+        raise ValueError("--num-blocks 1: one block is kept as a dummy, so at least 2 are needed")
+    if (options.emulate or options.runner == "hash") and options.device.startswith("cuda"):
+        raise ValueError(f"--device {options.device}: this runner computes no model and needs no GPU; use --device cpu")
+    tensor_files(path)
+    if options.on_gpu:
+        check_gpu("cuda" if options.device == "auto" else options.device)
+    else:
+        _check_cpu(options, config, num_pools)
+    return path, config
+
+
+def check_gpu(name: str) -> None:
+    """Raise ValueError if torch finds no CUDA device `name`, such as cuda:0."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch {torch.__version__} finds no CUDA device; use --device cpu")
+    if int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from cuda:0")
+
+
+def check_channel(name: str, options: BuildOptions) -> None:
+    """Raise ValueError if `--kv-channel name` cannot transfer the KV of this engine."""
+    local = "cuda_ipc" if options.on_gpu else "shm"
+    if name not in {"auto", "tcp", "pool", local}:
+        raise ValueError(f"--kv-channel {name}: not available for KV on --device {options.device}: use {local} or tcp")
+
+
+def _check_cpu(options: BuildOptions, config: ModelConfig, num_pools: int) -> None:
+    if options.dtype not in {"auto", "float32"}:
+        raise ValueError(
+            f"--dtype {options.dtype}: on the CPU activations are float32; use --dtype float32, and --weight-dtype "
+            f"{options.dtype} to store the weights in that type"
+        )
+    if options.attention_backend not in {"auto", "numba", "torch"}:
+        raise ValueError(
+            f"--attention-backend {options.attention_backend}: does not run on a CPU; use auto, numba or torch"
+        )
+    if options.quantization != "none" and options.weight_dtype != "auto":
+        raise ValueError(
+            f"--weight-dtype {options.weight_dtype}: with --quantization {options.quantization}, weights have 8 bits"
+        )
+    layout = cpu_layout(options, config)
+    # The pool need not have room for a request of the model's maximum length, which few requests reach.
+    check_holds(layout, options.max_model_len)
+    size, available = num_pools * layout.num_blocks * layout.block_bytes, available_bytes()
+    if size > available:
+        flag = "--num-blocks" if options.num_blocks else "--kv-cache-memory"
+        pools = f"{num_pools} KV pools take" if num_pools > 1 else "the KV pool takes"
+        raise ValueError(
+            f"{flag}: {pools} {size / 2**20:,.0f} MiB, but {available / 2**20:,.0f} MiB are available; lower {flag}"
+        )
+
+
+def cpu_layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
+    """Return the layout of a KV pool in host memory. Raises ValueError if fewer than two blocks fit."""
+    dtype = options.kv_cache_dtype
+    if dtype == "auto":  # a user who chooses int8 weights prefers speed to exactness
+        dtype = "float16" if options.quantization == "int8" else "float32"
+    size = options.block_size or CPU_BLOCK_TOKENS
+    one = KVLayout(1, config.num_kv_heads, config.num_layers, size, config.head_dim, dtype)
+    num_blocks = options.num_blocks
+    if options.emulate or options.runner == "hash":
+        one = KVLayout(1, 1, 1, size, HASH_LANES, "float32")
+    if options.emulate:
+        num_blocks = num_blocks or 1 + load_emulation(options.emulate).kv_tokens // size
+    return replace(one, num_blocks=num_blocks or blocks_for(options.kv_cache_memory or HOST_KV_BYTES, one))
+
+
+def check_holds(layout: KVLayout, max_model_len: int) -> None:
+    """Raise ValueError unless a request of `max_model_len` tokens fits into the pool."""
+    room = (layout.num_blocks - 1) * layout.block_tokens
+    if max_model_len > room:
+        needed = 1 + -(-max_model_len // layout.block_tokens)
+        raise ValueError(
+            f"--max-model-len {max_model_len}: the KV pool holds {room} tokens ({layout.num_blocks - 1} blocks of "
+            f"{layout.block_tokens}); use --num-blocks {needed} or --kv-cache-memory {needed * layout.block_bytes}"
+        )
+
+
+def blocks_for(memory_bytes: int, one_block: KVLayout) -> int:
+    """Return how many blocks fit into the memory, with the dummy block. Raises ValueError if fewer than two fit."""
+    num_blocks = memory_bytes // one_block.block_bytes
+    if num_blocks < 2:
+        raise ValueError(
+            f"--kv-cache-memory {memory_bytes} holds {max(0, num_blocks)} blocks of {one_block.block_bytes} bytes "
+            f"({one_block.layers} layers x {one_block.kv_heads} heads x {one_block.block_tokens} tokens x 2 x "
+            f"{one_block.head_dim} x {one_block.dtype}); at least 2 are needed, which "
+            f"take {2 * one_block.block_bytes} bytes"
+        )
+    return num_blocks

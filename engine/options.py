@@ -75,9 +75,9 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
             f"--max-model-len {options.max_model_len} exceeds the {config.max_position_embeddings} positions of {path}"
         )
     if options.num_blocks == 1:
-        raise ValueError("--num-blocks 1: one block is kept as a dummy, so at least 2 are needed")
+        raise ValueError("--num-blocks 1: must be at least 2, because one block is a dummy")
     if (options.emulate or options.runner == "hash") and options.device.startswith("cuda"):
-        raise ValueError(f"--device {options.device}: this runner computes no model and needs no GPU; use --device cpu")
+        raise ValueError(f"--device {options.device}: --emulate and --runner hash need no GPU; use --device cpu")
     tensor_files(path)
     if options.on_gpu:
         check_gpu("cuda" if options.device == "auto" else options.device)
@@ -106,17 +106,15 @@ def check_channel(name: str, options: BuildOptions) -> None:
 def _check_cpu(options: BuildOptions, config: ModelConfig, num_pools: int) -> None:
     if options.dtype not in {"auto", "float32"}:
         raise ValueError(
-            f"--dtype {options.dtype}: on the CPU activations are float32; use --dtype float32, and --weight-dtype "
-            f"{options.dtype} to store the weights in that type"
+            f"--dtype {options.dtype}: the CPU computes in float32; omit --dtype, and use --weight-dtype "
+            f"{options.dtype} to store weights in that type"
         )
     if options.attention_backend not in {"auto", "numba", "torch"}:
         raise ValueError(
             f"--attention-backend {options.attention_backend}: does not run on a CPU; use auto, numba or torch"
         )
     if options.quantization != "none" and options.weight_dtype != "auto":
-        raise ValueError(
-            f"--weight-dtype {options.weight_dtype}: with --quantization {options.quantization}, weights have 8 bits"
-        )
+        raise ValueError(f"--weight-dtype {options.weight_dtype}: omit it with --quantization {options.quantization}")
     layout = cpu_layout(options, config)
     # The pool need not have room for a request of the model's maximum length, which few requests reach.
     check_holds(layout, options.max_model_len)

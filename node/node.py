@@ -108,7 +108,7 @@ class Node:
         self.rules = rules
         self.recorder = StepRecorder()
         self.sessions = RouterSessions(self.recorder, max_routers, max_unread)
-        self.counters = NodeStats()  # only its handoff fields are used; they count since the start, in both roles
+        self.counters = NodeStats()  # only the handoff fields, which a change of role does not reset
         self.publisher = OutputPublisher(scheduler, self.recorder)
         self.engine = make_engine(scheduler, runner, self.publisher, stuck_s)
         self.state = NodeState(info, self.publisher)
@@ -231,7 +231,7 @@ class Node:
             return Ack("the node is shutting down")
         self.take_role(role)
         await announcer.update(self.state.info)
-        log.info("this is a %s node from now on; %d requests are retried on other nodes", role.name, migrated)
+        log.info("this node becomes a %s node; %d requests are retried on other nodes", role.name, migrated)
         return Ack()
 
     def on_writer_lost(self, writer: str) -> None:

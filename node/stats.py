@@ -4,7 +4,6 @@ import os
 import platform
 import socket
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
 from engine.startup import EngineComponents
@@ -12,8 +11,10 @@ from node.output_publisher import OutputPublisher
 from scheduler.budget import Budget
 from scheduler.role import Role
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
+from shared.lifecycle import in_container
 from shared.rpc.connection import host_and_port
 from shared.rpc.messages import NodeInfo
+from shared.version import package_version
 
 ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
     "policy",
@@ -64,7 +65,7 @@ def describe(
     """
     layout = components.layout
     return NodeInfo(
-        id=settings.id or f"{role.name}-{socket.gethostname()}-{os.getpid()}",
+        id=settings.id or _default_id(role),
         incarnation_id=incarnation_id,
         role=role.name,
         address="",
@@ -75,10 +76,17 @@ def describe(
         num_blocks=layout.num_blocks,
         max_model_len=components.max_model_len,
         max_num_seqs=settings.max_num_seqs,
-        version=_version(),
+        version=package_version(),
         attributes=_attributes(settings, components, budget),
         shared_pool_owner=shared_pool_owner,
     )
+
+
+def _default_id(role: Role) -> str:
+    """Return a name that no other node has. A restarted container keeps the name, which ends with its host name."""
+    name = f"{role.name}-{socket.gethostname()}"
+    is_main_process = 1 in (os.getpid(), os.getppid())  # with `init`, the main process is the child of process 1
+    return name if in_container() and is_main_process else f"{name}-{os.getpid()}"
 
 
 def advertised(settings: NodeSettings) -> str:
@@ -119,10 +127,3 @@ def _attributes(settings: NodeSettings, components: EngineComponents, budget: Bu
         "prefix_caching": str(settings.enable_prefix_caching).lower(),
         "python": platform.python_version(),
     }
-
-
-def _version() -> str:
-    try:
-        return version("baton-serve")
-    except PackageNotFoundError:  # the package is not installed: the node runs from a checkout
-        return ""

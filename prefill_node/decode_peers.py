@@ -51,7 +51,7 @@ class CorruptBlocksError(PeerRefusedError):
 
 @dataclass(slots=True)
 class DecodePeer:
-    """The state that this prefill node keeps of one decode node."""
+    """The state that this prefill node keeps for one decode node."""
 
     address: str
     rpc: RpcChannel

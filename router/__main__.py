@@ -103,6 +103,7 @@ async def _serve(
         slo=lambda: slo_targets(settings.ttft_slo_ms, (info for info, _, alive in fleet.nodes() if alive)),
         more_routes=admin_routes(fleet, settings.drain_timeout_s),
         keys=keys,
+        allowed_origins=settings.allowed_origins,
         max_concurrent_requests=settings.max_concurrent_requests,
         request_timeout_s=settings.request_timeout_s,
     )

@@ -100,7 +100,7 @@ class Request:
 
 @dataclass(slots=True)
 class Slice:
-    """Tokens [start, start + count) of one request in one step. If `samples`, the next token is sampled."""
+    """Tokens [start, start + count) of one request in one step. If `samples` is true, the next token is sampled."""
 
     request: Request
     start: int

@@ -60,7 +60,7 @@ def settings_that_differ(arms: Sequence[Arm]) -> set[str]:
 
 def facts_of(endpoint: Endpoint, status: Document | None) -> dict[str, str]:
     """Return the facts that must be equal, from the router's status. Values that differ between nodes are joined."""
-    facts = {"engine": "baton" if status else "not Baton: nothing else can be verified", "model": endpoint.model}
+    facts = {"engine": "baton" if status else "not Baton, so nothing else can be verified", "model": endpoint.model}
     facts["max_model_len"] = str(endpoint.max_model_len or UNKNOWN)
     if not status:
         return facts

@@ -1,4 +1,5 @@
 /* TTFT, TBT and TTST with their SLOs: p50 and p99 of the last minute, as numbers and as charts. */
+import { term } from "./terms.js";
 import { make, ms, number, say } from "./text.js";
 
 const KINDS = [
@@ -12,10 +13,11 @@ export class Latency {
   constructor(place) {
     this.place = place;
     this.panels = KINDS.map(([key, short, long]) => {
-      const p50 = make("b"), p99 = make("b"), note = make("span"), chart = make("div", { class: "chart", role: "img" });
-      place.append(make("div", { class: "latency" }, make("h3", {}, `${short} `, make("span", {}, long)),
-        make("p", {}, p50, " p50  ", p99, " p99 ms  ", note), chart));
-      return { key, short, p50, p99, note, chart, points: [], plot: null };
+      const p50 = make("b"), p99 = make("b"), note = make("p", { class: "note" }), chart = make("div", { class: "chart", role: "img" });
+      const values = make("span", {}, p50, " p50\u2003", p99, " p99");
+      place.append(make("div", { class: "latency" }, make("h3", {}, term(key.slice(0, -3), short), make("span", {}, ` ${long}`)),
+        make("p", {}, values), note, chart));
+      return { key, short, p50, p99, values, note, chart, points: [], plot: null };
     });
     new ResizeObserver(() => this.rebuild()).observe(place);
   }
@@ -27,11 +29,15 @@ export class Latency {
       const slo = latency?.slo?.[panel.key] || null, over = slo !== null && p99 !== null && p99 > slo;
       panel.points.push([Date.now() / 1000, p50, p99, slo]);
       if (panel.points.length > SECONDS) panel.points.shift();
-      say(panel.p50, ms(p50));
-      say(panel.p99, ms(p99));
+      say(panel.p50, `${ms(p50)} ms`);
+      say(panel.p99, `${ms(p99)} ms`);
+      panel.values.hidden = !n;
+      panel.chart.classList.toggle("empty", panel.points.every(([, , worst]) => worst === null));
       panel.p99.className = over ? "bad" : "";
-      say(panel.note, (slo ? `${over ? "over" : "within"} the SLO of ${ms(slo)}; ` : "") + `${number(n)} samples`);
-      panel.chart.setAttribute("aria-label", `${panel.short} of the last minute: p50 ${ms(p50)}, p99 ${ms(p99)} ms`);
+      const limit = slo ? `SLO of ${ms(slo)} ms` : "";
+      say(panel.note, n ? `${limit && `${over ? "over" : "within"} the ${limit}; `}${number(n)} samples`
+        : `No samples${limit && `; ${limit}`}`);
+      panel.chart.setAttribute("aria-label", `${panel.short} of the last minute: ${n ? `p50 ${ms(p50)}, p99 ${ms(p99)} ms` : "no samples"}`);
       panel.plot?.setData(columns(panel.points));
     }
   }
@@ -55,7 +61,7 @@ function options(chart) {
   return {
     width: chart.clientWidth, height: 78, padding: [6, 4, 6, 0], legend: { show: false }, cursor: { show: false },
     scales: { x: { range: () => [now() - SECONDS, now()] }, y: { range: (_, __, most) => [0, (most || 1) * 1.08] } },
-    axes: [{ ...axis, show: false }, { ...axis, size: 44, space: 26 }],
+    axes: [{ ...axis, show: false }, { ...axis, size: 58, space: 26, values: (_, marks) => marks.map((mark) => `${mark.toLocaleString("en")} ms`) }],
     series: [
       {},
       { stroke: soft, width: 1.5, points: { show: false } },

@@ -1,11 +1,12 @@
 /* The dashboard, which shows the router's event stream. Its state is bounded. The strip is drawn once per frame,
    everything else when an event arrives. */
+import { startChat } from "./chat.js";
 import { get, listen } from "./feed.js";
 import { Lanes } from "./lanes.js";
 import { Latency } from "./latency.js";
-import { showNodes } from "./nodes.js";
+import { showEvents, showNodes, showTotals } from "./nodes.js";
 import { Requests } from "./requests.js";
-import { inOrder, number, say, sayWithCode } from "./text.js";
+import { inOrder, isGone, number, say, sayWithCode, span } from "./text.js";
 import { Transfers } from "./transfers.js";
 
 const place = (id) => document.getElementById(id);
@@ -14,31 +15,42 @@ const lanes = new Lanes(place("lanes"), place("pass"), () => pause(true));
 const latency = new Latency(place("latency"));
 const requests = new Requests(place("requests"));
 const transfers = new Transfers(place("transfers"), place("in-flight"));
-let paused = false;
+let paused = false, model = "", heard = new Date();
 
 const handlers = { status: showStatus, requests: showRequests };
 
 listen("events", (kind, data) => {
+  heard = new Date();
   if (kind === "steps") lanes.add(data.node, data.steps);
   else if (!paused) handlers[kind](data);
 }, (state) => {
   if (place("link").dataset.state === state) return;
-  place("link").dataset.state = state;
+  document.body.dataset.link = place("link").dataset.state = state;
   say(place("link"), state === "live" ? "live" : "router gone, trying again");
-  if (state === "live" && !paused) loadRequests();
+  lanes.freeze(paused || state === "gone");
+  if (state === "live") loadRequests();
+  else {
+    say(place("summary"), `The router has not answered since ${heard.toLocaleTimeString()}. What follows is from that time.`);
+    document.title = "Baton · router gone";
+  }
 });
 
-async function loadRequests() {
+async function loadRequests(isAsked = false) {
   const answer = await get("v1/requests?limit=100");
-  if (answer && !paused) showRequests(answer);
+  if (answer && (isAsked || !paused)) showRequests(answer);
 }
 
 function showStatus(status) {
+  const { version, started_ms: started, max_model_len: length } = status.router ?? {};
+  model = status.model;
   sayWithCode(place("summary"), status.summary ?? "");
-  say(place("model"), `${status.model} · ${status.mode} · ${number(status.requests?.running)} running`);
-  document.title = `Baton · ${status.model}`;
-  const nodes = inOrder(status.nodes);
-  showNodes(place("nodes"), nodes);
+  say(place("model"), [model, length && `up to ${number(length)} tokens`, status.mode, version && `Baton ${version}`,
+    started && `up ${span(Date.now() - started)}`].filter(Boolean).join(" · "));
+  document.title = `Baton · ${model}`;
+  showTotals(place("totals"), status.totals);
+  showEvents(place("events"), status.events);
+  showNodes(place("nodes"), status.nodes);
+  const nodes = inOrder(status.nodes).filter((node) => !isGone(node));
   lanes.arrange(nodes.map((node) => node.id));
   for (const node of nodes) if (node.steps) lanes.fill(node.id);
   lanes.sloMs = status.latency?.slo?.tbt_ms || 0;
@@ -57,6 +69,11 @@ function pause(on) {
   say(place("pause"), on ? "Resume" : "Pause");
   if (!on) loadRequests();
 }
+
+startChat(() => model, async (id) => {
+  if (!requests.reveal(id)) await loadRequests(true);
+  requests.reveal(id);
+});
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 

@@ -42,9 +42,9 @@ export class Requests {
   newRow(one) {
     const button = make("button", { type: "button", "aria-expanded": "false", title: one.id }, shortened(one.id));
     const cells = CELLS.map(([name]) => make("td", { class: name }));
-    const bar = make("div", { class: "bar phases", role: "img" });
-    const root = make("tr", {}, make("td", {}, button), ...cells, make("td", { class: "wide" }, bar));
-    const row = { one, button, cells, bar, root, detail: null, isLoading: false, isStale: false };
+    const where = make("td", { class: "wide where" });
+    const root = make("tr", {}, make("td", {}, button), ...cells, where);
+    const row = { one, button, cells, where, root, detail: null, isLoading: false, isStale: false };
     root.addEventListener("click", () => (row.detail ? this.close(row) : this.open(row)));
     place(this.body, this.rows, row);
     return row;
@@ -55,12 +55,7 @@ export class Requests {
     row.one = one;
     row.cells[0].dataset.state = one.state;
     CELLS.forEach(([, read], index) => say(row.cells[index], read(one)));
-    const phases = one.phases_ms, parts = PHASES.map((name) => [name, Math.max(0, phases?.[name] ?? 0)]);
-    if (phases) {
-      fillBar(row.bar, parts, parts.reduce((sum, [, amount]) => sum + amount, 0));
-      row.bar.setAttribute("aria-label", phaseText(phases));
-      row.bar.title = phaseText(phases);
-    }
+    showPhases(row.where, one);
     if (row.detail && (isMoving(one) || wasMoving)) this.load(row);
   }
 
@@ -91,13 +86,38 @@ export class Requests {
     if (row.isStale) this.load(row);
   }
 
+  /* Opens the row of a request, and moves the focus to it. Returns whether the row exists. */
+  reveal(id) {
+    const row = this.rows.get(id);
+    if (row && !row.detail) this.open(row);
+    row?.button.focus();
+    row?.root.scrollIntoView({ block: "center" });
+    return Boolean(row);
+  }
+
   redraw() {
     for (const row of this.rows.values()) if (row.detail) this.load(row);
   }
 }
 
-const phaseText = (phases) => PHASES.filter((name) => phases[name] > 0.005)
-  .map((name) => `${name.replace("_", " ")} ${ms(phases[name])} ms`).join(", ");
+const named = (phases) => PHASES.filter((name) => phases[name] > 0.005)
+  .map((name) => [name, `${name.replace("_", " ")} ${ms(phases[name])} ms`]);
+
+/* Shows where the time of a request went, as a bar; without phases, the state or the error as text. */
+function showPhases(cell, one) {
+  const phases = one.phases_ms;
+  cell.title = phases ? named(phases).map(([, text]) => text).join(", ") : one.message ?? "";
+  if (!phases) {
+    say(cell, one.message ? errorText(one) : isMoving(one) ? "running" : one.state === "finished" ? "not recorded" : "–");
+    return;
+  }
+  if (!cell.firstElementChild) cell.replaceChildren(make("div", { class: "bar phases", role: "img" }));
+  const bar = cell.firstElementChild, parts = PHASES.map((name) => [name, Math.max(0, phases[name] ?? 0)]);
+  bar.setAttribute("aria-label", cell.title || "Where the time went");
+  fillBar(bar, parts, parts.reduce((sum, [, amount]) => sum + amount, 0));
+}
+
+const errorText = (one) => `${one.status ? `${one.status}: ` : ""}${one.message}`;
 
 function spanText(span, from) {
   const what = { chunk: `prompt chunk of ${number(span.tokens)} tokens`, decode: `${number(span.tokens)} tokens generated`,
@@ -112,18 +132,25 @@ function showTimeline(cell, timeline) {
     ...timeline.spans.map((span) => span.end_ms ?? 0));
   const spans = timeline.spans.map((span) => ({ ...span, end_ms: span.end_ms ?? to })); // open spans
   const facts = [timeline.id, timeline.reason && `placed: ${timeline.reason}`,
-    timeline.finish && `finish: ${timeline.finish}`, timeline.attempts > 1 && `${timeline.attempts} attempts`];
+    timeline.finish && !timeline.message && `finish: ${timeline.finish}`, timeline.attempts > 1 && `${timeline.attempts} attempts`];
   const moved = timeline.transfer;
   if (moved) {
     facts.push(`${bytes(moved.bytes)} of KV over ${moved.channel}, ${ms(moved.hidden_ms)} ms hidden, ${ms(moved.exposed_ms)} ms exposed`);
   }
-  if (timeline.phases_ms) facts.push(phaseText(timeline.phases_ms));
+  const text = make("p", {}, facts.filter(Boolean).join(" · "));
+  if (timeline.message) text.prepend(make("b", { class: timeline.state }, errorText(timeline)), " · ");
+  const legend = timeline.phases_ms && make("ul", { class: "legend phases-legend" },
+    ...named(timeline.phases_ms).map(([name, phase]) => make("li", { class: name }, phase)));
+  if (!spans.length) {
+    cell.replaceChildren(text);
+    return;
+  }
   const canvas = make("canvas", { role: "img", "aria-label": "Timeline of the request; the list below has the same content" });
   const wasOpen = cell.querySelector("details")?.open ?? false;
   const list = make("details", {}, make("summary", {}, `${spans.length} spans`),
     make("ol", {}, ...spans.map((span) => make("li", {}, spanText(span, from)))));
   list.open = wasOpen;
-  cell.replaceChildren(make("p", {}, facts.filter(Boolean).join(" · ")), canvas, list);
+  cell.replaceChildren(...[text, legend, canvas, list].filter(Boolean));
   const chart = { rows: Strip.rowsOf(spans), from, to };
   Strip.gantt(canvas, chart);
   canvas.addEventListener("mousemove", (event) => {

@@ -16,16 +16,19 @@ export function bytes(size) {
   return `${number(size, unit && size < 100 ? 1 : 0)} ${units[unit]}`;
 }
 
-/* The rate of `size` bytes in `duration` milliseconds. */
-export function rate(size, duration) {
-  if (!(duration > 0)) return "–";
-  const gigabytes = size / duration / 1e6;
-  return gigabytes >= 0.1 ? `${number(gigabytes, 2)} GB/s` : `${number(gigabytes * 1e3, 1)} MB/s`;
+/* A time as "12 s", "3 min", "5 h 20 min" or "2 d 4 h". */
+export function span(duration) {
+  const seconds = Math.max(0, Math.round(duration / 1000)), minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
+  if (minutes < 1) return `${seconds} s`;
+  if (hours < 1) return `${minutes} min`;
+  return hours < 24 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
-/* The nodes sorted: prefill nodes first, and node-2 before node-10. */
-export const inOrder = (nodes) => [...nodes].sort((a, b) =>
-  b.role.localeCompare(a.role) || a.id.localeCompare(b.id, "en", { numeric: true }));
+export const isGone = (node) => node.state === "lost" || node.state === "left";
+
+/* The nodes sorted: prefill nodes first, nodes that are gone last, and node-2 before node-10. */
+export const inOrder = (nodes) => [...nodes].sort((a, b) => isGone(a) - isGone(b)
+  || (b.role ?? "").localeCompare(a.role ?? "") || a.id.localeCompare(b.id, "en", { numeric: true }));
 
 /* "cmpl-1234567890abcdef…" -> "1234567890": enough to tell requests apart. */
 export const shortened = (id) => id.slice(id.indexOf("-") + 1, id.indexOf("-") + 11);

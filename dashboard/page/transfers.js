@@ -1,6 +1,6 @@
 /* KV transfers from prefill to decode nodes: those in progress, and the latest completed ones. The numbers come from
    request summaries, which add up all pushes of a request. */
-import { bytes, isOlder, keepNewest, make, ms, place, rate, say, shortened } from "./text.js";
+import { bytes, isOlder, keepNewest, make, ms, number, place, say, shortened } from "./text.js";
 
 const SHOWN = 10;
 
@@ -11,9 +11,9 @@ const CELLS = [
   ["", (one) => shortened(one.id)],
   ["", (one) => `${one.prefill} → ${one.decode}`],
   ["", stateOf],
-  ["number", (one) => bytes(one.transfer.bytes)],
-  ["number", (one) => rate(one.transfer.bytes, one.transfer.busy_ms)],
-  ["number", (one) => ms(one.transfer.hidden_ms)],
+  ["number wide", (one) => bytes(one.transfer.bytes)],
+  ["number wide", ({ transfer }) => number(transfer.busy_ms > 0 ? transfer.bytes / transfer.busy_ms / 1e3 : null)],
+  ["number wide", (one) => ms(one.transfer.hidden_ms)],
   ["number", (one) => (isMoving(one) ? "–" : ms(one.transfer.exposed_ms))],
   ["wide", (one) => one.transfer.channel],
 ];
@@ -27,7 +27,7 @@ export class Transfers {
     for (const one of summaries) if (one.transfer) this.put(one);
     keepNewest(this.rows, SHOWN);
     const moving = [...this.rows.values()].filter((row) => isMoving(row.one)).length;
-    say(this.note, this.rows.size ? `${moving || "None"} in flight. Hidden is time during the prefill, exposed after it.`
+    say(this.note, this.rows.size ? `${moving || "None"} in flight. The latest are listed.`
       : "Nothing has been handed over yet.");
   }
 

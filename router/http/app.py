@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from secrets import token_hex
 from typing import Any
@@ -20,18 +20,21 @@ from starlette.types import Receive, Scope, Send
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.requests import ModelCard
 from router.http.asgi import ResponseWriter, deadline_of, read_body, to_response, while_connected
-from router.http.auth import ApiKeys, AuthMiddleware
+from router.http.auth import ApiCors, ApiKeys, AuthMiddleware
 from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
-from router.http.openapi import openapi_route
+from router.http.openapi import DETOKENIZE, DOCS, TOKENIZE, document_routes
 from router.http.output import RequestOutput
 from router.http.parsing import build_requests, check_ids, encode, encode_chat, run_in_thread
 from router.http.responses import ResponseFormatter
 from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
 from router.observer import RouterObserver
 from router.text.tokenizer import Tokenizer
+from shared.clock import now_ns
 from shared.errors import RequestError, UnavailableError
+from shared.version import package_version
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
+MAX_PATH, MAX_LISTED = 64, 7  # in the error for an unknown path: its characters, and the paths to list
 PARSED_AT_ONCE = 64 << 10  # bytes; a larger body is parsed on a thread
 
 
@@ -45,6 +48,7 @@ def build_app(
     slo: Callable[[], SloTargets] = SloTargets,
     more_routes: Sequence[BaseRoute] = (),
     keys: ApiKeys | None = None,
+    allowed_origins: Sequence[str] = (),
     max_concurrent_requests: int = 1024,
     request_timeout_s: float = 0.0,
     body_timeout_s: float = 10.0,
@@ -52,7 +56,8 @@ def build_app(
     """Build the whole REST API as an ASGI app.
 
     `/metrics` shows `registry`. The dispatcher and the node pool must report to the same `observer`. `slo` returns the
-    latency targets of a request that arrives now. `more_routes` require an admin's key.
+    latency targets of a request that arrives now. `more_routes` require an admin's key. Pages of `allowed_origins` may
+    call the routes for tenants from a browser.
 
     For a router with two ports, `state.api` is an app with only the routes for tenants, and `state.admin` one with only
     the routes that observe or change the cluster. Both include the health routes.
@@ -66,30 +71,53 @@ def build_app(
     api = [
         Route("/v1/completions", post(CompletionBody, handlers.completions), methods=["POST"]),
         Route("/v1/chat/completions", post(ChatBody, handlers.completions), methods=["POST"]),
-        Route("/tokenize", post(TokenizeBody, handlers.tokenize), methods=["POST"]),
-        Route("/detokenize", post(DetokenizeBody, handlers.detokenize), methods=["POST"]),
         Route("/v1/models", handlers.models),
+        *(Route(path, post(TokenizeBody, handlers.tokenize), methods=["POST"]) for path in TOKENIZE),
+        *(Route(path, post(DetokenizeBody, handlers.detokenize), methods=["POST"]) for path in DETOKENIZE),
         Route("/v1/models/{name:path}", handlers.one_model),
-        openapi_route(observer.queries),
+        Route("/version", handlers.version),
+        *document_routes(observer.queries),
     ]
     health = [Route("/health", handlers.health), Route("/ready", handlers.ready)]
+    health.append(Route("/ping", handlers.health, methods=["GET", "POST"]))
     admin = [
         Route("/v1/status", handlers.status),
         Route("/metrics", handlers.metrics),
+        Route("/load", handlers.load),
         *observer.routes(handlers.whole_status),
         *more_routes,
     ]
-    guarded = partial(_guarded, guard=Middleware(AuthMiddleware, keys=keys, tenants_routes=api, metrics=metrics))
-    app = guarded([*api, *health, *admin])
-    app.state.api, app.state.admin = guarded([*api, *health]), guarded([*admin, *health])
+    guard = Middleware(AuthMiddleware, keys=keys, tenants_routes=api, admin_routes=admin, metrics=metrics)
+    cors = [Middleware(ApiCors, origins=allowed_origins, routes=api)] if allowed_origins else []
+    app = _guarded([*api, *health, *admin], [*cors, guard])
+    app.state.api = _guarded([*api, *health], [*cors, guard])
+    app.state.admin = _guarded([*admin, *health], [guard])
     return app
 
 
-def _guarded(routes: list[BaseRoute], guard: Middleware) -> Starlette:
-    handled = (HTTPException, RequestError, UnavailableError, Exception)
-    app = Starlette(routes=routes, middleware=[guard], exception_handlers=dict.fromkeys(handled, to_response))
+def _guarded(routes: Sequence[BaseRoute], middleware: Sequence[Middleware]) -> Starlette:
+    handlers: dict[Any, Any] = dict.fromkeys((RequestError, UnavailableError, Exception), to_response)
+    handlers[HTTPException] = partial(_no_route, [route.path for route in routes if isinstance(route, Route)])
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
+
+
+def _no_route(paths: Sequence[str], request: Request, error: Exception) -> Response:
+    """Return the error for a path that does not exist, or that exists with other methods only."""
+    assert isinstance(error, HTTPException)
+    if error.status_code not in (404, 405):
+        return to_response(request, error)
+    path = request.url.path[:MAX_PATH]
+    if error.status_code == 405:
+        allowed = " or ".join(sorted((error.headers or {}).get("Allow", "GET, HEAD").split(", ")))
+        text, code = f"{path} does not support {request.method}; use {allowed}.", "method_not_supported"
+    else:
+        listed = [*paths[:MAX_LISTED], *(each for each in paths if each == DOCS)]
+        text, code = f"{request.method} {path} does not exist; this server has {', '.join(listed)}.", "unknown_url"
+    answer = to_response(request, RequestError(text, code=code, status=error.status_code))
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 @dataclass
@@ -109,6 +137,7 @@ class ApiHandlers:
     request_metrics: RequestMetrics
     request_timeout_s: float  # 0 for none
     num_in_progress: int = 0
+    started_ms: int = field(default_factory=lambda: now_ns() // 10**6)
 
     async def completions(self, body: Body, reply: ResponseWriter) -> None:
         """Handle POST /v1/completions and /v1/chat/completions."""
@@ -181,9 +210,21 @@ class ApiHandlers:
         return JSONResponse(self.whole_status())
 
     def whole_status(self) -> dict[str, Any]:
-        """Return the dispatcher's status, the latencies of the last minute, and the observer's fields."""
-        status = self.dispatcher.status() | {"latency": self.request_metrics.latency()}
-        return self.observer.extend_status(status)
+        """Return the dispatcher's status, the totals and latencies of the last minute, and the observer's fields."""
+        status = self.dispatcher.status()
+        alive = [node for node in status["nodes"] if node["alive"]]
+        gauges = {
+            "queued": status["queue"]["requests"] + sum(node["waiting"] for node in alive),
+            "running": sum(node["running"] for node in alive),
+        }
+        status["totals"] = self.request_metrics.totals() | gauges
+        status["router"] = {
+            "id": status["router"],
+            "version": package_version(),
+            "started_ms": self.started_ms,
+            "max_model_len": self.model.max_model_len,
+        }
+        return self.observer.extend_status(status | {"latency": self.request_metrics.latency()})
 
     async def health(self, _request: Request) -> Response:
         """Report that the router is running. `/ready` reports whether a node can take requests."""
@@ -192,6 +233,13 @@ class ApiHandlers:
     async def ready(self, _request: Request) -> Response:
         ready = self.dispatcher.ready()
         return JSONResponse({"ready": ready}, 200 if ready else 503)
+
+    async def version(self, _request: Request) -> Response:
+        return JSONResponse({"version": package_version() or "unknown"})
+
+    async def load(self, _request: Request) -> Response:
+        """Return the number of requests in progress, with the field of vLLM."""
+        return JSONResponse({"server_load": self.num_in_progress})
 
     async def metrics(self, _request: Request) -> Response:
         snapshot = Snapshot(self.registry)
@@ -216,6 +264,7 @@ class JsonEndpoint:
         handlers.num_in_progress += 1
         try:
             if handlers.num_in_progress > self.max_concurrent_requests:
+                handlers.request_metrics.refused()
                 raise UnavailableError("Too many requests are in progress; try again soon.", status=429)
             reply.deadline = deadline_of(scope, reply.arrived, handlers.request_timeout_s)
             raw = await read_body(scope, receive, max_body_bytes, self.body_timeout_s)

@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.http.asgi import ANONYMOUS, SCOPE_KEY, Identity, to_response
+from router.http.openapi import DOCS
 from router.metrics.request_metrics import RequestMetrics
 from shared.errors import ConfigError, RequestError
 
@@ -31,7 +33,7 @@ MAX_KEYS = 1024  # each request's key is compared with all keys, which takes 0.0
 MAX_FILE_BYTES = 256 << 10
 LOOK_S = 1.0  # seconds between checks whether the file has changed
 LOG_EVERY_S = 10.0
-NO_KEY_NEEDED = frozenset({"/health", "/ready"})  # they reveal only whether the router is up and ready
+NO_KEY_NEEDED = frozenset({"/health", "/ping", "/ready"})  # they reveal only whether the router is up and ready
 
 
 class ApiKeys:
@@ -110,7 +112,9 @@ class ApiKeys:
                     data = file.read(MAX_FILE_BYTES + 1)
             text = data.decode("ascii")
         except OSError as error:
-            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from None
+            fix = f"; it holds only hashes, so let user {os.getuid()} read it (chmod a+r, or chown {os.getuid()})"
+            fix = fix if isinstance(error, PermissionError) else ""
+            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}{fix}") from None
         except UnicodeDecodeError:
             raise ConfigError(f"{where}: {LINE_FORM}") from None
         if len(text) > MAX_FILE_BYTES:
@@ -119,27 +123,34 @@ class ApiKeys:
 
 
 class AuthMiddleware:
-    """ASGI middleware that checks API keys. Tenants may use `tenants_routes`. If `keys` is None, any client may use all
-    routes."""
+    """ASGI middleware that checks API keys. Tenants may use `tenants_routes`, and get 404 for paths that do not exist;
+    `admin_routes` are the other routes. If `keys` is None, any client may use all routes."""
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys | None, tenants_routes: Sequence[BaseRoute], metrics: RequestMetrics
+        self,
+        app: ASGIApp,
+        keys: ApiKeys | None,
+        tenants_routes: Sequence[BaseRoute],
+        admin_routes: Sequence[BaseRoute],
+        metrics: RequestMetrics,
     ) -> None:
         self._app = app
         self._keys = keys
         self._tenants_routes = tenants_routes
+        self._admin_routes = admin_routes
         self._metrics = metrics
         self._next_log = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in NO_KEY_NEEDED:
-            is_for_tenants = any(route.matches(scope)[0] is not Match.NONE for route in self._tenants_routes)
+            is_for_tenants = matches(self._tenants_routes, scope) or not matches(self._admin_routes, scope)
             try:
                 scope[SCOPE_KEY] = self._identity(scope, is_for_tenants)
             except RequestError as error:
                 response = to_response(Request(scope), error)
                 if error.status == 401:  # for Basic, browsers ask for the key, and send it with the page's requests
-                    response.headers["www-authenticate"] = "Bearer" if is_for_tenants else 'Basic realm="Baton"'
+                    is_page = not is_for_tenants or scope["path"] == DOCS
+                    response.headers["www-authenticate"] = 'Basic realm="Baton"' if is_page else "Bearer"
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -162,9 +173,32 @@ class AuthMiddleware:
         return identity
 
 
+class ApiCors(CORSMiddleware):
+    """ASGI middleware that lets pages of some origins call the API from a browser. Other routes get no CORS headers.
+
+    It answers preflight requests, which browsers send without a key. Browsers add no credentials of their own to other
+    requests, since `allow_credentials` is not set: a page must have a key.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], routes: Sequence[BaseRoute]) -> None:
+        headers = ("retry-after", "x-request-id", "traceparent")
+        methods = ("GET", "HEAD", "POST")
+        super().__init__(app, origins, allow_methods=methods, allow_headers=("*",), expose_headers=headers)
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = super().__call__ if scope["type"] == "http" and matches(self._routes, scope) else self.app
+        await handler(scope, receive, send)
+
+
+def matches(routes: Sequence[BaseRoute], scope: Scope) -> bool:
+    """Return whether one of the routes has the path of the request."""
+    return any(route.matches(scope)[0] is not Match.NONE for route in routes)
+
+
 def key_of(scope: Scope) -> bytes:
     """Return the key of a request, or b"" if it has none. In a Basic header, the key is the password. Basic is accepted
-    only for GET and HEAD, because browsers add the header to requests that other sites cause."""
+    only for GET and HEAD, because browsers also add the header to requests that pages of other sites start."""
     given = Headers(scope=scope).getlist("authorization")
     scheme, _, value = (given[0] if len(given) == 1 else "").partition(" ")
     value = value.strip()

@@ -8,25 +8,30 @@ the tokens (`IGNORED`) are dropped.
 
 import json
 import math
+from collections import Counter
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from router.text.chat_template import Message
+from router.text.chat_template import Argument, Message
 from shared.errors import RequestError
 from shared.limits import INT32_MAX, MAX_LOGIT_BIASES, MAX_LOGPROBS
 
 MAX_PROMPTS, MAX_SAMPLES, MAX_MESSAGES, MAX_PARTS = 64, 8, 2048, 1024
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
-MAX_NAME = 64
-# OpenAI's fields that do not affect the tokens.
-IGNORED = frozenset(("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"))
-IGNORED |= {"safety_identifier", "service_tier", "store", "user"}
+MAX_NAME, MAX_TEMPLATE_ARGUMENTS = 64, 32
+# OpenAI's fields that do not affect the tokens, or that are hints for models and services which Baton does not have.
+IGNORED = frozenset(("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"))
+IGNORED |= {"prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity"}
 # Known fields that are not supported. Each is accepted only with the listed values, which have no effect.
-UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(["audio", "prediction", "suffix", "web_search_options"], ())
-UNSUPPORTED |= {"functions": ([],), "tools": ([],), "function_call": ("none",), "tool_choice": ("none",)}
-UNSUPPORTED |= {"modalities": (["text"],), "response_format": ({"type": "text"},)}
+UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
+    ("audio", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "moderation", "structured_outputs"), ()
+)
+UNSUPPORTED |= {"suffix": ("",), "truncate_prompt_tokens": (), "web_search_options": (), "bad_words": ([],)}
+UNSUPPORTED |= {"functions": ([],), "tools": ([],), "function_call": ("none",), "tool_choice": ("none", "auto")}
+UNSUPPORTED |= {"modalities": (["text"],), "response_format": ({"type": "text"},), "use_beam_search": (False,)}
+NO_REASONING: dict[str, Argument] = {"enable_thinking": False, "reasoning_effort": "none"}
 # Error messages of fields that accept several forms. Pydantic's own message would explain only one of the forms.
 EXPECTED = {
     "prompt": f"must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these, and not empty",
@@ -35,6 +40,8 @@ EXPECTED = {
     "logit_bias": f"must be an object of at most {MAX_LOGIT_BIASES} token ids, with values from -100 to 100",
     "content": f"must be a string or a list of 1 to {MAX_PARTS} text parts, each with `type` and `text`; "
     "images, files and URLs are not supported",
+    "chat_template_kwargs": f"must be an object of at most {MAX_TEMPLATE_ARGUMENTS} strings, numbers and booleans",
+    "reasoning_effort": 'must be "none"; set other variables of the chat template in `chat_template_kwargs`',
 }
 NESTED = {
     "messages": 3,
@@ -52,7 +59,9 @@ def _finite(text: str) -> float:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise RequestError("The body has a field twice.", code="invalid_json")
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0][:MAX_NAME]
+        text = twice.encode(errors="replace").decode()  # the name may contain lone surrogates
+        raise RequestError(f"The body has the field `{text}` twice.", code="invalid_json")
     return fields
 
 
@@ -87,6 +96,25 @@ Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fa
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
+def _check_not_null(content: object) -> object:
+    if content is None:
+        raise PydanticCustomError("null", "must not be null: tool calls, which would replace it, are not supported")
+    return content
+
+
+def _check_names(arguments: dict[str, Any]) -> dict[str, Any]:
+    if taken := arguments.keys() & {"add_generation_prompt", "documents", "messages", "tools"}:
+        raise PydanticCustomError("taken", "cannot set `{name}`", {"name": min(taken)})
+    return arguments
+
+
+TemplateArguments = Annotated[
+    dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")], Argument],
+    Field(max_length=MAX_TEMPLATE_ARGUMENTS, json_schema_extra={"additionalProperties": False}),
+    AfterValidator(_check_names),
+]
+
+
 class TextPart(BaseModel):
     """A part of a message's content."""
 
@@ -100,7 +128,10 @@ class ChatMessage(BaseModel):
 
     model_config = Strict
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)],
+        BeforeValidator(_check_not_null),
+    ]
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
 
     @model_validator(mode="before")
@@ -108,7 +139,7 @@ class ChatMessage(BaseModel):
     def _check_fields(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
-        fields = {key: field for key, field in value.items() if field is not None}
+        fields = {key: field for key, field in value.items() if field is not None or key == "content"}
         if fields.pop("tool_calls", None) or fields.get("function_call") or fields.get("role") in ("tool", "function"):
             raise PydanticCustomError("tools", "uses tools, which are not supported")
         unknown = next((key for key in fields if key not in cls.model_fields), None)
@@ -131,6 +162,7 @@ class StreamOptions(BaseModel):
     model_config = Strict
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class Body(BaseModel):
@@ -230,14 +262,18 @@ class ChatBody(GenerateBody):
     messages: ChatMessages
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
+    chat_template_kwargs: TemplateArguments = {}
     continue_final_message: bool = False
     logprobs: bool = False
     max_completion_tokens: TokenCount | None = None
+    reasoning_effort: Literal["none"] | None = None
     top_logprobs: LogprobCount | None = None
 
     @model_validator(mode="after")
     def _chat_agrees(self) -> "ChatBody":
         _check_continuation(self.continue_final_message, self.add_generation_prompt)
+        if self.reasoning_effort is not None:  # templates with a switch for reasoning have one of these names for it
+            self.chat_template_kwargs = NO_REASONING | self.chat_template_kwargs
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("`top_logprobs` is only allowed with `logprobs`.", "top_logprobs")
         return self
@@ -258,6 +294,7 @@ class TokenizeBody(Body):
     messages: ChatMessages | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
+    chat_template_kwargs: TemplateArguments = {}
     continue_final_message: bool = False
     return_token_strs: bool = False
 
@@ -293,7 +330,9 @@ def parse_body(kind: type[BodyType], raw: bytes, model_name: str) -> BodyType:
         raise RequestError(f"The model `{shown}` does not exist.", "model", "model_not_found", 404)
     for key in [key for key in fields if key not in kind.model_fields]:
         if fields[key] not in UNSUPPORTED.get(key, (fields[key],)):
-            raise RequestError(f"`{key}` is not supported.", key, "unsupported_parameter")
+            only = " or ".join(json.dumps(value) for value in UNSUPPORTED[key] if value)
+            message = f"`{key}` is not supported" + (f"; it can only be {only}." if only else ".")
+            raise RequestError(message, key, "unsupported_parameter")
         if key not in IGNORED and key not in UNSUPPORTED:
             raise RequestError(f"Unknown parameter: `{key[:MAX_NAME]}`.", key[:MAX_NAME], "unknown_parameter")
         del fields[key]
@@ -303,5 +342,6 @@ def parse_body(kind: type[BodyType], raw: bytes, model_name: str) -> BodyType:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     location = first["loc"][: NESTED.get(str(first["loc"][0]), 1)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in location)[1:]
-    text = EXPECTED.get(str(location[-1])) if len(location) < len(first["loc"]) else None
+    is_ours = len(location) < len(first["loc"]) or first["type"] == "literal_error"
+    text = EXPECTED.get(str(location[-1])) if is_ours else None
     raise RequestError(f"`{param}` {text}." if text else f"`{param}`: {first['msg']}.", param, "invalid_value")

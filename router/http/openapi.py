@@ -3,15 +3,17 @@
 The document omits the dashboard's event stream, /metrics and the admin routes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from html import escape
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from router.http.bodies import IGNORED, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.http.responses import dump
 
 Schema = dict[str, Any]
 REFERENCE = "#/components/schemas/{model}"
@@ -59,29 +61,38 @@ MODEL = record(
     object={"const": "model"}, id=TEXT, created=WHOLE, owned_by=TEXT, root=TEXT, parent=NULL, max_model_len=WHOLE
 )
 ERROR = record(error=record(message=TEXT, type=TEXT, param=nullable(TEXT), code=nullable(TEXT)))
+DOCS = "/docs"
+TOKENIZE, DETOKENIZE = ("/tokenize", "/v1/tokenize"), ("/detokenize", "/v1/detokenize")
+POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 STREAM: Schema = {"text/event-stream": {}}  # one event for each chunk, and a last event, which is an error or [DONE]
 POSTS: dict[str, tuple[type[Body], Schema, Schema]] = {
     "/v1/completions": (CompletionBody, COMPLETION, STREAM),
     "/v1/chat/completions": (ChatBody, CHAT, STREAM),
-    "/tokenize": (TokenizeBody, TOKENS, {}),
-    "/detokenize": (DetokenizeBody, record(prompt=TEXT), {}),
+    **dict.fromkeys(TOKENIZE, (TokenizeBody, TOKENS, {})),
+    **dict.fromkeys(DETOKENIZE, (DetokenizeBody, record(prompt=TEXT), {})),
 }
 GETS: dict[str, Schema] = {
     "/v1/models": record(object={"const": "list"}, data=list_of(MODEL)),
     "/v1/models/{name}": MODEL,
     "/v1/status": ANY,
+    "/version": record(version=TEXT),
+    "/load": record(server_load=WHOLE),
     "/ready": record(ready={"type": "boolean"}),
 }
 
 
-def openapi_route(queries: Mapping[str, Mapping[str, Any]]) -> Route:
-    """Return the route of /openapi.json."""
+def document_routes(queries: Mapping[str, Mapping[str, Any]]) -> list[Route]:
+    """Return the routes of /openapi.json and of /docs, which shows the same document as a page."""
     document = openapi(queries)
+    page = "".join(_page(document))
 
     async def serve(_request: Request) -> Response:
         return JSONResponse(document)
 
-    return Route("/openapi.json", serve)
+    async def read(_request: Request) -> Response:
+        return HTMLResponse(page, headers={"content-security-policy": POLICY})
+
+    return [Route("/openapi.json", serve), Route(DOCS, read)]
 
 
 def openapi(queries: Mapping[str, Mapping[str, Any]]) -> Schema:
@@ -130,3 +141,35 @@ def _json(schema: Schema) -> Schema:
 
 def _reference(name: str) -> Schema:
     return {"$ref": REFERENCE.format(model=name)}
+
+
+def _page(document: Schema) -> Iterator[str]:
+    """Yield the parts of /docs: each operation, and a table of the fields of each body. It has no style and no script,
+    because the policy allows none."""
+    yield '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Baton</title><h1>Baton API</h1>'
+    yield "<p>OpenAI's API: the base URL of a client is the address of this server, followed by <code>/v1</code>. "
+    yield 'The responses are described in <a href="openapi.json">openapi.json</a>.</p><h2>Operations</h2><ul>'
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            yield f"<li><code>{method.upper()} {escape(path)}</code>"
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+            yield f" with a {_compact(body['schema'])}" if body else ""
+            for parameter in operation.get("parameters", ()):
+                yield f"; {parameter['in']} parameter <code>{parameter['name']}</code>: {_compact(parameter['schema'])}"
+    yield "</ul>"
+    for name, schema in document["components"]["schemas"].items():
+        yield f'<h2 id="{name}">{name}</h2><table><tr><th align="left">field<th align="left">value'
+        needed = set(schema.get("required", ()))
+        for field, kind in sorted(schema["properties"].items(), key=lambda item: item[0] not in needed):
+            yield f"<tr><td><code>{field}</code>{' (required)' * (field in needed)}<td>{_compact(kind)}"
+        yield "</table>"
+
+
+def _compact(schema: Schema) -> str:
+    """Return a schema as HTML: its JSON, or a link if it is another schema."""
+    if name := schema.get("$ref", "").rpartition("/")[2]:
+        return f'<a href="#{name}">{name}</a>'
+    if kinds := [each for each in schema.get("anyOf", ()) if each != NULL]:
+        return " or ".join(map(_compact, kinds))
+    return f"<code>{escape(dump({key: value for key, value in schema.items() if key != 'title'}))}</code>"

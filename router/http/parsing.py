@@ -98,6 +98,7 @@ async def encode_chat(tokenizer: Tokenizer, body: ChatBody | TokenizeBody) -> li
         [message.plain() for message in body.messages or ()],
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
+        arguments=body.chat_template_kwargs,
         add_special_tokens=body.add_special_tokens is True,
     )
 

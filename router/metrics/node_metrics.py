@@ -53,7 +53,7 @@ STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
 # Metrics from the request counts in the dispatcher's status: the name and the help text, by the key of the count.
 COUNTS = {
     "moved": ("baton_request_migrations_total", "Attempts migrated to another node."),
-    "refused": ("baton_requests_rejected_total", "Requests rejected because their predicted wait was too long."),
+    "refused": ("baton_requests_rejected_total", "Requests refused before any node received them."),
     "retried": ("baton_requests_retried_total", "Attempts retried without the loss of a node."),
     "paused": ("baton_client_backpressure_total", "Attempts ended because a client did not read."),
 }

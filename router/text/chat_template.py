@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import accumulate
@@ -37,6 +37,7 @@ RENDER_S = 2  # time limit for one conversation, after which the child is killed
 
 # One message of a conversation: `role`, `content` and, if given, `name`.
 Message = dict[str, str]
+Argument = bool | int | float | str | None
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -94,22 +95,28 @@ class ChatTemplate:
         return None if source is None else cls(source, special_tokens(config), special)
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, continue_final_message: bool
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        arguments: Mapping[str, Argument] | None = None,
     ) -> tuple[str, list[int]]:
-        """Return the prompt, and the offsets in it at which a message contains the text of a special token.
+        """Return the prompt, and the offsets in it at which a client's text contains the text of a special token.
+
+        `arguments` are the client's variables for the template, such as `enable_thinking`.
 
         Raises RequestError when the template refuses the conversation, fails, or exceeds its time or memory.
         """
         mark = f"\ue000{secrets.token_hex(8)}\ue001"  # random, so that no client can forge or remove it
-        marked = [
-            {key: self._special.sub(lambda found: mark + found[0], text) for key, text in message.items()}
-            for message in messages
-        ]
+        marked = [{key: self._marked(text, mark) for key, text in message.items()} for message in messages]
+        own = dict(arguments or {})
+        own |= {key: self._marked(value, mark) for key, value in own.items() if isinstance(value, str)}
         given = {"messages": marked, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         with self._lock:
             if self._process.poll() is not None:
                 self._start()
-            answer = self._ask(self._tokens | given)
+            answer = self._ask(self._tokens | own | given)
         if "refused" in answer:
             raise RequestError(f"The chat template refuses this conversation: {answer['refused']}", "messages")
         if "failed" in answer:
@@ -123,6 +130,10 @@ class ChatTemplate:
             text = text[: at + len(end)]
         parts = text.split(mark)
         return "".join(parts), list(accumulate(len(part) for part in parts[:-1]))
+
+    def _marked(self, text: str, mark: str) -> str:
+        """Return the text with the mark before each special token."""
+        return self._special.sub(lambda found: mark + found[0], text)
 
     def _start(self) -> None:
         self._process = subprocess.Popen(

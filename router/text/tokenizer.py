@@ -1,13 +1,13 @@
 """A model's tokenizer, which converts text to token ids, with or without the chat template, and token ids to text."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from router.text.chat_template import ChatTemplate, Message, special_tokens
+from router.text.chat_template import Argument, ChatTemplate, Message, special_tokens
 from router.text.detokenizer import ByteFallbackDetokenizer, ByteLevelDetokenizer, Detokenizer, TokenVocabulary
 from router.text.model_files import read_object
 from router.text.regex_safety import check_patterns
@@ -86,6 +86,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        arguments: Mapping[str, Argument] | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
         """Return the ids of a conversation in the model's template. Raises RequestError if the template refuses it.
@@ -100,6 +101,7 @@ class Tokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            arguments=arguments,
         )
         if not name_offsets:
             return self.encode(text, add_special_tokens)

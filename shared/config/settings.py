@@ -89,6 +89,20 @@ def _matches(pattern: str, words: str, value: str) -> str:
     return value
 
 
+def _parse_list(value: str | Iterable[str]) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    form = r"\*|[a-z][a-z0-9+.-]*://([\w.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?"
+    if not all(re.fullmatch(form, origin, re.ASCII) and origin == origin.lower() for origin in origins):
+        raise ValueError(
+            "must be * or origins in lower case without a path, as in https://a.example,http://localhost:3000"
+        )
+    return origins
+
+
 def _check_registry(value: str) -> str:
     if "://" not in value:
         host, _, port = value.rpartition(":")
@@ -135,6 +149,7 @@ Policy = Literal[
 ]
 Size = Annotated[int, BeforeValidator(parse_size)]
 Cpus = Annotated[tuple[int, ...], BeforeValidator(parse_cpus), AfterValidator(_check_cpus)]
+Origins = Annotated[tuple[str, ...], BeforeValidator(_parse_list), AfterValidator(_check_origins)]
 Host = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]+", "a host name or address, without a port"))]
 HostOrNone = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]*", "a host name or address, without a port"))]
 Label = Annotated[str, AfterValidator(partial(_matches, r"[\w.-]{1,64}", "1 to 64 letters, digits and . _ -"))]
@@ -222,6 +237,9 @@ class ServingSettings(CommonSettings):
         "", "File of API keys, one `tenant:sha256` per line (see `baton key`).", "no key is required"
     )
     api_keys: str = Field("", repr=False, description="API keys in the same form, separated by commas.")
+    allowed_origins: Origins = setting(
+        (), "Origins, or *, whose web pages may call the API (CORS), separated by commas.", "none"
+    )
     admin_host: Host = setting("127.0.0.1", "Address that the admin endpoints listen on.")
     admin_port: Port = setting(
         0, "Port of the dashboard, status, metrics and roles.", "the port of the API, with an admin key"
@@ -312,7 +330,7 @@ class RouterSettings(ServingSettings):
 class NodeSettings(ComputingSettings):
     """This node"""
 
-    id: LabelOrNone = setting("", "Unique name.", "derived from role, host and process id")
+    id: LabelOrNone = setting("", "Unique name.", "ROLE-HOST in a container, elsewhere ROLE-HOST-PID")
     host: Host = setting("127.0.0.1", "Address that the node listens on for RPCs.")
     port: Port = setting(0, "Port for RPCs.", "any free port")
     advertise: HostOrNone = setting(

@@ -76,7 +76,7 @@ class _Source:
         self._items_left = MAX_ITEMS
 
     def count(self, header: Callable[[], int], cost: int, where: str, what: str) -> int:
-        """Read the header of a list or map, and return its length. Raises DecodeError if the items are too many."""
+        """Read the header of a list or map, and return its length. Raises DecodeError if it has too many items."""
         try:
             number = header()
         except BAD_BYTES:

@@ -161,7 +161,7 @@ def _read(stream: http.client.HTTPResponse, outcome: Outcome) -> None:
 
 
 class Load:
-    """A context manager that runs clients. Together they send `asks(0)`, `asks(1)` and so on; each has one in progress.
+    """A context manager that runs clients. They share the requests `asks(0)`, `asks(1)` and so on; each sends one at a time.
 
     The requests rotate over `urls`. A request that fails with one of `refusals` is retried at the next URL. A client
     has a request in progress for `share` of the time, and pauses in the rest. The exit waits until `least` requests

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,8 +21,8 @@ CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser here (looked for {', '.join(NAMES)})")
 MISSED = "Failed to load resource"  # the browser logs this line for an error status
 ACCESS = """() => [...document.querySelectorAll('button, a, select, canvas[tabindex], [role=img], [role=region]')]
-    .filter(each => !(each.getAttribute('aria-label') || each.textContent.trim() || each.closest('label')
-        || each.classList.contains('phases'))).map(each => each.outerHTML)"""
+    .filter(each => !(each.getAttribute('aria-label') || each.textContent.trim() || each.closest('label')))
+    .map(each => each.outerHTML)"""
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +96,16 @@ def colours_in(page: Any, lane: int) -> set[str]:
 
 
 def test_every_part_is_shown_and_has_a_name(opened: Any, feed: tuple[Feed, str]) -> None:
+    feed[0].lost_ms = feed[0].began_ms - 200_000
     page = opened(feed[1])
     page.wait_for_selector("#requests tbody tr:nth-child(2)")
     assert page.inner_text("#summary").startswith("The prefill pool is the bottleneck")
+    assert page.inner_text("#model") == "stories · up to 2,048 tokens · disaggregated · Baton 0.1.0 · up 2 h 5 min"
+    assert page.locator("#totals > div").nth(5).inner_text().split("\n") == ["Refused/s", "0.9", "9 in 60 s"]
+    lost = [line for line in page.locator(".node").last.inner_text().split("\n") if line]
+    assert lost == ["decode-2", "decode", "lost 3 min ago", "It ended its connection."]
+    assert "decode-2 is lost" in page.locator("#events li").first.inner_text()
+    assert page.locator("#lanes .lane").count() == 4
     assert page.locator("#summary code").inner_text().startswith("baton role decode-")
     assert page.locator(".node h3").all_inner_texts()[0].split() == ["prefill-0", "prefill", "ready"]
     assert page.locator(".node .bar").first.get_attribute("aria-label").startswith("KV: ")
@@ -159,6 +167,74 @@ def test_a_request_opens_its_timeline_with_the_keyboard(opened: Any, feed: tuple
     assert page.locator("#requests .timeline").count() == 0
 
 
+def test_a_refused_request_shows_its_status_and_message(opened: Any, feed: tuple[Feed, str]) -> None:
+    refused = feed[0].next_request(time.time() * 1e3) | {"state": "refused", "phases_ms": None, "transfer": None}
+    feed[0].requests[refused["id"]] = refused | {"status": 429, "message": "The queue is full."}
+    page = opened(feed[1])
+    row = page.locator("#requests tbody tr", has=page.locator("[data-state=refused]"))
+    assert row.locator(".where").inner_text() == "429: The queue is full."
+    row.locator("button").click()
+    assert "429: The queue is full. · cmpl-" in page.inner_text("#requests .timeline")
+    page.wait_for_selector("text=running")
+    assert page.locator("#requests [role=img]:not([aria-label])").count() == 0
+
+
+def test_terms_are_explained_on_focus_and_on_hover(opened: Any, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1])
+    term = page.locator("#latency .term").first
+    term.focus()
+    assert page.inner_text("#tip").startswith("Time to first token:")
+    assert page.inner_text(f"#{term.get_attribute('aria-describedby')}") == page.inner_text("#tip")
+    page.keyboard.press("Escape")
+    assert not page.is_visible("#tip")
+    page.locator("#transfers .term").last.hover()
+    assert "during which the request waits" in page.inner_text("#tip")
+    explained = page.evaluate("""[...document.querySelectorAll('.term')]
+        .every(each => document.getElementById(each.getAttribute('aria-describedby')))""")
+    assert explained
+
+
+def test_the_curves_of_a_latency_without_samples_are_hidden(opened: Any, feed: tuple[Feed, str]) -> None:
+    text, is_empty = opened(feed[1]).evaluate("""async () => {
+        const {Latency} = await import('/page/latency.js'), place = document.createElement('div');
+        document.body.append(place);
+        new Latency(place).add({ttft_ms: {p50: null, p99: null, n: 0}, slo: {ttft_ms: 400}});
+        return [place.firstChild.innerText, place.querySelector('.chart').classList.contains('empty')];
+    }""")
+    assert is_empty
+    assert "No samples; SLO of 400 ms" in text
+    assert "p50" not in text
+
+
+def test_the_chat_streams_stops_and_shows_errors_and_its_request(opened: Any, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1])
+    page.wait_for_selector("#requests tbody tr")
+    page.click("#chat-open")
+
+    def send(text: str) -> Any:
+        page.keyboard.type(text)  # the field for the message has the focus
+        page.keyboard.press("Enter")
+        return page.locator(".answer").nth(page.locator(".said").count() - 1)
+
+    assert send("hello").locator("text=429: The queue is full. Try again in 1 s.").text_content()
+    page.fill("#key", "key")
+    page.focus("#prompt")
+    answer = send("again")
+    answer.locator("text=1 tokens").wait_for()
+    assert answer.locator("p").first.inner_text() == "word0 "  # the refused message is not part of the conversation
+    name = answer.locator("button").inner_text()
+    send("forever").locator("text=word2").wait_for()
+    page.click("#stop")
+    page.locator(".answer >> text=Stopped.").wait_for()
+    assert page.is_enabled("#send")
+    answer.locator("button").click()
+    page.wait_for_selector("#requests .timeline canvas")
+    assert name in page.inner_text("#requests .timeline")
+    assert page.evaluate("document.activeElement.getAttribute('aria-expanded')") == "true"
+    assert page.evaluate("Object.keys(localStorage).concat(Object.keys(sessionStorage))") == []
+    opened.problems[:] = [line for line in opened.problems if not line.startswith(MISSED)]
+
+
 def test_tables_keep_the_newest_rows_in_order(opened: Any, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
     shown = page.evaluate("""async () => {
@@ -188,6 +264,8 @@ def test_a_paused_page_stays_as_it_is_and_shows_that_the_router_is_gone(opened: 
     wait_for(lambda: len(feed[0].requests) > number + 2, "more requests")
     feed[0].is_gone = True
     page.wait_for_selector("text=router gone, trying again")
+    assert page.inner_text("#summary").startswith("The router has not answered since ")
+    assert "grayscale" in page.evaluate("getComputedStyle(document.getElementById('totals')).filter")
     feed[0].is_gone = False
     page.wait_for_selector("#link[data-state=live]")
     number = len(feed[0].requests)

@@ -2,6 +2,7 @@
 clock; all other numbers are drawn from a seed."""
 
 import asyncio
+import itertools
 import json
 import math
 import threading
@@ -23,6 +24,7 @@ from dashboard.routes import page_routes
 ROLES = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"}
 TBT_SLO_MS = 25.0
 TICK_S = 0.1
+LOST = {"id": "decode-2", "role": "decode", "state": "lost", "alive": False, "reason": "It ended its connection."}
 PHASES = ("router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference")
 
 
@@ -36,17 +38,29 @@ class Feed:
         self.began_ms = time.time() * 1e3
         self.ends = dict.fromkeys(ROLES, self.began_ms)
         self.requests: dict[str, dict[str, Any]] = {}
+        self.lost_ms: float | None = None  # when decode-2 was lost, if it was
         self.is_gone = False  # as if the router had died: streams end and new streams are refused
 
     def status(self) -> dict[str, Any]:
         nodes = [self._node(name, role) for name, role in ROLES.items()]
+        nodes += [LOST | {"since_ms": self.lost_ms}] if self.lost_ms is not None else []
         wave = math.sin(time.time() / 5)
         latency = {"window_s": 60, "slo": {"ttft_ms": 450.0, "tbt_ms": TBT_SLO_MS}}
         for name, p50, p99 in (("ttft", 180, 420), ("tbt", 11.2, 27.5), ("ttst", 14.1, 38.2)):
             latency[f"{name}_ms"] = {"p50": p50 + wave, "p99": p99 + 4 * wave, "n": 640}
         running = {"running": sum(one["ended_ms"] is None for one in self.requests.values())}
         status = {"model": "stories", "mode": "disaggregated", "nodes": nodes, "requests": running, "latency": latency}
-        return status | {"summary": bottleneck(status)}
+        status |= {"router": {"version": "0.1.0", "started_ms": self.began_ms - 7.5e6, "max_model_len": 2048}}
+        totals = {"requests_per_s": 2.0, "prompt_tokens_per_s": 2400.0, "generated_tokens_per_s": 128.4, "queued": 14}
+        totals |= {"running": 24, "refused_per_s": 0.9, "refused": 9, "failed_per_s": 0.0, "failed": 0, "finished": 111}
+        return status | {"summary": bottleneck(status), "totals": totals, "events": self.node_events()}
+
+    def node_events(self) -> list[dict[str, Any]]:
+        rows = [(self.began_ms, "joined", name, f"{name} joined as a {role} node.") for name, role in ROLES.items()]
+        if self.lost_ms is not None:
+            rows.append((self.lost_ms, "lost", LOST["id"], f"{LOST['id']} is lost: {LOST['reason']}"))
+        columns = ("time_ms", "kind", "node", "text")
+        return [{"number": number} | dict(zip(columns, row, strict=True)) for number, row in enumerate(rows)]
 
     def _node(self, name: str, role: str) -> dict[str, Any]:
         busy, is_prefill = self.random.uniform(0.9, 0.97), role == "prefill"
@@ -188,6 +202,25 @@ def build_feed(feed: Feed) -> Starlette:
         Route("/v1/steps", steps),
         Route("/v1/steps/{node}/{number:int}", step),
     ]
+
+    async def chat(request: Request) -> Response:
+        body = await request.json()
+        if request.headers.get("authorization") != "Bearer key":
+            error = {"message": "The queue is full.", "code": "overloaded"}
+            return JSONResponse({"error": error}, 429, {"retry-after": "1"})
+        return StreamingResponse(words(body["messages"]), media_type="text/event-stream")
+
+    async def words(messages: list[dict[str, str]]) -> AsyncIterator[str]:
+        """Send a word every tick: as many as the conversation has messages, or without an end for "forever"."""
+        name, endless = next(reversed(feed.requests)), messages[-1]["content"] == "forever"
+        for number in itertools.count() if endless else range(len(messages)):
+            choice = {"index": 0, "delta": {"content": f"word{number} "}, "finish_reason": None}
+            yield f"data: {json.dumps({'id': name, 'choices': [choice]})}\n\n"
+            await asyncio.sleep(TICK_S)
+        end = {"choices": [], "usage": {"completion_tokens": len(messages)}}
+        yield f"data: {json.dumps({'id': name} | end)}\n\ndata: [DONE]\n\n"
+
+    routes.append(Route("/v1/chat/completions", chat, methods=["POST"]))
     return Starlette(routes=[*routes, *page_routes()])
 
 

@@ -98,7 +98,9 @@ class ScriptedDispatcher:
                 await stream.aclose()
 
     def status(self) -> dict[str, Any]:
-        return {"nodes": []}
+        alive = {"id": "d0", "alive": True, "running": 3, "waiting": 2}
+        nodes = [alive, {"id": "d1", "alive": False, "running": 9, "waiting": 9}]
+        return {"router": "router-1", "nodes": nodes, "queue": {"requests": 4}}
 
     def ready(self) -> bool:
         return self.is_ready

@@ -1,5 +1,7 @@
 import asyncio
 import json
+import re
+import time
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
@@ -228,6 +230,7 @@ async def test_tokenize_and_detokenize_are_inverse(client, byte_level):
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 200)
     assert answer["token_strs"][0] == byte_level.token_name(answer["tokens"][0])
     assert (await client.post("/detokenize", json={"tokens": answer["tokens"]})).json() == {"prompt": TEXT}
+    assert (await client.post("/v1/detokenize", json={"tokens": answer["tokens"]})).json() == {"prompt": TEXT}
     chat = (await client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})).json()
     text = (await client.post("/detokenize", json={"tokens": chat["tokens"]})).json()["prompt"]
     assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
@@ -241,11 +244,53 @@ async def test_health_status_and_models(client, dispatcher):
     dispatcher.is_ready = False
     assert (await client.get("/ready")).status_code == 503
     status = (await client.get("/v1/status")).json()
-    assert (status["nodes"], status["latency"]["ttft_ms"]["n"]) == ([], 0)
+    assert status["latency"]["ttft_ms"]["n"] == 0
+    assert (status["router"]["id"], status["router"]["max_model_len"]) == ("router-1", 200)
+    assert 0 < status["router"]["started_ms"] / 1000 <= time.time()
     (card,) = (await client.get("/v1/models")).json()["data"]
     assert (card["id"], card["max_model_len"], card["created"]) == ("tiny", 200, 7)
     assert (await client.get("/v1/models/tiny")).json() == card
     assert (await client.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
+
+
+async def test_probes_and_the_version_are_vllms(client, dispatcher):
+    assert [(await client.request(method, "/ping")).status_code for method in ("GET", "POST")] == [200, 200]
+    assert set((await client.get("/version")).json()) == {"version"}
+    assert (await client.get("/load")).json() == {"server_load": 0}
+    dispatcher.hangs_after = 0
+    waiting = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+    await dispatcher.hanging.acquire()
+    assert (await client.get("/load")).json() == {"server_load": 1}
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_an_unknown_path_or_method_is_an_error_that_names_what_exists(client):
+    response = await client.post("/v1/responses", json={})
+    error = error_of(response)
+    assert (response.status_code, error["code"], error["type"]) == (404, "unknown_url", "not_found_error")
+    assert error["message"].startswith("POST /v1/responses does not exist; this server has /v1/completions, ")
+    assert error["message"].endswith("/docs.")
+    assert len(error_of(await client.get("/" + "x" * 5000))["message"]) < 300
+    response = await client.get("/v1/chat/completions")
+    error = error_of(response)
+    assert (response.status_code, response.headers["allow"], error["code"]) == (405, "POST", "method_not_supported")
+    assert error["message"] == "/v1/chat/completions does not support GET; use POST."
+    assert (await client.put("/ping")).json()["error"]["message"].endswith("use GET or HEAD or POST.")
+
+
+async def test_the_documentation_is_a_page_without_scripts_or_other_resources(client):
+    page = await client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert not {"<script", "<link", "<img", "style"} & set(re.findall("<script|<link|<img|style", page.text))
+    assert set(re.findall('(?:href|src)="([^#"][^"]*)"', page.text)) == {"openapi.json"}
+    document = (await client.get("/openapi.json")).json()
+    for path in document["paths"]:
+        assert path in page.text
+    for name, schema in document["components"]["schemas"].items():
+        assert f'id="{name}"' in page.text
+        assert all(f"<code>{field}</code>" in page.text for field in schema["properties"])
 
 
 async def test_metrics_have_vllms_names_and_count_every_sample_once(client, dispatcher):
@@ -445,4 +490,7 @@ async def test_a_router_without_the_dashboard_has_none_of_its_routes_metrics_or_
         assert not Dashboard.queries.keys() & (await client.get("/openapi.json")).json()["paths"].keys()
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         assert "vllm:request_queue_time" not in (await client.get("/metrics")).text
-        assert "summary" not in (await client.get("/v1/status")).json()
+        status = (await client.get("/v1/status")).json()
+        assert "summary" not in status
+        totals = status["totals"]
+        assert [totals[name] for name in ("queued", "running", "finished", "refused", "failed")] == [6, 3, 1, 0, 0]

@@ -33,6 +33,14 @@ def test_only_one_json_object_is_accepted(raw):
     assert (raised.value.status, raised.value.code) == (400, "invalid_json")
 
 
+@pytest.mark.parametrize("raw", [b'{"a":1,"model":1,"model":2}', b'{"a":{"model":1,"b":1,"model":1}}'])
+def test_a_field_that_occurs_twice_is_named(raw):
+    with pytest.raises(RequestError, match="the field `model` twice"):
+        parse_json(raw)
+    with pytest.raises(RequestError, match="the field `\\?` twice"):
+        parse_json(b'{"\\ud800":1,"\\ud800":2}')
+
+
 def test_pairs_of_surrogates_and_nul_are_text():
     assert parse_json(b'{"a":"\\ud83d\\ude00\\u0000"}') == {"a": "😀\0"}
 
@@ -73,7 +81,11 @@ BAD_VALUES = {
     "function_call": ("auto",),
     "response_format": ({"type": "json_object"},),
     **dict.fromkeys(("chat_template", "guided_regex", "remote_host", "temprature"), ("(a+)+b",)),
-    **dict.fromkeys(("chat_template_kwargs", "guided_json", "kv_transfer_params"), ({"remote_host": "10.0.0.1"},)),
+    **dict.fromkeys(("guided_json", "kv_transfer_params"), ({"remote_host": "10.0.0.1"},)),
+    "reasoning_effort": ("high", 1),
+    "tool_choice": ("required",),
+    "bad_words": (["x"],),
+    "moderation": ({"model": "x"},),
     **dict.fromkeys(("bootstrap_room", "block_ids", "do_remote_decode", "remote_engine_id", "trust_remote_code"), (1,)),
 }
 BAD = [({name: value}, name) for name, values in BAD_VALUES.items() for value in values] + [
@@ -81,6 +93,7 @@ BAD = [({name: value}, name) for name, values in BAD_VALUES.items() for value in
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
 ]
 BAD_PROMPTS = [
@@ -115,6 +128,19 @@ BAD_OF_CHAT = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"continue_final_message": True}, "continue_final_message"),
+    *[
+        ({"chat_template_kwargs": value}, "chat_template_kwargs")
+        for value in (
+            {"tools": 1},
+            {"a": []},
+            {"a": {}},
+            {"a b": 1},
+            {"x" * 65: 1},
+            {f"a{i}": 1 for i in range(33)},
+            [],
+            "a",
+        )
+    ],
     ({"prompt": "x"}, "prompt"),
     ({"best_of": 1}, "best_of"),
 ]
@@ -142,7 +168,34 @@ def test_text_parts_are_joined_and_nulls_are_not_given():
 
 def test_openais_harmless_fields_are_ignored():
     fields = {"user": "u" * 100_000, "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "tools": []}
-    parse_body(ChatBody, body_of(ChatBody, **fields, tool_choice="none", response_format={"type": "text"}), "m")
+    fields |= {"verbosity": "low", "prompt_cache_key": "k", "safety_identifier": "s", "parallel_tool_calls": False}
+    fields |= {"modalities": ["text"], "prediction": {"type": "content", "content": "x"}, "tool_choice": "auto"}
+    fields |= {"prompt_cache_options": {"mode": "implicit"}, "stream": True}
+    fields |= {"stream_options": {"include_usage": True, "include_obfuscation": False}}
+    parse_body(ChatBody, body_of(ChatBody, **fields, response_format={"type": "text"}), "m")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"messages": [{"role": "assistant", "content": None}]}, "must not be null: tool calls"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "uses tools"),
+        ({"reasoning_effort": "high"}, 'must be "none"; set other variables of the chat template'),
+        ({"response_format": {"type": "json_object"}}, 'is not supported; it can only be {"type": "text"}'),
+        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "`tools` is not supported."),
+        ({"chat_template_kwargs": {"messages": "x"}}, "cannot set `messages`"),
+    ],
+)
+def test_an_error_says_what_is_accepted(fields, says):
+    with pytest.raises(RequestError) as raised:
+        parse_body(ChatBody, body_of(ChatBody, **fields), "m")
+    assert says in raised.value.message
+
+
+def test_no_reasoning_is_a_switch_of_the_chat_template():
+    off = parse_body(ChatBody, body_of(ChatBody, reasoning_effort="none", chat_template_kwargs={"a": 1.5}), "m")
+    assert off.chat_template_kwargs == {"enable_thinking": False, "reasoning_effort": "none", "a": 1.5}
+    assert parse_body(ChatBody, body_of(ChatBody), "m").chat_template_kwargs == {}
 
 
 @pytest.mark.parametrize("name", ["", "other", "../../etc", "x" * 10_240, 5, ["m"]])

@@ -26,7 +26,7 @@ def chunks(row: list[int] | str, cuts: list[int]) -> list:
 
 
 def rows(library: tokenizers.Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Return a strategy for fewer than HELD_BYTES ids: random ids, including those of an emoji, or ids of text."""
+    """Return a strategy for lists of fewer than HELD_BYTES ids, either at random or of an encoded text."""
     emoji = library.encode("👩‍👧 数é", add_special_tokens=False).ids
     anything = st.integers(0, library.get_vocab_size() + 3)
     return st.lists(st.one_of(anything, st.sampled_from(emoji)), max_size=HELD_BYTES - 1) | st.text(max_size=12).map(
@@ -218,6 +218,19 @@ def test_loading_reads_the_directory(tmp_path, byte_level):
     assert Tokenizer.load(tmp_path).encode_chat(messages) == byte_level.encode("<|im_start|>[x]")
     (tmp_path / "chat_template.jinja").write_text("({{ messages[0].content }})")
     assert Tokenizer.load(tmp_path).encode_chat(messages) == byte_level.encode("(x)")
+
+
+def test_a_client_sets_variables_of_the_template_but_no_special_tokens(tmp_path, byte_level):
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    source = "{{ note }}{% if enable_thinking is defined and enable_thinking is false %}()<|im_end|>{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(source + "{{ messages[0].content }}")
+    tokenizer, messages = Tokenizer.load(tmp_path), [{"role": "user", "content": "x"}]
+    assert tokenizer.encode_chat(messages) == byte_level.encode("x")
+    assert tokenizer.encode_chat(messages, arguments={"enable_thinking": False}) == byte_level.encode("()<|im_end|>x")
+    forged = tokenizer.encode_chat(messages, arguments={"note": "<|im_end|>"})
+    assert byte_level.encode("<|im_end|>")[0] not in forged
+    assert tokenizer.decode(forged, skip_special_tokens=False) == "<|im_end|>x"
+    assert tokenizer.encode_chat(messages, arguments={"messages": "y", "loop": None})  # cannot replace ours
 
 
 def test_a_real_model_encodes_as_its_own_files_say():

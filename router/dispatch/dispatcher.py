@@ -84,8 +84,10 @@ class Dispatcher:
         self._placements = Counter[str]()  # number of attempts for each reason of a placement
         self._retry_budget = RetryBudget()
 
-    def ready(self) -> bool:
-        return any(self._pool.routable())
+    def ready(self, role: str = "") -> bool:
+        """Return whether a node of the role takes requests, or any node if `role` is ""."""
+        prefill, decode = self._pool.routable()
+        return bool({"prefill": prefill, "decode": decode}.get(role, prefill or decode))
 
     def status(self) -> dict[str, Any]:
         """Return the dispatcher's part of `/v1/status`."""

@@ -230,8 +230,12 @@ class ApiHandlers:
         """Report that the router is running. `/ready` reports whether a node can take requests."""
         return Response(status_code=200)
 
-    async def ready(self, _request: Request) -> Response:
-        ready = self.dispatcher.ready()
+    async def ready(self, request: Request) -> Response:
+        """Report whether a node takes requests. With `role`, only the nodes of this role count."""
+        role = request.query_params.get("role", "")
+        if role not in {"", "prefill", "decode"}:
+            raise RequestError("`role` must be `prefill` or `decode`.", "role")
+        ready = self.dispatcher.ready(role)
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def version(self, _request: Request) -> Response:

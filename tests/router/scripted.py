@@ -102,8 +102,8 @@ class ScriptedDispatcher:
         nodes = [alive, {"id": "d1", "alive": False, "running": 9, "waiting": 9}]
         return {"router": "router-1", "nodes": nodes, "queue": {"requests": 4}}
 
-    def ready(self) -> bool:
-        return self.is_ready
+    def ready(self, role: str = "") -> bool:
+        return self.is_ready and role != "prefill"
 
 
 @asynccontextmanager

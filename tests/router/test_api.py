@@ -241,6 +241,9 @@ async def test_tokenize_and_detokenize_are_inverse(client, byte_level):
 async def test_health_status_and_models(client, dispatcher):
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/ready")).json() == {"ready": True}
+    assert (await client.get("/ready?role=decode")).json() == {"ready": True}
+    assert (await client.get("/ready?role=prefill")).status_code == 503
+    assert error_of(await client.get("/ready?role=both"))["param"] == "role"
     dispatcher.is_ready = False
     assert (await client.get("/ready")).status_code == 503
     status = (await client.get("/v1/status")).json()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from engine.emulation import load_emulation
-from engine.models.config import ModelConfig
+from engine.models.families import read_model_config
+from engine.models.spec import ModelConfig
 from engine.weights import tensor_files
 from shared.kv.layout import HOST_KV_BYTES, KVLayout
 from shared.kv.memory import available_bytes
@@ -68,7 +69,7 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
     Raises ValueError if the model or a setting cannot be used; the message names the setting or the file, and the fix.
     """
     path = resolve(options.model)
-    config = ModelConfig.from_directory(path)
+    config = read_model_config(path)
     if options.max_model_len > config.max_position_embeddings:
         raise ValueError(
             f"--max-model-len {options.max_model_len} exceeds the {config.max_position_embeddings} positions of {path}"

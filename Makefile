@@ -5,7 +5,7 @@ BIN := .venv/bin
 TORCH ?= $(shell $(PYTHON) -c 'import platform; print("torch==2.13.0" if platform.system() == "Linux" else "torch")')
 
 .PHONY: serve test check lint types imports unit \
-  nightly chaos cancels soak simulate mutations properties kernels fuzz schemathesis lock sbom clean
+  nightly chaos cancels soak simulate mutations properties kernels fuzz schemathesis clients lock sbom clean
 
 serve: .venv/installed
 	$(BIN)/baton up $(ARGS)
@@ -81,6 +81,10 @@ fuzz: .venv/tested
 CASES ?= 50000
 schemathesis: .venv/tested
 	$(BIN)/python -m tests.bad_input.conformance --cases $(CASES)
+
+# Run unmodified clients and load tools against a cluster; the first run installs each in .clients. Not in `make test`.
+clients: .venv/tested
+	$(BIN)/python -m tests.clients $(ARGS)
 
 # Lock the versions and hashes of the libraries that the image installs.
 lock: .venv/installed .venv/tools

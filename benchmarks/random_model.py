@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from engine.linear import LinearFormat, Plain
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder, assemble
+from engine.models.decoder import Decoder
+from engine.models.load import assemble
+from engine.models.spec import ModelConfig
 
 STANDARD_DEVIATION = 0.02  # as in an untrained Llama
 

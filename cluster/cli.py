@@ -53,7 +53,7 @@ def _app() -> typer.Typer:
     app.command("status", help="Show the nodes of a running cluster.")(_status)
     app.command("top", help="Watch the nodes of a running cluster.")(_top)
     app.command(
-        "compare", help="Compare arms under the same traffic. Report which keep the SLO, with a confidence, and why."
+        "compare", help="Compare deployments under the same traffic: which keep the SLO, how certainly, and why."
     )(compare)
     app.command("role", help="Change the role of a node in a running cluster.")(_role)
     app.command("secret", help="Write a new secret for the processes of a cluster (--cluster-secret-file).")(_secret)

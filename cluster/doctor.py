@@ -29,7 +29,7 @@ from router.http.auth import ApiKeys
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
 from shared.config.settings import ComputingSettings, flag_of, format_value, hide_password
-from shared.lifecycle import wait_until
+from shared.lifecycle import in_container, wait_until
 from shared.model_files import DEMO_MODEL
 from shared.registry import RedisRegistry
 from shared.rpc import tls
@@ -40,8 +40,6 @@ IDS = 250  # token ids in prompts are lower, so that every vocabulary has them
 CLOCK_MS = 1000.0  # a larger difference between clocks causes a warning
 IDLE_S = 10.0
 CO_LOCATED = "co-located"
-# Inside a container, --host is not the address at which clients reach the router.
-IN_CONTAINER = any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv", "/run/secrets/kubernetes.io")))
 CHOSEN = {"kv_channel", "kv_directory", "cpus", "emulate"}  # settings that doctor itself chooses
 
 
@@ -131,7 +129,7 @@ def secret_files(settings: DoctorSettings) -> str:
     tls.configure(settings.cluster_secret_file, {} if settings.url else {"--registry-host": settings.registry_host})
     if settings.api_keys_file or settings.api_keys:
         ApiKeys(settings.api_keys_file, settings.api_keys)
-    elif not (settings.url or IN_CONTAINER or tls.is_loopback(settings.host)):
+    elif not (settings.url or in_container() or tls.is_loopback(settings.host)):  # in a container, --host is internal
         raise CheckWarning(f"--host {settings.host} serves any client without a key: give --api-keys-file")
     given = [flag_of(name) for name in ("cluster_secret_file", "api_keys_file") if getattr(settings, name)]
     return f"{' and '.join(given)} can be used" if given else "none are given, and none are needed here"

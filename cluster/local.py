@@ -66,15 +66,6 @@ def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def outward_address(host: str) -> str:
-    """Return the address of this machine in its default network, or its host name. `host` selects IPv4 or IPv6."""
-    family, target = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))  # selects a source address; no packet is sent
-        return str(probe.getsockname()[0])
-    return socket.gethostname()
-
-
 async def _up(settings: LocalSettings, children: Sequence[Child], say: Say, key: str) -> int:
     url = url_of(settings.host, settings.port)
     admin_url = url_of(settings.admin_host, settings.admin_port) if settings.admin_port else url
@@ -96,9 +87,8 @@ async def _up(settings: LocalSettings, children: Sequence[Child], say: Say, key:
 
 async def _report_ready(settings: LocalSettings, say: Say, get_ready: GetJson, get_status: GetJson) -> None:
     await until(get_ready, lambda _: True)
-    url, others = url_of(settings.host, settings.port), ""
-    if settings.host in EVERY_ADDRESS:
-        others = f" and, for other machines, {url_of(outward_address(settings.host), settings.port)}"
+    url = url_of(settings.host, settings.port)
+    others = f" and http://{socket.gethostname()}:{settings.port}" if settings.host in EVERY_ADDRESS else ""
     say("baton", f"serving at {url}{others}")
     model = settings.served_model_name or Path(settings.model).name
     body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 40})

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import sys
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Annotated, Any
 
 from compare.options import CompareOptions
 from shared.errors import ConfigError
@@ -26,18 +26,15 @@ def compare(**given: Any) -> int:
         raise SystemExit(BAD_INPUT) from None
 
 
-def _parameters() -> list[inspect.Parameter]:
-    return [
-        inspect.Parameter(
-            each.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=each.default_factory() if each.default_factory is not MISSING else each.default,
-            annotation=each.type,
-        )
-        for each in fields(CompareOptions)
-    ]
-
-
 # Typer reads the flags from the function's signature, which is generated from the fields of CompareOptions.
-compare.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
-compare.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}
+_PARAMETERS = [
+    inspect.Parameter(
+        each.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=[] if each.default is MISSING else each.default,
+        annotation=Annotated[each.type, each.metadata["flag"]],
+    )
+    for each in fields(CompareOptions)
+]
+compare.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]
+compare.__annotations__ = {parameter.name: parameter.annotation for parameter in _PARAMETERS}

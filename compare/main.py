@@ -13,11 +13,11 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from compare.arms import Arm, copy_of, cores_of, parse_arms
-from compare.endpoint import Document, EndpointError
+from compare.endpoint import EndpointError
 from compare.load.outcome import LatencySlo
 from compare.load.traces import read_trace
 from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource
-from compare.options import DEFAULT_EMULATED, CompareOptions
+from compare.options import DEFAULT_ARMS, DEFAULT_EMULATED, DEFAULT_PRESET, CompareOptions
 from compare.report.document import report_of
 from compare.report.page import write_report
 from compare.report.terminal import show
@@ -27,8 +27,8 @@ from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, resolve
 
 NO_VERDICT = 1
+MAX_SLOWDOWN = 3.0  # of the estimated time, because a load average also counts processes of lower priority
 BUSY = 0.5  # at a higher load average per core, other processes distort the figures
-DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated")
 PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # prompt lengths: less than a block to more than a chunk
@@ -45,7 +45,8 @@ async def run_compare(options: CompareOptions) -> int:
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from None
     say = partial(print, flush=True)
-    say(f"{plan}; report in {out}")
+    say(plan)
+    say(f"report: {out}")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > BUSY * cores:
         say(f"the machine is busy (load {load:.1f} on {cores} cores): figures may be noisy and periods invalid")
@@ -62,17 +63,11 @@ async def run_compare(options: CompareOptions) -> int:
     say(f"measured in {(time.monotonic() - began) / 60:.1f} min")
     report = report_of(experiment, findings, "url" if options.url else options.on, command_line(sys.argv[1:]))
     show(report)
-    return save_report(report, out)
-
-
-def save_report(report: Document, out: Path) -> int:
-    """Write the report, print its path, and return the exit status. If writing fails, print only the reason."""
     try:
-        page = write_report(report, out)
+        print(f"report: {write_report(report, out)}")
     except (OSError, ValueError) as error:
         print(f"baton compare: cannot write the report: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
         return NO_VERDICT
-    print(f"report: {page}")
     return 0 if report["valid"] else NO_VERDICT
 
 
@@ -124,12 +119,15 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         for number, arm in enumerate(all_arms, 1)
     ]
     keeps_all = bool(options.url) or fit_together(all_arms, str(model))
-    return experiment, Deployments(stacks, keeps_all=keeps_all), experiment.plan(options.duration, keeps_all=keeps_all)
+    load = (1 + os.getloadavg()[0]) / len(os.sched_getaffinity(0))  # of processes that run already
+    slowdown = min(max(1.0, load), MAX_SLOWDOWN)
+    plan = experiment.plan(options.duration, keeps_all=keeps_all, slowdown=slowdown)
+    return experiment, Deployments(stacks, keeps_all=keeps_all), plan
 
 
 def _check_choices(options: CompareOptions) -> None:
     for flag, value, known in (
-        ("--preset", options.preset or PRESET_NAMES[0], PRESET_NAMES),
+        ("--preset", options.preset or DEFAULT_PRESET, PRESET_NAMES),
         ("--on", options.on, ON),
         ("--too-long", options.too_long, TOO_LONG),
     ):

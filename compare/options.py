@@ -1,77 +1,61 @@
 """The flags of `baton compare`."""
 
+# ruff: noqa: RUF009 - `_flag` returns a field of a dataclass
+
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
 
 from shared.api_client import base_url
 
+DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
 DEFAULT_EMULATED = "h200-llama-3.1-8b"
+DEFAULT_PRESET = "mix"
+
+
+def _flag(metavar: str, default: Any, about: str, *names: str, **more: Any) -> Any:
+    """Return a field with the description of its flag, whose default is shown unless it is empty."""
+    more["show_default"] = default not in ("", None, [])
+    option = typer.Option(*names, metavar=metavar or None, help=about, **more)
+    values: Any = {"default_factory": list} if default == [] else {"default": default}
+    return field(**values, metadata={"flag": option})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """The options of the command line; each field is a flag. `compare.main` replaces the defaults that are None."""
+    """The options of the command line; each field is a flag. `compare.main` replaces the defaults that are empty."""
 
-    more_arms: Annotated[list[str], typer.Argument(metavar="[ARM]...", show_default=False, hidden=True)] = field(
-        default_factory=list
+    more_arms: list[str] = field(
+        default_factory=list, metadata={"flag": typer.Argument(metavar="[ARM]...", show_default=False, hidden=True)}
     )
-    arms: Annotated[
-        list[str],
-        typer.Option(
-            metavar="ARM...",
-            help="colocated:N and disaggregated:XpYd, each optionally followed by @policy,setting=value.",
-            show_default="colocated:2 disaggregated:1p1d",
-        ),
-    ] = field(default_factory=list)
-    url: Annotated[
-        list[str],
-        typer.Option(metavar="URL", parser=base_url, help="A running stack, in place of an arm. Give two or more."),
-    ] = field(default_factory=list)
-    api_key: Annotated[
-        str, typer.Option(envvar="BATON_API_KEY", help="Key for these stacks. An admin key also reads their records.")
-    ] = ""
-    trace: Annotated[Path | None, typer.Option(help="Traffic from a file.", show_default=False)] = None
-    trace_format: Annotated[str, typer.Option(help="azure, burstgpt, mooncake or own.")] = "auto"
-    preset: Annotated[str, typer.Option(help="Traffic: chat, code, rag-long, agentic or mix.", show_default="chat")] = (
-        ""
-    )
-    scale_tokens: Annotated[
-        float | None,
-        typer.Option(help="Factor for the lengths of prompts and answers.", show_default="1; presets 0.5"),
-    ] = None
-    rate: Annotated[
-        float | None, typer.Option(help="Requests per second.", show_default="the trace's own times; presets 4")
-    ] = None
-    burstiness: Annotated[float, typer.Option(help="With a rate: 1 is Poisson, less is burstier.")] = 1.0
-    find_capacity: Annotated[
-        bool, typer.Option("--find-capacity", help="Search for the highest rate at which each arm meets the SLO.")
-    ] = False
-    start: Annotated[float, typer.Option(min=0.0, help="Seconds of the trace to skip, without --rate.")] = 0.0
-    duration: Annotated[float, typer.Option(min=1.0, help="Seconds of traffic in each period.")] = 20.0
-    too_long: Annotated[str, typer.Option(help="For requests over the context: error, cut or drop.")] = "error"
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Number of periods of each arm, as paired runs.")] = 6
-    slo_ttft_ms: Annotated[float, typer.Option(min=0.001, help="Limit of the time to first token.")] = 450.0
-    slo_tbt_ms: Annotated[float, typer.Option(min=0.001, help="Limit of a request's p99 time between tokens.")] = 40.0
-    attainment: Annotated[
-        float, typer.Option(min=0.01, max=0.999, help="With --find-capacity: share of requests to meet the limits.")
-    ] = 0.9
-    on: Annotated[str, typer.Option(help="live: nodes compute; emulated: they sleep instead (see --emulate).")] = "live"
-    emulate: Annotated[str, typer.Option(help="Step-time model of emulated nodes.", show_default=DEFAULT_EMULATED)] = ""
-    model: Annotated[str, typer.Option(help="Model of all arms.", show_default="the demo's")] = ""
-    set: Annotated[list[str], typer.Option(metavar="SETTING=VALUE", help="A setting of all arms.")] = field(
-        default_factory=list
-    )
-    unequal: Annotated[bool, typer.Option("--unequal", help="Allow arms with different numbers of devices.")] = False
-    control: Annotated[
-        bool, typer.Option("--control", help="Also compare the first arm with a copy, which must not differ.")
-    ] = False
-    treatment: Annotated[list[str], typer.Option(metavar="FACT", help="A fact that may differ between the arms.")] = (
-        field(default_factory=list)
-    )
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which a request is a miss.")] = 60.0
-    out: Annotated[Path | None, typer.Option(help="Directory of the report.", show_default="baton-compare-<time>")] = (
-        None
-    )
+    arms: list[str] = _flag(
+        "ARM...", [], "colocated:N and disaggregated:XpYd, each optionally followed by @policy,setting=value."
+        f" Default: {' '.join(DEFAULT_ARMS)}.",
+    )  # fmt: skip
+    url: list[str] = _flag("URL", [], "A running stack, in place of an arm. Give two or more.", parser=base_url)
+    api_key: str = _flag("KEY", "", "Key for these stacks; an admin key also reads records.", envvar="BATON_API_KEY")
+    trace: Path | None = _flag("FILE", None, "Traffic from a file.")
+    trace_format: str = _flag("FORMAT", "auto", "azure, burstgpt, mooncake or own.")
+    preset: str = _flag("NAME", "", f"Traffic: chat, code, rag-long, agentic or mix. Default: {DEFAULT_PRESET}.")
+    scale_tokens: float | None = _flag("FACTOR", None, "Factor for all lengths. Default: 0.5 for presets, else 1.")
+    rate: float | None = _flag("RATE", None, "Requests/s. Default: 4 for presets, else the trace's own times.")
+    burstiness: float = _flag("SHAPE", 1.0, "With a rate: 1 is Poisson, less is burstier.")
+    find_capacity: bool = _flag("", False, "Search for each arm's highest rate within the SLO.", "--find-capacity")
+    start: float = _flag("SECONDS", 0.0, "Seconds of the trace to skip, without --rate.", min=0.0)
+    duration: float = _flag("SECONDS", 20.0, "Seconds of traffic in each period.", min=1.0)
+    too_long: str = _flag("ACTION", "error", "For requests over the context: error, cut or drop.")
+    seeds: int = _flag("NUMBER", 6, "Number of periods of each arm, as paired runs.", min=1, max=100)
+    slo_ttft_ms: float = _flag("MS", 450.0, "Limit of the time to first token.", min=0.001)
+    slo_tbt_ms: float = _flag("MS", 40.0, "Limit of a request's p99 time between tokens.", min=0.001)
+    attainment: float = _flag("SHARE", 0.9, "With --find-capacity: share to meet the limits.", min=0.01, max=0.999)
+    on: str = _flag("PLACE", "live", "live: nodes compute; emulated: they sleep instead (see --emulate).")
+    emulate: str = _flag("NAME", "", f"Step-time model of emulated nodes. Default: {DEFAULT_EMULATED}.")
+    model: str = _flag("MODEL", "", "Model of all arms. Default: the demo's.")
+    set: list[str] = _flag("SETTING=VALUE", [], "A setting of all arms.")
+    unequal: bool = _flag("", False, "Allow arms with different numbers of devices.", "--unequal")
+    control: bool = _flag("", False, "Also compare the first arm with a copy, which must not differ.", "--control")
+    treatment: list[str] = _flag("FACT", [], "A fact that may differ between the arms.")
+    timeout: float = _flag("SECONDS", 60.0, "Seconds after which a request is a miss.", min=1.0)
+    out: Path | None = _flag("DIRECTORY", None, "Directory of the report. Default: baton-compare-TIME.")

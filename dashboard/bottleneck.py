@@ -16,14 +16,24 @@ SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a second token is late after at least
 
 
 def bottleneck(status: Status) -> str:
-    """Return the first finding that applies to a /v1/status document. If none applies, describe the cluster's load."""
-    listed = status.get("nodes") or []
+    """Return the first finding that applies to a /v1/status document. If none applies, describe the cluster's load.
+    Nodes that were lost in the last minutes are named too."""
+    lost = [node["id"] for node in status.get("nodes") or [] if node.get("state") == "lost"]
+    return _finding(status) + (f" Lost in the last 10 minutes: {', '.join(sorted(lost))}." if lost else "")
+
+
+def _finding(status: Status) -> str:
+    listed = [node for node in status.get("nodes") or [] if node.get("state") not in {"left", "lost"}]
     nodes = [node for node in listed if node.get("alive") and node.get("state") == "ready"]
     if not nodes and listed:
         return f"No node is ready; {len(listed)} {'is' if len(listed) == 1 else 'are'} listed."
     if not nodes:
-        return "No node has joined: nothing can be served."
+        return f"No node {'is left' if status.get('nodes') else 'has joined'}: nothing can be served."
     prefill, decode = (Pool([node for node in nodes if node.get("role") == role]) for role in ("prefill", "decode"))
+    if status.get("mode") == "disaggregated" and not decode.nodes:
+        return "No decode node is ready: prefill nodes generate too."
+    if status.get("mode") == "disaggregated" and not prefill.nodes:
+        return "No prefill node is ready: decode nodes compute prompts too."
     latency = Latency(status.get("latency") or {})
     for findings in (_pools(Pool(nodes), prefill, decode, latency), _latencies(Pool(nodes), prefill, decode, latency)):
         if text := next(findings, None):

@@ -190,10 +190,10 @@ class RequestHistory(RouterObserver):
             trace.output(sample, num_tokens, self._now())
             self.version = trace.version = self.version + 1  # `_change`, inlined to save a call for each token
 
-    def ended(self, id: str, sample: int, how: str) -> None:
+    def ended(self, id: str, sample: int, how: str, error: Exception | None = None) -> None:
         trace = self._traces.get(id)
         if trace is not None:
-            trace.ended(how, self._now())
+            trace.ended(how, self._now(), error)
             self._change(trace)
             if trace.num_ended == trace.num_samples:
                 for observer in self._observers:

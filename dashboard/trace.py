@@ -27,6 +27,7 @@ from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 from dashboard.step_ring import StepRing
+from shared.errors import status_and_message
 
 MAX_EVENTS = 4096  # maximum events of one attempt, which usually has a push per chunk and few preemptions
 CHUNK = "chunk"  # kind of an event: a step that computed tokens of the prompt
@@ -37,7 +38,8 @@ PREFILL_MARKS = ("queued", "admitted", "first")
 # The queues of handoffs, with SGLang's names and meanings.
 BOOTSTRAP, INFLIGHT = "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"
 PREALLOC, TRANSFER = "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs"
-STATES = {"stop": "finished", "length": "finished", "abort": "cancelled"}  # by finish reason; any other is "failed"
+# By finish reason; any other is "failed".
+STATES = {"stop": "finished", "length": "finished", "abort": "cancelled", "refused": "refused"}
 
 Rings = Callable[[str], StepRing | None]  # returns the recorded steps of a node
 Span = dict[str, Any]
@@ -212,6 +214,8 @@ class RequestTrace:
     ended_ns: int | None = None  # when the last sample ended
     finish: str = ""  # finish reason of the last sample that ended; a failed sample takes precedence
     num_ended: int = 0
+    status: int | None = None  # HTTP status and message of the error if the request was refused or failed
+    message: str = ""
     version: int = 0  # the history's version when the request last changed
     attempts: dict[str, AttemptSpan] = field(default_factory=dict)
 
@@ -225,8 +229,10 @@ class RequestTrace:
             if self.second_ns is None and self.num_first_sample > 1:
                 self.second_ns = now_ns
 
-    def ended(self, how: str, now_ns: int) -> None:
+    def ended(self, how: str, now_ns: int, error: Exception | None = None) -> None:
         self.num_ended += 1
+        if error is not None:
+            self.status, self.message = status_and_message(error)
         if self.finish in {"", "stop", "length"}:
             self.finish = how
         if self.num_ended >= self.num_samples:
@@ -273,6 +279,8 @@ class RequestTrace:
             "last_token_ms": _ms(self.last_ns),
             "ended_ms": _ms(self.ended_ns),
             "finish": self.finish,
+            "status": self.status,
+            "message": self.message,
             "attempts": len(self.attempts),
             "transfer": attempt and attempt.transfer(),
             "phases_ms": self.phases(rings),

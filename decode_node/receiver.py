@@ -207,7 +207,9 @@ class HandoffReceiver(RoleAdapter):
             reservation_id = known.reservation_id
         elif not reservation_id and 0 < len(message.request) <= MAX_ID:
             self._remember_cancelled(message.request)
-        self._end(self._table.stop(reservation_id), f"the prefill node stopped: {message.reason[:200]}")
+        is_normal = message.reason == "aborted" or message.reason.startswith("finished: ")
+        reason = f"the prefill node stopped: {message.reason[:200]}"
+        self._end(self._table.stop(reservation_id), reason, logging.DEBUG if is_normal else logging.WARNING)
         return Ack()
 
     def _remember_cancelled(self, request_id: str) -> None:
@@ -266,13 +268,13 @@ class HandoffReceiver(RoleAdapter):
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
-    def _end(self, reservation: Reservation | None, reason: str) -> None:
+    def _end(self, reservation: Reservation | None, reason: str, level: int = logging.WARNING) -> None:
         """Report a failed handoff, unless its request has already ended, and release the blocks."""
         if reservation is None:
             return
         request_id = reservation.request.id
         if not reservation.was_quarantined:
-            log.warning("handoff of %s ended: %s", request_id, reason, extra=fields(request=request_id))
+            log.log(level, "handoff of %s ended: %s", request_id, reason, extra=fields(request=request_id))
             self._requests.send(TokenDelta(request_id, error=f"handoff: {reason}", retry=True))
             self._requests.finish(request_id, f"handoff: {reason}")
         self._release(reservation)

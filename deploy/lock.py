@@ -14,7 +14,7 @@ BUILD = re.compile(r"(nvidia|cuda|triton|torch)\b")
 
 def main() -> None:
     project = tomllib.loads(PROJECT.read_text())
-    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"], "editables"]
+    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
     wanted += [text for text in requires("torch") or [] if "extra ==" not in text]
     print("\n".join(text for text in wanted if not BUILD.match(text)))
 

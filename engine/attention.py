@@ -15,10 +15,25 @@ from engine.batch import Batch
 from engine.kv_pool import KVPool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionLayer:
+    """The attention of a layer, apart from its products (see `AttentionSpec`). `sinks` is float32 [heads] or None."""
+
+    index: int
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores need no soft cap and no sinks."""
+        return self.softcap == 0 and self.sinks is None
+
+
 class AttentionPlan(Protocol):
     """Computes the attention of one step, one layer at a time."""
 
-    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         """Return the result of attention for the rotated queries `q`, [T, heads, head_dim], in q's shape and dtype.
 
         The step's K and V of this layer must be in the pool. A query attends to its own position and all earlier ones,
@@ -65,17 +80,20 @@ class TorchPlan:
         self._batch = batch
         self._reaches: dict[int, list[_Reach]] = {}
 
-    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
-        if window not in self._reaches:
-            self._reaches[window] = self._plan_window(window)
+    def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
+        if layer.window not in self._reaches:
+            self._reaches[layer.window] = self._plan_window(layer.window)
         out = torch.empty_like(q)
-        for reach in self._reaches[window]:
-            out[reach.queries] = self._attend(self._pieces[:, layer], q[reach.queries], reach)
+        for reach in self._reaches[layer.window]:
+            out[reach.queries] = self._attend(layer, q[reach.queries], reach)
         return out
 
-    def _attend(self, pieces: Tensor, q: Tensor, reach: _Reach) -> Tensor:
+    def _attend(self, layer: AttentionLayer, q: Tensor, reach: _Reach) -> Tensor:
+        pieces = self._pieces[:, layer.index]
         both = pieces.index_select(0, reach.pieces).view(self._layout.kv_heads, -1, 2, self._layout.head_dim)
         both = both[:, : reach.length].to(q.dtype)
+        if not layer.is_plain:
+            return _attend_slowly(layer, q, both[:, :, 0], both[:, :, 1], reach)
         return scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             both[None, :, :, 0],
@@ -110,3 +128,23 @@ class TorchPlan:
             if windowed:
                 mask &= at > query - window
         return _Reach(slice(row, row + end - start), pieces, end - low, mask, causal)
+
+
+def _attend_slowly(layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, reach: _Reach) -> Tensor:
+    """Return attention with a soft cap or sinks. `q` is [T, heads, head_dim], keys and values [kv_heads, length, .]."""
+    count, heads, head_dim = q.shape
+    grouped = q.view(count, len(keys), -1, head_dim).permute(1, 2, 0, 3).float()
+    scores = grouped @ keys[:, None].float().transpose(-1, -2) * head_dim**-0.5  # [kv_heads, group, T, length]
+    if layer.softcap:
+        scores = layer.softcap * (scores / layer.softcap).tanh()
+    mask = reach.mask
+    if reach.causal:
+        mask = torch.ones(count, reach.length, dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if layer.sinks is not None:
+        sinks = layer.sinks.view(len(keys), -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., : reach.length]
+    attended: Tensor = weights @ values[:, None].float()
+    return attended.permute(2, 0, 1, 3).reshape(count, heads, head_dim).to(q.dtype)

@@ -14,8 +14,9 @@ from engine.emulation import load_emulation
 from engine.hash_model import EmulatedRunner, HashRunner
 from engine.kv_pool import KVPool
 from engine.linear import LinearFormat
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder, load_model
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
+from engine.models.spec import ModelConfig
 from engine.options import BuildOptions, check_holds, check_options, cpu_layout
 from engine.runner import Runner, TorchRunner
 from engine.startup import EngineComponents, exchange_fingerprint, stage

@@ -4,12 +4,14 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import gelu, rms_norm, silu
 
 from engine.batch import Batch
 from engine.kv_pool import KVPool
-from engine.models.config import ModelConfig
-from engine.models.rope import angles, inverse_frequencies, rotate
+from engine.models.rope import Rotation, rotate
+from engine.models.spec import Activation, ModelConfig
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 class StepKernels(Protocol):
@@ -28,8 +30,8 @@ class StepKernels(Protocol):
         norm is applied to each head of q and k before rotation (Qwen3). For a slot of -1 (padding), nothing is stored.
         """
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up, [T, n], where gate and up are the halves of `gate_up` [T, 2 * n]."""
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Return activation(gate) * up, [T, n], where gate and up are the halves of `gate_up` [T, 2 * n]."""
 
 
 class Kernels:
@@ -40,7 +42,9 @@ class Kernels:
     def __init__(self, config: ModelConfig, pool: KVPool) -> None:
         self.config = config
         self.pool = pool
-        self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(pool.tensor.device)
+        ropes = config.ropes
+        self.rotations = [Rotation.of(rope, config.head_dim, pool.tensor.device) for rope in ropes]
+        self.rotation_of = [ropes.index(layer.attention.rope) for layer in config.layers]  # by layer
 
     def begin(self, batch: Batch) -> StepKernels:
         raise NotImplementedError
@@ -59,7 +63,8 @@ class TorchStep:
     def __init__(self, kernels: TorchKernels, batch: Batch) -> None:
         self._config = kernels.config
         self._pool = kernels.pool.tensor
-        self._rotation = angles(batch.positions, kernels.frequencies)
+        angles = [rotation.angles(batch.positions) for rotation in kernels.rotations]
+        self._angles = [angles[number] for number in kernels.rotation_of]
         size = kernels.pool.layout.block_tokens
         slots = batch.slots.clamp(min=0)  # the KV of padding goes to block 0, the dummy block, which is never read
         self._blocks = slots // size
@@ -78,12 +83,20 @@ class TorchStep:
         q, k, v = heads.tensor_split((config.num_heads, config.num_heads + config.num_kv_heads), dim=1)
         if q_norm is not None and k_norm is not None:
             q, k = self.norm(q, q_norm), self.norm(k, k_norm)
-        cosine, sine = (part.to(qkv.dtype) for part in self._rotation)
+        cosine, sine = (part.to(qkv.dtype) for part in self._angles[layer])
         # Store K and V with one `index_put`, because this operation takes most of the time of a small step.
         both = torch.stack((rotate(k, cosine, sine), v), dim=2)
         self._pool[:, :, layer][self._blocks, :, self._offsets] = both.to(self._pool.dtype)
         return rotate(q, cosine, sine)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return silu(gate) * up
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return gated(gate_up, activation)
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Return `StepKernels.gated`. "clamped_swiglu" is that of gpt-oss."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * (gate * SWIGLU_ALPHA).sigmoid() * (up + 1)
+    return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up

@@ -28,6 +28,9 @@ class LinearFormat(Protocol):
     def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Convert `weight` [out, in], in the checkpoint's dtype, and `bias` [out]. May keep references to both."""
 
+    def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Convert a float32 matrix and multiply it in float32: that of a router, where rounding changes the experts."""
+
 
 @dataclass(slots=True)
 class PlainLinear:
@@ -48,3 +51,6 @@ class Plain:
 
     def make(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
         return PlainLinear(weight.to(self._held_in), None if bias is None else bias.to(self._held_in))
+
+    def make_exact(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
+        return PlainLinear(weight, None if bias is None else bias.float())

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from engine.emulation import load_emulation
-from engine.models.config import ModelConfig
+from engine.models.families import read_model_config
+from engine.models.spec import ModelConfig
 from engine.weights import tensor_files
 from shared.kv.layout import HOST_KV_BYTES, KVLayout
 from shared.kv.memory import available_bytes
@@ -68,15 +69,15 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
     Raises ValueError if the model or a setting cannot be used; the message names the setting or the file, and the fix.
     """
     path = resolve(options.model)
-    config = ModelConfig.from_directory(path)
+    config = read_model_config(path)
     if options.max_model_len > config.max_position_embeddings:
         raise ValueError(
             f"--max-model-len {options.max_model_len} exceeds the {config.max_position_embeddings} positions of {path}"
         )
     if options.num_blocks == 1:
-        raise ValueError("--num-blocks 1: one block is kept as a dummy, so at least 2 are needed")
+        raise ValueError("--num-blocks 1: must be at least 2, because one block is a dummy")
     if (options.emulate or options.runner == "hash") and options.device.startswith("cuda"):
-        raise ValueError(f"--device {options.device}: this runner computes no model and needs no GPU; use --device cpu")
+        raise ValueError(f"--device {options.device}: --emulate and --runner hash need no GPU; use --device cpu")
     tensor_files(path)
     if options.on_gpu:
         check_gpu("cuda" if options.device == "auto" else options.device)
@@ -105,17 +106,15 @@ def check_channel(name: str, options: BuildOptions) -> None:
 def _check_cpu(options: BuildOptions, config: ModelConfig, num_pools: int) -> None:
     if options.dtype not in {"auto", "float32"}:
         raise ValueError(
-            f"--dtype {options.dtype}: on the CPU activations are float32; use --dtype float32, and --weight-dtype "
-            f"{options.dtype} to store the weights in that type"
+            f"--dtype {options.dtype}: the CPU computes in float32; omit --dtype, and use --weight-dtype "
+            f"{options.dtype} to store weights in that type"
         )
     if options.attention_backend not in {"auto", "numba", "torch"}:
         raise ValueError(
             f"--attention-backend {options.attention_backend}: does not run on a CPU; use auto, numba or torch"
         )
     if options.quantization != "none" and options.weight_dtype != "auto":
-        raise ValueError(
-            f"--weight-dtype {options.weight_dtype}: with --quantization {options.quantization}, weights have 8 bits"
-        )
+        raise ValueError(f"--weight-dtype {options.weight_dtype}: omit it with --quantization {options.quantization}")
     layout = cpu_layout(options, config)
     # The pool need not have room for a request of the model's maximum length, which few requests reach.
     check_holds(layout, options.max_model_len)

@@ -81,7 +81,7 @@ def stored_dtype(directory: Path) -> str:
             tensor = opened.get_slice(name)
             if len(tensor.get_shape()) == 2:
                 return DTYPE_NAMES[tensor.get_dtype()]
-    raise ValueError(f"{directory}: no file has a matrix of weights")
+    raise ValueError(f"{directory}: the files contain no weight matrix")
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:

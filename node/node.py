@@ -231,7 +231,7 @@ class Node:
             return Ack("the node is shutting down")
         self.take_role(role)
         await announcer.update(self.state.info)
-        log.info("this is a %s node from now on; %d requests are retried on other nodes", role.name, migrated)
+        log.info("this node becomes a %s node; %d requests are retried on other nodes", role.name, migrated)
         return Ack()
 
     def on_writer_lost(self, writer: str) -> None:

@@ -275,7 +275,7 @@ class NodeProcess:
         timeout_s = self.settings.drain_timeout_s
         if migrated := await node.drain(timeout_s, f"node {node.state.info.id} is shutting down"):
             log.warning("%d requests did not end within %g s: they are retried on other nodes", migrated, timeout_s)
-            await node.sessions.flush_deltas()
+        await node.sessions.flush()  # so that the routers know that the node leaves as planned
 
 
 async def _first(event: "asyncio.Future[Any]", fatal_error: "asyncio.Future[BaseException]") -> BaseException | None:

@@ -158,9 +158,9 @@ class RouterSessions:
             session.stats = stats
             session.wake.set()
 
-    async def flush_deltas(self) -> None:
-        """Wait until the queued deltas are handed to the transport, but at most FLUSH_S seconds."""
-        await wait_until(lambda: not any(session.deltas for session in self._streams.values()), FLUSH_S)
+    async def flush(self) -> None:
+        """Wait until the queued deltas and stats are handed to the transport, but at most FLUSH_S seconds."""
+        await wait_until(lambda: not any(each.deltas or each.stats for each in self._streams.values()), FLUSH_S)
 
     async def publish_records(self) -> None:
         """Send all records to every router, forever. Routers ignore records of requests that are not theirs."""

@@ -11,6 +11,7 @@ from node.output_publisher import OutputPublisher
 from scheduler.budget import Budget
 from scheduler.role import Role
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
+from shared.lifecycle import in_container
 from shared.rpc.connection import host_and_port
 from shared.rpc.messages import NodeInfo
 from shared.version import package_version
@@ -64,7 +65,7 @@ def describe(
     """
     layout = components.layout
     return NodeInfo(
-        id=settings.id or f"{role.name}-{socket.gethostname()}-{os.getpid()}",
+        id=settings.id or _default_id(role),
         incarnation_id=incarnation_id,
         role=role.name,
         address="",
@@ -79,6 +80,13 @@ def describe(
         attributes=_attributes(settings, components, budget),
         shared_pool_owner=shared_pool_owner,
     )
+
+
+def _default_id(role: Role) -> str:
+    """Return a name that no other node has. A restarted container keeps the name, which ends with its host name."""
+    name = f"{role.name}-{socket.gethostname()}"
+    is_main_process = 1 in (os.getpid(), os.getppid())  # with `init`, the main process is the child of process 1
+    return name if in_container() and is_main_process else f"{name}-{os.getpid()}"
 
 
 def advertised(settings: NodeSettings) -> str:

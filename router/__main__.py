@@ -89,9 +89,9 @@ async def _serve(
     dispatch = Dispatcher(fleet, queue, model.name, rules, observer)
     metrics = CollectorRegistry()
     if dashboard is None:
-        metrics.register(NodeMetrics(fleet.nodes, model.name, dispatch.status))
+        metrics.register(NodeMetrics(fleet.journal.metric_rows, model.name, dispatch.status))
     else:
-        record_metrics = RecordMetrics(fleet.nodes, model.name, dispatch.status, dashboard)
+        record_metrics = RecordMetrics(fleet.journal.metric_rows, model.name, dispatch.status, dashboard)
         dashboard.subscribe(record_metrics)
         metrics.register(record_metrics)
     app = build_app(

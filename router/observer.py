@@ -38,8 +38,9 @@ class RouterObserver:
     def output(self, id: str, sample: int, num_tokens: int) -> None:
         """Record that tokens of a sample were sent to the client."""
 
-    def ended(self, id: str, sample: int, how: str) -> None:
-        """Record how a sample ended: "stop", "length", "abort" (the client disconnected) or "error"."""
+    def ended(self, id: str, sample: int, how: str, error: Exception | None = None) -> None:
+        """Record how a sample ended: "stop", "length", "abort" (the client disconnected), "refused" (before any node
+        received it) or "error". `error` is the reason for the last two."""
 
     # ---- the API ------------------------------------------------------------------------------------------------
 

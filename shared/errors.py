@@ -27,5 +27,12 @@ class UnavailableError(BatonError):
         self.retry_after_s = retry_after_s
 
 
+def status_and_message(error: Exception) -> tuple[int, str]:
+    """Return the HTTP status and the message that a client gets. The text of an unexpected error is not included."""
+    if isinstance(error, BatonError):
+        return error.status, error.message
+    return 500, "The server failed to handle this request."
+
+
 class ConfigError(ValueError):
     """A setting or a model file is unusable. The message names the setting or the file, and says how to fix it."""

@@ -18,6 +18,11 @@ PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
 
+def in_container() -> bool:
+    """Return whether this process runs in a container of Docker, Podman or Kubernetes."""
+    return any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv", "/run/secrets/kubernetes.io")))
+
+
 class ProcessLifetime:
     """Handles SIGTERM and SIGINT: the first signal sets `draining`, the second exits the process at once."""
 

@@ -32,6 +32,7 @@ REDIS_TIMEOUT_S = 0.5
 # any of them for a malformed reply. All are caught, so that our tasks continue and notice when Redis is back.
 # uvloop raises RuntimeError for a write to a connection that Redis or the network has reset.
 REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
+OUTAGE_S = 2.0  # a shorter outage of Redis is not logged, because a busy machine has many
 LEASE_HEARTBEATS = 3
 FAILURES_TO_LOG = 15  # fewer are normal while a router starts, or while it stops together with its nodes
 MAX_NODES = 4096
@@ -66,6 +67,7 @@ class Registry:
 
     kind: str
     state = "ok"  # or "down"
+    problem = ""  # why the registry has been down for some time, as a sentence; "" while it works
 
     def __init__(self) -> None:
         self.nodes: dict[str, NodeInfo] = {}
@@ -175,6 +177,8 @@ class StreamAnnouncer(Announcer):
                         async with asyncio.timeout(10 * self._heartbeat_s + 2):
                             if await stream.recv_message() is None:
                                 break
+                        if failures >= FAILURES_TO_LOG:
+                            log.info("the router at %s answers again", self._address)
                         failures = 0
                         await self._wait()
             except PEER_FAILURES as error:
@@ -224,6 +228,26 @@ def unseal(value: bytes, key: str, identity: tls.ClusterIdentity | None) -> Node
     return decode(value, NodeInfo)
 
 
+class Outage:
+    """Decides when an outage is logged: once, after it has lasted for OUTAGE_S, and once when it has ended."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._is_logged = False
+
+    def failed(self) -> bool:
+        """Return whether to log the outage now, after a failure."""
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        was_logged, self._is_logged = self._is_logged, now - self._since >= OUTAGE_S
+        return self._is_logged and not was_logged
+
+    def ended(self) -> bool:
+        """Return whether to log the end of an outage now, after a success."""
+        was_logged, self._since, self._is_logged = self._is_logged, None, False
+        return was_logged
+
+
 class RedisAnnouncer(Announcer):
     """Sets a key in Redis at each heartbeat. The key expires after three heartbeats."""
 
@@ -241,18 +265,18 @@ class RedisAnnouncer(Announcer):
         await self._client.aclose()
 
     async def _run(self) -> None:
-        is_failing = False
+        outage = Outage()
         while True:
             try:
                 lease_ms = int(1000 * LEASE_HEARTBEATS * self._heartbeat_s)
                 key = self._prefix + self.info.id
                 await self._client.set(key, seal(self.info, key, self._identity), px=lease_ms)
                 await self._client.sadd(self._index, self.info.id)
-                is_failing = False
+                if outage.ended():
+                    log.info("Redis answers again")
             except REDIS_FAILURES as error:
-                if not is_failing:
-                    log.warning("redis does not answer (%s): retrying", str(error) or type(error).__name__)
-                is_failing = True
+                if outage.failed():
+                    log.warning("Redis does not answer (%s): retrying", str(error) or type(error).__name__)
             await self._wait()
 
 
@@ -286,17 +310,22 @@ class RedisRegistry(Registry):
         await self._client.aclose()
 
     async def _watch(self, changed: Callable[[], None]) -> None:
+        outage = Outage()
         while True:
             try:
                 found, missing = await self._read()
             except REDIS_FAILURES as error:
                 self.error = str(error) or type(error).__name__
-                if self.state == "ok":
-                    log.warning("redis does not answer (%s): keeping the last list", self.error)
                 self.state = "down"
                 self._absent_since.clear()
+                if outage.failed():
+                    self.problem = f"Redis does not answer ({self.error}): the router keeps its last list of nodes."
+                    changed()
             else:
                 self.state, self.error = "ok", ""
+                if outage.ended():
+                    self.problem = ""
+                    changed()
                 stale = self._stale({*missing, *(self.nodes.keys() - found.keys())})
                 nodes = {name: info for name, info in (self.nodes | found).items() if name not in stale}
                 if nodes != self.nodes:

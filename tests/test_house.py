@@ -13,11 +13,11 @@ FOLDERS = [
 ]  # fmt: skip
 CORE = ("router", "node", "prefill_node", "decode_node", "scheduler", "engine", "shared")
 OPTIONAL_ENGINE = ("cpu", "cuda")
-# Lower these caps when the tree shrinks. Raise them only by what a new capability is worth: 900 lines were added to the
-# first two for the operator's view and the installation. The goals without them are 14,500, 27,000 and 28,000 lines.
-MAX_CORE_LINES = 16_400  # the serving path without the kernels of engine/cpu and engine/cuda
-MAX_LINES = 31_750  # all Python outside tests
-MAX_TEST_LINES = 31_000
+# Lower these caps when the tree shrinks. Raise them only by what a new capability is worth: lines were added for the
+# operator's view, the installation, and families of models. The goals without them are 14,500, 27,000 and 28,000 lines.
+MAX_CORE_LINES = 17_600  # the serving path without the kernels of engine/cpu and engine/cuda
+MAX_LINES = 33_000  # all Python outside tests
+MAX_TEST_LINES = 31_500
 DOCUMENTED_LINES = 60  # a class longer than this must have a docstring
 MAX_FUNCTION_LINES = 60
 KERNELS = ("engine/cpu/", "engine/cuda/")

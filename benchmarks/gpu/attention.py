@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.result import Cell, Table
-from engine.attention import AttentionBackend
+from engine.attention import AttentionBackend, AttentionLayer
 from engine.batch import build
 from engine.cuda.flash_attention import FLASH_2, FlashAttention
 from engine.cuda.selection import BLOCK_TOKENS, flash_attn_here
 from engine.kv_pool import DTYPES, KVPool
-from engine.models.config import ModelConfig, Rope
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, Rope
 from scheduler.request import Request, Slice, cdiv
 from shared.kv.layout import KVLayout
 
@@ -36,13 +36,10 @@ FILL_NUMBERS = 2**28  # how many random numbers are generated at a time
 CALLS = 32  # calls per timing, each on another layer, so that no call reads cached data
 TOY_SCALE = 64  # lengths are divided by this at toy size
 LLAMA_8B = ModelConfig(
-    "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128, 128_256, 1e-5, Rope(500_000.0), False, False, False, False, False,
-    (0,) * 32, 131_072, None, (),
+    "LlamaForCausalLM", 4096, 128_256, (LayerSpec(AttentionSpec(32, 8, 128, Rope(500_000.0)), MlpSpec(14336)),) * 32,
+    1e-5, False, 131_072,
 )  # fmt: skip
-TOY = replace(
-    LLAMA_8B, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-    vocab_size=97, windows=(0, 0), max_position_embeddings=2048,
-)  # fmt: skip
+TOY = ModelConfig("LlamaForCausalLM", 64, 97, (LayerSpec(AttentionSpec(4, 2, 16), MlpSpec(96)),) * 2, 1e-5, False, 2048)
 
 
 @dataclass(slots=True)
@@ -179,7 +176,7 @@ def attention_s(scene: GpuScene, flat: RandomKV, arm: str, spans: Sequence[tuple
     batch = build(slices, size, scene.device)
     q = torch.randn(len(batch.tokens), config.num_heads, config.head_dim, device=scene.device).to(scene.dtype)
     plan = backend.plan(batch)
-    return scene.seconds(lambda call: plan.attend(call % config.num_layers, q, 0))
+    return scene.seconds(lambda call: plan.attend(AttentionLayer(call % config.num_layers), q))
 
 
 Point = tuple[int, int]  # (sequences, context), or (start, end) of the tokens of a prompt

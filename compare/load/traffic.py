@@ -16,7 +16,7 @@ import numpy as np
 
 from compare.load.outcome import LatencySlo
 from compare.load.traces import TraceRow
-from compare.options import CompareOptions
+from compare.options import DEFAULT_PRESET, CompareOptions
 from shared.errors import ConfigError
 
 TIMES, LENGTHS = 1, 2  # identify two streams of random numbers
@@ -120,7 +120,7 @@ class TrafficSource:
         self._vocabulary = vocabulary
         self._trace = trace
         self._limit = limit
-        self._preset = "" if options.trace else options.preset or PRESET_NAMES[0]
+        self._preset = "" if options.trace else options.preset or DEFAULT_PRESET
         self._rate = PRESET_RATE if options.rate is None and self._preset else options.rate
         self._scale = (
             options.scale_tokens if options.scale_tokens is not None else PRESET_SCALE if self._preset else 1.0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from compare.endpoint import Document
 from compare.load.outcome import Outcome
 from compare.load.traffic import spread
-from compare.run.session import Experiment, Findings, Period
+from compare.run.session import Experiment, Findings, Period, main_problem
 from compare.stats import verdict as verdicts
 from compare.stats.capacity import attainment_bands, balanced, influences
 from compare.stats.measures import (
@@ -36,7 +36,7 @@ from compare.stats.measures import (
     ttft_s,
     values_ms,
 )
-from compare.stats.statistics import Comparison, Runs, compare_arms, student
+from compare.stats.statistics import SHARES, Comparison, Runs, compare_arms, within
 from compare.stats.verdict import ATTAINMENT, CAPACITY, LATENCIES, Ranking, rank
 from scheduler.cost import CostModel
 
@@ -49,7 +49,7 @@ WORST = 10
 ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
-MIN_PAIRED_SHARE = 0.75  # a verdict requires that at least this share of the seeds has valid periods in every arm
+LATE_REMEDY = "stop other programs, use fewer devices than cores, or set a longer --slo-ttft-ms"
 MIN_INVALID = 2  # fewer invalid periods, all of a single arm, are attributed to chance
 
 
@@ -230,7 +230,8 @@ def _summary(figures: Figures, metrics: Sequence[str]) -> Document:
     for metric in metrics:
         for arm, row in figures.runs(metric).items():
             known = [value for value in row if value is not None]
-            interval = asdict(student(known)) if known and len(known) == len(row) else dict.fromkeys(ESTIMATE)
+            most = 1.0 if metric in SHARES else math.inf
+            interval = asdict(within(0.0, most, known)) if known and len(known) == len(row) else dict.fromkeys(ESTIMATE)
             shown[arm][metric] = interval | {"per_seed": list(row)}
     for arm, found in figures.findings.capacities.items():  # estimated from all points; bounds may be None
         shown[arm][CAPACITY.name] |= {"mean": found.rate, "low": found.low, "high": found.high}
@@ -322,14 +323,15 @@ def _verdict(
     problems: Sequence[str],
     control: Document | None,
 ) -> Document:
-    verdict: Document = {"sentence": "", "cause": None, "flips": None, "interval": None}
+    empty = dict.fromkeys(("figures", "cause", "flips", "interval"))
+    verdict: Document = {"sentence": "", **empty, "conditions": conditions(figures)}
     if problems:
-        return verdict | {"sentence": f"no verdict: {problems[0]}"}
+        remedy = f"; {LATE_REMEDY}" if "the load generator " in problems[0] else ""
+        return verdict | {"sentence": f"No verdict: {problems[0]}{remedy}."}
     if control is not None and len(figures.compared) == 1:
-        text = f"{figures.compared[0]} against itself: {control['says']}"
-        return verdict | {"sentence": f"{text}. {conditions(figures)}"}
+        return verdict | {"sentence": f"{figures.compared[0]} against itself: {control['says']}."}
+    assert ranking is not None  # otherwise `verdict_problems` has a problem
     slo = figures.experiment.slo
-    text, interval = verdicts.sentence(ranking)
     compares_periods = not figures.experiment.finds_capacity
     also = (
         verdicts.latency_differences(ranking, {name: figures.runs(name) for name in LATENCIES})
@@ -342,11 +344,12 @@ def _verdict(
     def rank_at(ttft_ms: float, tbt_ms: float) -> Ranking | None:
         return rank(ATTAINMENT, figures.attainment_under(ttft_ms, tbt_ms))
 
-    return {
-        "sentence": ". ".join(filter(None, (text, also, conditions(figures)))),
+    return verdict | {
+        "sentence": verdicts.sentence(ranking, [arm for arm in figures.findings.arms if arm.name in figures.compared]),
+        "figures": ". ".join(filter(None, (verdicts.figures_of(ranking), also))),
         "cause": verdicts.leading_cause(ranking, causes),
         "flips": verdicts.flips(rank_at, slo.ttft_ms, slo.tbt_ms) if varies else None,
-        "interval": interval,
+        "interval": ranking.leading.gap(ranking.others[0]),
     }
 
 
@@ -400,6 +403,8 @@ def verdict_problems(figures: Figures, control: Document | None, ranking: Rankin
     problems = []
     if not figures.findings.problems:
         problems += _unbounded(figures) or _too_few(figures)
+    if not problems + figures.findings.problems and ranking is None and len(figures.compared) > 1:
+        problems.append("fewer than two arms have a figure for every seed")
     if figures.findings.different:
         problems.append(f"{len(figures.findings.different)} requests got different answers from the arms")
     if control and control["comparisons"] and control["says"] != "no difference":
@@ -414,17 +419,15 @@ def verdict_problems(figures: Figures, control: Document | None, ranking: Rankin
 
 
 def _too_few(figures: Figures) -> list[str]:
-    wanted, had = len(figures.experiment.seeds), len(figures.pairs)
-    if figures.experiment.finds_capacity:
+    experiment, had = figures.experiment, len(figures.pairs)
+    if experiment.finds_capacity:
         had = min(map(len, figures.capacities.values()), default=0)
-    cause = ""
-    if problems := Counter(period.problems[0] for period in figures.findings.periods if period.problems):
-        cause = f"{problems.total()} periods are invalid, mostly because {problems.most_common(1)[0][0]}"
-    if had < 2:
-        return [f"{had} paired runs are too few: {cause or 'give --seeds 2 or more'}"]
-    if had < MIN_PAIRED_SHARE * wanted and not figures.experiment.finds_capacity:
-        return [f"only {had} of {wanted} seeds have a valid period in every arm: {cause or 'see `runs`'}"]
-    return []
+    if had >= (2 if experiment.finds_capacity else max(2, experiment.least_pairs)):
+        return []
+    cause = "see the runs in the report" if len(experiment.seeds) > 1 else "give --seeds 2 or more"
+    if invalid := figures.invalid.total():
+        cause = f"{invalid} periods are invalid, mostly because {main_problem(figures.findings.periods)}"
+    return [f"only {had} of {len(experiment.seeds)} seeds have a valid period in every arm: {cause}"]
 
 
 def _unbounded(figures: Figures) -> list[str]:
@@ -449,9 +452,9 @@ def caveats(figures: Figures) -> list[str]:
     for arm in figures.arms:
         own = [period for period in figures.findings.periods if period.trial.arm == arm]
         if invalid := [period for period in own if period.problems]:
-            problem = Counter(period.problems[0] for period in invalid).most_common(1)[0][0]
+            problem = main_problem(invalid)
             notes.append(
-                f"{len(invalid)} of {len(own)} periods of {arm} are invalid and left out, most often because {problem}"
+                f"{len(invalid)} of {len(own)} periods of {arm} are invalid and left out, mostly because {problem}"
             )
         if noted := [period for period in own if period.notes]:
             more = f" (also in {len(noted) - 1} more of its periods)" if len(noted) > 1 else ""

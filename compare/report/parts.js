@@ -46,6 +46,25 @@ const unitOf = (metric) => get(METRICS, metric)?.[1] ?? "";
 const headOf = (metric) => labelOf(metric) + (unitOf(metric) ? `, ${unitOf(metric)}` : "");
 const valueOf = (metric, value) => (SHARES.has(metric) ? percent(value) : figure(value));
 
+/* Explanations of the terms that occur in labels. */
+const TERMS = [
+  ["Capacity", "The highest rate at which the wanted share of the requests is within the SLO."],
+  ["Attainment", `The share of the requests that arrived, not of those that finished, within the SLO. A failed or late
+    request is a miss.`],
+  ["Goodput", "Requests per second within the SLO."],
+  ["TTFT", `Time to first token, from the scheduled start of a request to its first token at the client. It includes any
+    lateness of the client.`],
+  ["TBT", "Time between tokens: each gap between two tokens of a request."],
+  ["TTST", "Time from first to second token, which includes the KV transfer of a request that was handed off."],
+  ["TPOT", "Time per output token: the mean gap of a request, which hides stalls."],
+  ["E2E", "End to end: from the scheduled start of a request to its last token."],
+  ["Fluidity", "The share of tokens that came by their deadline: the TTFT SLO plus one TBT SLO per token."],
+  ["Exposed transfer", "The part of a KV transfer that delays the request."],
+  ["Hidden transfer", "The part of a KV transfer during the computation of the prompt, which delays nothing."],
+  ["Interference", `How much longer decodes took because a prompt chunk shared their step. Disaggregation avoids this,
+    at the cost of the exposed transfer.`],
+];
+
 // ---- elements
 
 /* Return an element with attributes, listeners ("onclick") and children; null children are left out. */
@@ -57,6 +76,23 @@ function h(tag, attributes = {}, ...children) {
   }
   element.append(...children.flat(Infinity).filter(isThere));
   return element;
+}
+
+/* Return a label whose explanation is shown while the pointer or the focus is on it. */
+function term(label) {
+  const known = TERMS.find(([name]) => label.toLowerCase().includes(name.toLowerCase()));
+  if (!known) return label;
+  const show = ({ currentTarget: of }) => {
+    const tip = document.getElementById("tip"), { left, bottom } = of.getBoundingClientRect();
+    tip.textContent = known[1];
+    tip.hidden = false;
+    tip.style.left = Math.max(8, Math.min(left, innerWidth - tip.offsetWidth - 8)) + "px";
+    tip.style.top = bottom + 4 + "px";
+  };
+  const hide = () => { document.getElementById("tip").hidden = true; };
+  const shown = { onmouseenter: show, onfocus: show, onmouseleave: hide, onblur: hide };
+  const onkeydown = ({ key }) => (key === "Escape" ? hide() : null);
+  return h("span", { class: "term", tabindex: "0", "aria-describedby": "tip", ...shown, onkeydown }, label);
 }
 
 const none = (why) => h("p", { class: "none" }, why);
@@ -85,10 +121,14 @@ function table(caption, heads, rows) {
     return { kind: isNumber ? "number" : null, title: head.number ?? head.replace(/^#/, "") };
   });
   const head = ({ kind, title }) => h(title ? "th" : "td", { scope: title ? "col" : null, class: kind }, title);
-  const cell = (content, i) => h(i ? "td" : "th", { class: columns[i].kind, scope: i ? null : "row" }, content);
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-    h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, columns.map(head))),
+  const cell = (content, i) => h(i ? "td" : "th", { class: columns[i]?.kind ?? null, scope: i ? null : "row" }, content);
+  const scroll = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h("table", {}, h("caption", {}, caption), heads.length ? h("thead", {}, h("tr", {}, columns.map(head))) : null,
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
+  const mark = () => scroll.classList.toggle("beyond", scroll.scrollLeft + scroll.clientWidth < scroll.scrollWidth - 1);
+  scroll.addEventListener("scroll", mark);
+  drawings.push(mark);
+  return h("div", { class: "wide" }, scroll);
 }
 
 const barName = (arm, label) =>

@@ -105,7 +105,7 @@ function strip() {
   const goToWorst = (width) => view.centre(late ? late[0] + late[1] / 2 : since, width);
   after.push(() => goToWorst(Math.max(2000, 40 * sloMs)));
   const button = (sign, label, onclick) =>
-    h("button", { type: "button", "aria-label": label, title: label, onclick }, sign);
+    h("button", { type: "button", "aria-label": /^\w/.test(sign) ? null : label, title: label, onclick }, sign);
   const onPick = (node, [start, duration, prompt, decodes, predicted]) => {
     const over = Strip.isOver([start, duration, prompt, decodes], sloMs) ? "; over the TBT SLO" : "";
     const guess = predicted === null || predicted === undefined ? "" : `, predicted ${figure(predicted)} ms`;
@@ -124,8 +124,8 @@ function strip() {
     h("div", { class: "controls" },
       button("←", "Earlier", () => view.move(-0.5)), button("→", "Later", () => view.move(0.5)),
       button("−", "Show a longer time", () => view.zoom(2)), button("+", "Show a shorter time", () => view.zoom(0.5)),
-      button("All", "Show the whole period", () => view.show(since, until - since)),
-      late ? button("Worst", "Go to the longest step that decodes waited for", () => goToWorst()) : null,
+      button("Whole period", "Show the whole period", () => view.show(since, until - since)),
+      late ? button("Worst step", "Go to the longest step that decodes waited for", () => goToWorst()) : null,
       slider, range),
     readout,
     shown.map(one),

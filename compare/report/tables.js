@@ -1,21 +1,20 @@
 /* The sections with text and tables. A section without data shows the reason. */
 
 function verdict() {
-  const { sentence, cause, flips, interval } = report.verdict, banners = [];
+  const { sentence, figures, cause, flips } = report.verdict, banners = [];
   const differing = report.parity.facts.filter((fact) => !fact.equal && !fact.declared).map((fact) => fact.fact);
   if (!report.valid) banners.push(["Invalid", "The figures do not support a verdict."]);
   if (!report.parity.equal)
     banners.push(["Not comparable", `The arms differ in undeclared facts: ${differing.join(", ") || "see Parity"}.`]);
-  const line = (title, content) => (content && !banners.length ? h("p", {}, h("b", {}, title), " ", content) : null);
+  const rows = [["Figures", figures], ["Why", cause], ["Where it flips", flips?.join("; ")]];
+  const known = banners.length ? [] : rows.filter(([, content]) => content);
   const isListed = banners.length > 0 && report.problems.length > 0;
   return [
     banners.map(([title, why]) => h("div", { class: "banner", role: "alert" }, h("strong", {}, title), " ", why)),
     report.problems.length ? h("ul", {}, report.problems.map((each) => h("li", {}, each))) : null,
     isListed ? null : h("p", { class: banners.length ? "doubted" : "sentence" }, sentence),
     report.notes?.length ? h("ul", { class: "notes" }, report.notes.map((each) => h("li", {}, each))) : null,
-    line("Interval", Array.isArray(interval) ? interval.map((each) => signed(each)).join(" to ") : interval),
-    line("Why", cause),
-    line("Where it flips", Array.isArray(flips) ? flips.join(" ") : flips),
+    known.length ? table("The verdict in detail; brackets are 95 % intervals over the seeds", [], known) : null,
     h("dl", { class: "facts" }, facts().map(([name, fact]) => h("div", {}, h("dt", {}, name), h("dd", {}, fact)))),
   ];
 }
@@ -48,9 +47,8 @@ function arms() {
     if (!own || own.mean === null) return "–";
     const beyond = { above: "≥ ", below: "< " }[own.bounded]; // the capacity lies beyond the measured rates
     if (beyond) return beyond + valueOf(metric, own.mean);
-    if (own.low === null || own.high === null) return valueOf(metric, own.mean);
-    const within = (value) => (SHARES.has(metric) ? Math.min(1, Math.max(0, value)) : value); // a share is 0 to 1
-    const bounds = `(${valueOf(metric, within(own.low))} to ${valueOf(metric, within(own.high))})`.replaceAll(" %", "");
+    if (own.low === null || own.high === null || own.low === own.high) return valueOf(metric, own.mean);
+    const bounds = `(${valueOf(metric, own.low)} to ${valueOf(metric, own.high)})`.replaceAll(" %", "");
     return [valueOf(metric, own.mean), h("small", {}, bounds)];
   };
   const topCause = ({ name }) => {
@@ -66,10 +64,10 @@ function arms() {
       row("Devices", (arm) => figure(arm.devices)),
       row("Policy", (arm) => arm.policy ?? "–"),
       row("Settings", (arm) => settings(arm) || "defaults"),
-      ...shown.map((metric) => row(headOf(metric), (arm) => estimate(arm.name, metric))),
+      ...shown.map((metric) => row(term(headOf(metric)), (arm) => estimate(arm.name, metric))),
       row("Main miss cause", topCause),
     ]),
-    shown.length ? null : none("No run of any arm was valid, so there are no figures."),
+    shown.length ? definitions(shown.map(labelOf)) : none("No run of any arm was valid, so there are no figures."),
   ];
 }
 
@@ -104,19 +102,18 @@ function differences(comparisons) {
 }
 
 function pairTable(pair, rows) {
-  const inPercent = (of, bound) => (bound === null || !of.difference ? null : (bound * of.percent) / of.difference);
-  const ends = (each) => [each.percent, inPercent(each, each.low), inPercent(each, each.high)];
+  const ends = (each) => [each.percent, each.percent_low, each.percent_high];
   const reach = Math.min(100, Math.max(5, ...rows.flatMap(ends).map((end) => Math.abs(end ?? 0))));
   const amount = (metric, own) => (own !== null && SHARES.has(metric) ? own * 100 : own);
   const value = (each, key, unit = "") => signed(amount(each.metric, each[key]), unit);
   const scale = `Interval within ±${figure(reach)} %`;
   const heads = ["Figure", "#Difference", "#Interval", "#Percent", scale, "#p (Holm)", "Result"];
   return table(pair, heads, rows.map((each) => [
-    labelOf(each.metric),
+    term(labelOf(each.metric)),
     value(each, "difference", SHARES.has(each.metric) ? " points" : " " + unitOf(each.metric)),
     each.low === null || each.high === null ? "–" : `${value(each, "low")} to ${value(each, "high")}`,
     signed(each.percent, " %"),
-    each.percent === null ? "" : interval(inPercent(each, each.low), inPercent(each, each.high), each.percent, reach),
+    each.percent === null ? "" : interval(each.percent_low, each.percent_high, each.percent, reach),
     each.p < 0.0001 ? "< 0.0001" : figure(each.p, 2),
     [chip(each.says, each.says.split(" ")[0]), each.note ? h("small", {}, each.note) : null],
   ]));
@@ -201,20 +198,15 @@ function command(title, line) {
 }
 
 const GUIDE = [
-  ["TTFT", `The time from the scheduled start of a request to its first token at the client. It includes any lateness
-    of the client.`],
-  ["TBT, TPOT, TTST", `TBT is each gap between two tokens of a request. TPOT is the mean gap of a request, which hides
-    stalls. TTST is the first gap, which includes the KV transfer of a request that was handed off.`],
-  ["Attainment, goodput", `Attainment is the share of the requests that arrived, not of those that finished, within the SLO;
-    goodput is their number per second. A failed or late request is a miss.`],
-  ["Fluidity", "The share of tokens that came by their deadline: the TTFT SLO plus one TBT SLO per token."],
-  ["Interference", `How much longer decodes took because a prompt chunk shared their step. Disaggregation avoids
-    this, at the cost of the exposed transfer.`],
   ["Intervals", `For each seed, every arm gets the same arrivals. Differences are calculated seed by seed. An
-    interval that contains zero, or a difference under 3 %, is too close to call.`],
+    interval that contains zero, or a difference under 3 %, is too close to call. The intervals of figures end at
+    their bounds, such as 0 % and 100 % (Wilson's interval); those of other differences are Student's.`],
   ["Invalid, overloaded", `A run whose client was late or whose node died is invalid and left out. A run whose queue
     kept growing is overloaded and has no latencies, because they would depend on its duration.`],
   ["Other files", "report.json has every figure, requests.jsonl every request; a trace.json opens in Perfetto."],
   ["Scope", "The result holds for this hardware, model and traffic. Repeat the comparison with yours."],
 ];
-const guide = () => h("dl", { class: "guide" }, GUIDE.map(([term, label]) => [h("dt", {}, term), h("dd", {}, label)]));
+const listed = (rows) => h("dl", { class: "guide" }, rows.map(([name, label]) => [h("dt", {}, name), h("dd", {}, label)]));
+const guide = () => listed(GUIDE);
+/* Return the definitions of the terms in some labels, as text. */
+const definitions = (labels) => listed(TERMS.filter(([name]) => labels.some((label) => label.includes(name))));

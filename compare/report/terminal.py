@@ -11,36 +11,40 @@ COLUMNS: tuple[Column, ...] = (
     ("capacity req/s", "capacity_rps", 1.0, 2),
     ("SLO met %", "attainment", 100.0, 1),
     ("goodput req/s", "goodput_rps", 1.0, 2),
-    ("TTFT p50", "ttft_p50_ms", 1.0, 1),
+    ("TTFT ms p50", "ttft_p50_ms", 1.0, 1),
     ("p99", "ttft_p99_ms", 1.0, 1),
-    ("TBT p50", "tbt_p50_ms", 1.0, 1),
+    ("TBT ms p50", "tbt_p50_ms", 1.0, 1),
     ("p99", "tbt_p99_ms", 1.0, 1),
     ("max", "tbt_max_ms", 1.0, 1),
-    ("exposed transfer", "exposed_transfer_p50_ms", 1.0, 1),
+    ("exposed transfer ms", "exposed_transfer_p50_ms", 1.0, 1),
 )
 BOUNDS = {"above": ">= ", "below": "< "}  # signs for a capacity that lies beyond the measured rates
 
 
 def show(report: Document) -> None:
-    """Print one row per arm, then the problems, notes, control and verdict."""
+    """Print one row per arm, then the notes, the control, and the verdict with its reasons."""
     verdict = report["verdict"]
     known = {name for metrics in report["summary"].values() for name, one in metrics.items() if one["mean"] is not None}
     columns = [column for column in COLUMNS if column[1] in known]
     lines = [["arm", *(heading for heading, *_ in columns), "busy P/D %", "top miss cause"]]
     lines += [row_of(report, arm["name"], columns) for arm in report["arms"]]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    for line in lines:
-        typer.echo("  ".join(map(str.ljust, line, widths)).rstrip())
-    for problem in report["problems"]:
+    typer.echo()
+    for first, *numbers, last in lines:
+        cells = [first.ljust(widths[0]), *map(str.rjust, numbers, widths[1:]), last]
+        typer.echo("  ".join(cells))
+    typer.echo()
+    for problem in report["problems"][1:]:  # the verdict has the first
         typer.secho(problem, fg="red")
     for note in report["notes"]:
         typer.secho(f"note: {note}", fg="yellow")
     if report["control"] is not None:
         typer.echo(f"control: {report['control']['says']}")
     typer.secho(verdict["sentence"], bold=True)
-    for label, text in (("why", verdict["cause"]), *(("flips", line) for line in verdict["flips"] or ())):
+    rows = ("figures", verdict["figures"]), ("why", verdict["cause"]), ("flips", "; ".join(verdict["flips"] or ()))
+    for label, text in (*rows, ("conditions", verdict["conditions"])):
         if text:
-            typer.echo(f"{label}: {text}")
+            typer.echo(f"  {label + ':':<12}{text}")
 
 
 def row_of(report: Document, arm: str, columns: Sequence[Column] = COLUMNS) -> list[str]:

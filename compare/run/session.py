@@ -5,9 +5,11 @@ The load generator measures the requests, and `compare.report` evaluates the fin
 
 import asyncio
 import json
+import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from shared.errors import ConfigError
 TRACE_SLACK_S = 5.0
 TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # timelines per period, for the first seed (shown in the report) and for others
 ATTEMPTS = 3
+MIN_PAIRED_SHARE = 0.75  # a verdict requires that at least this share of the seeds has valid periods in every arm
 SEEDS_PER_SPARE = 3  # one spare seed per this many seeds; it replaces a seed that has an invalid period
 COOL_DOWN_S = 60.0
 SLACK_MS = 1000.0  # steps that began up to this long before the run are fetched as well
@@ -106,13 +109,28 @@ class Experiment:
         """The maximum trials of one arm. A search takes up to 12 trials to bracket the rate, and three per seed."""
         return 12 + 3 * len(self.seeds) if self.finds_capacity else len(self.seeds)
 
-    def plan(self, duration_s: float, *, keeps_all: bool) -> str:
-        """Return a line with the session's size and likely duration. With `keeps_all`, each arm is started once."""
+    @property
+    def num_spare(self) -> int:
+        return -(-len(self.seeds) // SEEDS_PER_SPARE)
+
+    @property
+    def least_pairs(self) -> int:
+        """The minimum number of seeds with a valid period in every arm that permits a verdict."""
+        return math.ceil(MIN_PAIRED_SHARE * len(self.seeds))
+
+    def plan(self, duration_s: float, *, keeps_all: bool, slowdown: float = 1.0) -> str:
+        """Return a line with the session's size and likely duration. With `keeps_all`, each arm is started once.
+
+        Everything but the traffic takes `slowdown` times as long as on an idle machine.
+        """
         num_arms, num_trials = len(self.all_arms), self.max_trials
         starts = num_arms * (1 if keeps_all else 1 + num_trials) * (1 + max(arm.devices for arm in self.all_arms))
-        total_s = num_arms * num_trials * (duration_s + BETWEEN_S) + starts * START_S + REPORT_S
-        periods = f"{num_arms} arms x {num_trials} periods x {duration_s:g} s of traffic"
-        return f"plan: {periods}, about {total_s / 60:.0f} min in total"
+        trial_s = num_arms * (duration_s + slowdown * BETWEEN_S)
+        total_s = num_trials * trial_s + slowdown * (starts * START_S + REPORT_S)
+        most = "at most " if self.finds_capacity else ""
+        more = "" if most else f", up to {span(self.num_spare * trial_s)} more if periods are invalid"
+        periods = f"{num_arms} arms x {most}{num_trials} periods x {duration_s:g} s of traffic"
+        return f"plan: {periods}, about {span(total_s)} in total{more}"
 
 
 @dataclass(slots=True)
@@ -128,6 +146,15 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
     capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # of the arms whose search completed
+
+
+def main_problem(periods: Iterable[Period]) -> str:
+    """Return the most frequent reason why periods are invalid. At least one of them must be invalid."""
+    return Counter(period.problems[0] for period in periods if period.problems).most_common(1)[0][0]
+
+
+def span(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def trace_name(experiment: Experiment, arm: str) -> str:
@@ -194,12 +221,14 @@ class Session:
         self._say = say
         self._findings = findings
         self._started_ns = time.time_ns()
+        self._began = time.monotonic()  # of the first trial
         self._one_at_a_time = asyncio.Lock()  # a fair lock, so that the searches alternate
 
     async def run(self) -> None:
         await self._preflight()
         if self._findings.problems:
             return
+        self._began = time.monotonic()
         if self._experiment.finds_capacity:
             await self._search_all()
         else:
@@ -220,18 +249,21 @@ class Session:
                 answers[arm.name] = await equivalence.greedy_answers(endpoint, experiment.prompts, salt="preflight")
         findings.parity = equivalence.check_parity(experiment.all_arms, facts, experiment.treatment)
         findings.problems += findings.parity.problems
-        for name, own in facts.items():
-            self._say(f"{name}: " + ", ".join(f"{fact} {own[fact]}" for fact in SHOWN_FACTS if fact in own))
+        shown = [", ".join(f"{fact} {own[fact]}" for fact in SHOWN_FACTS if fact in own) for own in facts.values()]
+        for text in dict.fromkeys(shown):
+            self._say(f"{', '.join(name for name, own in zip(facts, shown, strict=True) if own == text)}: {text}")
         if not findings.problems and answers:
             findings.problems += [f"not comparable: {line}" for line in equivalence.different_answers(answers)]
 
     async def _run_seeds(self) -> None:
-        """Run every seed in every arm. For each seed with an invalid period, run a spare seed, up to a limit."""
-        seeds = self._experiment.seeds
-        names = [arm.name for arm in self._experiment.all_arms]
-        num_spare = -(-len(seeds) // SEEDS_PER_SPARE)
-        num_valid = 0
-        for number, seed in enumerate([*seeds, *range(seeds[-1] + 1, seeds[-1] + 1 + num_spare)]):
+        """Run every seed in every arm. For each seed with an invalid period, run a spare seed, up to a limit.
+
+        Stop early if all periods of the first seed are invalid, or if too few seeds are left for a verdict.
+        """
+        experiment, seeds, num_valid = self._experiment, self._experiment.seeds, 0
+        names = [arm.name for arm in experiment.all_arms]
+        planned = [*seeds, *range(seeds[-1] + 1, seeds[-1] + 1 + experiment.num_spare)]
+        for number, seed in enumerate(planned):
             if num_valid == len(seeds):
                 return
             try:
@@ -240,6 +272,11 @@ class Session:
                 return
             problems = [(await self._run_trial(trial)).problems for trial in trials_of(names, seed, number)]
             num_valid += not any(problems)
+            is_hopeless = num_valid + len(planned) - number - 1 < experiment.least_pairs
+            if is_hopeless or (number == 0 and all(problems)):
+                had = f"{num_valid} of {number + 1} seeds had a valid period in every arm"
+                self._findings.problems.append(f"stopped early, as {had}: {main_problem(self._findings.periods)}")
+                return
 
     async def _search_all(self) -> None:
         """Search the capacities of all arms, one trial at a time. If one search fails, cancel the others."""
@@ -276,9 +313,7 @@ class Session:
     async def _run_trial(self, trial: Trial) -> Period:
         experiment = self._experiment
         traffic = experiment.traffic(trial.seed, trial.rate)
-        num_trials = experiment.max_trials * len(experiment.all_arms)
-        place = f"{trial.position + 1}/{num_trials}" if trial.position < num_trials else "spare"
-        self._say(f"{place} {trial.arm}, seed {trial.seed}: {len(traffic.arrivals)} requests")
+        self._announce(trial, len(traffic.arrivals))
         period = Period(trial)
         self._findings.periods.append(period)
         try:
@@ -287,11 +322,26 @@ class Session:
             period.problems.append(str(error))
         finally:
             keep_requests(experiment.out / "requests.jsonl", period)
-        for problem in period.problems:
-            self._say(f"  invalid: {problem}")
+        good = sum(not misses(outcome, experiment.slo) for outcome in period.recording.outcomes)
+        shown = [f"invalid: {problem}" for problem in period.problems]
+        for line in shown or [f"{good} of {len(traffic.arrivals)} requests met the SLO"]:
+            self._say(f"    {line}")
         if period.problems:
             await self._check_alive(trial.arm)
         return period
+
+    def _announce(self, trial: Trial, num_requests: int) -> None:
+        """Say which trial begins, and how long the planned trials will still take, as estimated from those so far."""
+        experiment, done = self._experiment, trial.position
+        total = experiment.max_trials * len(experiment.all_arms)
+        place, seed, left = f"{done + 1}/{total}", f"seed {trial.seed}", ""
+        if experiment.finds_capacity:
+            place, seed = f"{done + 1} of at most {total}:", f"{seed}, {trial.rate:.3g} requests/s"
+        elif done >= total:
+            place, seed = "replacement:", f"{seed}, in place of an invalid one"
+        elif done:
+            left = f", about {span((time.monotonic() - self._began) / done * (total - done))} left"
+        self._say(f"{place} {trial.arm}, {seed}: {num_requests} requests{left}")
 
     async def _check_alive(self, arm: str) -> None:
         try:

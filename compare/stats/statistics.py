@@ -1,5 +1,6 @@
 """Significance of differences between arms. Runs of two arms with the same seed, so the same traffic, form a pair."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -9,6 +10,7 @@ import numpy as np
 from scipy import stats
 
 HIGHER_IS_BETTER = frozenset({"attainment", "goodput_rps", "fluidity", "throughput_tps", "capacity_rps"})
+SHARES = frozenset({"attainment", "fluidity"})
 CONFIDENCE = 0.95
 MIN_PERCENT = 3.0  # differences of fewer percent are too close to call, even if they are significant
 ROUNDING = 1e-9  # relative deviation up to which differences count as equal
@@ -57,6 +59,23 @@ def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval
     return Interval(mean, mean - reach, mean + reach)
 
 
+def within(low: float, high: float, values: Sequence[float]) -> Interval:
+    """Return the mean of values from `low` to `high` (which may be infinite), and an interval that stays there too.
+
+    This is Wilson's score interval, with Student's t and with an effective sample size from the spread of the seeds, as
+    recommended for clustered samples (Franco et al. 2019, PMC6690503). Without an upper bound, the variance grows with
+    the mean instead, as in the limit of small shares. Far from the bounds, it is Student's interval.
+    """
+    found, above = student(values), fmean(values) - low
+    curve = above / (high - low)  # 0 without an upper bound
+    if found.high is None or above <= 0 or curve >= 1:
+        return found
+    k = (found.high - found.mean) ** 2 / (above * above * (1 - curve))
+    scale, reach = above / (1 + k * curve), math.sqrt(k * (1 - curve) + k * k / 4)
+    below, beyond = (low + scale * (1 + k / 2 + way * reach) for way in (-1, 1))
+    return Interval(found.mean, max(low, below), min(high, beyond))
+
+
 def compare(
     metric: str, arm: tuple[str, Sequence[float | None]], against: tuple[str, Sequence[float | None]]
 ) -> Comparison:
@@ -73,7 +92,8 @@ def compare(
         note = f"{len(ours) - len(pairs)} of {len(ours)} pairs of runs lack this figure"
         return Comparison(name, other, metric, None, None, None, None, 1.0, TOO_CLOSE, note=note)
     differences = [one - two for one, two in pairs]
-    found, base = student(differences), abs(fmean([two for _, two in pairs]))
+    found = within(-1.0, 1.0, differences) if metric in SHARES else student(differences)
+    base = abs(fmean([two for _, two in pairs]))
     percent, low, high = (
         None if value is None or base == 0 else 100 * value / base for value in (found.mean, found.low, found.high)
     )

@@ -3,10 +3,12 @@
 This module has no I/O. If the paired differences support no other verdict, it is "too close to call".
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from compare.arms import Arm
 from compare.stats.statistics import (
     CONFIDENCE,
     TOO_CLOSE,
@@ -53,8 +55,8 @@ class LeadingMetric:
         return f"{lead:+.1f}{self.unit_of_gap} [{low:+.1f}, {high:+.1f}]"
 
 
-ATTAINMENT = LeadingMetric("attainment", 100.0, " %", " points", " of requests within the SLO")
-CAPACITY = LeadingMetric("capacity_rps", 1.0, " req/s", " req/s", " within the SLO")
+ATTAINMENT = LeadingMetric("attainment", 100.0, " %", " points", " of requests met the SLO")
+CAPACITY = LeadingMetric("capacity_rps", 1.0, " req/s", " req/s", " are possible within the SLO")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,6 @@ class Ranking:
         """The largest p-value of the best arm's leads over the other arms."""
         return max((other.p for other in self.others), default=1.0)
 
-    def listed(self, others: Sequence[Comparison]) -> str:
-        form = self.leading
-        return ", ".join(f"{other.arm} {form.value(self.runs[other.arm])} ({form.gap(other)})" for other in others)
-
 
 def rank(leading: LeadingMetric, runs: Runs) -> Ranking | None:
     """Rank the arms. Return None if fewer than two arms have a figure for every seed."""
@@ -104,20 +102,30 @@ def _mean(row: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known and len(known) == len(row) else None
 
 
-def sentence(ranking: Ranking | None) -> tuple[str, str | None]:
-    """Return the verdict as text, and the interval that it is based on."""
-    if ranking is None:
-        return "no verdict: there are no two arms with valid runs", None
-    num_pairs = len(ranking.runs[ranking.best])
-    if num_pairs < 2:
-        return "no verdict from one pair of runs: give --seeds 2 or more", None
-    lead = f"{ranking.leading.value(ranking.runs[ranking.best])}{ranking.leading.what}"
+def sentence(ranking: Ranking, arms: Sequence[Arm]) -> str:
+    """Return the verdict in one plain sentence. `arms` are all compared arms; the first is the baseline."""
+    form, best = ranking.leading, ranking.best
+    values = {arm: form.value(row) for arm, row in ranking.runs.items()}
     if ranking.close:
-        text = f"{TOO_CLOSE}: {ranking.best} {lead}, {ranking.listed(ranking.close)}"
-        text += f"; behind: {ranking.listed(ranking.beaten)}" if ranking.beaten else ""
-    else:
-        text = f"{ranking.best} leads: {lead}, {ranking.listed(ranking.beaten)}"
-    return f"{text}; {num_pairs} paired runs", ranking.leading.gap(ranking.others[0])
+        *first, last = [f"{values[arm]} ({arm})" for arm in (best, *(other.arm for other in ranking.close))]
+        return f"{TOO_CLOSE.capitalize()}: {', '.join(first)} and {last}{form.what}."
+    modes = Counter(arm.mode for arm in arms)
+    winner = next(arm for arm in arms if arm.name == best)
+    mode = "Disaggregate" if winner.prefill else "Do not disaggregate"
+    advice = f"Use {best}" if winner.url or modes[winner.mode] > 1 else mode
+    # Compare with the baseline, or with the runner-up if the baseline itself is the best arm.
+    other = next((other for other in ranking.others if other.arm == arms[0].name), ranking.others[0])
+    low, high = ((0 - (value or 0.0)) * form.scale for value in (other.high, other.low))
+    named = f", compared with {other.arm}" if len(arms) > 2 else ""
+    certain = f"certain by {low:.1f} to {high:.1f}{form.unit_of_gap}"
+    return f"{advice}: {values[best]} instead of {values[other.arm]}{form.what}{named} ({certain})."
+
+
+def figures_of(ranking: Ranking) -> str:
+    """Return the figure of every arm, best first, with the lead of the best arm over each of the others."""
+    form, best = ranking.leading, ranking.best
+    others = [f"{other.arm} {form.value(ranking.runs[other.arm])} ({form.gap(other)})" for other in ranking.others]
+    return f"{best} {form.value(ranking.runs[best])}; {', '.join(others)}; {len(ranking.runs[best])} paired runs"
 
 
 def leading_cause(ranking: Ranking | None, miss_causes: Mapping[str, Mapping[str, int]]) -> str | None:

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention import AttentionLayer, TorchPlan
 from engine.batch import Batch
 from engine.cpu.attention_kernels import AREAS, attend, merge
 from engine.cpu.attention_tiles import FEW_ROWS, FIELDS, TILE
@@ -131,16 +132,20 @@ class NumbaPlan:
         self._batch = batch
         self._threads = torch.get_num_threads()
         self._prepared: dict[int, PreparedAttention] = {}  # by window
+        self._reference: TorchPlan | None = None  # for layers with a soft cap or sinks
         layout = backend.pool.layout
         self._strides = (layout.block_bytes, layout.layers * layout.layer_bytes, layout.block_tokens)
 
-    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
+        if not layer.is_plain:
+            self._reference = self._reference or TorchPlan(self._backend.pool, self._batch)
+            return self._reference.attend(layer, q)
         if q.dtype != torch.float32:
             raise ValueError(f"numba attention computes in float32, but the queries are {q.dtype}")
         q = q.contiguous()
-        prepared = self.prepared(q.shape[1], window)
+        prepared = self.prepared(q.shape[1], layer.window)
         out = empty(*q.shape)
-        rest = (self._backend.layer_address(layer), *prepared.rest)
+        rest = (self._backend.layer_address(layer.index), *prepared.rest)
         memory = self._backend.memory(torch.get_num_threads(), prepared.group)  # one area per thread of the kernel
         attend(prepared.operations, 0, *prepared.units, q.data_ptr(), out.data_ptr(), *rest, memory.address)
         if prepared.merged:

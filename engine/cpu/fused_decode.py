@@ -23,7 +23,10 @@ from engine.cpu.layer_kernels import add_norm, norm, rotate_and_store, silu_mul
 from engine.cpu.matmul_kernels import product
 from engine.cpu.panels import PanelLinear
 from engine.cpu.simd import address_at, emit_pointer, written
+from engine.linear import Linear
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.mlp import Mlp
+from engine.models.spec import MlpSpec
 
 MAX_ROWS = 64  # with more rows, Python's share of a step is negligible
 VALUES = 20  # maximum number of arguments of a kernel
@@ -59,7 +62,8 @@ class FusedDecode:
     def __init__(self, model: Decoder, kernels: NumbaKernels, attention: NumbaAttention) -> None:
         self._model, self._kernels, self._attention = model, kernels, attention
         config = model.config
-        heads, inner = config.num_heads, config.intermediate_size
+        heads = config.num_heads
+        (inner,) = {spec.mlp.inner for spec in config.layers if isinstance(spec.mlp, MlpSpec)}
         sizes = {
             "hidden": config.hidden_size,
             "normed": config.hidden_size,
@@ -99,7 +103,8 @@ class FusedDecode:
         self._memory["hidden"][:rows] = self._model.embed(batch.tokens)
         step, plan = self._kernels.begin(batch), self._attention.plan(batch)
         values[self._of_rows, 0] = rows
-        values[self._rotations, 3:6] = (step.cosine.data_ptr(), step.sine.data_ptr(), step.slots.data_ptr())
+        ((cosine, sine),) = step.angles
+        values[self._rotations, 3:6] = (cosine.data_ptr(), sine.data_ptr(), step.slots.data_ptr())
         for window, numbers in self._windows.items():
             self._attends(plan, window, numbers)
         head = _panels(self._model)[-1]
@@ -131,9 +136,10 @@ class FusedDecode:
             self._write_attention(index, layer)
             added = (at["hidden"], at["update"])
             self._call(add_norm, 0, size, epsilon, *added, layer.mlp_norm.data_ptr(), at["normed"])
-            self._multiply(layer.gate_up, "normed", "gate_up")
-            self._call(silu_mul, 0, model.config.intermediate_size, at["gate_up"], at["product"])
-            self._multiply(layer.down, "product", "update")
+            mlp = _mlp(layer)
+            self._multiply(mlp.gate_up, "normed", "gate_up")
+            self._call(silu_mul, 0, self._memory["product"].shape[1], at["gate_up"], at["product"])
+            self._multiply(mlp.down, "product", "update")
             self._call(add_norm, 0, size, epsilon, *added, norm_after.data_ptr(), at["normed"])
         self._multiply(model.head, "normed", "hidden")  # each step replaces the address of the result
 
@@ -144,7 +150,7 @@ class FusedDecode:
         norms = [0 if weight is None else weight.data_ptr() for weight in (layer.q_norm, layer.k_norm)]
         pool = self._attention.layer_address(index)
         self._call(rotate_and_store, 0, at["qkv"], at["q"], 0, 0, 0, *shape, *norms, pool, *kernels.pool_shape)
-        self._windows.setdefault(layer.window, []).append(len(self._calls))
+        self._windows.setdefault(layer.attention.window, []).append(len(self._calls))
         self._call(attend, 0, 0, 0, at["q"], at["attended"], pool)
         group = config.num_heads // config.num_kv_heads
         self._call(merge, 0, 0, 0, at["attended"], 0, config.num_kv_heads, group, config.head_dim)
@@ -161,13 +167,41 @@ class FusedDecode:
 
 
 def fused_decode_of(model: Decoder, kernels: object, attention: object) -> FusedDecode | None:
-    """Return the fused pass, or None if a part is not a numba kernel or a product before the head pads its columns."""
-    *inner, head = model.linears()
-    if not isinstance(kernels, NumbaKernels) or not isinstance(attention, NumbaAttention):
+    """Return the fused pass, or None if a part is not a numba kernel, a product before the head pads its columns, or
+    the model needs more than these kernels do (see `is_plain`)."""
+    if not isinstance(kernels, NumbaKernels) or not isinstance(attention, NumbaAttention) or not is_plain(model):
         return None
+    *inner, head = _linears(model)
     narrow = all(isinstance(linear, PanelLinear) and linear.width == linear.padded for linear in inner)
     return FusedDecode(model, kernels, attention) if narrow and isinstance(head, PanelLinear) else None
 
 
+def is_plain(model: Decoder) -> bool:
+    """Return whether all layers are of Llama's kind, with MLPs of one size and one rotary embedding."""
+    config = model.config
+    scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
+    plain = all(
+        layer.attention.is_plain and layer.query_scale == 1 and layer.post_attention_norm is None
+        for layer in model.layers
+    )
+    (mlp, *others) = {spec.mlp for spec in config.layers}
+    is_silu = isinstance(mlp, MlpSpec) and mlp.activation == "silu"
+    return plain and is_silu and not others and len(config.ropes) == 1 and scales == {1.0} and not config.logit_softcap
+
+
+def _mlp(layer: DecoderLayer) -> Mlp:
+    assert isinstance(layer.mlp, Mlp)
+    return layer.mlp
+
+
+def _linears(model: Decoder) -> list[Linear]:
+    """Return all matrices that a pass multiplies by, in order of use."""
+    inner = [
+        linear for layer in model.layers
+        for linear in (layer.qkv, layer.output, _mlp(layer).gate_up, _mlp(layer).down)
+    ]  # fmt: skip
+    return [*inner, model.head]
+
+
 def _panels(model: Decoder) -> Sequence[PanelLinear]:
-    return [linear for linear in model.linears() if isinstance(linear, PanelLinear)]
+    return [linear for linear in _linears(model) if isinstance(linear, PanelLinear)]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.linear import Linear, Plain
+
 ENGINE = "fbgemm"
 LEVELS = 127  # largest rounded weight and activation
 LEVELS_OF_7_BITS = 63
@@ -74,6 +76,9 @@ class Int8:
     def make(self, weight: Tensor, bias: Tensor | None) -> Int8Linear:
         """Round and pack `weight`. Raises ValueError if a weight is not finite."""
         return _packed(weight.float(), self.levels, None if bias is None else bias.float())
+
+    def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return Plain(torch.float32).make(weight, bias)
 
 
 def rounded_weights(weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,9 @@ from engine.batch import Batch
 from engine.cpu import layer_kernels as numba_kernels
 from engine.cpu.malloc import empty
 from engine.cpu.simd import CODES
-from engine.kernels import Kernels
+from engine.kernels import Kernels, gated
 from engine.kv_pool import KVPool
-from engine.models.config import ModelConfig
-from engine.models.rope import angles
+from engine.models.spec import Activation, ModelConfig
 
 SILU_WORK = 8  # cost per element relative to a multiplication, because of the exponential
 
@@ -42,7 +41,7 @@ class NumbaStep:
 
     def __init__(self, kernels: NumbaKernels, batch: Batch) -> None:
         self._kernels = kernels
-        self.cosine, self.sine = angles(batch.positions, kernels.frequencies)
+        self.angles = [rotation.angles(batch.positions) for rotation in kernels.rotations]
         self.slots = batch.slots.contiguous()
         self._pool = kernels.pool.tensor.data_ptr()
 
@@ -68,17 +67,20 @@ class NumbaStep:
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         kernels, config, qkv = self._kernels, self._kernels.config, _checked(qkv)
         q = empty(len(qkv), config.num_heads, config.head_dim)
+        cosine, sine = self.angles[kernels.rotation_of[layer]]
         numba_kernels.rotate_and_store(
             2 * qkv.numel(), len(qkv), qkv.data_ptr(), q.data_ptr(),
-            self.cosine.data_ptr(), self.sine.data_ptr(), self.slots.data_ptr(),
+            cosine.data_ptr(), sine.data_ptr(), self.slots.data_ptr(),
             config.num_heads, config.num_kv_heads, config.head_dim,
             0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(),
             self._pool + layer * kernels.pool.layout.layer_bytes, *kernels.pool_shape,
         )  # fmt: skip
         return q
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate_up = _checked(gate_up)
+        if activation != "silu":
+            return gated(gate_up, activation)
         rows, size = len(gate_up), gate_up.shape[1] // 2
         product = empty(rows, size)
         numba_kernels.silu_mul(SILU_WORK * product.numel(), rows, size, gate_up.data_ptr(), product.data_ptr())

@@ -85,6 +85,9 @@ class Panels:
         is_exact = held.dtype in {weight.dtype, torch.float32}
         return PanelLinear(code, depth, width, panels, columns, is_exact=is_exact)
 
+    def make_exact(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
+        return Panels(torch.float32).make(weight, bias)
+
 
 class Int8Panels:
     """The format of int8 weights with a scale per output channel, for CPUs with AVX-512 VNNI.
@@ -104,3 +107,6 @@ class Int8Panels:
         columns = torch.stack([in_columns(values) for values in (begin, scales, offsets)], dim=1)
         width, depth = weight.shape
         return PanelLinear(INT8, depth, width, in_panels(levels, IN_STEP), columns)
+
+    def make_exact(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
+        return Panels(torch.float32).make(weight, bias)

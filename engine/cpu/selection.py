@@ -8,7 +8,7 @@ from engine.cpu import why_not_compiled
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
 from engine.linear import Linear, LinearFormat, Plain
-from engine.models.config import ModelConfig
+from engine.models.spec import ModelConfig
 
 SIXTEEN_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -86,3 +86,6 @@ class AsStored:
         chosen = self._formats.get(weight.dtype, self._floats)
         self.name = chosen.name
         return chosen.make(weight, bias)
+
+    def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return self._floats.make(weight, bias)

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.attention import AttentionLayer, TorchPlan
 from engine.batch import Batch
 from engine.cuda.attention_kernels import attend, merge
 from engine.kv_pool import KVPool
@@ -107,6 +108,7 @@ class TritonPlan:
         self._chunks = [(index, count) for index, count in enumerate(counts) if count > SHORT]
         self._queries = SHORT if any(counts[index] > 1 for index in short) else 1
         self._decodes = self._listed(short)
+        self._reference: TorchPlan | None = None  # for layers with a soft cap or sinks
         self._tiles: tuple[int, Tile, Tensor] | None = None  # None until the number of heads is known
 
     def _listed(self, short: list[int]) -> Tensor:
@@ -121,15 +123,18 @@ class TritonPlan:
         device = self._batch.cu_q.device
         return torch.tensor(items, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
-    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
+        if not layer.is_plain:
+            self._reference = self._reference or TorchPlan(self._backend.pool, self._batch)
+            return self._reference.attend(layer, q)
         out = q.new_empty(q.shape)
         out[self._covered :].zero_()  # padding after the last slice
         if len(self._decodes):
-            self._attend_decodes(layer, q, window, out)
+            self._attend_decodes(layer, q, out)
         if self._chunks:
             group = q.shape[1] // self._backend.pool.layout.kv_heads
             queries, tile, work = self._tiles = self._tiles or self._cut(group, q.dtype)
-            self._launch(layer, q, window, out, None, work, queries, tile, 1)
+            self._launch(layer, q, out, None, work, queries, tile, 1)
         return out
 
     def _cut(self, group: int, dtype: torch.dtype) -> tuple[int, Tile, Tensor]:
@@ -153,19 +158,19 @@ class TritonPlan:
         tile = chunk_tile(layout.head_dim, dtype, few=programs < self._backend.processors)
         return replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(group)))
 
-    def _attend_decodes(self, layer: int, q: Tensor, window: int, out: Tensor) -> None:
+    def _attend_decodes(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
         layout, work, queries = self._backend.pool.layout, self._decodes, self._queries
         group = q.shape[1] // layout.kv_heads
         most = self._batch.block_table.shape[1] * layout.block_tokens
-        splits = self._backend.splits(len(work), min(most, window) if window else most)
+        splits = self._backend.splits(len(work), min(most, layer.window) if layer.window else most)
         tile = self._backend.decode or decode_tile(layout.head_dim, q.dtype, queries * group)
         if splits == 1:
-            self._launch(layer, q, window, out, None, work, queries, tile, 1)
+            self._launch(layer, q, out, None, work, queries, tile, 1)
             return
         shape = (len(work), layout.kv_heads, splits, queries * group)
         parts = q.new_empty((*shape, layout.head_dim), dtype=torch.float32)
         weight_of = q.new_empty(shape, dtype=torch.float32)
-        self._launch(layer, q, window, parts, weight_of, work, queries, tile, splits)
+        self._launch(layer, q, parts, weight_of, work, queries, tile, splits)
         merge[(len(work), q.shape[1], queries)](
             out, parts, weight_of, work, self._batch.cu_q, out.stride(0), out.stride(1), splits,
             GROUP=group, HEAD_DIM=layout.head_dim, BLOCK_S=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
@@ -174,9 +179,8 @@ class TritonPlan:
 
     def _launch(
         self,
-        layer: int,
+        layer: AttentionLayer,
         q: Tensor,
-        window: int,
         out: Tensor,
         weight_of: Tensor | None,
         work: Tensor,
@@ -185,13 +189,13 @@ class TritonPlan:
         splits: int,
     ) -> None:
         layout, batch = self._backend.pool.layout, self._batch
-        keys, values = self._backend.pool.layer(layer)
+        keys, values = self._backend.pool.layer(layer.index)
         attend[(len(work), layout.kv_heads, splits)](
             out, weight_of if weight_of is not None else out, q, keys, values, work,
-            batch.cu_q, batch.kv_len, batch.block_table, window, layout.head_dim**-0.5 * math.log2(math.e),
+            batch.cu_q, batch.kv_len, batch.block_table, layer.window, layout.head_dim**-0.5 * math.log2(math.e),
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), batch.block_table.stride(0),
             keys.stride(0), keys.stride(1), keys.stride(2),
             GROUP=q.shape[1] // layout.kv_heads, QUERIES=queries, PAGE=layout.block_tokens, HEAD_DIM=layout.head_dim,
-            SPLIT=splits > 1, WINDOWED=window > 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            SPLIT=splits > 1, WINDOWED=layer.window > 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             BLOCK_D=max(16, triton.next_power_of_2(layout.head_dim)), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

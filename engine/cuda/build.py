@@ -14,8 +14,9 @@ from engine.cuda.selection import attention_on_cuda, block_tokens_on_cuda, kerne
 from engine.cuda.staging import StepCapacity
 from engine.kv_pool import KVPool
 from engine.linear import Plain
-from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder, load_model
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
+from engine.models.spec import ModelConfig
 from engine.options import BuildOptions, blocks_for
 from engine.startup import EngineComponents, exchange_fingerprint, stage
 from engine.weights import stored_dtype, weight_bytes
@@ -57,7 +58,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
     with _stage(gpu, f"allocating {_gib(layout.num_blocks * layout.block_bytes)} for KV", LESS_KV):
         memory = gpu.allocate(layout.num_blocks, layout.block_bytes)
         runner = _runner(options, model, KVPool(layout, memory), gpu, triton)
-    if not options.enforce_eager:
+    if not options.enforce_eager and model.can_be_captured:
         with _stage(gpu, "capturing CUDA graphs", f"{LESS_KV}, or use --enforce-eager", "try --enforce-eager"):
             _capture(runner, gpu)
     attributes = {

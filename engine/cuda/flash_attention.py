@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionPlan
+from engine.attention import AttentionBackend, AttentionLayer, AttentionPlan, TorchPlan
 from engine.batch import Batch
 from engine.kv_pool import KVPool
 from engine.startup import cause
@@ -175,6 +175,7 @@ class FlashPlan:
     def __init__(self, pool: KVPool, attend: FlashAttend, decoding: AttentionBackend | None, batch: Batch) -> None:
         self._pool = pool
         self._attend = attend
+        self._reference = TorchPlan(pool, batch)  # for layers with a soft cap or sinks
         counts = batch.counts
         num_decodes = next((at for at, count in enumerate(counts) if count > 1), len(counts))
         self._decoding: tuple[AttentionPlan, slice] | None = None
@@ -189,14 +190,17 @@ class FlashPlan:
                 longest = max(part.counts), max(part.kv_lens)
                 self._parts.append(FlashRows(span, part.cu_q, longest[0], part.kv_len, longest[1], part.block_table))
 
-    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
-        k, v = (half.transpose(1, 2) for half in self._pool.layer(layer))
+    def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
+        if not layer.is_plain:
+            return self._reference.attend(layer, q)
+        window = layer.window
+        k, v = (half.transpose(1, 2) for half in self._pool.layer(layer.index))
         if self._decoding is None and len(self._parts) == 1:
             return self._attend(q, k, v, self._parts[0], window)
         out = torch.empty_like(q)
         if self._decoding is not None:
             plan, span = self._decoding
-            out[span] = plan.attend(layer, q[span], window)
+            out[span] = plan.attend(layer, q[span])
         for rows in self._parts:
             out[rows.span] = self._attend(q[rows.span], k, v, rows, window)
         return out

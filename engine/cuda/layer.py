@@ -6,7 +6,8 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.cuda import layer_kernels as triton_rows
-from engine.kernels import Kernels
+from engine.kernels import Kernels, gated
+from engine.models.spec import Activation
 
 SILU_BLOCK = 1024
 ELEMENTS_PER_WARP = 256  # fewer would leave lanes idle; more would not fit into registers
@@ -46,6 +47,7 @@ class TritonStep:
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         """Return the queries as a view of `qkv`, where they are rotated in place."""
         kernels, batch, config = self._kernels, self._batch, self._kernels.config
+        rotation = kernels.rotations[kernels.rotation_of[layer]]
         keys, values = kernels.pool.layer(layer)
         group = config.num_heads // config.num_kv_heads
         block_g, block_h = triton.next_power_of_2(group), triton.next_power_of_2(config.head_dim // 2)
@@ -53,14 +55,16 @@ class TritonStep:
         if len(qkv):
             triton_rows.rotate_and_store[(len(qkv), config.num_kv_heads)](
                 qkv, q_norm if normed else qkv, k_norm if normed else qkv, keys, values,
-                batch.positions, batch.slots, kernels.frequencies, config.rms_norm_eps,
+                batch.positions, batch.slots, rotation.frequencies, rotation.magnitudes, config.rms_norm_eps,
                 qkv.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
                 GROUP=group, PAGE=kernels.pool.layout.block_tokens, HEAD_DIM=config.head_dim,
                 BLOCK_G=block_g, BLOCK_H=block_h, NORMED=normed, num_warps=_warps(block_g * block_h, 1),
             )  # fmt: skip
         return qkv[:, : config.num_heads * config.head_dim].view(len(qkv), config.num_heads, config.head_dim)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if activation != "silu":
+            return gated(gate_up, activation)
         width = gate_up.shape[1] // 2
         out = gate_up.new_empty((len(gate_up), width))
         if len(gate_up):

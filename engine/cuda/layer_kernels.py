@@ -47,7 +47,7 @@ def rotate_and_store(
     qkv,  # [T, (heads + 2 * kv_heads) * HEAD_DIM]; the queries are rotated in place
     q_norm, k_norm,
     keys,  # [num_blocks, kv_heads, PAGE, HEAD_DIM], strided; `values` has the same strides
-    values, positions, slots, frequencies, eps, qkv_stride, block_stride, head_stride, token_stride,
+    values, positions, slots, frequencies, magnitudes, eps, qkv_stride, block_stride, head_stride, token_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
     NORMED: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,8 @@ def rotate_and_store(
     half = tl.arange(0, BLOCK_H)
     inside = half < HEAD_DIM // 2
     angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + half, mask=inside, other=0.0)
-    cosine, sine = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    magnitude = tl.load(magnitudes + half, mask=inside, other=0.0)
+    cosine, sine = (tl.cos(angle) * magnitude)[None, :], (tl.sin(angle) * magnitude)[None, :]
     row = qkv + token * qkv_stride
 
     member = tl.arange(0, BLOCK_G)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionPlan
+from engine.attention import AttentionBackend, AttentionLayer, AttentionPlan
 from engine.batch import Batch
 from engine.cuda.graphs import CudaGraphPool, GraphRecording
 from engine.cuda.staging import StepBuffers, StepShape
@@ -45,10 +45,10 @@ class BrokenAttention:
         self._tokens = tokens
         self._pause = pause
 
-    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         passes = self._passes
         passes.queries[: self._tokens].copy_(q)
-        self._pause(lambda: passes.attend(layer, window))
+        self._pause(lambda: passes.attend(layer))
         return passes.attended[: self._tokens]
 
 
@@ -89,11 +89,11 @@ class Passes:
         captured.recording.replay()
         return captured.hidden[: len(step.logit_rows)]
 
-    def attend(self, layer: int, window: int) -> None:
+    def attend(self, layer: AttentionLayer) -> None:
         """Compute attention for the current step's `queries`, and store it in `attended`. Skip rows of padding."""
         assert self._plan is not None, "replayed without a plan"
         rows = slice(self._num_tokens)
-        self.attended[rows].copy_(self._plan.attend(layer, self.queries[rows], window))
+        self.attended[rows].copy_(self._plan.attend(layer, self.queries[rows]))
 
     # ---- capturing -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from engine.attention import AttentionBackend, TorchAttention
 from engine.cuda.flash_attention import FLASH_2, FLASH_3, GENERATIONS, HOPPER, FlashAttention, installed, load
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
-from engine.models.config import ModelConfig
+from engine.models.spec import ModelConfig
 
 log = logging.getLogger("baton.engine")
 OWN = "own"  # Baton's Triton kernels if they run here, otherwise torch's

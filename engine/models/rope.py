@@ -1,31 +1,74 @@
-"""Rotary position embedding as in Hugging Face's Llama: dimension i is rotated with dimension i + head_dim / 2."""
+"""Rotary position embedding as in Hugging Face's Llama: dimension i is rotated with dimension i + head_dim / 2.
+
+If a model rotates only a part of each head, the loader reorders the dimensions of queries and keys accordingly, and the
+other dimensions have a frequency of 0.
+"""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.models.config import Rope
+from engine.models.spec import Rope
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return radians per position, float32 [head_dim / 2]. "llama3" is Meta's scaling for long contexts."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotation of each pair of dimensions: radians per position and magnitude, both float32 [head_dim / 2]."""
+
+    frequencies: Tensor
+    magnitudes: Tensor
+
+    @classmethod
+    def of(cls, rope: Rope | None, head_dim: int, device: torch.device) -> "Rotation":
+        frequencies, magnitudes = torch.zeros(head_dim // 2), torch.ones(head_dim // 2)
+        if rope is not None:
+            rotated = (rope.dims or head_dim) // 2
+            frequencies[:rotated] = inverse_frequencies(rope, 2 * rotated)
+            magnitudes[:rotated] = rope.magnitude
+        return cls(frequencies.to(device), magnitudes.to(device))
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines for `positions` [T], times magnitudes, each float32 [T, 1, head_dim / 2]."""
+        turned = positions[:, None, None].float() * self.frequencies
+        return turned.cos() * self.magnitudes, turned.sin() * self.magnitudes
+
+
+def inverse_frequencies(rope: Rope, dims: int) -> Tensor:
+    """Return radians per position, float32 [dims / 2]. "llama3" is Meta's scaling for long contexts."""
+    exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return frequencies / rope.factor
-    if rope.kind != "llama3":
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents)
+    if rope.kind == "llama3":
+        turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the original context
+        # 0 for low frequencies, which are divided by the factor; 1 for high ones, which are kept.
+        keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    elif rope.kind == "yarn":
+        keep = _yarn_share(rope, dims)
+    else:
         return frequencies
-    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the original context
-    # 0 for low frequencies, which are divided by the factor; 1 for high ones, which are kept; interpolated in between.
-    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return frequencies * (keep + (1 - keep) / rope.factor)
 
 
-def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of the rotation angles, each float32 [T, 1, head_dim / 2]."""
-    turned = positions[:, None, None].float() * frequencies
-    return turned.cos(), turned.sin()
+def _yarn_share(rope: Rope, dims: int) -> Tensor:
+    """Return, for each pair of dimensions, the share of its frequency that YaRN keeps."""
+
+    def place(turns: float) -> float:
+        """Return the pair that turns this often in the original context."""
+        return (
+            dims * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        )
+
+    low, high = place(rope.beta_fast), place(rope.beta_slow)
+    if rope.truncates:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    high = high if high != low else low + 0.001
+    return 1 - ((torch.arange(dims // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -27,14 +27,14 @@ from router.dispatch.attempt import (
     SampleState,
 )
 from router.dispatch.failover import Failover, RetryBudget
-from router.dispatch.requests import GenerationRequest, TokenStream
+from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal
 from router.nodes.connection import NodeConnection
 from router.nodes.load import kv_capacity_tokens
 from router.nodes.pool import NodePool, PlacementCandidate
 from router.observer import RouterObserver
 from scheduler.placement import Placement
 from shared import failpoints
-from shared.errors import RequestError, UnavailableError
+from shared.errors import BatonError, RequestError, UnavailableError
 from shared.rpc.messages import SubmitRequest, pack_ids
 
 log = logging.getLogger("baton.dispatch")
@@ -45,7 +45,7 @@ NEWS_S = 0.2  # wait after a failure, in which the router usually notices a lost
 SEED_STEP = 0x9E3779B97F4A7C15  # difference of the seeds of successive samples (the golden ratio, as in splitmix64)
 COUNTS = (
     *("running", "total", "finished", "cancelled", "failed"),
-    "refused",  # samples of requests that admission control refused
+    "refused",  # samples of requests that were refused before any node received them
     "moved",  # attempts that failed, after which another may follow
     "retried",  # attempts in `moved` that failed although no node was lost
     "paused",  # attempts that ended because their client did not read
@@ -84,8 +84,10 @@ class Dispatcher:
         self._placements = Counter[str]()  # number of attempts for each reason of a placement
         self._retry_budget = RetryBudget()
 
-    def ready(self) -> bool:
-        return any(self._pool.routable())
+    def ready(self, role: str = "") -> bool:
+        """Return whether a node of the role takes requests, or any node if `role` is ""."""
+        prefill, decode = self._pool.routable()
+        return bool({"prefill": prefill, "decode": decode}.get(role, prefill or decode))
 
     def status(self) -> dict[str, Any]:
         """Return the dispatcher's part of `/v1/status`."""
@@ -109,16 +111,19 @@ class Dispatcher:
         large for every node. At the request's deadline, the body of the `with` block is cancelled and UnavailableError
         is raised.
         """
-        late_s = inf if request.deadline is None else request.deadline - time.monotonic()
-        if late_s <= 0:
-            raise deadline_error()
-        await self._wait_for(lambda: self.ready() or None, min(WAIT_NEW_S, late_s))
         self._counts["total"] += request.n
         try:
+            late_s = inf if request.deadline is None else request.deadline - time.monotonic()
+            if late_s <= 0:
+                raise deadline_error()
+            await self._wait_for(lambda: self.ready() or None, min(WAIT_NEW_S, late_s))
             self._check_fits(request)
             entry = self._queue.enqueue(request)
-        except (AdmissionRefusedError, RequestError) as error:
-            self._counts[_outcome(error)] += request.n
+        except asyncio.CancelledError:
+            self._counts["cancelled"] += request.n
+            raise
+        except BatonError as error:
+            self._counts[_outcome(error, request)] += request.n
             raise
         self._counts["running"] += request.n
         self._retry_budget.requested()
@@ -170,7 +175,7 @@ class Dispatcher:
             admitted.end(sample, "finished")
             raise
         except Exception as error:
-            admitted.end(sample, _outcome(error))
+            admitted.end(sample, _outcome(error, admitted.request))
             raise
         finally:
             if sample.index == 0:
@@ -298,7 +303,9 @@ class Dispatcher:
         """Wait until the next attempt may start. Raises UnavailableError or RequestError if no further attempt is
         allowed."""
         self._counts["moved"] += 1
-        log.warning("request %s is retried: %s", attempt.id, failure)
+        # The loss or the end of a node is logged once, as an event of the node.
+        is_logged = failure.is_gone or any(node.is_leaving for node in attempt.nodes)
+        log.log(logging.INFO if is_logged else logging.WARNING, "request %s is retried: %s", attempt.id, failure)
         pause_s = RETRY_PAUSE_S * min(number, self._rules.max_attempts) * random.uniform(0.5, 1.5)
         if not failure.is_gone and not await self._has_lost_node(attempt):
             if failure.reason.startswith(HANDOFF):
@@ -322,5 +329,5 @@ class Dispatcher:
         return False
 
 
-def _outcome(error: Exception) -> str:
-    return "refused" if isinstance(error, AdmissionRefusedError) else "failed"
+def _outcome(error: Exception, request: GenerationRequest) -> str:
+    return "refused" if is_refusal(error, request) else "failed"

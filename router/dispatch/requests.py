@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from shared.errors import BatonError
 from shared.rpc.messages import SamplingParams, TokenDelta
 
 Item = TypeVar("Item")
@@ -43,6 +44,11 @@ class GenerationRequest:
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds
     nodes: tuple[str | None, str | None] = (None, None)  # (prefill, decode) of sample 0's latest attempt
+
+
+def is_refusal(error: Exception, request: GenerationRequest) -> bool:
+    """Return whether the error refused the request before any node received it. A timeout is no refusal."""
+    return isinstance(error, BatonError) and error.status != 504 and request.nodes == (None, None)
 
 
 TokenStream = AsyncGenerator[TokenDelta, None]

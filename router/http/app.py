@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from secrets import token_hex
 from typing import Any
@@ -29,6 +29,7 @@ from router.http.responses import ResponseFormatter
 from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
 from router.observer import RouterObserver
 from router.text.tokenizer import Tokenizer
+from shared.clock import now_ns
 from shared.errors import RequestError, UnavailableError
 from shared.version import package_version
 
@@ -136,6 +137,7 @@ class ApiHandlers:
     request_metrics: RequestMetrics
     request_timeout_s: float  # 0 for none
     num_in_progress: int = 0
+    started_ms: int = field(default_factory=lambda: now_ns() // 10**6)
 
     async def completions(self, body: Body, reply: ResponseWriter) -> None:
         """Handle POST /v1/completions and /v1/chat/completions."""
@@ -208,16 +210,32 @@ class ApiHandlers:
         return JSONResponse(self.whole_status())
 
     def whole_status(self) -> dict[str, Any]:
-        """Return the dispatcher's status, the latencies of the last minute, and the observer's fields."""
-        status = self.dispatcher.status() | {"latency": self.request_metrics.latency()}
-        return self.observer.extend_status(status)
+        """Return the dispatcher's status, the totals and latencies of the last minute, and the observer's fields."""
+        status = self.dispatcher.status()
+        alive = [node for node in status["nodes"] if node["alive"]]
+        gauges = {
+            "queued": status["queue"]["requests"] + sum(node["waiting"] for node in alive),
+            "running": sum(node["running"] for node in alive),
+        }
+        status["totals"] = self.request_metrics.totals() | gauges
+        status["router"] = {
+            "id": status["router"],
+            "version": package_version(),
+            "started_ms": self.started_ms,
+            "max_model_len": self.model.max_model_len,
+        }
+        return self.observer.extend_status(status | {"latency": self.request_metrics.latency()})
 
     async def health(self, _request: Request) -> Response:
         """Report that the router is running. `/ready` reports whether a node can take requests."""
         return Response(status_code=200)
 
-    async def ready(self, _request: Request) -> Response:
-        ready = self.dispatcher.ready()
+    async def ready(self, request: Request) -> Response:
+        """Report whether a node takes requests. With `role`, only the nodes of this role count."""
+        role = request.query_params.get("role")
+        if role not in {None, "prefill", "decode"}:
+            raise RequestError("`role` must be `prefill` or `decode`.", "role")
+        ready = self.dispatcher.ready(role or "")
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def version(self, _request: Request) -> Response:
@@ -250,6 +268,7 @@ class JsonEndpoint:
         handlers.num_in_progress += 1
         try:
             if handlers.num_in_progress > self.max_concurrent_requests:
+                handlers.request_metrics.refused()
                 raise UnavailableError("Too many requests are in progress; try again soon.", status=429)
             reply.deadline = deadline_of(scope, reply.arrived, handlers.request_timeout_s)
             raw = await read_body(scope, receive, max_body_bytes, self.body_timeout_s)

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from router.http.responses import dump, event
-from shared.errors import RequestError, UnavailableError
+from shared.errors import RequestError, UnavailableError, status_and_message
 from shared.logs import about, fields
 from shared.trace_context import traceparent_of
 
@@ -137,7 +137,7 @@ def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[s
             headers |= error.headers or {}
         case _:
             log.error("request %s failed with an unexpected error", label, exc_info=error)
-            status, message = 500, "The server failed to handle this request."
+            status, message = status_and_message(error)
     kind = KINDS.get(status, "invalid_request" if status < 500 else "server") + "_error"
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers
 

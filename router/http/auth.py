@@ -112,7 +112,9 @@ class ApiKeys:
                     data = file.read(MAX_FILE_BYTES + 1)
             text = data.decode("ascii")
         except OSError as error:
-            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from None
+            fix = f"; it holds only hashes, so let user {os.getuid()} read it (chmod a+r, or chown {os.getuid()})"
+            fix = fix if isinstance(error, PermissionError) else ""
+            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}{fix}") from None
         except UnicodeDecodeError:
             raise ConfigError(f"{where}: {LINE_FORM}") from None
         if len(text) > MAX_FILE_BYTES:

@@ -101,7 +101,8 @@ def openapi(queries: Mapping[str, Mapping[str, Any]]) -> Schema:
     for path, (body, answer, other) in POSTS.items():
         operation = {"requestBody": {"required": True, "content": _json(_reference(body.__name__))}}
         paths[path] = {"post": operation | _responses(answer, other)}
-    for path, answer in (GETS | dict.fromkeys(queries, ANY)).items():
+    queries = {"/ready": {"role": {"enum": ["prefill", "decode"]}}, **queries}
+    for path, answer in (dict.fromkeys(queries, ANY) | GETS).items():
         names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
         text = {"type": "string", "minLength": 1}
         parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]

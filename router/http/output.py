@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.requests import GenerationRequest, TokenStream, merge
+from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal, merge
 from router.http.bodies import GenerateBody
 from router.metrics.request_metrics import RequestMetrics, SampleTimings
 from router.observer import RouterObserver
@@ -165,7 +165,7 @@ class RequestOutput:
         """Admit the prompts, and provide the text of all choices as it arrives. Raises RequestError or
         UnavailableError."""
         streams: list[TokenStream] = []
-        outcome = "abort"
+        outcome, failure = "abort", None
         try:
             async with AsyncExitStack() as admitted:
                 for prompt in self.prompts:
@@ -176,12 +176,13 @@ class RequestOutput:
                     self._metrics.accepted(len(request.prompt), request.max_tokens)
                 async with aclosing(self._outputs(streams)) as outputs:
                     yield outputs
-        except Exception:
-            outcome = "error"
+        except Exception as error:
+            failure = error
+            outcome = "refused" if all(is_refusal(error, prompt.request) for prompt in self.prompts) else "error"
             raise
         finally:
             for choice in list(self._open.values()):
-                self._ended(choice, outcome)
+                self._ended(choice, outcome, failure)
 
     async def _outputs(self, streams: Sequence[TokenStream]) -> AsyncGenerator[Output, None]:
         """Yield the text of all choices as it arrives. Count each delta's tokens as written when the handler asks for
@@ -219,7 +220,7 @@ class RequestOutput:
         if not is_complete:
             raise AssertionError(f"{self.id}: the dispatcher ended a stream before choice {choice.index} was complete")
 
-    def _ended(self, choice: OutputProcessor, outcome: str) -> None:
+    def _ended(self, choice: OutputProcessor, outcome: str, error: Exception | None = None) -> None:
         del self._open[choice.index]
         self._metrics.ended(choice.timings, outcome, time.monotonic())
-        self._observer.ended(self.id, choice.index, outcome)
+        self._observer.ended(self.id, choice.index, outcome, error)

@@ -3,6 +3,7 @@
 The time series of nodes that have left are dropped. Label values are node ids, roles and members of fixed sets.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from shared.rpc.messages import NodeInfo, NodeStats
 
 NodeRow = tuple[NodeInfo, NodeStats, bool]
 LABELS = ("engine", "role", "model_name")
+ROLES, STATES = ("prefill", "decode"), ("ready", "draining", "breached", "stuck", "lost")
 MAX_REASONS = 64  # maximum number of placement reasons that are exported as labels
 
 
@@ -53,7 +55,7 @@ STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
 # Metrics from the request counts in the dispatcher's status: the name and the help text, by the key of the count.
 COUNTS = {
     "moved": ("baton_request_migrations_total", "Attempts migrated to another node."),
-    "refused": ("baton_requests_rejected_total", "Requests rejected because their predicted wait was too long."),
+    "refused": ("baton_requests_rejected_total", "Requests refused before any node received them."),
     "retried": ("baton_requests_retried_total", "Attempts retried without the loss of a node."),
     "paused": ("baton_client_backpressure_total", "Attempts ended because a client did not read."),
 }
@@ -79,6 +81,10 @@ class NodeMetrics(Collector):
         yield self._of_nodes(
             "baton_node_alive", "Whether the node's stream is connected.", [(info, up) for info, _, up in rows]
         )
+        states = Counter((info.role, stats.state if up else "lost") for info, stats, up in rows)
+        pools = [((role, state, self._model_name), states[role, state]) for role in ROLES for state in STATES]
+        text = "Nodes of a role, by state. A lost node is counted for ten minutes."
+        yield metric_family("baton_pool_nodes", text, ["role", "state", "model_name"], pools)
         yield from self._from_status()
 
     def _labels(self, info: NodeInfo) -> tuple[str, str, str]:

@@ -7,7 +7,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-WINDOW_S, NUM_SLICES = 60.0, 12  # the period that percentiles in `/v1/status` cover, and its number of slices
-SLICE_S = WINDOW_S / NUM_SLICES
+WINDOW_S, SLICE_S = 60.0, 5.0  # the period that percentiles and counts in `/v1/status` cover, and its slices
+RATE_S = 10  # the period that rates in `/v1/status` cover
 LEAST_S, BUCKET_RATIO = 1e-7, 1.05  # the value recorded for a time of 0; the ratio of adjacent bucket bounds
 SCALE = 1 / math.log(BUCKET_RATIO)
 TTFT_S = (
@@ -121,23 +121,29 @@ class Buckets:
 
 
 class SlidingCounts:
-    """The number of times that each key was added in the last minute. Counts expire in slices of SLICE_S seconds."""
+    """The number of times that each key was added in the last minute. Counts expire in slices of `slice_s` seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, slice_s: float = SLICE_S) -> None:
         self._clock = clock
-        self._number, self._current = -1, Counter[int]()  # the current slice
-        self._slices: deque[tuple[int, Counter[int]]] = deque(maxlen=NUM_SLICES)
+        self._slice_s = slice_s
+        self._num_slices = round(WINDOW_S / slice_s)
+        self._number, self._current = -1, Counter[Any]()  # the current slice
+        self._slices: deque[tuple[int, Counter[Any]]] = deque(maxlen=self._num_slices)
 
-    def add(self, key: int, times: int = 1) -> None:
-        number = int(self._clock() / SLICE_S)
+    def add(self, key: Hashable, times: int = 1) -> None:
+        number = int(self._clock() / self._slice_s)
         if number != self._number:
             self._number, self._current = number, Counter()
             self._slices.append((number, self._current))
         self._current[key] += times
 
-    def totals(self) -> Counter[int]:
-        expired = int(self._clock() / SLICE_S) - NUM_SLICES
-        return sum((counts for number, counts in self._slices if number > expired), Counter())
+    def totals(self, num_complete: int = 0) -> Counter[Any]:
+        """Return the counts of all slices or, if `num_complete` is given, of this many slices before the current
+        one."""
+        current = int(self._clock() / self._slice_s)
+        end = current if num_complete else current + 1
+        first = end - (num_complete or self._num_slices)
+        return sum((counts for number, counts in self._slices if first <= number < end), Counter())
 
 
 class SlidingPercentiles:
@@ -209,20 +215,25 @@ class RequestMetrics(Collector):
         self._counts = Counter[tuple[str, ...]](dict.fromkeys(SHOWN_AS_0, 0))  # by key in COUNTERS and label values
         self._window = {what: SlidingPercentiles(clock) for what in ("ttft", "tbt", "ttst")}
         self._kept = SlidingCounts(clock)  # number of samples by whether they met their SLO
+        self._recent = SlidingCounts(clock, 1.0)  # samples and tokens, for `totals`
 
     # ---- recording ----------------------------------------------------------------------------------------------
 
     def accepted(self, num_prompt: int, max_tokens: int) -> None:
         self._counts["prompt",] += num_prompt
+        self._recent.add("prompt_tokens", num_prompt)
         self._seen["prompt"].observe(num_prompt)
         self._seen["max_tokens"].observe(max_tokens)
 
     def pace(self, arrived: float) -> SampleTimings:
+        """Count a sample that arrives, and return its timings."""
+        self._recent.add("requests")
         return SampleTimings(self._slo(), arrived)
 
     def tokens(self, pace: SampleTimings, count: int, now: float) -> None:
         """Record `count` tokens that were sent at the same time."""
         self._counts["generation",] += count
+        self._recent.add("generated_tokens", count)
         if pace.num_tokens:
             gap_s = now - pace.last
             self._observe("tbt", gap_s)
@@ -245,11 +256,19 @@ class RequestMetrics(Collector):
             for what, amount in amounts.items():
                 self._counts[f"tenant_{what}", tenant] += amount
 
+    def refused(self) -> None:
+        """Record that a request was refused before it was parsed."""
+        self._recent.add("requests")
+        self._recent.add("refused")
+
     def rejected_without_key(self) -> None:
         self._counts["without_key",] += 1
 
     def ended(self, pace: SampleTimings, reason: str, now: float) -> None:
-        """Record the end of a sample. `reason` is in FINISHES: a disconnect is an "abort", a failure is an "error"."""
+        """Record the end of a sample. `reason` is in FINISHES, or "refused", which is counted as an "error" in the
+        metrics with vLLM's names. A disconnect is an "abort", and a failure is an "error"."""
+        self._recent.add("finished" if reason in FINISHED else "failed" if reason == "error" else reason)
+        reason = "error" if reason == "refused" else reason
         self._counts["ended", reason] += 1
         if reason in FINISHED:  # fast rejections would distort the latencies
             self._seen["generation"].observe(pace.num_tokens)
@@ -274,6 +293,13 @@ class RequestMetrics(Collector):
         targets = {"ttft_ms": 1000 * slo.ttft_s, "tbt_ms": 1000 * slo.tbt_s, "attainment": self.attainment()}
         percentiles = {f"{what}_ms": window.read_ms() for what, window in self._window.items()}
         return {"window_s": WINDOW_S, **percentiles, "slo": targets}
+
+    def totals(self) -> dict[str, float]:
+        """Return the rates of the last 10 s and the counts of the last minute, for `/v1/status`."""
+        rates, counts = self._recent.totals(RATE_S), self._recent.totals()
+        names = ("requests", "prompt_tokens", "generated_tokens", "refused", "failed")
+        per_s = {f"{name}_per_s": round(rates[name] / RATE_S, 1) for name in names}
+        return per_s | {name: counts[name] for name in ("refused", "failed", "finished")}
 
     def attainment(self) -> float | None:
         kept = self._kept.totals()

@@ -16,6 +16,7 @@ from shared.rpc.methods import ATTACH, PEER_FAILURES, STREAM_ENDED
 
 log = logging.getLogger("baton.fleet")
 MAX_COMMAND_BYTES = 4 << 20
+CLOSED = "The connection was closed without notice, as when the process ends."
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `_liveness_timeout`
 
@@ -57,6 +58,7 @@ class NodeConnection:
         self.has_crashed = False  # it is stuck, or its stream broke while it was neither silent nor leaving
         self.is_listed = True  # in the registry
         self.router_is_closing = False
+        self.end_reason = ""  # why the last stream ended, as a sentence
         self.listeners: dict[str, DeltaListener] = {}  # by attempt id
         self._router = router
         self._timeout_s = timeout_s
@@ -120,13 +122,16 @@ class NodeConnection:
         """While the registry lists the node, keep a stream to it open, and reconnect when the stream ends."""
         tries = 0
         while self.is_listed:
-            is_silent = False
+            is_silent, self.end_reason = False, CLOSED
             try:
                 tries = 0 if await self._serve_stream() else tries
             except (*PEER_FAILURES, ValueError) as error:  # ValueError: malformed token ids
                 is_silent = isinstance(error, TimeoutError) or self._silent_intervals >= LIVENESS_INTERVALS
-                level = logging.WARNING if self.is_alive else logging.DEBUG
-                log.log(level, "node %s: %s", self.info.id, str(error) or "no message arrived in time")
+                if is_silent:
+                    self.end_reason = "It stopped answering: it is frozen or unreachable."
+                elif isinstance(error, ValueError):
+                    self.end_reason = f"It sent an invalid message: {error}."
+                log.debug("node %s: %s", self.info.id, str(error) or "no message arrived in time")
             finally:
                 self.stream_ended(is_silent=is_silent)
             await asyncio.sleep(REDIAL_S[min(tries, len(REDIAL_S) - 1)])
@@ -208,14 +213,14 @@ class NodeConnection:
 
     def _process_stats(self, stats: NodeStats) -> None:
         self.load.read_stats(stats, has_stepped=stats.steps != self.stats.steps)
-        was_ready, self.stats = self.is_ready, stats
+        before, self.stats = (self.is_alive, self.stats.state), stats
         if not self.is_alive:
             self.is_alive, self.alive_since, self.has_crashed = True, time.monotonic(), False
+        if (self.is_alive, stats.state) != before:
+            self._on_change(self)
         if stats.state == "stuck":
             self.has_crashed = True
-            self._fail_requests("is stuck")
-        if self.is_ready != was_ready:
-            self._on_change(self)
+            self._fail_requests()
 
     def stream_ended(self, *, is_silent: bool = False) -> None:
         """Mark the node as lost, and notify the listeners. `is_silent` is true if the node stopped answering."""
@@ -224,14 +229,12 @@ class NodeConnection:
         if was_alive:  # a failed reconnect changes nothing, and notifying the pool would make it scan all nodes
             self._on_change(self)
             self._observer.node_lost(self.info.id)
-        self._fail_requests("is lost" if was_alive and not self.router_is_closing else "")
+        self._fail_requests()
         self.load.clear()
 
-    def _fail_requests(self, what: str) -> None:
+    def _fail_requests(self) -> None:
         """Notify every listener that the node dropped its request. Abort the requests if the node is connected."""
         listeners, self.listeners = self.listeners, {}
-        if what and (listeners or not self.is_alive):
-            log.warning("node %s %s; it had %d requests", self.info.id, what, len(listeners))
         if self.is_alive:
             self._command.submits = []  # all unsent requests belong to these listeners
             self._command.aborts += listeners

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from router.nodes.connection import NodeConnection
 from router.nodes.health import OutlierDetector
-from router.nodes.load import kv_capacity_tokens, node_status, step_tokens
+from router.nodes.journal import NodeJournal
+from router.nodes.load import kv_capacity_tokens, step_tokens
 from router.observer import RouterObserver
 from scheduler.disaggregate import NodeView
 from scheduler.placement import Placement, PrefixIndex, candidates, place
@@ -68,6 +69,7 @@ class NodePool:
         change, `on_capacity` is called with the pool's capacity and the monotonic time."""
         self.router = router
         self.mode = mode
+        self.journal = NodeJournal()
         self.prefixes = PrefixIndex()
         self.outliers = defaultdict[str, OutlierDetector](OutlierDetector)  # by node; all its incarnations share one
         self._registry = registry
@@ -109,7 +111,8 @@ class NodePool:
         return {
             "mode": self.mode,
             "registry": {"kind": self._registry.kind, "state": self._registry.state},
-            "nodes": [node_status(*node) for node in self.nodes()],
+            "nodes": self.journal.rows(),
+            "events": self.journal.events(),
             **totals,
         }
 
@@ -126,6 +129,7 @@ class NodePool:
             if connection is not None and connection.info.incarnation_id == info.incarnation_id:
                 connection.info = info
                 connection.is_listed = True
+                self.journal.changed(connection)
                 continue
             if connection is not None:
                 self._drop(name)
@@ -134,6 +138,7 @@ class NodePool:
             connection.is_listed = name in listed
             if not connection.is_listed and not connection.is_alive:
                 self._drop(name)
+        self.journal.registry_changed(self._registry.problem)
         self.notify()
 
     def _connect(self, info: NodeInfo) -> None:
@@ -143,11 +148,13 @@ class NodePool:
                 del self.outliers[name]
         connection = NodeConnection(self.router, info, self._timeout_s, self.connection_changed, self._observer)
         self.connections[info.id] = connection
+        self.journal.joined(connection)
         self._runs[info.id] = self._tasks.start(connection.run())
 
     def _drop(self, name: str) -> None:
         connection = self.connections.pop(name)
         connection.is_listed = False
+        self.journal.dropped(name)
         for total in self._handoffs_before:
             self._handoffs_before[total] += int(getattr(connection.stats, total))
         run = self._runs.pop(name)
@@ -157,11 +164,13 @@ class NodePool:
     def notify(self) -> None:
         """Invalidate the cached lists after a change of a node, and wake the tasks that wait for a change."""
         self._routable = self._capacity = None
+        self.journal.count_ready()
         self._changed.set()
         self._on_capacity(self.capacity(), time.monotonic())
 
     def connection_changed(self, connection: NodeConnection) -> None:
         """Process the change of a connection that became alive, ready, not ready or lost."""
+        self.journal.changed(connection)
         if connection.is_alive:
             self._start_slowly(connection)
         elif not connection.is_leaving:
@@ -188,6 +197,7 @@ class NodePool:
         now = time.monotonic()
         for connection in connections:
             if self.outliers[connection.info.id].failed(now):
+                log.info("node %s fails too often: other nodes are preferred for some time", connection.info.id)
                 self._schedule_return(connection)
 
     def served(self, *connections: NodeConnection) -> None:
@@ -196,7 +206,6 @@ class NodePool:
 
     def _schedule_return(self, connection: NodeConnection) -> None:
         left_s = self.outliers[connection.info.id].ejected_until - time.monotonic()
-        log.info("node %s failed: other nodes are preferred for %.0f s", connection.info.id, left_s)
         self.notify()
         asyncio.get_running_loop().call_later(left_s + TIMER_S, self.notify)
 

@@ -42,22 +42,19 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "Logs": "log_level log_format",
     "Switches": "enable_prefix_caching enforce_eager dashboard",
 }
-NOT_SUPPORTED = "is not supported"
+NOT_SUPPORTED = (
+    "tensor-parallel-size tp pipeline-parallel-size pp enable-lora speculative-config swap-space cpu-offload-gb "
+    "enable-auto-tool-choice tool-call-parser reasoning-parser trust-remote-code ssl-keyfile ssl-certfile"
+)
 VLLM_FLAGS = {  # flags of vLLM that have another name here, or none
-    **dict.fromkeys(("tensor-parallel-size", "tp"), f"{NOT_SUPPORTED}: each node computes on one device"),
-    **dict.fromkeys(("pipeline-parallel-size", "pp"), f"{NOT_SUPPORTED}: each node computes on one device"),
+    **dict.fromkeys(NOT_SUPPORTED.split(), "is not supported"),
     **dict.fromkeys(("data-parallel-size", "dp"), "is named --prefill and --decode here: the numbers of nodes"),
-    **dict.fromkeys(("enable-lora", "speculative-config", "swap-space", "cpu-offload-gb"), NOT_SUPPORTED),
-    **dict.fromkeys(("tool-call-parser", "enable-auto-tool-choice", "reasoning-parser"), NOT_SUPPORTED),
-    "trust-remote-code": f"{NOT_SUPPORTED}: code that comes with a model never runs",
     "api-key": "is named --api-keys-file here; `baton key` makes a key",
     "kv-cache-memory-bytes": "is named --kv-cache-memory here",
     "num-gpu-blocks-override": "is named --num-blocks here",
     "kv-transfer-config": "is not needed: prefill nodes pass KV to decode nodes (--kv-channel)",
     "enable-chunked-prefill": "is not needed: prompts are always computed in chunks (--max-num-batched-tokens)",
-    "disable-log-requests": "is named --log-level warning here",
-    "uvicorn-log-level": "is named --log-level here",
-    **dict.fromkeys(("ssl-keyfile", "ssl-certfile"), f"{NOT_SUPPORTED}: put a TLS proxy before the router"),
+    **dict.fromkeys(("disable-log-requests", "uvicorn-log-level"), "is named --log-level here"),
 }
 
 # The base class of usage errors. Typer does not export this class of click, and some versions of Typer contain their

@@ -330,7 +330,7 @@ class RouterSettings(ServingSettings):
 class NodeSettings(ComputingSettings):
     """This node"""
 
-    id: LabelOrNone = setting("", "Unique name.", "derived from role, host and process id")
+    id: LabelOrNone = setting("", "Unique name.", "ROLE-HOST in a container, elsewhere ROLE-HOST-PID")
     host: Host = setting("127.0.0.1", "Address that the node listens on for RPCs.")
     port: Port = setting(0, "Port for RPCs.", "any free port")
     advertise: HostOrNone = setting(

@@ -228,7 +228,7 @@ NODES: dict[str, tuple[dict[str, Any], str]] = {
     "a model in the parent directory": ({"model": ".."}, "config.json: missing"),
     "a model name with NUL": ({"model": "a\0b"}, "model 'a\\x00b' is neither a directory nor a hub id"),
     "longer than the model": ({"max_model_len": 10**6}, "--max-model-len 1000000 exceeds the"),
-    "a pool of one block": ({"num_blocks": 1}, "--num-blocks 1: one block is kept as a dummy"),
+    "a pool of one block": ({"num_blocks": 1}, "--num-blocks 1: must be at least 2"),
     "a pool below one request": (
         {"num_blocks": 9, "max_model_len": 129},
         "--max-model-len 129: the KV pool holds 128 tokens (8 blocks of 16); use --num-blocks 10 or --kv-cache-memory",

@@ -15,7 +15,7 @@ from benchmarks import cpu
 from benchmarks.cpu import FP32, LLAMA_F32, VLLM_FP32
 from benchmarks.models import SHAPES, checkpoint
 from benchmarks.process import PeerFailedError, PeerProcess
-from engine.models.config import ModelConfig
+from engine.models.families import read_model_config
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def ours(models: Path) -> Iterator[PeerProcess]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_engine_accepts_the_config_of_every_shape(shape: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
-    config = ModelConfig.from_directory(tmp_path)
+    config = read_model_config(tmp_path)
     assert config.head_dim * config.num_heads == config.hidden_size
     assert config.qkv_bias == (shape == "0.5b")
 

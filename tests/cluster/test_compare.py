@@ -119,7 +119,7 @@ def test_a_session_that_ends_early_keeps_its_measurements_and_leaves_nothing_run
     report = report_in(tmp_path)
     assert not report["valid"]
     assert ("interrupted" if what == "interrupt" else "colocated:1 was lost") in report["problems"][0]
-    assert report["verdict"]["sentence"].startswith("no verdict: ")
+    assert report["verdict"]["sentence"].startswith("No verdict: ")
     assert not report["runs"][0]["valid"]
     assert (tmp_path / "report" / "requests.jsonl").stat().st_size > 0
     assert started

@@ -8,6 +8,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -178,6 +180,44 @@ def test_everything_starts_after_a_power_cut(running: Cluster) -> None:
     assert running.settled()["handoffs"] == 1
     assert not any(path.exists() for path in left), "swept"
     assert len([path for path in directory.iterdir() if path.is_socket()]) == 3
+
+
+# ---- nodes that are gone ------------------------------------------------------------------------------------------
+
+
+def test_a_killed_node_and_a_planned_departure_are_reported_once() -> None:
+    with cluster(prefill=1, decode=3, log_level="info") as running:
+        running.send_signal("decode-0", signal.SIGKILL)
+        wait_for(lambda: running.nodes()["decode-0"]["state"] == "lost", "the killed node is shown as lost")
+        running.send_signal("decode-1", signal.SIGTERM)
+        assert running.processes["decode-1"].wait(60) == 0
+        wait_for(lambda: running.nodes()["decode-1"]["state"] == "left", "the stopped node is shown as gone")
+        running.complete([5] * 100, 1)  # a handoff that ends with its first token
+        status, log = running.status(), (running.directory / "router.log").read_text()
+        with urllib.request.urlopen(running.url + "/metrics") as answer:
+            metrics = answer.read().decode()
+        with urllib.request.urlopen(running.url + "/ready?role=decode") as answer:
+            assert answer.status == 200
+        running.send_signal("decode-2", signal.SIGKILL)
+        wait_for(
+            lambda: "No decode node is ready" in running.status()["summary"], "the empty pool is the first finding"
+        )
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            running.get("/ready?role=decode")
+        assert running.get("/ready") == {"ready": True}, "the prefill node generates"
+        assert "WARNING" not in running.log("decode-1") + running.log("decode-2")
+    kinds = [(event["kind"], event["node"]) for event in status["events"] if event["node"] in {"decode-0", "decode-1"}]
+    assert [kind for kind, node in kinds if node == "decode-0"] == ["joined", "ready", "lost"]
+    assert [kind for kind, node in kinds if node == "decode-1"] == ["joined", "ready", "draining", "left"]
+    assert "Lost in the last 10 minutes: decode-0." in status["summary"]
+    assert re.search(r'^baton_node_alive\{engine="decode-0".* 0.0$', metrics, re.MULTILINE)
+    assert 'engine="decode-1"' not in metrics
+    warnings = [line for line in log.splitlines() if " WARNING " in line]
+    assert len(warnings) == 1, warnings
+    assert "Node decode-0 is lost. The connection was closed without notice" in warnings[0]
+    assert log.count("Node decode-1 left.") == 1
+    ready = re.findall(r"ready: (\d) prefill, (\d) decode", log)
+    assert ready[-3:] == [("1", "3"), ("1", "2"), ("1", "1")], "each change is logged once"
 
 
 # ---- baton doctor -----------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def test_the_model_of_a_cluster_is_a_flag_or_an_argument(argv: list[str], capsys
         (["up", "--fly"], "baton up: No such option: --fly; see baton up --help"),
         (["up", "--prot", "1"], "baton up: No such option: --prot; did you mean --port?"),
         (["up", "--max_model_len", "1"], "baton up: No such option: --max_model_len; did you mean --max-model-len?"),
-        (["up", "-tp", "2"], "baton up: -tp of vLLM is not supported: each node computes on one device"),
+        (["up", "-tp", "2"], "baton up: -tp of vLLM is not supported"),
         (["serve", "m", "--tensor-parallel-size=2"], "baton serve: --tensor-parallel-size of vLLM is not supported"),
         (
             ["up", "--api-key", "x"],

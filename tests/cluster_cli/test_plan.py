@@ -224,13 +224,13 @@ EARLY: dict[str, tuple[dict[str, object], Callable[[Path], object], str]] = {
     "a shared pool": (
         {"num_blocks": 2**30, "kv_channel": "pool"}, Path.exists, "--num-blocks: the KV pool takes .*; lower --num-blocks$"
     ),
-    "bfloat16 on a CPU": ({"dtype": "bfloat16"}, Path.exists, "--dtype bfloat16: on the CPU activations are float32"),
+    "bfloat16 on a CPU": ({"dtype": "bfloat16"}, Path.exists, "--dtype bfloat16: the CPU computes in float32"),
     "a GPU's backend": ({"attention_backend": "triton"}, Path.exists, "--attention-backend triton: does not run on a CPU"),
     "a GPU's channel": ({"kv_channel": "cuda_ipc"}, Path.exists, "--kv-channel cuda_ipc: not available for KV on --device cpu"),
     "a tiny pool": ({"kv_cache_memory": 100}, Path.exists, "--kv-cache-memory 100 holds 0 blocks"),
     "no keys": ({"api_keys_file": "/no/keys"}, Path.exists, "--api-keys-file /no/keys: cannot be read"),
     "no secret": ({"cluster_secret_file": "/no/secret"}, Path.exists, "--cluster-secret-file /no/secret"),
-    "int8 in 16 bits": ({"quantization": "int8", "weight_dtype": "bfloat16"}, Path.exists, "--weight-dtype bfloat16: with"),
+    "int8 in 16 bits": ({"quantization": "int8", "weight_dtype": "bfloat16"}, Path.exists, "--weight-dtype bfloat16: omit it with"),
 }  # fmt: skip
 
 

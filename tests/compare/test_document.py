@@ -27,8 +27,13 @@ def reported(made: Experiment, found: Findings) -> dict[str, Any]:
 def test_the_report_has_a_verdict():
     report = reported(*session())
     assert report["valid"]
-    assert "disaggregated:1p1d leads: 100.0 % of requests within the SLO, colocated:2" in report["verdict"]["sentence"]
-    assert "4 paired runs" in report["verdict"]["sentence"]
+    verdict = report["verdict"]
+    assert verdict["sentence"].startswith(
+        "Disaggregate: 100.0 % instead of 73.1 % of requests met the SLO (certain by 2"
+    )
+    assert verdict["figures"].startswith("disaggregated:1p1d 100.0 %; colocated:2 73.1 % (+26.9 points [+2")
+    assert verdict["figures"].endswith("; 4 paired runs")
+    assert verdict["conditions"] == "2 devices, made x 1 at 10 req/s, TTFT <= 100 ms and TBT p99 <= 40 ms"
     assert report["verdict"]["cause"].endswith("misses of colocated:2 are TBT: behind prompt chunks")
     assert report["control"]["says"] == "no difference"
 
@@ -61,7 +66,7 @@ def test_a_seed_with_an_invalid_period_is_left_out_of_all_arms_and_a_spare_seed_
     assert [next(iter(pair.values())).trial.seed for pair in Figures(made, found).pairs] == [2, 3, 4]
     report = reported(made, found)
     assert report["valid"]
-    assert "3 paired runs" in report["verdict"]["sentence"]
+    assert "3 paired runs" in report["verdict"]["figures"]
     assert report["runs"][0]["problems"] == ["the load generator was late"]
     names = [arm.name for arm in made.all_arms]
     found.periods += [period(trial, 0.09, slow=11) for trial in trials_of(names, 5, 4)]
@@ -82,6 +87,10 @@ def test_the_warm_up_that_one_arm_needs_is_cut_off_in_all_arms():
 def few_valid(made: Experiment, found: Findings) -> None:
     for one in found.periods[:6]:
         one.problems.append("a node was lost")
+
+
+def late_client(made: Experiment, found: Findings) -> None:
+    found.problems = ["stopped early: the load generator was late"]
 
 
 def one_seed(made: Experiment, found: Findings) -> None:
@@ -106,7 +115,8 @@ def not_comparable(made: Experiment, found: Findings) -> None:
     ("change", "sentence"),
     [
         (few_valid, "only 2 of 4 seeds have a valid period in every arm: 6 periods are invalid, mostly because a node"),
-        (one_seed, "1 paired runs are too few: give --seeds 2 or more"),
+        (late_client, "stopped early: the load generator was late; stop other programs, use fewer devices than cores"),
+        (one_seed, "only 1 of 4 seeds have a valid period in every arm: see the runs in the report"),
         (other_answers, "1 requests got different answers from the arms"),
         (differing_control, "the control, an arm against itself, shows a difference in attainment"),
         (not_comparable, "not comparable: num_blocks differs"),
@@ -117,7 +127,7 @@ def test_there_is_no_verdict(change: Callable[[Experiment, Findings], None], sen
     change(made, found)
     report = reported(made, found)
     assert not report["valid"]
-    assert report["verdict"]["sentence"].startswith(f"no verdict: {sentence}")
+    assert report["verdict"]["sentence"].startswith(f"No verdict: {sentence}")
     assert report["tokens"]["equal"] == (change is not other_answers)
 
 
@@ -131,7 +141,7 @@ def test_a_comparison_of_an_arm_with_itself_alone():
     found.periods = [one for one in found.periods if one.trial.arm != ARMS[1].name]
     report = reported(alone, found)
     assert report["valid"]
-    assert report["verdict"]["sentence"].startswith("colocated:2 against itself: no difference. ")
+    assert report["verdict"]["sentence"].startswith("colocated:2 against itself: no difference.")
 
 
 def test_capacities_are_compared_seed_by_seed():
@@ -141,7 +151,9 @@ def test_capacities_are_compared_seed_by_seed():
     report = reported(made, searched(made, {"colocated:2": rows, "disaggregated:1p1d": faster}))
     assert report["valid"]
     sentence = report["verdict"]["sentence"]
-    assert "disaggregated:1p1d leads: 11.8 req/s within the SLO, colocated:2 10.0 req/s (+1.8 req/s" in sentence
+    assert sentence.startswith(
+        "Disaggregate: 11.8 req/s instead of 10.0 req/s are possible within the SLO (certain by 1."
+    )
     assert set(report["curves"]["attainment"]) == {"colocated:2", "disaggregated:1p1d", CONTROL.name}
     assert report["summary"]["colocated:2"]["capacity_rps"]["mean"] == pytest.approx(10.0, abs=0.05)
     assert report["summary"]["colocated:2"]["capacity_rps"]["bounded"] == "yes"
@@ -167,7 +179,7 @@ def test_a_capacity_beyond_the_highest_rate_is_a_bound():
     report = reported(made, found)
     assert not report["valid"]
     assert report["verdict"]["sentence"] == (
-        "no verdict: disaggregated:1p1d sustains at least 11.5 req/s, the highest measured rate"
+        "No verdict: disaggregated:1p1d sustains at least 11.5 req/s, the highest measured rate."
     )
     bound = report["summary"]["disaggregated:1p1d"]["capacity_rps"]
     assert (bound["mean"], bound["low"], bound["high"], bound["bounded"]) == (11.5, None, None, "above")
@@ -234,7 +246,7 @@ def test_invalid_periods_are_noted_by_arm_with_their_reason():
     found.periods[0].problems.append("the load generator was late")
     found.periods[4].notes.append("the router kept no record of 3 of 40 requests")
     assert reported(made, found)["notes"] == [
-        "1 of 4 periods of colocated:2 are invalid and left out, most often because the load generator was late",
+        "1 of 4 periods of colocated:2 are invalid and left out, mostly because the load generator was late",
         "disaggregated:1p1d, seed 2: the router kept no record of 3 of 40 requests",
     ]
 
@@ -266,5 +278,5 @@ def test_phases_have_their_number_of_requests():
 def test_if_all_keep_the_slo_the_verdict_compares_latencies():
     made = replace(experiment(num_seeds=8), slo=LatencySlo(100, 200))
     report = reported(made, findings(made))
-    assert "too close to call" in report["verdict"]["sentence"]
-    assert "Both keep the SLO; disaggregated:1p1d has 90 % lower TBT p99 [" in report["verdict"]["sentence"]
+    assert report["verdict"]["sentence"].startswith("Too close to call: 100.0 % (")
+    assert "Both keep the SLO; disaggregated:1p1d has 90 % lower TBT p99 [" in report["verdict"]["figures"]

@@ -100,7 +100,14 @@ def test_every_section_is_drawn_and_all_text_has_enough_contrast(opened: Callabl
 
 @pytest.mark.parametrize("made", [page_report, hostile, bare])
 def test_nothing_overflows_at_360_pixels(opened: Callable[..., Any], made: Callable[[], dict[str, Any]]) -> None:
+    """The contents are complete, and a table that continues to the right says so until it is scrolled to its end."""
     page = opened(made(), width=360)
+    assert page.evaluate("document.getElementById('contents').scrollWidth") <= 360
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.scroll')].every(e => (e.scrollWidth > e.clientWidth) === e.matches('.beyond'))"
+    )
+    page.evaluate("document.querySelectorAll('.scroll').forEach(each => { each.scrollLeft = 9999; })")
+    page.wait_for_function("() => !document.querySelector('.beyond')")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.evaluate(BLANK) == 0
 
@@ -152,7 +159,7 @@ def test_the_strip_can_be_moved_zoomed_and_used_by_keyboard(opened: Callable[...
     page = opened(page_report())
     shown, readout = page.locator("#strip output"), page.locator("#strip .readout")
     first = shown.inner_text()
-    page.get_by_role("button", name="Show the whole period").click()
+    page.get_by_role("button", name="Whole period").click()
     assert shown.inner_text() != first
     lane = page.locator(".lane").first
     lane.focus()
@@ -194,7 +201,7 @@ def test_the_page_states_what_it_leaves_out(opened: Callable[..., Any]) -> None:
         "mean": 12.0, "low": None, "high": None, "per_seed": [None], "bounded": "above",
     }  # fmt: skip
     page = opened(report)
-    page.get_by_role("button", name="Show the whole period").click()
+    page.get_by_role("button", name="Whole period").click()
     arm = page.locator(".strip-arm").first
     assert "36 of 40 requests with a timeline" in arm.inner_text()
     assert "24 more requests with a timeline not drawn here" in arm.inner_text()
@@ -216,6 +223,21 @@ def test_figures_are_those_of_the_report(opened: Callable[..., Any]) -> None:
     assert "better" in attainment
     phases = page.locator("#phases .bar").first.get_attribute("aria-label")
     assert f"prefill {report['phases']['colocated:2']['mean']['prefill']:.0f} ms" in phases
+
+
+def test_terms_are_explained_where_they_first_appear(opened: Callable[..., Any]) -> None:
+    page = opened(page_report())
+    explained = page.locator("#arms .guide").inner_text()
+    for name in ("TTST", "Fluidity", "Interference"):
+        term, tip = page.locator("#arms .term", has_text=name).first, page.locator("#tip")
+        term.hover()
+        assert tip.inner_text() in explained
+        page.mouse.move(0, 0)
+        assert not tip.is_visible()
+        term.focus()
+        assert tip.is_visible()
+        term.press("Escape")
+        assert not tip.is_visible()
 
 
 def test_buttons_and_printing_work(opened: Callable[..., Any]) -> None:

@@ -25,6 +25,7 @@ from compare.run.session import (
     trials_of,
 )
 from compare.stats.measures import slo_excess
+from tests.compare.fake_server import serving
 from tests.compare.reports import recording
 
 ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
@@ -52,7 +53,8 @@ def test_the_default_plan_with_a_control_is_below_fifteen_minutes(tmp_path: Path
     arms = (*ARMS, parse_arms(["colocated:2", "colocated:2@static"])[1])
     plan = replace(experiment(tmp_path, control=True), arms=arms, seeds=tuple(range(6))).plan(20.0, keeps_all=True)
     assert plan.startswith("plan: 4 arms x 6 periods x 20 s")
-    assert 8 <= int(plan.rpartition(" about ")[2].split()[0]) < 15
+    assert 8 <= int(plan.partition(" about ")[2].split()[0]) < 15
+    assert plan.endswith(" in total, up to 3 min more if periods are invalid")
 
 
 # ---- the proof that KV moved ---------------------------------------------------------------------------------------
@@ -224,6 +226,50 @@ class UnreachableDeployments:
 
     async def end(self) -> None:
         self.ended = True
+
+
+class Served(Endpoint):
+    """An endpoint of the fake server, which is always reachable."""
+
+    async def connect(self) -> None: ...
+
+
+class ServedDeployments(UnreachableDeployments):
+    """Deployments on a fake server. The arms in `bundling` send several tokens in one event, so they are invalid."""
+
+    def __init__(self, url: str, bundling: tuple[str, ...]) -> None:
+        super().__init__()
+        self._endpoints = {arm.name: Served(url) for arm in ARMS}
+        for name, endpoint in self._endpoints.items():
+            endpoint.model = "no-ids-bundled" if name in bundling else "ids"
+
+    async def up(self, name: str) -> Endpoint:
+        return self._endpoints[name]
+
+
+@pytest.mark.parametrize(
+    ("bundling", "num_seeds", "problem"),
+    [
+        ((), 2, None),
+        ((ARMS[0].name, ARMS[1].name), 1, "stopped early, as 0 of 1 seeds had a valid period in every arm: in 1 requests"),
+        ((ARMS[1].name,), 2, "stopped early, as 0 of 2 seeds had a valid period in every arm: in 1 requests"),
+    ],
+)  # fmt: skip
+async def test_a_session_stops_if_no_verdict_can_be_reached(
+    tmp_path: Path, bundling: tuple[str, ...], num_seeds: int, problem: str | None
+):
+    """It stops after the first seed if no arm has a valid period, or as soon as too few seeds are left."""
+    said: list[str] = []
+    arms = tuple(replace(arm, url="http://x") for arm in ARMS)
+    made = replace(experiment(tmp_path), arms=arms, send="text", treatment=("model",))
+    made = replace(made, traffic=lambda seed, rate: Traffic((Arrival(0.0, (1, 2), 4),), {"rate": 1.0}))
+    made = replace(made, slo=LatencySlo(60_000, 60_000))  # no test may fail because the load generator was late
+    async with serving() as (url, _):
+        found = await run_session(made, ServedDeployments(url, bundling), said.append)
+    assert [period.trial.seed for period in found.periods] == [1, 1, 2, 2][: 2 * num_seeds]
+    assert found.problems[0].startswith(problem) if problem else not found.problems
+    assert any(line.startswith("1/4 colocated:2, seed 1: 1 requests") for line in said)
+    assert any(line.strip() == "1 of 1 requests met the SLO" for line in said) == (len(bundling) < 2)
 
 
 async def test_an_arm_that_does_not_start_ends_the_run_and_all_other_arms(tmp_path: Path):

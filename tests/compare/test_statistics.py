@@ -6,7 +6,7 @@ import pytest
 
 from compare.load.outcome import Outcome
 from compare.stats.measures import is_growing, measured_window, mser, outstanding
-from compare.stats.statistics import TOO_CLOSE, compare, compare_arms, holm, student
+from compare.stats.statistics import TOO_CLOSE, compare, compare_arms, holm, student, within
 
 DRAWS = 400
 
@@ -19,6 +19,30 @@ def test_a_95_percent_interval_covers_the_truth_about_95_times_in_100(count: int
         found = student(list(random.normal(50.0, 4.0, count)))
         covered += found.low <= 50.0 <= found.high
     assert 0.90 <= covered / DRAWS <= 0.99
+
+
+@pytest.mark.parametrize("truth", [0.5, 0.9, 0.97])
+def test_the_interval_of_a_share_covers_the_truth_and_ends_at_its_bounds(truth: float) -> None:
+    """For a share of 97 %, Student's interval ends above 100 % in most sessions, and covers the truth too rarely."""
+    random = np.random.default_rng(7)
+    covered = {within: 0, student: 0}
+    for _ in range(DRAWS):
+        shares = list(random.binomial(80, random.beta(30 * truth, 30 * (1 - truth), 6)) / 80)
+        found = within(0.0, 1.0, shares)
+        assert 0 <= found.low <= found.mean <= found.high <= 1
+        covered[within] += found.low <= truth <= found.high
+        covered[student] += student(shares).low <= truth <= student(shares).high
+    assert 0.91 <= covered[within] / DRAWS <= 0.99
+    assert truth < 0.95 or covered[student] / DRAWS < 0.9
+
+
+def test_intervals_at_and_far_from_their_bounds() -> None:
+    two = within(-1.0, 1.0, [0.02, 0.38])  # Student's interval would be -2.1 to 2.5
+    assert (two.low, two.high) == pytest.approx((-0.885, 0.947), abs=1e-3)
+    assert within(0.0, np.inf, [500.0, 900.0]).low > 0
+    assert within(0.0, 1.0, [1.0] * 6) == student([1.0] * 6)
+    narrow = [0.5, 0.501, 0.499, 0.5]
+    assert within(0.0, 1.0, narrow).low == pytest.approx(student(narrow).low, abs=1e-5)
 
 
 def test_students_interval_of_known_values() -> None:

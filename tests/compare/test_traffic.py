@@ -186,7 +186,7 @@ def test_prompts_contain_every_id_except_the_excluded() -> None:
     drawn = set(PromptVocabulary(40, {3, 39}).draw(1, "text", 2000))
     assert drawn == set(range(40)) - {3, 39}
     assert VOCABULARY.draw(1, "text", 30) == VOCABULARY.draw(1, "text", 100)[:30]
-    with pytest.raises(ConfigError, match="a vocabulary of 2 tokens has none left"):
+    with pytest.raises(ConfigError, match="vocabulary has 2 tokens, all of them special"):
         PromptVocabulary(2, {0, 1})
 
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from dashboard.metrics import RecordMetrics
@@ -201,6 +202,25 @@ def test_the_documentation_names_every_metric_that_is_exported_and_no_other():
     assert named == {re.sub("_(bucket|sum|count)$", "", name) for name in exported()}
 
 
+def test_the_nodes_of_both_roles_are_counted_by_state_also_without_nodes():
+    nodes = Nodes()
+
+    def counted() -> dict[tuple[str, str], float]:
+        seen = {key: value for key, value in samples_of(nodes.registry).items() if key[0] == "baton_pool_nodes"}
+        return {(role.partition("=")[2], state.partition("=")[2]): value for (_, _, role, state), value in seen.items()}
+
+    nodes.rows = []
+    assert set(counted().values()) == {0}
+    assert {role for role, state in counted() if state == "ready"} == {"prefill", "decode"}
+    nodes.rows = [(info("p0", role="prefill"), NodeStats(), True)]
+    nodes.rows.append((info("d0", role="decode"), NodeStats("draining"), True))
+    nodes.rows.append((info("d1", role="decode"), NodeStats(), False))
+    found = {key: value for key, value in counted().items() if value}
+    assert found == {("prefill", "ready"): 1, ("decode", "draining"): 1, ("decode", "lost"): 1}
+    alive = samples_of(nodes.registry)["baton_node_alive", "engine=d1", "model_name=tiny", "role=decode"]
+    assert alive == 0
+
+
 def test_renamed_metrics_keep_their_old_names_for_a_release():
     seen = samples_of(Nodes().registry)
     for name, alias, value in (
@@ -218,5 +238,9 @@ def test_every_metric_of_our_board_is_exported():
     asked_for = {name for query in queries for name in re.findall(r"(?:vllm:|baton_)\w+", query)}
     assert len(queries) > 40
     assert asked_for <= exported()
+    rules = yaml.safe_load((BOARD.parents[2] / "alerts.yml").read_text())["groups"][0]["rules"]
+    alerts = {rule["alert"]: set(re.findall(r"(?:vllm:|baton_)\w+", rule["expr"])) for rule in rules}
+    assert set().union(*alerts.values()) <= exported()
+    assert {name for name, names in alerts.items() if not names} == {"BatonRouterDown"}
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)

@@ -92,10 +92,11 @@ def node(role: str, number: int = 0, **fields: Any) -> dict[str, Any]:
     return whole | fields
 
 
-def sentence(*nodes: dict[str, Any], running: int = 0, **latency: Any) -> str:
+def sentence(*nodes: dict[str, Any], running: int = 0, mode: str = "", **latency: Any) -> str:
     whole = {"ttft_ms": {"p50": None, "p99": None, "n": 0}, "tbt_ms": {"p50": None, "p99": None, "n": 0}}
     whole |= {"ttst_ms": {"p50": None, "p99": None, "n": 0}, "slo": {"ttft_ms": 500.0, "tbt_ms": 50.0}} | latency
-    return bottleneck({"nodes": list(nodes), "requests": {"running": running}, "latency": whole})
+    requests = {"running": running}
+    return bottleneck({"nodes": list(nodes), "mode": mode, "requests": requests, "latency": whole})
 
 
 def took(p50: float, p99: float) -> dict[str, float]:
@@ -124,6 +125,17 @@ PREFILL_IS_FULL = node("prefill", waiting=14, busy=0.97)
     [
         ([], {}, "No node has joined: nothing can be served."),
         ([node("decode", alive=False), node("decode", 1, state="draining")], {}, "No node is ready; 2 are listed."),
+        ([node("decode", alive=False, state="left")], {}, "No node is left: nothing can be served."),
+        (
+            [node("prefill"), node("decode", alive=False, state="lost")],
+            {"mode": "disaggregated"},
+            "No decode node is ready: prefill nodes generate too. Lost in the last 10 minutes: decode-0.",
+        ),
+        (
+            [node("decode"), node("prefill", 1, alive=False, state="left")],
+            {"mode": "disaggregated"},
+            "No prefill node is ready: decode nodes compute prompts too.",
+        ),
         ([node("prefill"), node("decode")], {}, "Idle: 2 nodes ready, no requests."),
         (
             [node("decode", running=3, busy=0.4)],

@@ -17,6 +17,7 @@ from dashboard.step_ring import MEMBERS_BYTES, StepRing, members_of
 from dashboard.trace import union
 from router.nodes.load import node_status
 from shared.clock import now_ns
+from shared.errors import UnavailableError
 from shared.rpc.codec import decode, encode
 from shared.rpc.messages import NodeStats, NodeUpdate, RequestEvent, StepRecord, pack_ids
 from tests.dashboard.world import BASE, MODEL, MS, World, finish, handed_off, info
@@ -144,6 +145,25 @@ def test_the_state_follows_the_events() -> None:
     world.at(9).ended("cmpl-a", 0, "abort")
     look()
     assert seen == ["queued", "prefill", "transfer", "decode", "cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "state", "status", "message"),
+    [
+        ("refused", UnavailableError("Try later.", status=429), "refused", 429, "Try later."),
+        ("error", UnavailableError("A node omitted it.", status=500), "failed", 500, "A node omitted it."),
+        ("error", KeyError("secret"), "failed", 500, "The server failed to handle this request."),
+    ],
+)
+def test_a_refused_or_failed_request_has_the_status_and_the_message_of_its_error(
+    how: str, error: Exception, state: str, status: int, message: str
+) -> None:
+    world = World()
+    world.at(0).accepted("cmpl-a", 40, 1)
+    world.at(1).ended("cmpl-a", 0, how, error)
+    found = world.records.request("cmpl-a")
+    assert found is not None
+    assert [found[name] for name in ("state", "status", "message")] == [state, status, message]
 
 
 def test_a_timeline_has_chunks_pushes_decode_and_the_cause_of_each_gap() -> None:

@@ -15,8 +15,8 @@ from engine.attention import AttentionBackend
 from engine.cpu.selection import attention_on_cpu, kernels_on_cpu
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
-from engine.models.config import ModelConfig, Rope
 from engine.models.decoder import Decoder
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from engine.runner import Runner, SliceOutput, TorchRunner
 from scheduler.request import Request, Slice, Step
 from shared.kv.layout import KVLayout
@@ -27,8 +27,9 @@ GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
 VOCABULARY = 97
 CONFIG = ModelConfig(
-    "Qwen3ForCausalLM", 32, 52, 2, 4, 2, 16, VOCABULARY, 1e-6, Rope(), False, True, False, False, True, (0, 7), 64, None,
-    (),
+    "Qwen3ForCausalLM", 32, VOCABULARY,
+    tuple(LayerSpec(AttentionSpec(4, 2, 16, window=size, qkv_bias=True, qk_norm=True), MlpSpec(52)) for size in (0, 7)),
+    1e-6, False, 64,
 )  # fmt: skip
 
 

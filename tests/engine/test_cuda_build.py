@@ -19,7 +19,8 @@ from engine.cuda.build import CONTEXT_BYTES, GIB, GRAPH_BYTES, build_on_cuda
 from engine.cuda.device import CudaAccelerator
 from engine.cuda.graphs import GraphRecording
 from engine.cuda.kv.driver import CudaError
-from engine.models.config import ModelConfig
+from engine.models.families import read_model_config
+from engine.models.spec import ModelConfig
 from engine.options import BuildOptions
 from scheduler.request import Request
 from shared.kv.memory import HostMemory
@@ -64,7 +65,7 @@ class HostGpu:
 
 
 def config() -> ModelConfig:
-    return ModelConfig.from_directory(MODEL)
+    return read_model_config(MODEL)
 
 
 def test_a_node_on_a_gpu_generates_the_tokens_of_one_on_a_cpu() -> None:

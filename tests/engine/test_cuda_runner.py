@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, TorchAttention, TorchPlan
+from engine.attention import AttentionBackend, AttentionLayer, TorchAttention, TorchPlan
 from engine.batch import Batch, build
 from engine.cuda.graphs import GraphRecording
 from engine.cuda.runner import CudaRunner
@@ -70,13 +70,13 @@ class StaticPlan:
     def __init__(self, pool: KVPool, batch: Batch) -> None:
         self._pool, self._batch = pool, batch
 
-    def attend(self, layer: int, q: Tensor, window: int) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         batch, size = self._batch, self._pool.layout.block_tokens
         keys, values = (
-            part[batch.block_table.long()].transpose(2, 3).flatten(1, 2) for part in self._pool.layer(layer)
+            part[batch.block_table.long()].transpose(2, 3).flatten(1, 2) for part in self._pool.layer(layer.index)
         )
         at = torch.arange(batch.block_table.shape[1] * size)
-        seen = (at < batch.kv_len[:, None]) & (at >= batch.kv_len[:, None] - (window or len(at)))
+        seen = (at < batch.kv_len[:, None]) & (at >= batch.kv_len[:, None] - (layer.window or len(at)))
         group = q.shape[1] // keys.shape[2]
         keys, values = (
             torch.where(seen[:, :, None, None], part, 0.0).repeat_interleave(group, dim=2) for part in (keys, values)

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from engine.attention import TorchAttention
+from engine.attention import AttentionLayer, TorchAttention
 from engine.batch import build
 from engine.cuda.flash_attention import FlashAttention, installed
 from engine.cuda.selection import attention_on_cuda, block_tokens_on_cuda, flash_attn_here, usable_on_cuda
@@ -79,9 +79,9 @@ def test_every_generation_gives_the_reference_result(name: str, mix: str, window
     pool = pool_of(BLOCK_TOKENS[name])
     batch = build(slices_of(BLOCK_TOKENS[name], MIXES[mix]), BLOCK_TOKENS[name], CPU)
     q = torch.randn(len(batch.tokens), 6, 32, generator=torch.Generator().manual_seed(5)).half()
-    expected = TorchAttention(pool).plan(batch).attend(1, q.float(), window)
+    expected = TorchAttention(pool).plan(batch).attend(AttentionLayer(1, window), q.float())
     backend = FlashAttention(pool, name, TorchAttention(pool) if apart else None)
-    found = backend.plan(batch).attend(1, q, window)
+    found = backend.plan(batch).attend(AttentionLayer(1, window), q)
     assert found.dtype == torch.float16
     assert (found.float() - expected).abs().max() < 3e-3
 

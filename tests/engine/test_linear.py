@@ -12,7 +12,7 @@ from engine.cpu import why_not_compiled
 from engine.cpu.int8 import LEVELS, LEVELS_OF_7_BITS, Int8, has_fbgemm
 from engine.cpu.selection import AsStored, linear_on_cpu
 from engine.linear import LinearFormat, Plain
-from engine.models.config import ModelConfig, Rope
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from tests.engine.build import CPU, generate, thinned, torch_runner
 
 compiled = pytest.mark.skipif(bool(why_not_compiled()), reason=f"no compiled kernels: {why_not_compiled()}")
@@ -198,10 +198,8 @@ def test_the_requested_format_is_chosen(settings: tuple[str, str], name: str) ->
 @compiled
 @pytest.mark.parametrize("settings", [("auto", "none"), ("bfloat16", "none"), ("float16", "none"), ("auto", "int8")])
 def test_a_model_generates_the_same_alone_and_in_a_batch(settings: tuple[str, str]) -> None:
-    config = ModelConfig(
-        "LlamaForCausalLM", 64, 100, 2, 4, 2, 16, 97, 1e-5, Rope(), True, False, False,
-        False, False, (0, 0), 4096, None, (),
-    )  # fmt: skip
+    layer = LayerSpec(AttentionSpec(4, 2, 16), MlpSpec(100))
+    config = ModelConfig("LlamaForCausalLM", 64, 97, (layer, layer), 1e-5, True, 4096)
     model = random_decoder(config, torch.float32, CPU, linear_on_cpu(*settings), deviation=0.1)
     prompts = [[Random(seed).randrange(97) for _ in range(count)] for seed, count in enumerate((1, 17, 160))]
     runner, _, blocks = torch_runner(model, num_blocks=400)

@@ -1,6 +1,7 @@
 """Test that the decoder gives the logits of transformers, in random chunks over a pool whose unused memory is NaN."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -8,11 +9,29 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from engine.batch import build
 from engine.kv_pool import KVPool
-from engine.models.decoder import Decoder, load_model
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
+from engine.models.spec import Rope
 from engine.runner import TorchRunner
 from scheduler.request import Request
 from shared.kv.layout import KVLayout
@@ -55,6 +74,20 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "long_factor": [1.0, 1.5, 2.0, 4.0],
+    "short_factor": [1.0, 1.0, 1.2, 1.5],
+    "original_max_position_embeddings": 8,
+    "partial_rotary_factor": 2 / 3,
+}
+QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+GLM_MOE = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=4),
     "llama, grouped, tied": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
@@ -72,6 +105,47 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=20),
     "qwen3, tied, bias": Qwen3Config(
         **SIZES, num_key_value_heads=4, head_dim=8, attention_bias=True, tie_word_embeddings=True
+    ),
+    "llama, yarn": LlamaConfig(**SIZES, num_key_value_heads=2, rope_parameters=YARN),
+    "smollm3": SmolLM3Config(**SIZES | {"num_hidden_layers": 4}, num_key_value_heads=2, pad_token_id=0),
+    "phi3, window": Phi3Config(**SIZES, num_key_value_heads=2, sliding_window=9, pad_token_id=0),
+    "granite": GraniteConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        embedding_multiplier=3.0,
+        logits_scaling=2.5,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+    ),
+    "mixtral": MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, sliding_window=None),
+    "qwen2 moe": Qwen2MoeConfig(
+        **SIZES, **QWEN_MOE, num_key_value_heads=2, shared_expert_intermediate_size=28, mlp_only_layers=[1]
+    ),
+    "qwen3 moe": Qwen3MoeConfig(**SIZES, **QWEN_MOE, num_key_value_heads=2, head_dim=16, norm_topk_prob=True),
+    "glm4 moe": Glm4MoeConfig(**SIZES, **GLM_MOE, num_key_value_heads=2, head_dim=16, use_qk_norm=True),
+    "gpt oss": GptOssConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=6,
+    ),
+    "gemma2": Gemma2Config(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=6,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SIZES | {"num_hidden_layers": 6},
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=12,
+        sliding_window=6,
     ),
 }
 
@@ -117,10 +191,12 @@ def all_logits(model: Decoder, rows: list[list[int]], random: Random, block_toke
     return [torch.cat(parts) for parts in logits]
 
 
-def largest_difference(reference_model: Any, model: Decoder, seed: int = 0, block_tokens: int = 4) -> float:
+def largest_difference(
+    reference_model: Any, model: Decoder, seed: int = 0, block_tokens: int = 4, lengths: Sequence[int] = (41, 1, 17, 8)
+) -> float:
     random = Random(seed)
     vocab = model.config.vocab_size
-    rows = [[random.randrange(vocab) for _ in range(length)] for length in (41, 1, 17, 8)]
+    rows = [[random.randrange(vocab) for _ in range(length)] for length in lengths]
     ours = all_logits(model, rows, random, block_tokens)
     with torch.inference_mode():
         theirs = [reference_model(torch.tensor([row])).logits[0] for row in rows]
@@ -177,8 +253,22 @@ def test_a_batch_of_decodes_or_with_prompt_logprobs_has_no_drawing_batch() -> No
     assert build([piece(scored, 3)], 4, CPU).drawing() is None
 
 
+def test_longrope_uses_the_factors_for_long_contexts(tmp_path: Path) -> None:
+    """Transformers chooses the factors by the length of each prompt; these prompts are all long."""
+    sizes = SIZES | {"original_max_position_embeddings": 8}
+    reference_model = save(
+        Phi3Config(**sizes, num_key_value_heads=2, rope_parameters=LONGROPE, pad_token_id=0), tmp_path
+    )
+    model = load_model(tmp_path, torch.float32, CPU)
+    assert model.config.ropes[0] == Rope(
+        10000.0, "longrope", original_max_position_embeddings=8, magnitude=pytest.approx((1 + 5 / 3) ** 0.5),
+        factors=(1.0, 1.5, 2.0, 4.0), dims=8,
+    )  # fmt: skip
+    assert largest_difference(reference_model, model, lengths=(41, 17, 9)) <= 1e-4
+
+
 def test_a_long_step_is_split_in_the_mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.models.decoder.MLP_ROWS", 3)
+    monkeypatch.setattr("engine.models.mlp.MLP_ROWS", 3)
     reference_model = save(CONFIGS["llama, biases"], tmp_path)
     assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
 

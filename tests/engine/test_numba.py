@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.attention import AttentionLayer
 from engine.cpu.selection import attention_on_cpu, kernels_on_cpu
 from engine.kernels import TorchKernels
 from tests.engine.build import thinned
@@ -90,7 +91,7 @@ def test_a_broken_context_spoils_only_its_own_request(name: str, broken: int) ->
     pool = pool_of(2, 64, 16, torch.float32, 20, CPU)
     fill(pool, batch, 0)
     pool.tensor[batch.block_table[broken, 0], :, 0, 3] = torch.nan
-    out = attention_on_cpu(name, pool).plan(batch).attend(0, random((72, 6, 64), torch.float32, CPU, 0), 0)
+    out = attention_on_cpu(name, pool).plan(batch).attend(AttentionLayer(0), random((72, 6, 64), torch.float32, CPU, 0))
     spoilt = torch.zeros(72, dtype=torch.bool)
     spoilt[slice(1, 41) if broken == 1 else 41] = True
     assert out[~spoilt].isfinite().all()
@@ -182,9 +183,9 @@ def test_the_number_of_threads_may_grow_between_plan_and_attention() -> None:
     fill(pool, batch, 1)
     torch.set_num_threads(1)
     plan, q = NumbaAttention(pool).plan(batch), random((131, 6, 64), torch.float32, CPU, 0)
-    expected = plan.attend(1, q, 0)
+    expected = plan.attend(AttentionLayer(1), q)
     torch.set_num_threads(4)
-    torch.testing.assert_close(plan.attend(1, q, 0), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(plan.attend(AttentionLayer(1), q), expected, rtol=0, atol=1e-6)
 
 
 def test_the_named_backend_runs() -> None:
@@ -192,4 +193,6 @@ def test_the_named_backend_runs() -> None:
     assert [attention_on_cpu(name, pool).name for name in ("auto", "numba", "torch")] == ["numba", "numba", "torch"]
     batch = batch_of([(0, 2)], 4, 9, CPU)
     with pytest.raises(ValueError, match=r"computes in float32"):
-        attention_on_cpu("numba", pool).plan(batch).attend(0, torch.zeros(2, 4, 16, dtype=torch.bfloat16), 0)
+        attention_on_cpu("numba", pool).plan(batch).attend(
+            AttentionLayer(0), torch.zeros(2, 4, 16, dtype=torch.bfloat16)
+        )

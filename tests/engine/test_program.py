@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from benchmarks.random_model import random_decoder
 from engine.batch import Batch
 from engine.cpu import why_not_compiled
 from engine.cpu.selection import linear_on_cpu
-from engine.models.config import ModelConfig, Rope
 from engine.models.decoder import Decoder
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from tests.gpu_less.contract import batch_of, fill, pool_of
 
 if why_not_compiled():
@@ -24,15 +25,21 @@ from engine.cpu.layer import NumbaKernels
 from engine.cpu.matmul_kernels import HAS_INT8, PANEL
 
 CPU = torch.device("cpu")
-LLAMA = ModelConfig(
-    "LlamaForCausalLM", 2 * PANEL, 3 * PANEL, 3, 4, 2, PANEL, 100, 1e-5, Rope(), False, False, False,
-    False, False, (0, 0, 0), 4096, None, (),
-)  # fmt: skip
+
+
+def config_of(*windows: int, kv_heads: int = 2, mlp_bias: bool = False, tied: bool = False, **more: Any) -> ModelConfig:
+    layers = tuple(
+        LayerSpec(AttentionSpec(4, kv_heads, PANEL, window=window, **more), MlpSpec(3 * PANEL, bias=mlp_bias))
+        for window in windows or (0, 0, 0)
+    )
+    return ModelConfig("LlamaForCausalLM", 2 * PANEL, 100, layers, 1e-5, tied, 4096)
+
+
 SHAPES = {
-    "llama": LLAMA,
-    "qwen 2": replace(LLAMA, qkv_bias=True, tie_word_embeddings=True, num_kv_heads=4),
-    "qwen 3": replace(LLAMA, qk_norm=True, num_kv_heads=1),
-    "windows": replace(LLAMA, windows=(40, 0, 300), output_bias=True, mlp_bias=True),
+    "llama": config_of(),
+    "qwen 2": config_of(kv_heads=4, qkv_bias=True, tied=True),
+    "qwen 3": config_of(kv_heads=1, qk_norm=True),
+    "windows": config_of(40, 0, 300, output_bias=True, mlp_bias=True),
 }
 FLOATS, SHORTS, BYTES = ("float32", "none"), ("bfloat16", "none"), ("auto", "int8")
 CASES = [*((name, FLOATS) for name in SHAPES), ("llama", SHORTS), ("qwen 2", BYTES)]
@@ -91,9 +98,9 @@ def test_the_fused_pass_gives_the_same_bits(shape: str, settings: tuple[str, str
 
 
 def test_only_decodes_that_draw_are_taken() -> None:
-    model = decoder(LLAMA, FLOATS)
+    model = decoder(SHAPES["llama"], FLOATS)
     pool = pool_of(2, PANEL, 16, torch.float32, 700, CPU, 3)
-    program = fused_decode_of(model, NumbaKernels(LLAMA, pool), NumbaAttention(pool))
+    program = fused_decode_of(model, NumbaKernels(SHAPES["llama"], pool), NumbaAttention(pool))
     assert isinstance(program, FusedDecode)
     decodes = drawing(contexts(3))
     assert program.takes(decodes)
@@ -104,9 +111,10 @@ def test_only_decodes_that_draw_are_taken() -> None:
     assert not program.takes(replace(decodes, sampled=[0, 2]))  # slice 1 has logits but does not draw
 
 
-@pytest.mark.parametrize("change", [{"hidden_size": 2 * PANEL + 4}, {"intermediate_size": PANEL + 2}])
-def test_widths_with_padded_panels_are_not_fused(change: dict[str, int]) -> None:
-    config = replace(LLAMA, **change)
+@pytest.mark.parametrize(("hidden", "inner"), [(2 * PANEL + 4, 3 * PANEL), (2 * PANEL, PANEL + 2)])
+def test_widths_with_padded_panels_are_not_fused(hidden: int, inner: int) -> None:
+    layers = tuple(replace(layer, mlp=MlpSpec(inner)) for layer in SHAPES["llama"].layers)
+    config = replace(SHAPES["llama"], hidden_size=hidden, layers=layers)
     pool = pool_of(2, PANEL, 16, torch.float32, 8, CPU, 3)
     model = decoder(config, FLOATS)
     assert fused_decode_of(model, NumbaKernels(config, pool), NumbaAttention(pool)) is None

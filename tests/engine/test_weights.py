@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.config import MAX_CONFIG_BYTES, ModelConfig, Rope
-from engine.models.decoder import load_model
+from engine.models.config import MAX_CONFIG_BYTES
+from engine.models.families import read_model_config
+from engine.models.load import load_model
+from engine.models.spec import Rope
 from engine.weights import INDEX, Checkpoint, fingerprint
 from shared.model_files import resolve
 from tests.engine.build import CPU
@@ -71,7 +73,7 @@ def directory(tmp_path: Path) -> Path:
         ({"head_dim": 5}, "head_dim is 5: .*even"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"rope_theta": -1.0}, "rope_theta is -1.0"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type is 'yarn'"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 4.0}}, "rope_parameters.rope_type is 'prop"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.type is 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": []}, r"rope_scaling is \[\]: it must be an object"),
@@ -92,7 +94,7 @@ def test_a_wrong_config_is_refused_naming_file_key_and_fix(
 ) -> None:
     write_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message) as error:
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
     assert str(tmp_path / "config.json") in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -112,19 +114,19 @@ def test_a_file_that_is_not_a_config_is_refused(content: bytes | None, message: 
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=f"config.json: {message}"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_defaults_and_both_ways_to_write_rope(tmp_path: Path) -> None:
-    config = ModelConfig.from_directory(write_config(tmp_path, num_key_value_heads=...))
+    config = read_model_config(write_config(tmp_path, num_key_value_heads=...))
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (2, 4, 1e-6)
-    assert (config.rope, config.windows, config.bos_token_id) == (Rope(), (0,), None)
+    assert (config.ropes, config.layers[0].attention.window, config.bos_token_id) == ([Rope()], 0, None)
     old = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}}
     new = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2}}
     for changes in (old, new):
-        assert ModelConfig.from_directory(write_config(tmp_path, **changes)).rope == Rope(500.0, "linear", 2.0)
-    null = ModelConfig.from_directory(write_config(tmp_path, rope_scaling=None, rope_theta=7.0))
-    assert null.rope == Rope(7.0)
+        assert read_model_config(write_config(tmp_path, **changes)).ropes == [Rope(500.0, "linear", 2.0)]
+    null = read_model_config(write_config(tmp_path, rope_scaling=None, rope_theta=7.0))
+    assert null.ropes == [Rope(7.0)]
 
 
 @pytest.mark.parametrize(
@@ -141,17 +143,18 @@ def test_defaults_and_both_ways_to_write_rope(tmp_path: Path) -> None:
     ],
 )
 def test_windows_by_layer(changes: dict[str, Any], windows: tuple[int, ...], tmp_path: Path) -> None:
-    assert ModelConfig.from_directory(write_config(tmp_path, num_hidden_layers=3, **changes)).windows == windows
+    config = read_model_config(write_config(tmp_path, num_hidden_layers=3, **changes))
+    assert tuple(layer.attention.window for layer in config.layers) == windows
 
 
 def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     write_config(tmp_path, eos_token_id=[2, 3], bos_token_id=[1])
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
-    config = ModelConfig.from_directory(tmp_path)
+    config = read_model_config(tmp_path)
     assert (config.eos_token_ids, config.bos_token_id) == ((2, 3, 7), 1)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 99}')
     with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id is 99"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------

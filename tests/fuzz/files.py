@@ -6,7 +6,7 @@ from contextlib import suppress
 from compare.load.outcome import CompletionReader, Outcome
 from compare.load.traces import read_trace
 from engine.emulation import load_emulation
-from engine.models.config import ModelConfig
+from engine.models.families import read_model_config
 from engine.weights import INDEX, fingerprint, stored_dtype
 from router.http.auth import ApiKeys
 from router.text.model_files import read_model
@@ -79,7 +79,7 @@ CONFIGS = (as_json(CONFIG), as_json(CONFIG | {"rope_scaling": {"type": "linear",
 
 @target(*CONFIGS, rejects=ValueError)
 def model_configs(data: bytes) -> None:
-    ModelConfig.from_directory(written("config/config.json", data).parent)
+    read_model_config(written("config/config.json", data).parent)
 
 
 @target(*CONFIGS, rejects=ValueError)

@@ -10,6 +10,7 @@ from tests.gpu_less.draws import FILTERS, expected, logits_of, parameters_of, ro
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine.attention import AttentionLayer
 from engine.cuda.attention import TritonAttention
 from engine.cuda.draw import draw
 from engine.cuda.layer import TritonKernels
@@ -64,7 +65,7 @@ def test_a_captured_graph_follows_its_batch() -> None:
     plan, q, graph = backend.plan(static), torch.randn(4, 32, 128, device=DEVICE).bfloat16(), torch.cuda.CUDAGraph()
     check_attention(backend, pool, static, 32, torch.bfloat16)  # compiles the kernels before the capture
     with torch.cuda.graph(graph):
-        out = plan.attend(1, q, 0)
+        out = plan.attend(AttentionLayer(1), q)
     for spans in ([(10, 11), (3000, 3001), (-1, 0), (70, 71)], [(0, 1), (-1, 0), (-1, 0), (-1, 0)]):
         batch = batch_of(spans, 64, NUM_BLOCKS, DEVICE)
         static.kv_len.copy_(batch.kv_len)
@@ -77,7 +78,7 @@ def test_a_captured_graph_follows_its_batch() -> None:
             def plan(self, _: object) -> object:
                 return self
 
-            def attend(self, layer: int, queries: torch.Tensor, window: int) -> torch.Tensor:
+            def attend(self, layer: AttentionLayer, queries: torch.Tensor) -> torch.Tensor:
                 q.copy_(queries)
                 graph.replay()
                 return out

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from engine.attention import AttentionLayer
 from engine.batch import Batch
 from engine.cuda.attention import Tile, TritonAttention, TritonPlan
 from engine.cuda.attention_kernels import attend
@@ -110,7 +111,9 @@ def attention(
 ) -> None:
     pool = pool_of(8, head_dim, page, held or dtype)
     plan = TritonAttention(pool).plan(without_memory(batch_of(spans, page, NUM_BLOCKS, CPU)))
-    plan.attend(1, empty(sum(end - start for start, end in spans), 8 * group, head_dim, dtype=dtype), window)
+    plan.attend(
+        AttentionLayer(1, window), empty(sum(end - start for start, end in spans), 8 * group, head_dim, dtype=dtype)
+    )
 
 
 def elementwise(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -120,7 +123,7 @@ def elementwise(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) ->
     rows, weight, head = empty(50, hidden, dtype=dtype), empty(hidden, dtype=dtype), empty(head_dim, dtype=dtype)
     step.norm(rows, weight)
     step.add_norm(rows, rows, weight)
-    step.silu_mul(empty(50, 7 * hidden, dtype=dtype))
+    step.gated(empty(50, 7 * hidden, dtype=dtype), "silu")
     for norm in (head, None):
         step.rotate_and_store(1, empty(50, (heads + 2 * kv_heads) * head_dim, dtype=dtype), norm, norm)
 
@@ -136,7 +139,7 @@ def too_large() -> None:
     pool, batch = pool_of(8, 128, 64, torch.float32), without_memory(batch_of([(0, 64)], 64, NUM_BLOCKS, CPU))
     plan = TritonPlan(TritonAttention(pool), batch)
     q, work = empty(64, 32, 128, dtype=torch.float32), empty(8, 2, dtype=torch.int32)
-    plan._launch(1, q, 0, empty(64, 32, 128, dtype=torch.float32), None, work, 8, Tile(32, 32, 4, 2), 1)
+    plan._launch(AttentionLayer(1), q, empty(64, 32, 128, dtype=torch.float32), None, work, 8, Tile(32, 32, 4, 2), 1)
 
 
 def configurations() -> dict[str, Callable[[], None]]:

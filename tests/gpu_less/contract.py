@@ -8,12 +8,12 @@ from random import Random
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend
+from engine.attention import AttentionBackend, AttentionLayer
 from engine.batch import Batch
 from engine.kernels import Kernels
 from engine.kv_pool import KVPool
-from engine.models.config import ModelConfig, Rope
 from engine.models.rope import inverse_frequencies
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, Rope
 from shared.kv.layout import KVLayout
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -103,7 +103,7 @@ def check_attention(
     rows = len(batch.tokens)
     q = random((rows + pad, heads, pool.layout.head_dim), dtype, pool.tensor.device, 99)
     q[rows:] = torch.nan
-    out = backend.plan(batch).attend(1, q, window)
+    out = backend.plan(batch).attend(AttentionLayer(1, window), q)
     assert out.dtype == dtype
     assert out.shape == q.shape
     assert not out[rows:].any()
@@ -119,10 +119,8 @@ def check_attention(
 
 
 def config_of(hidden: int, heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
-    return ModelConfig(
-        "Qwen3ForCausalLM", hidden, 2 * hidden, 2, heads, kv_heads, head_dim, 100, 1e-5, Rope(), False, False, False,
-        False, True, (0, 0), 4096, None, (),
-    )  # fmt: skip
+    layer = LayerSpec(AttentionSpec(heads, kv_heads, head_dim, qk_norm=True), MlpSpec(2 * hidden))
+    return ModelConfig("Qwen3ForCausalLM", hidden, 100, (layer, layer), 1e-5, False, 4096)
 
 
 def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -150,7 +148,7 @@ def check_norms(kernels: Kernels, batch: Batch, width: int, dtype: torch.dtype, 
     close(after, normed(total, weight, 1e-5), dtype)
     gate_up = random((3, 2 * width), dtype, device, 4)
     gate, up = gate_up.double().chunk(2, dim=1)
-    close(step.silu_mul(gate_up), gate * gate.sigmoid() * up, dtype)
+    close(step.gated(gate_up, "silu"), gate * gate.sigmoid() * up, dtype)
 
 
 def check_rotation(
@@ -162,7 +160,7 @@ def check_rotation(
     qkv = random((len(batch.tokens), (heads + 2 * kv_heads) * dim), dtype, device, 5)
     weights = [random((dim,), dtype, device, seed) for seed in (6, 7)] if norms else [None, None]
     parts = qkv.clone().view(len(qkv), -1, dim).double().split((heads, kv_heads, kv_heads), dim=1)
-    frequencies = inverse_frequencies(config.rope, dim).to(device)
+    frequencies = inverse_frequencies(Rope(), dim).to(device)
     angle = (batch.positions.float()[:, None] * frequencies).double()[:, None]
 
     def turned(rows: Tensor, weight: Tensor | None) -> Tensor:

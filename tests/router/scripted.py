@@ -80,6 +80,7 @@ class ScriptedDispatcher:
         self.cached_tokens = 0
         self.num_prompt_logprobs: int | None = None  # None sends all of them
         self.is_ready = True
+        self.empty_pool = "none"
         self.answers: list[ScriptedAnswers] = []
 
     @asynccontextmanager
@@ -98,10 +99,12 @@ class ScriptedDispatcher:
                 await stream.aclose()
 
     def status(self) -> dict[str, Any]:
-        return {"nodes": []}
+        alive = {"id": "d0", "alive": True, "running": 3, "waiting": 2}
+        nodes = [alive, {"id": "d1", "alive": False, "running": 9, "waiting": 9}]
+        return {"router": "router-1", "nodes": nodes, "queue": {"requests": 4}}
 
-    def ready(self) -> bool:
-        return self.is_ready
+    def ready(self, role: str = "") -> bool:
+        return self.is_ready and role != self.empty_pool
 
 
 @asynccontextmanager

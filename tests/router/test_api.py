@@ -1,6 +1,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
@@ -240,10 +241,16 @@ async def test_tokenize_and_detokenize_are_inverse(client, byte_level):
 async def test_health_status_and_models(client, dispatcher):
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/ready")).json() == {"ready": True}
+    assert (await client.get("/ready?role=decode")).json() == {"ready": True}
+    dispatcher.empty_pool = "prefill"
+    assert (await client.get("/ready?role=prefill")).status_code == 503
+    assert error_of(await client.get("/ready?role=both"))["param"] == "role"
     dispatcher.is_ready = False
     assert (await client.get("/ready")).status_code == 503
     status = (await client.get("/v1/status")).json()
-    assert (status["nodes"], status["latency"]["ttft_ms"]["n"]) == ([], 0)
+    assert status["latency"]["ttft_ms"]["n"] == 0
+    assert (status["router"]["id"], status["router"]["max_model_len"]) == ("router-1", 200)
+    assert 0 < status["router"]["started_ms"] / 1000 <= time.time()
     (card,) = (await client.get("/v1/models")).json()["data"]
     assert (card["id"], card["max_model_len"], card["created"]) == ("tiny", 200, 7)
     assert (await client.get("/v1/models/tiny")).json() == card
@@ -487,4 +494,7 @@ async def test_a_router_without_the_dashboard_has_none_of_its_routes_metrics_or_
         assert not Dashboard.queries.keys() & (await client.get("/openapi.json")).json()["paths"].keys()
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         assert "vllm:request_queue_time" not in (await client.get("/metrics")).text
-        assert "summary" not in (await client.get("/v1/status")).json()
+        status = (await client.get("/v1/status")).json()
+        assert "summary" not in status
+        totals = status["totals"]
+        assert [totals[name] for name in ("queued", "running", "finished", "refused", "failed")] == [6, 3, 1, 0, 0]

@@ -17,6 +17,7 @@ import router.nodes.connection as router_connection
 from router.http.admin import admin_routes
 from router.http.asgi import to_response
 from router.nodes.connection import NodeConnection
+from router.nodes.journal import NodeJournal
 from router.nodes.pool import NodePool
 from router.observer import RouterObserver
 from scheduler.cost import CostModel
@@ -44,6 +45,7 @@ class Listing:
 
     kind = "embedded"
     state = "ok"
+    problem = ""
 
     def __init__(self) -> None:
         self.nodes: dict[str, NodeInfo] = {}
@@ -433,3 +435,120 @@ async def test_concurrent_role_changes_leave_a_decode_node() -> None:
             assert list(await asyncio.gather(post("d0", "prefill"), post("d1", "prefill"))) == [503, 409]
             assert list(await asyncio.gather(post("d0", "prefill"), post("d0", "decode"))) == [503, 409]
             assert await post("d1", "prefill") == 503, "the failed change is not in progress any more"
+
+
+class JournalWorld:
+    """A journal with a fake clock, and a connection whose state the test sets."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**18
+        self.journal = NodeJournal(lambda: self.now_ns)
+
+    def join(self, name: str = "d0", boot: str = "boot-1") -> NodeConnection:
+        info = NodeInfo(name, boot, "decode", "h:1", "m", "print", 4, 64, 100, 512, 8)
+        connection = NodeConnection("router", info, 1.0, self.journal.changed, RouterObserver())
+        self.journal.joined(connection)
+        return connection
+
+    def drop(self, connection: NodeConnection) -> None:
+        connection.is_listed = False
+        self.journal.dropped(connection.info.id)
+
+    def wait(self, seconds: float) -> None:
+        self.now_ns += round(seconds * 1e9)
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        return [(row["id"], row["state"], row["reason"]) for row in self.journal.rows()]
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.journal.events()]
+
+
+def report(connection: NodeConnection, state: str = "ready") -> None:
+    connection.process(NodeUpdate(stats=NodeStats(state)))
+
+
+@pytest.mark.parametrize(
+    ("states", "kinds", "state", "kept_s", "warnings"),
+    [
+        (["ready"], ["joined", "ready", "lost"], "lost", 600, 1),
+        (["ready", "stuck"], ["joined", "ready", "lost"], "lost", 600, 1),
+        (["ready", "draining"], ["joined", "ready", "draining", "left"], "left", 60, 0),
+        (["ready", "breached"], ["joined", "ready", "draining", "lost"], "lost", 600, 2),
+    ],
+)
+def test_a_node_that_is_gone_stays_visible_for_some_time(
+    states: list[str], kinds: list[str], state: str, kept_s: int, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = JournalWorld()
+    with caplog.at_level("INFO", "baton.fleet"):
+        connection = world.join()
+        for each in states:
+            report(connection, each)
+            report(connection, each)
+            assert world.rows()[0][1] == each
+        world.wait(1)
+        connection.end_reason = "It stopped answering."
+        connection.stream_ended()
+        connection.stream_ended()
+        world.drop(connection)
+    ((_, row_state, reason),) = world.rows()
+    assert (world.kinds(), row_state) == (kinds, state)
+    assert reason == ("It was shut down as planned." if state == "left" else "It stopped answering.")
+    assert world.journal.rows()[0]["since_ms"] == world.now_ns // 10**6
+    assert [record.levelname for record in caplog.records].count("WARNING") == warnings
+    assert len(caplog.records) == len(kinds), "each event is logged once"
+    assert [alive for _, _, alive in world.journal.metric_rows()] == ([] if state == "left" else [False])
+    world.wait(kept_s - 1)
+    assert len(world.rows()) == 1
+    world.wait(1)
+    assert world.rows() == world.journal.metric_rows() == []
+
+
+def test_a_lost_node_that_comes_back_replaces_its_row_and_one_that_never_connected_has_none_later() -> None:
+    world = JournalWorld()
+    first = world.join()
+    assert world.rows() == [("d0", "lost", "The router has not connected to it yet.")]
+    world.drop(first)
+    assert world.rows() == []
+    again = world.join()
+    report(again)
+    again.listeners = {"r": Recorder()}
+    again.end_reason = "It was closed."
+    again.stream_ended()
+    world.wait(2.5)
+    report(again)
+    assert [event["text"] for event in world.journal.events()][-2:] == [
+        "Node d0 is lost. It was closed. It had 1 request, which continues on other nodes.",
+        "Node d0 is ready again after 2.5 s.",
+    ]
+    replacing = world.join(boot="boot-2")
+    report(replacing)
+    again.stream_ended()  # of the old process
+    assert world.rows() == [("d0", "ready", "")]
+    assert world.kinds()[-3:] == ["lost", "joined", "ready"]
+
+
+def test_the_events_and_the_nodes_that_are_gone_are_bounded() -> None:
+    world = JournalWorld()
+    for number in range(300):
+        connection = world.join(f"d{number}")
+        report(connection)
+        connection.stream_ended()
+        world.drop(connection)
+        world.wait(0.1)
+    events = world.journal.events()
+    assert [event["number"] for event in events] == list(range(850, 900))
+    assert [row["id"] for row in world.journal.rows()] == [f"d{number}" for number in range(44, 300)]
+
+
+def test_an_outage_of_the_registry_is_an_event_and_so_is_its_end() -> None:
+    world = JournalWorld()
+    for problem in ("", "Redis does not answer.", "Redis does not answer.", "", ""):
+        world.journal.registry_changed(problem)
+        world.wait(2)
+    texts = [(event["kind"], event["node"], event["text"]) for event in world.journal.events()]
+    assert texts == [
+        ("registry", "", "Redis does not answer."),
+        ("registry", "", "The registry answers again after 4 s."),
+    ]

@@ -135,6 +135,34 @@ def test_an_unfinished_sample_is_counted_by_its_reason_without_latency(reason):
         assert seen[name, "model_name=tiny"] == 0
 
 
+@given(
+    st.lists(st.tuples(st.floats(0, 8), st.sampled_from(["stop", "length", "error", "refused", "abort"])), max_size=40)
+)
+def test_the_totals_are_rates_of_ten_seconds_and_counts_of_a_minute(ends):
+    clock = Clock()
+    metrics, ended = RequestMetrics("tiny", clock=clock), []
+    for pause, reason in ends:
+        clock.now += pause
+        pace = metrics.pace(clock.now)
+        metrics.accepted(7, 9)
+        metrics.tokens(pace, 3, clock.now)
+        metrics.ended(pace, reason, clock.now)
+        ended.append((int(clock.now), reason))
+    totals, now = metrics.totals(), int(clock.now)
+    recent = [reason for at, reason in ended if now - 10 <= at < now]
+    minute = [reason for at, reason in ended if at > now - 60]
+    assert totals == {
+        "requests_per_s": len(recent) / 10,
+        "prompt_tokens_per_s": 7 * len(recent) / 10,
+        "generated_tokens_per_s": 3 * len(recent) / 10,
+        "refused_per_s": recent.count("refused") / 10,
+        "failed_per_s": recent.count("error") / 10,
+        "refused": minute.count("refused"),
+        "failed": minute.count("error"),
+        "finished": minute.count("stop") + minute.count("length"),
+    }
+
+
 def test_the_status_shows_latencies_of_the_last_minute():
     latency = metrics_of(SloTargets(), [0.4, 0.1, *[0.02] * 98]).latency()
     assert latency["ttft_ms"] == {"p50": pytest.approx(400, rel=0.03), "p99": pytest.approx(400, rel=0.03), "n": 1}

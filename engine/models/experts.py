@@ -1,0 +1,69 @@
+"""A mixture of experts. A token's result does not depend on the other tokens of the step."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels import StepKernels
+from engine.linear import Linear
+from engine.models.mlp import Mlp
+from engine.models.spec import MoeSpec
+
+
+@dataclass(slots=True)
+class Experts:
+    spec: MoeSpec
+    router: Linear  # float32 [num_experts, hidden_size]
+    correction: Tensor | None  # float32 [num_experts]: added to the scores for the choice only
+    each: list[Mlp]
+    shared: Mlp | None
+    shared_gate: Linear | None
+
+    def __call__(self, rows: Tensor, kernels: StepKernels) -> Tensor:
+        """Return the weighted sum of the outputs of each row's experts, in the shape of `rows` [T, hidden_size]."""
+        weights, chosen = self.route(rows)
+        outputs = rows.new_empty(len(rows), self.spec.top_k, rows.shape[1])
+        # The rows of each expert, in ascending order, as places in [T * top_k].
+        places = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=self.spec.num_experts).tolist()
+        for expert, own in zip(self.each, torch.split(places, counts), strict=True):
+            if len(own):
+                outputs.view(-1, rows.shape[1])[own] = expert(rows[own // self.spec.top_k], kernels)
+        weighted = outputs * weights[..., None].to(rows.dtype)
+        total = weighted[:, 0]
+        for place in range(1, self.spec.top_k):  # in the order of the row's own choice, not of the experts
+            total = total + weighted[:, place]
+        return total if self.shared is None else total + self._shared(self.shared, rows, kernels)
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights, float32, and the numbers, int64, of each row's experts, both [T, top_k], best first."""
+        spec = self.spec
+        logits = self.router(rows.float())
+        if spec.scores_chosen:
+            values, chosen = _best(logits, spec.top_k)
+            return values.softmax(-1), chosen
+        scores = logits.softmax(-1) if spec.score == "softmax" else logits.sigmoid()
+        candidates = scores if self.correction is None else scores + self.correction
+        if spec.groups > 1:
+            grouped = candidates.view(len(rows), spec.groups, -1)
+            group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+            _, kept = _best(group_scores, spec.top_groups)
+            outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
+            candidates = grouped.masked_fill(outside[..., None], -torch.inf).flatten(1)
+        _, chosen = _best(candidates, spec.top_k)
+        weights = scores.gather(1, chosen)
+        if spec.renormalizes:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * spec.scale, chosen
+
+    def _shared(self, shared: Mlp, rows: Tensor, kernels: StepKernels) -> Tensor:
+        gate = None if self.shared_gate is None else self.shared_gate(rows).sigmoid()  # first: `shared` overwrites rows
+        output = shared(rows, kernels)
+        return output if gate is None else output * gate
+
+
+def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the largest scores of each row and their indices; among equal scores, the lowest index comes first."""
+    values, indices = scores.sort(dim=-1, descending=True, stable=True)
+    return values[:, :count], indices[:, :count]

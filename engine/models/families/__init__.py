@@ -1,0 +1,52 @@
+"""The families of decoders that run on Baton's own kernels, by the architecture's name in config.json."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.models.config import ConfigReader, check_architecture, eos_token_ids, read_json
+from engine.models.families import experts, gemma, llama
+from engine.models.spec import ModelConfig
+from engine.models.weight_map import ExpertNames, WeightMap
+
+LLAMA = WeightMap()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How to read a family's config.json, and the names of its tensors."""
+
+    read: Callable[[ConfigReader], ModelConfig]
+    weights: WeightMap = LLAMA
+
+
+GEMMA = WeightMap(
+    mlp_norm="pre_feedforward_layernorm", post_attention_norm="post_attention_layernorm",
+    post_mlp_norm="post_feedforward_layernorm", norms_are_offsets=True,
+)  # fmt: skip
+MIXTRAL = ExpertNames("block_sparse_moe.experts.{}", router="block_sparse_moe.gate", gate_up=("w1", "w3"), down="w2")
+GLM = ExpertNames(shared="mlp.shared_experts", correction="mlp.gate.e_score_correction_bias")
+GPT_OSS = ExpertNames("mlp.experts", router="mlp.router", gate_up=("gate_up_proj",), down="down_proj", stacked=True)
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(llama.llama),
+    "MistralForCausalLM": Family(llama.mistral),
+    "Qwen2ForCausalLM": Family(llama.qwen2),
+    "Qwen3ForCausalLM": Family(llama.qwen3),
+    "SmolLM3ForCausalLM": Family(llama.smollm3),
+    "Phi3ForCausalLM": Family(llama.phi3, WeightMap(qkv=("self_attn.qkv_proj",), gate_up=("gate_up_proj",))),
+    "GraniteForCausalLM": Family(llama.granite),
+    "MixtralForCausalLM": Family(experts.mixtral, WeightMap(experts=MIXTRAL)),
+    "Qwen2MoeForCausalLM": Family(experts.qwen2_moe),
+    "Qwen3MoeForCausalLM": Family(experts.qwen3_moe),
+    "Glm4MoeForCausalLM": Family(experts.glm4_moe, WeightMap(experts=GLM)),
+    "GptOssForCausalLM": Family(experts.gpt_oss, WeightMap(experts=GPT_OSS)),
+    "Gemma2ForCausalLM": Family(gemma.gemma2, GEMMA),
+    "Gemma3ForCausalLM": Family(gemma.gemma3, GEMMA),
+}
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """Read config.json and the end tokens of generation_config.json. Raises ValueError if a value is invalid."""
+    keys = ConfigReader(read_json(directory / "config.json"), directory / "config.json")
+    config = FAMILIES[check_architecture(keys, FAMILIES)].read(keys)
+    return replace(config, eos_token_ids=eos_token_ids(keys, directory, config.vocab_size))

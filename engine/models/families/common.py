@@ -1,0 +1,147 @@
+"""The parts of config.json that families share."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.models.config import ConfigReader
+from engine.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelConfig, Rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def model(keys: ConfigReader, layers: Sequence[LayerSpec], **more: Any) -> ModelConfig:
+    """Return the configuration of a model with these layers; `more` are fields that most families do not have.
+
+    The caller adds the end tokens, which are also in another file.
+    """
+    vocab_size = keys.size("vocab_size")
+    defaults: dict[str, Any] = {
+        "rms_norm_eps": keys.positive("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": keys.flag("tie_word_embeddings"),
+    }
+    return ModelConfig(
+        architecture=str(keys.values["architectures"][0]),
+        hidden_size=keys.size("hidden_size"),
+        vocab_size=vocab_size,
+        layers=tuple(layers),
+        max_position_embeddings=keys.size("max_position_embeddings"),
+        bos_token_id=next(iter(keys.token_ids("bos_token_id", vocab_size)), None),
+        **(defaults | more),
+    )
+
+
+def attention(keys: ConfigReader, default_head_dim: int = 0, **more: Any) -> AttentionSpec:
+    """Return the attention of all layers. If `default_head_dim` is 0, the default is hidden_size / heads."""
+    hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
+    kv_heads = keys.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        keys.refuse("num_key_value_heads", f"num_attention_heads ({heads}) must be a multiple of it")
+    if keys.values.get("head_dim") is None and not default_head_dim and hidden % heads:
+        keys.refuse("num_attention_heads", f"hidden_size ({hidden}) must be a multiple of it, unless head_dim is given")
+    head_dim = keys.size("head_dim", default_head_dim or max(1, hidden // heads))
+    if head_dim % 2:
+        keys.refuse("head_dim", "it must be even, for rotary embedding")
+    if "rope" not in more:
+        more["rope"] = rope(keys, head_dim)
+    return AttentionSpec(heads, kv_heads, head_dim, **more)
+
+
+def mlp(keys: ConfigReader, size: str = "intermediate_size", activation: str = "hidden_act", **more: Any) -> MlpSpec:
+    return MlpSpec(keys.size(size), activation_of(keys, activation), **more)
+
+
+def activation_of(keys: ConfigReader, key: str = "hidden_act", default: str = "silu") -> Activation:
+    name = keys.text(key, default)
+    if name not in ACTIVATIONS:
+        keys.refuse(key, f"supported are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def layer_kinds(
+    keys: ConfigReader, default: Callable[[int], str], supported: Sequence[str] = (FULL, SLIDING)
+) -> list[str]:
+    """Return the kind of each layer: the entries of `layer_types`, or `default` of each layer's index."""
+    layers, kinds = keys.size("num_hidden_layers"), keys.values.get("layer_types")
+    if kinds is None:
+        return [default(index) for index in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        keys.refuse("layer_types", f"it must have one entry for each of the {layers} layers")
+    if any(kind not in supported for kind in kinds):
+        keys.refuse("layer_types", f"supported are {' and '.join(supported)}")
+    return list(map(str, kinds))
+
+
+def windowed(attention: AttentionSpec, kinds: Sequence[str], window: int) -> list[AttentionSpec]:
+    """Return the attention of each layer: with `window` where the kind is sliding attention."""
+    return [replace(attention, window=window) if kind == SLIDING else attention for kind in kinds]
+
+
+def rope(
+    keys: ConfigReader, head_dim: int, default_theta: float = 10_000.0, default_share: float | None = None
+) -> Rope:
+    """Read `rope_parameters` (written by transformers 5), or `rope_theta` and `rope_scaling` (older versions).
+
+    If `default_share` is None, the family rotates whole heads; otherwise, this share of a head's dimensions by default.
+    """
+    name = "rope_parameters" if keys.values.get("rope_parameters") is not None else "rope_scaling"
+    given = keys.nested(name)
+    share = given.positive("partial_rotary_factor", keys.positive("partial_rotary_factor", default_share or 1.0))
+    dims = int(head_dim * share)
+    if share != 1 and (default_share is None or share > 1 or dims % 2 or dims == 0):
+        where = given if "partial_rotary_factor" in given.values else keys
+        where.refuse("partial_rotary_factor", "this family rotates whole heads (1.0), others an even part of each")
+    theta = given.positive("rope_theta", keys.positive("rope_theta", default_theta))
+    return scaled(Rope(theta, dims=0 if dims == head_dim else dims), keys, given, dims)
+
+
+def scaled(rope: Rope, keys: ConfigReader, given: ConfigReader, dims: int) -> Rope:
+    """Return `rope` with the scaling for long contexts that `given` describes."""
+    key = "rope_type" if "rope_type" in given.values else "type"
+    kind = given.text(key, "default")
+    if kind == "default":
+        return rope
+    if kind == "linear":
+        return replace(rope, kind=kind, factor=given.positive("factor"))
+    if kind == "llama3":
+        low, high = given.positive("low_freq_factor"), given.positive("high_freq_factor")
+        if low >= high:
+            given.refuse("high_freq_factor", f"it must be above low_freq_factor ({low})")
+        original = given.size("original_max_position_embeddings")
+        return replace(rope, kind=kind, factor=given.positive("factor"), low_freq_factor=low, high_freq_factor=high,
+                       original_max_position_embeddings=original)  # fmt: skip
+    longest = keys.size("max_position_embeddings")
+    known = keys.size("original_max_position_embeddings", longest)
+    original = given.size("original_max_position_embeddings", known)
+    rope = replace(rope, kind=kind, original_max_position_embeddings=original)
+    if kind == "yarn":
+        return _yarn(rope, given, given.positive("factor", longest / original))
+    if kind != "longrope":
+        given.refuse(key, "supported are default, linear, llama3, yarn and longrope")
+    factor = given.positive("factor", longest / original)
+    magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    long, short = (given.numbers(name, dims // 2) for name in ("long_factor", "short_factor"))
+    # One choice for all requests: the length of one request must not change the answer of another.
+    return replace(
+        rope, factors=long if longest > original else short,
+        magnitude=given.positive("attention_factor", magnitude),
+    )  # fmt: skip
+
+
+def _yarn(rope: Rope, given: ConfigReader, factor: float) -> Rope:
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    default = magnitude(1.0)
+    if given.values.get("mscale") and given.values.get("mscale_all_dim"):
+        default = magnitude(given.positive("mscale")) / magnitude(given.positive("mscale_all_dim"))
+    return replace(
+        rope,
+        factor=factor,
+        beta_fast=given.positive("beta_fast", 32.0),
+        beta_slow=given.positive("beta_slow", 1.0),
+        truncates=given.flag("truncate", True),
+        magnitude=given.positive("attention_factor", default),
+    )

@@ -1,0 +1,98 @@
+"""Models with experts in place of the MLP: Mixtral, Qwen 2 and 3 MoE, GLM-4.5 to 4.7, gpt-oss."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.models.config import ConfigReader
+from engine.models.families import common
+from engine.models.families.common import FULL, SLIDING
+from engine.models.families.llama import QWEN3_HEAD_DIM
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
+
+
+def mixtral(keys: ConfigReader) -> ModelConfig:
+    window = 0 if keys.values.get("sliding_window") is None else keys.size("sliding_window")
+    attention = common.attention(keys, window=window)
+    moe = MoeSpec(*_choice(keys, "num_local_experts", 8, 2), common.mlp(keys))
+    return _model(keys, attention, moe, lambda index: True)
+
+
+def qwen2_moe(keys: ConfigReader) -> ModelConfig:
+    attention = common.attention(keys, qkv_bias=keys.flag("qkv_bias", True))
+    shared = common.mlp(keys, "shared_expert_intermediate_size")
+    moe = replace(_qwen(keys, 60, 4), shared=shared, gates_shared=True)
+    return _model(keys, attention, moe, _is_sparse(keys))
+
+
+def qwen3_moe(keys: ConfigReader) -> ModelConfig:
+    bias = keys.flag("attention_bias")
+    # Unlike Qwen 3, Qwen 3 MoE derives the size of a head from the hidden size.
+    attention = common.attention(keys, qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return _model(keys, attention, _qwen(keys, 128, 8), _is_sparse(keys))
+
+
+def glm4_moe(keys: ConfigReader) -> ModelConfig:
+    bias = keys.flag("attention_bias")
+    attention = common.attention(
+        keys, QWEN3_HEAD_DIM, rope=None, qk_norm=keys.flag("use_qk_norm"), qkv_bias=bias, output_bias=False
+    )
+    attention = replace(attention, rope=common.rope(keys, attention.head_dim, default_share=0.5))
+    dense = keys.values.get("first_k_dense_replace", 1)
+    return _model(keys, attention, sigmoid_moe(keys), lambda index: index >= dense)
+
+
+def gpt_oss(keys: ConfigReader) -> ModelConfig:
+    for key, supported in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        keys.require(key, supported, supported)
+    bias = keys.flag("attention_bias", True)
+    attention = common.attention(keys, 64, sinks=True, qkv_bias=bias, output_bias=bias)
+    kinds = common.layer_kinds(keys, lambda index: FULL if index % 2 else SLIDING)
+    expert = MlpSpec(keys.size("intermediate_size"), "clamped_swiglu", bias=True)
+    choice = _choice(keys, "num_local_experts", 128, 4)
+    moe = MoeSpec(*choice, expert, scores_chosen=True, renormalizes=False, router_bias=True)
+    windowed = common.windowed(attention, kinds, keys.size("sliding_window", 128))
+    return common.model(keys, [LayerSpec(one, moe) for one in windowed])
+
+
+def sigmoid_moe(keys: ConfigReader) -> MoeSpec:
+    """Return the experts of DeepSeek V3 and of models that adopted them."""
+    num_experts, top_k = _choice(keys, "n_routed_experts", 128, 8)
+    groups, top_groups = keys.size("n_group", 1), keys.size("topk_group", 1)
+    if num_experts % groups or top_groups > groups:
+        keys.refuse("n_group", f"it must divide n_routed_experts ({num_experts}) and be at least topk_group")
+    expert = common.mlp(keys, "moe_intermediate_size")
+    shared = replace(expert, inner=expert.inner * keys.size("n_shared_experts", 1))
+    return MoeSpec(
+        num_experts, top_k, expert, score="sigmoid", renormalizes=keys.flag("norm_topk_prob", True),
+        scale=keys.positive("routed_scaling_factor", 1.0), corrects=True, groups=groups, top_groups=top_groups,
+        shared=shared,
+    )  # fmt: skip
+
+
+def _qwen(keys: ConfigReader, num_experts: int, top_k: int) -> MoeSpec:
+    expert = common.mlp(keys, "moe_intermediate_size")
+    choice = _choice(keys, "num_experts", num_experts, top_k)
+    return MoeSpec(*choice, expert, renormalizes=keys.flag("norm_topk_prob"))
+
+
+def _choice(keys: ConfigReader, key: str, num_experts: int, top_k: int) -> tuple[int, int]:
+    """Return the number of experts, under `key`, and how many of them a token uses; the arguments are defaults."""
+    key = key if key in keys.values else {"num_experts": "num_local_experts"}.get(key, key)
+    found, chosen = keys.size(key, num_experts), keys.size("num_experts_per_tok", top_k)
+    if chosen > found:
+        keys.refuse("num_experts_per_tok", f"it must be at most {key} ({found})")
+    return found, chosen
+
+
+def _is_sparse(keys: ConfigReader) -> Callable[[int], bool]:
+    """Return whether a layer has experts, by its index."""
+    step, dense = keys.size("decoder_sparse_step", 1), keys.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        keys.refuse("mlp_only_layers", "it must be a list of layers")
+    return lambda index: index not in dense and (index + 1) % step == 0
+
+
+def _model(keys: ConfigReader, attention: AttentionSpec, moe: MoeSpec, is_sparse: Callable[[int], bool]) -> ModelConfig:
+    keys.require("use_sliding_window", False, False)
+    layers = range(keys.size("num_hidden_layers"))
+    return common.model(keys, [LayerSpec(attention, moe if is_sparse(index) else common.mlp(keys)) for index in layers])

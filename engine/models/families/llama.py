@@ -1,0 +1,92 @@
+"""Llama, Mistral, Qwen 2, Qwen 3 and models that differ from them in a few settings: dense, with a gated MLP."""
+
+from dataclasses import replace
+
+from engine.models.config import ConfigReader
+from engine.models.families import common
+from engine.models.families.common import FULL, SLIDING
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+
+QWEN3_HEAD_DIM = 128  # transformers' default for all hidden sizes
+
+
+def llama(keys: ConfigReader) -> ModelConfig:
+    bias = keys.flag("attention_bias")
+    attention = common.attention(keys, qkv_bias=bias, output_bias=bias)
+    return uniform(keys, attention, common.mlp(keys, bias=keys.flag("mlp_bias")))
+
+
+def mistral(keys: ConfigReader) -> ModelConfig:
+    # If the key is missing, transformers' default applies, 4096. A value of null means no window.
+    unlimited = "sliding_window" in keys.values and keys.values["sliding_window"] is None
+    window = 0 if unlimited else keys.size("sliding_window", 4096)
+    return uniform(keys, common.attention(keys, window=window), common.mlp(keys))
+
+
+def qwen2(keys: ConfigReader) -> ModelConfig:
+    return dense(keys, common.attention(keys, qkv_bias=True), qwen_kinds(keys))
+
+
+def qwen3(keys: ConfigReader) -> ModelConfig:
+    bias = keys.flag("attention_bias")
+    attention = common.attention(keys, QWEN3_HEAD_DIM, qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return dense(keys, attention, qwen_kinds(keys))
+
+
+def qwen_kinds(keys: ConfigReader) -> list[str]:
+    """Return the kind of each layer. Layers from `max_window_layers` on have a window, if the model uses windows."""
+    if not keys.flag("use_sliding_window"):
+        return [FULL] * keys.size("num_hidden_layers")
+    full = keys.values.get("max_window_layers", 28)
+    if type(full) is not int or full < 0:
+        keys.refuse("max_window_layers", "it must be a number of layers")
+    return common.layer_kinds(keys, lambda index: SLIDING if index >= full else FULL)
+
+
+def smollm3(keys: ConfigReader) -> ModelConfig:
+    """SmolLM 3: every fourth layer does not rotate queries and keys."""
+    layers, rotated = keys.size("num_hidden_layers"), keys.values.get("no_rope_layers")
+    if rotated is None:
+        interval = keys.size("no_rope_layer_interval", 4)
+        rotated = [int((index + 1) % interval != 0) for index in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) < layers or any(one not in (0, 1) for one in rotated):
+        keys.refuse("no_rope_layers", f"it must have an entry of 0 or 1 for each of the {layers} layers")
+    keys.require("use_sliding_window", False, False)
+    bias = keys.flag("attention_bias")
+    attention = common.attention(keys, qkv_bias=bias, output_bias=bias, rope=None)
+    rope = common.rope(keys, attention.head_dim, default_theta=2_000_000.0)
+    mlp = common.mlp(keys, bias=keys.flag("mlp_bias"))
+    specs = [LayerSpec(replace(attention, rope=rope if one else None), mlp) for one in rotated[:layers]]
+    return common.model(keys, specs, tie_word_embeddings=keys.flag("tie_word_embeddings", True))
+
+
+def phi3(keys: ConfigReader) -> ModelConfig:
+    """Phi-3, Phi-4 and Phi-4-mini."""
+    window = 0 if keys.values.get("sliding_window") is None else keys.size("sliding_window")
+    attention = common.attention(keys, window=window, rope=None)
+    attention = replace(attention, rope=common.rope(keys, attention.head_dim, default_share=1.0))
+    return uniform(keys, attention, common.mlp(keys))
+
+
+def granite(keys: ConfigReader) -> ModelConfig:
+    """Granite: embeddings, scores, outputs and logits are multiplied by constants."""
+    bias = keys.flag("attention_bias")
+    attention = common.attention(keys, qkv_bias=bias, output_bias=bias)
+    scale = keys.positive("attention_multiplier", 1.0) * attention.head_dim**0.5
+    return replace(
+        uniform(keys, replace(attention, query_scale=scale), common.mlp(keys, bias=keys.flag("mlp_bias"))),
+        embedding_scale=keys.positive("embedding_multiplier", 1.0),
+        residual_scale=keys.positive("residual_multiplier", 1.0),
+        logit_scale=1 / keys.positive("logits_scaling", 1.0),
+    )
+
+
+def uniform(keys: ConfigReader, attention: AttentionSpec, mlp: MlpSpec) -> ModelConfig:
+    """Return a model whose layers are all equal."""
+    return common.model(keys, [LayerSpec(attention, mlp)] * keys.size("num_hidden_layers"))
+
+
+def dense(keys: ConfigReader, attention: AttentionSpec, kinds: list[str]) -> ModelConfig:
+    """Return a model whose layers differ only in their windows."""
+    window = keys.size("sliding_window", 4096) if keys.flag("use_sliding_window") else 0
+    return common.model(keys, [LayerSpec(one, common.mlp(keys)) for one in common.windowed(attention, kinds, window)])

@@ -1,0 +1,174 @@
+"""Builds a decoder from the tensors of a checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from engine.attention import AttentionLayer
+from engine.linear import Linear, LinearFormat, Lookup, Plain
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.experts import Experts
+from engine.models.families import FAMILIES, read_model_config
+from engine.models.mlp import Mlp
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
+from engine.models.weight_map import LLAMA, WeightMap
+from engine.weights import Checkpoint
+
+Take = Callable[..., Tensor]  # called once per tensor, with its name and shape
+
+
+def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: LinearFormat | None = None) -> Decoder:
+    """Load a model from a Hugging Face directory onto `device`.
+
+    `dtype` is the dtype of activations. `linear` is the format of weight matrices, by default plain tensors in `dtype`.
+    Raises ValueError, with the name of the key or the tensor, if config.json or a weight file is invalid.
+    """
+    config, checkpoint = read_model_config(path), Checkpoint(path, device)
+    names = FAMILIES[config.architecture].weights
+    model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names)
+    # Some files also contain a copy of a tied matrix, or the frequencies that old versions of transformers stored.
+    checkpoint.finish(("lm_head.weight",) if config.tie_word_embeddings else (), "self_attn.rotary_emb.inv_freq")
+    return model
+
+
+def assemble(
+    take: Take, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat, names: WeightMap = LLAMA
+) -> Decoder:
+    """Build a decoder from the tensors that `take` returns. `dtype` is the dtype of activations."""
+    loader = _Loader(take, config, dtype, linear, names)
+    embed, head = loader.vocabulary()  # first, so that a tied matrix is freed before the layers load
+    layers = [loader.layer(index, spec) for index, spec in enumerate(config.layers)]
+    return Decoder(config, embed, layers, loader.norm("model.norm", config.hidden_size), head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    """Builds the parts of one decoder. `take` is called in the order in which a pass uses the tensors."""
+
+    take: Take
+    config: ModelConfig
+    dtype: torch.dtype
+    linear: LinearFormat
+    names: WeightMap
+
+    def vocabulary(self) -> tuple[Lookup, Linear]:
+        """Return the embedding and the output head."""
+        shape = self.config.vocab_size, self.config.hidden_size
+        embedded = self.take("model.embed_tokens.weight", *shape)
+        if self.config.tie_word_embeddings:
+            head = self.linear.make(embedded, None)
+            return head.lookup() or partial(embedding, weight=embedded), head
+        return partial(embedding, weight=embedded), self.linear.make(self.take("lm_head.weight", *shape), None)
+
+    def layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
+        prefix, names, hidden = f"model.layers.{index}.", self.names, self.config.hidden_size
+        attention, mlp, width = spec.attention, spec.mlp, spec.attention.head_dim
+        heads = rotated_first(attention)
+
+        def head_norm(name: str) -> Tensor | None:
+            return self.norm(f"{prefix}self_attn.{name}", width)[heads] if attention.qk_norm else None
+
+        def post_norm(name: str) -> Tensor | None:
+            return self.norm(prefix + name, hidden) if spec.post_norms else None
+
+        sinks = self.take(f"{prefix}self_attn.sinks", attention.heads).float() if attention.sinks else None
+        return DecoderLayer(
+            attention=AttentionLayer(index, attention.window, attention.softcap, sinks),
+            attention_norm=self.norm(prefix + names.attention_norm, hidden),
+            qkv=self.qkv(prefix, attention),
+            q_norm=head_norm("q_norm"),
+            k_norm=head_norm("k_norm"),
+            query_scale=attention.query_scale,
+            output=self.matrix([prefix + names.output], [hidden], attention.heads * width, attention.output_bias),
+            post_attention_norm=post_norm(names.post_attention_norm),
+            mlp_norm=self.norm(prefix + names.mlp_norm, hidden),
+            mlp=self.experts(prefix, mlp) if isinstance(mlp, MoeSpec) else self.mlp(prefix + "mlp.", mlp),
+            post_mlp_norm=post_norm(names.post_mlp_norm),
+        )
+
+    def qkv(self, prefix: str, spec: AttentionSpec) -> Linear:
+        """Return the matrix of queries, keys and values, with the dimensions of each query and key in rotated order."""
+        sizes, names = [count * spec.head_dim for count in (spec.heads, spec.kv_heads, spec.kv_heads)], self.names.qkv
+        sizes = sizes if len(names) > 1 else [sum(sizes)]
+        order = None
+        if spec.rope is not None and spec.rope.dims:
+            heads = torch.arange(spec.heads + spec.kv_heads)[:, None] * spec.head_dim + rotated_first(spec)
+            values = torch.arange(spec.kv_heads * spec.head_dim) + heads.numel()
+            order = torch.cat((heads.flatten(), values))
+        return self.matrix([prefix + name for name in names], sizes, self.config.hidden_size, spec.qkv_bias, order)
+
+    def mlp(self, prefix: str, spec: MlpSpec, gate_up: tuple[str, ...] = (), down: str = "") -> Mlp:
+        parts = gate_up or self.names.gate_up
+        sizes = [2 * spec.inner // len(parts)] * len(parts)
+        hidden = self.config.hidden_size
+        return Mlp(
+            self.matrix([prefix + name for name in parts], sizes, hidden, spec.bias),
+            self.matrix([prefix + (down or self.names.down)], [hidden], spec.inner, spec.bias),
+            spec.activation,
+        )
+
+    def experts(self, prefix: str, spec: MoeSpec) -> Experts:
+        names, hidden = self.names.experts, self.config.hidden_size
+        router = self.take(f"{prefix}{names.router}.weight", spec.num_experts, hidden).float()
+        bias = self.take(f"{prefix}{names.router}.bias", spec.num_experts) if spec.router_bias else None
+        correction = self.take(prefix + names.correction, spec.num_experts).float() if spec.corrects else None
+        if names.stacked:
+            each = self.stacked(prefix + names.each, spec)
+        else:
+            each = [
+                self.mlp(prefix + names.each.format(number) + ".", spec.expert, names.gate_up, names.down)
+                for number in range(spec.num_experts)
+            ]
+        shared = self.mlp(f"{prefix}{names.shared}.", spec.shared) if spec.shared is not None else None
+        gate = self.matrix([prefix + names.shared_gate], [1], hidden, False) if spec.gates_shared else None
+        return Experts(spec, self.linear.make_exact(router, bias), correction, each, shared, gate)
+
+    def stacked(self, prefix: str, spec: MoeSpec) -> list[Mlp]:
+        count, inner, hidden = spec.num_experts, spec.expert.inner, self.config.hidden_size
+        gate_up = self.take(f"{prefix}.gate_up_proj", count, hidden, 2 * inner)
+        gate_up_bias = self.take(f"{prefix}.gate_up_proj_bias", count, 2 * inner)
+        down = self.take(f"{prefix}.down_proj", count, inner, hidden)
+        down_bias = self.take(f"{prefix}.down_proj_bias", count, hidden)
+        order = torch.cat((torch.arange(0, 2 * inner, 2), torch.arange(1, 2 * inner, 2)))
+        return [
+            Mlp(
+                self.linear.make(gate_up[index].T[order].contiguous(), gate_up_bias[index][order]),
+                self.linear.make(down[index].T.contiguous(), down_bias[index]),
+                spec.expert.activation,
+            )
+            for index in range(count)
+        ]
+
+    def matrix(self, names: list[str], sizes: list[int], width: int, bias: bool, order: Tensor | None = None) -> Linear:
+        """Return the matrix [sum of sizes, width] of the named parts, with its outputs in the given order."""
+        weights = _joined([self.take(f"{name}.weight", size, width) for name, size in zip(names, sizes, strict=True)])
+        biases = None
+        if bias:
+            biases = _joined([self.take(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)])
+        if order is not None:
+            weights, biases = weights[order], None if biases is None else biases[order]
+        return self.linear.make(weights, biases)
+
+    def norm(self, name: str, width: int) -> Tensor:
+        weight = self.take(f"{name}.weight", width)
+        return weight.float().add(1).to(self.dtype) if self.names.norms_are_offsets else weight.to(self.dtype)
+
+
+def rotated_first(spec: AttentionSpec) -> Tensor:
+    """Return the order of a head's dimensions in which dimension i is rotated with i + head_dim / 2.
+
+    Checkpoints have the rotated dimensions first, and rotate i with i + dims / 2 (see `Rope.dims`).
+    """
+    dims = spec.head_dim if spec.rope is None else spec.rope.dims or spec.head_dim
+    half, rest = dims // 2, (spec.head_dim - dims) // 2
+    every = torch.arange(spec.head_dim)
+    return torch.cat((every[:half], every[dims : dims + rest], every[half:dims], every[dims + rest :]))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -1,0 +1,138 @@
+"""The shape of a decoder as data: what each layer computes, without its weights."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """The rotary embedding (Su et al. 2021). Some fields apply to only some kinds.
+
+    `kind` is "default", "linear", "llama3", "yarn" (Peng et al. 2023) or "longrope" (Ding et al. 2024). Only the first
+    `dims` dimensions of a head are rotated, or all of them if `dims` is 0. Cosines and sines are multiplied by
+    `magnitude`. `factors` [dims / 2] divide the frequencies of longrope.
+    """
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncates: bool = True
+    magnitude: float = 1.0
+    factors: tuple[float, ...] = ()
+    dims: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Grouped-query attention of one layer.
+
+    Rotation is left out if `rope` is None. A query attends to the last `window` tokens, or to all if it is 0. Queries
+    are multiplied by `query_scale`, in addition to head_dim ** -0.5. If `softcap` is not 0, scores become
+    softcap * tanh(score / softcap). With `sinks`, the softmax of each head has one more term, which has no value.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None = Rope()
+    window: int = 0
+    query_scale: float = 1.0
+    softcap: float = 0.0
+    sinks: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """A gated MLP: down(activation(gate) * up)."""
+
+    inner: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """A mixture of experts (Shazeer et al. 2017): each token uses the `top_k` experts with the best scores.
+
+    `score` maps the router's logits to scores. If `corrects`, a bias is added to the scores for the choice only, and
+    with several `groups` the choice is limited to the `top_groups` best ones (DeepSeek-V3). `scores_chosen`: scores are
+    computed from the logits of the chosen experts alone. The weights of the chosen experts are divided by their sum if
+    `renormalizes`, and multiplied by `scale`. The `shared` expert takes every token, and is gated if `gates_shared`.
+    """
+
+    num_experts: int
+    top_k: int
+    expert: MlpSpec
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    scores_chosen: bool = False
+    renormalizes: bool = True
+    scale: float = 1.0
+    corrects: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    router_bias: bool = False
+    shared: MlpSpec | None = None
+    gates_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer. With `post_norms`, the outputs of attention and MLP are normed before they are added (Gemma)."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec | MoeSpec
+    post_norms: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The configuration of a decoder. All layers have equal heads and head sizes, because they share a KV layout.
+
+    Embeddings are multiplied by `embedding_scale`, outputs of attention and MLP by `residual_scale`, and logits by
+    `logit_scale`. If `logit_softcap` is not 0, logits become logit_softcap * tanh(logit / logit_softcap).
+    """
+
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    layers: tuple[LayerSpec, ...]
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        return self.layers[0].attention.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layers[0].attention.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.layers[0].attention.head_dim
+
+    @property
+    def ropes(self) -> list[Rope | None]:
+        """The distinct rotary embeddings of the layers, in order of use."""
+        return list(dict.fromkeys(layer.attention.rope for layer in self.layers))

@@ -1,0 +1,42 @@
+"""The names of a checkpoint's tensors, which differ between families."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of the tensors of a layer with experts. `each` is the prefix of an expert, by its number.
+
+    If `stacked`, one tensor holds all experts, [experts, in, out], and gate and up alternate in it (gpt-oss).
+    """
+
+    each: str = "mlp.experts.{}"
+    router: str = "mlp.gate"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    correction: str = ""
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
+    stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """Names of a layer's tensors, without the layer's prefix. Several names are parts of one matrix.
+
+    If `norms_are_offsets`, the weights of norms are stored minus 1.
+    """
+
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    post_attention_norm: str = ""
+    mlp_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    post_mlp_norm: str = ""
+    experts: ExpertNames = ExpertNames()
+    norms_are_offsets: bool = False
+
+
+LLAMA = WeightMap()

@@ -82,7 +82,7 @@ export class Requests {
     const cell = row.detail?.firstChild;
     if (!cell) return;
     if (timeline) showTimeline(cell, timeline);
-    else cell.replaceChildren("The timeline of this request is no longer kept.");
+    else if (cell.childElementCount === 0) cell.replaceChildren("The router has no timeline of this request.");
     if (row.isStale) this.load(row);
   }
 

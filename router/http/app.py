@@ -232,10 +232,10 @@ class ApiHandlers:
 
     async def ready(self, request: Request) -> Response:
         """Report whether a node takes requests. With `role`, only the nodes of this role count."""
-        role = request.query_params.get("role", "")
-        if role not in {"", "prefill", "decode"}:
+        role = request.query_params.get("role")
+        if role not in {None, "prefill", "decode"}:
             raise RequestError("`role` must be `prefill` or `decode`.", "role")
-        ready = self.dispatcher.ready(role)
+        ready = self.dispatcher.ready(role or "")
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def version(self, _request: Request) -> Response:

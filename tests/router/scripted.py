@@ -80,6 +80,7 @@ class ScriptedDispatcher:
         self.cached_tokens = 0
         self.num_prompt_logprobs: int | None = None  # None sends all of them
         self.is_ready = True
+        self.empty_pool = "none"
         self.answers: list[ScriptedAnswers] = []
 
     @asynccontextmanager
@@ -103,7 +104,7 @@ class ScriptedDispatcher:
         return {"router": "router-1", "nodes": nodes, "queue": {"requests": 4}}
 
     def ready(self, role: str = "") -> bool:
-        return self.is_ready and role != "prefill"
+        return self.is_ready and role != self.empty_pool
 
 
 @asynccontextmanager

@@ -242,6 +242,7 @@ async def test_health_status_and_models(client, dispatcher):
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/ready")).json() == {"ready": True}
     assert (await client.get("/ready?role=decode")).json() == {"ready": True}
+    dispatcher.empty_pool = "prefill"
     assert (await client.get("/ready?role=prefill")).status_code == 503
     assert error_of(await client.get("/ready?role=both"))["param"] == "role"
     dispatcher.is_ready = False

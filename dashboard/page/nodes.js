@@ -46,7 +46,7 @@ function newCard(place, id) {
 }
 
 function fill(card, node) {
-  const { free = 0, cached = 0, owned = 0, reserved = 0, quarantined = 0, total = 0 } = node.blocks ?? {};
+  const { cached = 0, owned = 0, reserved = 0, quarantined = 0, total = 0 } = node.blocks ?? {};
   const gone = isGone(node);
   card.root.dataset.role = node.role;
   card.root.dataset.state = node.state;
@@ -59,9 +59,9 @@ function fill(card, node) {
   FACTS.forEach(([, , read], index) => say(card.values[index], read(node)));
   card.values[5].title = node.budget_reason ?? "";
   const held = reserved + quarantined;
-  const text = `${number(owned)} owned, ${number(held)} reserved, ${number(cached)} cached, ${number(free)} free`;
+  const text = `${number(owned)} owned, ${number(held)} reserved, ${number(cached)} cached of ${number(total)}`;
   say(card.kv, ` ${text}`);
-  card.bar.setAttribute("aria-label", `KV: ${text}, of ${number(total)} blocks`);
+  card.bar.setAttribute("aria-label", `KV: ${text} blocks`);
   fillBar(card.bar, [["owned", owned], ["reserved", held], ["cached", cached]], total);
 }
 
@@ -90,5 +90,5 @@ export function showEvents(place, events = []) {
   place.dataset.newest = events.at(-1)?.number;
   place.replaceChildren(...events.toReversed().map((event) => make("li", { class: event.kind },
     make("time", {}, new Date(event.time_ms).toLocaleTimeString()), make("b", {}, event.kind), event.text)));
-  if (!events.length) say(place, "No events yet.");
+  if (!events.length) place.append(make("li", {}, "No events yet."));
 }

@@ -1,10 +1,16 @@
 """Test that a real checkpoint gives its golden tokens through the API in both modes, with each budget and channel."""
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from transformers import GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
 from tests.cluster.harness import DATA, DEMO, Cluster, cluster
 
@@ -49,3 +55,35 @@ def test_the_demo_model_answers_the_same_in_both_modes() -> None:
         with cluster(prefill, 1, **settings) as running:
             answers += [[running.complete(prompt, 40, **fields) for fields in ways] for _ in range(2)]
     assert answers[1:] == answers[:-1]
+
+
+SIZES = {
+    "vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.15,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(**SIZES, intermediate_size=96, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32),
+        GptOssConfig(**SIZES, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
+    ],
+    ids=["qwen3 moe", "gpt oss"],
+)
+def test_models_with_experts_give_the_tokens_of_transformers(config: PretrainedConfig, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    reference.save_pretrained(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, tmp_path)
+    prompts = [[Random(seed).randrange(2, 2048) for _ in range(length)] for seed, length in enumerate((3, 60, 150))]
+    expected = [
+        reference.generate(torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False)[0].tolist()
+        for prompt in prompts
+    ]
+    for prefill in (1, 0):
+        settings = {"runner": "torch", "model": tmp_path, "max_num_batched_tokens": 48, "disaggregate": "always"}
+        with cluster(prefill, 1, **settings) as running, ThreadPoolExecutor(3) as pool:
+            found = pool.map(lambda prompt: running.complete(prompt, 24, ignore_eos=True), prompts)
+            assert [prompt + tokens for prompt, tokens in zip(prompts, found, strict=True)] == expected

@@ -312,7 +312,8 @@ class Dispatcher:
                 self._pool.failed(*attempt.nodes)
             self._counts["retried"] += 1
             pause_s = max(pause_s, self._retry_budget.take(time.monotonic()))
-        failover.record_failure(attempt, failure, (node.info.id for node in self._pool.routable()[1]))
+        decode_nodes = (node.info.id for node in self._pool.routable()[1])
+        failover.record_failure(attempt, failure, decode_nodes, time.monotonic())
         await asyncio.sleep(pause_s)
 
     async def _has_lost_node(self, attempt: Attempt) -> bool:

@@ -12,6 +12,7 @@ from router.nodes.connection import NodeConnection
 from shared.errors import RequestError, UnavailableError
 
 MAX_CRASHES = 2  # a request is the likely cause if this number of nodes crash while they compute it
+TOGETHER_S = 1.0  # two crashes within this time may be one event, such as the end of a host, so a third one decides
 RETRY_SHARE = 0.1  # retries allowed for each request
 RETRIES_PER_S = 3.0  # further retries allowed for each second
 BURST_S = 10.0  # seconds for which unused retries accumulate
@@ -53,17 +54,17 @@ class Failover:
     prefix_node: str = ""
     failures: int = 0
     _at_fault: set[str] = field(default_factory=set)  # prefill nodes whose handoff failed
-    _crashed: list[NodeConnection] = field(default_factory=list)
+    _crashed: list[tuple[NodeConnection, float]] = field(default_factory=list)  # with the time
 
-    def record_failure(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str]) -> None:
-        """Record a failed attempt. `decode_nodes` are the decode nodes that take requests. Raises UnavailableError or
-        RequestError if no further attempt is allowed."""
+    def record_failure(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str], now: float) -> None:
+        """Record a failed attempt. `decode_nodes` are the decode nodes that take requests; `now` is in seconds. Raises
+        UnavailableError or RequestError if no further attempt is allowed."""
         # Do not count an attempt that has tokens and whose node is still alive: the node only hands its requests back.
         self.failures += failure.is_gone or not attempt.has_output
         self._assign_fault(attempt, failure, decode_nodes)
         if failure.is_suspect:
             node = next(node for node in attempt.nodes if node.info.id == failure.node)
-            self._record_crash(attempt, node)
+            self._record_crash(attempt, node, now)
         if self.failures >= self.max_attempts:
             raise UnavailableError(f"The request failed after {self.max_attempts} attempts.", code="node_lost")
 
@@ -90,17 +91,20 @@ class Failover:
         if prefill.info.id not in self.avoid:
             self.prefix_node = prefill.info.id
 
-    def _record_crash(self, attempt: Attempt, node: NodeConnection) -> None:
-        """Apply the poison rule: after two crashes without a token in between, the request is the likely cause. A node
-        that is back in the same incarnation did not crash, but only lost its connection."""
+    def _record_crash(self, attempt: Attempt, node: NodeConnection, now: float) -> None:
+        """Apply the poison rule: after two crashes without a token in between, the request is the likely cause; after
+        three if the first two were at about the same time. A node that is back in the same incarnation did not crash,
+        but only lost its connection."""
         if attempt.produced_by(node):
             self._crashed = []
             return
-        self._crashed = [earlier for earlier in self._crashed if not earlier.is_alive]
-        self._crashed.append(node)
-        if len(self._crashed) >= MAX_CRASHES:
+        self._crashed = [(earlier, at) for earlier, at in self._crashed if not earlier.is_alive]
+        self._crashed.append((node, now))
+        times = [at for _, at in self._crashed]
+        together = len(times) >= MAX_CRASHES and times[MAX_CRASHES - 1] - times[0] < TOGETHER_S
+        if len(times) >= MAX_CRASHES + together:
             raise RequestError(
-                f"{MAX_CRASHES} nodes died while they computed this request; it is not retried.",
+                f"{len(times)} nodes died while they computed this request; it is not retried.",
                 code="poison",
                 status=422,
             )

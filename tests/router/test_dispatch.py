@@ -449,7 +449,9 @@ async def test_a_new_request_whose_first_token_would_be_late_is_refused() -> Non
     p, d, submit = here.attempt(0)
     p.send(token(submit.id, 0))
     learn(here, p0=CostModel(overhead=4.0), p1=CostModel(overhead=4.0), d0=QUICK)
-    with pytest.raises(UnavailableError, match="predicted in 4000 ms, later than the 1500 ms") as caught:
+    with pytest.raises(
+        UnavailableError, match="predicted time to the first token is 4000 ms, over the limit of 1500 ms"
+    ) as caught:
         await collect(await here.submit())
     assert (caught.value.status, caught.value.retry_after_s) == (429, pytest.approx(2.5))
     assert here.counts()["refused"] == 1
@@ -470,14 +472,14 @@ async def test_a_node_with_a_stale_model_is_measured_again(monkeypatch: pytest.M
     monkeypatch.setattr(load_module, "STALE_S", 1e9)  # longer than any stall of the test machine
     here = stage("p0 d0", disaggregate="auto", ttft_slo_s=1.5)
     learn(here, p0=CostModel(overhead=90.0), d0=CostModel(overhead=80.0))
-    with pytest.raises(UnavailableError, match="predicted in 80000 ms"):
+    with pytest.raises(UnavailableError, match="predicted time to the first token is 80000 ms"):
         await collect(await here.submit())
     monkeypatch.setattr(load_module, "STALE_S", -1.0)
     run = await here.submit()
     computes, generates, _ = here.attempt(0)
     assert (computes, generates) == (here.p0, here.d0), "the stale prefill node is measured again"
     monkeypatch.setattr(load_module, "STALE_S", 1e9)
-    with pytest.raises(UnavailableError, match="predicted in 80000 ms"):
+    with pytest.raises(UnavailableError, match="predicted time to the first token is 80000 ms"):
         await collect(await here.submit())
     await run.close()
     assert here.dispatch.status()["placements"] == {"stale_model": 1}

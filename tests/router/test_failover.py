@@ -89,11 +89,18 @@ async def killed(here: Stage, num_generated: list[int], dies: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize("num_generated", [[0, 0], [2, 0, 0]], ids=["at its prompt", "at its third token"])
-async def test_a_request_that_crashed_two_nodes_is_not_retried(num_generated: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("num_generated", "together_s", "crashes"),
+    [([0, 0], 0.0, 2), ([2, 0, 0], 0.0, 2), ([0, 0, 0], 60.0, 3)],
+    ids=["at its prompt", "at its third token", "two at the same time and a third"],
+)
+async def test_a_request_that_crashed_nodes_is_not_retried(
+    num_generated: list[int], together_s: float, crashes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.dispatch.failover.TOGETHER_S", together_s)
     here = stage("d0 d1 d2 d3", max_attempts=9)
     run = await killed(here, num_generated, lambda d: d.die())
-    with pytest.raises(RequestError, match="2 nodes died") as caught:
+    with pytest.raises(RequestError, match=f"{crashes} nodes died") as caught:
         await collect(run)
     assert (caught.value.code, caught.value.status) == ("poison", 422)
     assert len(here.sent()) == len(num_generated)
@@ -107,6 +114,7 @@ async def test_a_request_that_crashed_two_nodes_is_not_retried(num_generated: li
         ([0, 1], lambda d: d.die()),
         ([0, 0], lambda d: (d.die(), d.revive())),
         ([0, 0], lambda d: d.fall_silent()),
+        ([0, 0], lambda d: d.die()),
         ([0, 0], lambda d: (setattr(d.stats, "state", "draining"), d.die())),
     ],
     ids=[
@@ -114,6 +122,7 @@ async def test_a_request_that_crashed_two_nodes_is_not_retried(num_generated: li
         "the second node produced tokens",
         "only connections were lost",
         "silent nodes",
+        "two nodes died at the same time",
         "draining nodes",
     ],
 )

@@ -84,7 +84,9 @@ CLIENTS = [
     Client("guidellm", ("guidellm",), command="guidellm run --backend kind=openai_http,target={url} --disable-progress "
            "--profile kind=throughput,max_concurrency=4 --constraint kind=max_requests,count=12 "
            "--tokenizer kind=hf_auto,model={tokenizer} --data kind=synthetic_text,prompt_tokens=30,output_tokens=8 "
-           "--output kind=json,path={directory}/guidellm.json", says=""),
+           "--output kind=json,path={directory}/guidellm.json; "
+           "grep -ohE '.(successful|errored).: *[0-9]+' {directory}/guidellm.json | head -2",
+           says=r'.successful.: *12'),
     Client("aiperf", ("aiperf",), command="aiperf profile -m {model} --url {url} --endpoint-type chat --streaming "
            "--tokenizer {tokenizer} --request-count 12 --concurrency 3 --synthetic-input-tokens-mean 30 "
            "--output-tokens-mean 8 --ui simple --artifact-dir {directory}/aiperf",
@@ -94,16 +96,18 @@ CLIENTS = [
     Client("genai-bench", ("genai-bench",), command="genai-bench benchmark --api-backend openai --api-base {url} "
            "--api-key none --api-model-name {model} --model-tokenizer {tokenizer} --task text-to-text "
            "--max-time-per-run 1 --max-requests-per-run 10 --num-concurrency 2 --traffic-scenario D(30,8) "
-           "--experiment-base-dir {directory}", says=""),
+           "--experiment-base-dir {directory}/genai; "
+           "grep -rhoE 'num_(completed|error)_requests.: *[0-9]+' {directory}/genai",
+           says=r"num_completed_requests.: *[1-9]\d*"),
     Client("vllm", tuple(VLLM.split()), command=BENCH + "--backend openai && " + BENCH + "--backend openai-chat "
            "--endpoint /v1/chat/completions", says=r"Successful requests: +20", without_dependencies=("vllm", "xgrammar",
            "compressed-tensors", "lm-format-enforcer", "depyf")),
     Client("lm-eval", ("lm-eval[api]", "transformers"),
            command=lm_eval("local-completions", "/v1/completions", "rolling") + " && "
            + lm_eval("local-chat-completions", "/v1/chat/completions", "generate", "--apply_chat_template"),
-           says=r"bits_per_byte"),
+           says=r"\|(?:bits_per_byte|exact_match) *\|[^\n]*"),
     Client("locust", ("locust",), command="locust -f " + str(HERE / "locustfile.py")
-           + " --headless -u 4 -r 4 -t 10s --stop-timeout 10 -H {url}", says=r"Aggregated +\d+ +0\("),
+           + " --headless -u 4 -r 4 -t 10s --stop-timeout 10 -H {url}", says=r"Aggregated +[1-9]\d* +0\(0.00%\)"),
 ]  # fmt: skip
 LLM_MODELS = """- {{model_id: baton, model_name: "{model}", api_base: "{url}/v1"}}
 - {{model_id: baton-text, model_name: "{model}", api_base: "{url}/v1", completion: true}}
@@ -164,7 +168,7 @@ def use(client: Client, url: str, model: str, directory: Path) -> tuple[bool, st
     folder = client.environment
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     environment = os.environ | {"BATON_CLIENTS_URL": url, "BATON_CLIENTS_MODEL": model, "PATH": path}
-    environment |= {"OPENAI_API_KEY": "none", "LLM_USER_PATH": str(directory), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    environment |= {"OPENAI_API_KEY": "none", "LLM_USER_PATH": str(directory), "NO_COLOR": "1"}
     environment |= {"COLUMNS": "200", "VLLM_NO_USAGE_STATS": "1"}
     if client.is_node:
         shutil.copy(HERE / client.program, folder)
@@ -180,11 +184,11 @@ def use(client: Client, url: str, model: str, directory: Path) -> tuple[bool, st
         return False, f"FAILED: no end after {RUN_S} s"
     output = ended.stdout + ended.stderr
     if not client.program:
-        parts = len(client.command.split(" && "))
-        if ended.returncode or (client.says and len(re.findall(client.says, output)) < min(parts, 2)):
-            (directory / "failed.log").write_text(output)
+        found = [match[0] for match in re.finditer(client.says, output)] if client.says else []
+        parts = client.command.count(" && ") + 1
+        if ended.returncode or (client.says and len(found) < parts):
             return False, f"FAILED with status {ended.returncode}: {' '.join(output.split())[-300:]}"
-        return True, f"ok: {parts} runs" if parts > 1 else "ok"
+        return True, "; ".join(["ok", *(" ".join(re.sub("[│|]", " ", text).split()) for text in found[-parts:])])
     lines = ended.stdout.splitlines()
     kinds = [(kind, [line[len(kind) + 1 :] for line in lines if line.startswith(kind + " ")]) for kind in KINDS]
     is_ok = ended.returncode == 0 and any(names for _, names in kinds)

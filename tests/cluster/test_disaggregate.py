@@ -73,6 +73,6 @@ def test_a_request_whose_first_token_would_be_late_is_refused_with_retry_after(t
         with caught.value as answer:
             assert answer.code == 429
             assert int(answer.headers["retry-after"]) >= 1
-            assert b"2500 ms that this cluster promises" in answer.read()
+            assert b"over the limit of 2500 ms" in answer.read()
         assert running.status()["requests"]["refused"] == 1
         assert running.complete([5, 6, 7], 4) == expected([5, 6, 7], 4)

@@ -246,14 +246,14 @@ def test_a_gpu_that_cannot_be_opened_is_reported_in_one_line(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", fail)
-    words = r"^--device cuda: CUDA error: all CUDA-capable devices are busy or unavailable \(AcceleratorError\)$"
+    words = r"^starting the engine \(--device cuda\): CUDA error: all CUDA-capable devices are busy or unavailable \(AcceleratorError\)$"
     with pytest.raises(ValueError, match=words):
         build(OPTIONS)
 
 
 @pytest.mark.parametrize("options", [{"runner": "hash"}, {"emulate": "h200-qwen3-8b"}])
 def test_runners_without_a_model_refuse_a_gpu(options: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="needs no GPU; use --device cpu"):
+    with pytest.raises(ValueError, match="need no GPU; use --device cpu"):
         build(replace(OPTIONS, **options))
 
 

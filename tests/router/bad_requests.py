@@ -115,7 +115,7 @@ JSON_ROWS = [  # tests/router/test_bodies.py has the table of all malformed bodi
         Row(f"{raw[:24]!r}", post(raw), {400}, says=says)
         for raw, says in (
             (b"[]", "JSON object"),
-            (GOOD + b"x", "not JSON"),
+            (GOOD + b"x", "not valid JSON"),
             (b'{"prompt":"x","logit_bias":{"1":1,"1":2}}', "twice"),
             (b'{"prompt":"\xff"}', "Unicode"),
             (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "too deeply"),

@@ -231,13 +231,14 @@ def unseal(value: bytes, key: str, identity: tls.ClusterIdentity | None) -> Node
 class Outage:
     """Decides when an outage is logged: once, after it has lasted for OUTAGE_S, and once when it has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._since: float | None = None
         self._is_logged = False
 
     def failed(self) -> bool:
         """Return whether to log the outage now, after a failure."""
-        now = time.monotonic()
+        now = self._clock()
         self._since = now if self._since is None else self._since
         was_logged, self._is_logged = self._is_logged, now - self._since >= OUTAGE_S
         return self._is_logged and not was_logged

@@ -181,7 +181,9 @@ def is_plain(model: Decoder) -> bool:
     config = model.config
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
     plain = all(
-        layer.attention.is_plain and layer.query_scale == 1 and layer.post_attention_norm is None
+        layer.attention.is_plain
+        and (layer.spec.query_scale, layer.spec.temperature) == (1, 0)
+        and layer.post_attention_norm is None
         for layer in model.layers
     )
     (mlp, *others) = {spec.mlp for spec in config.layers}

@@ -11,7 +11,7 @@ from engine.kernels import StepKernels
 from engine.linear import Linear, Lookup
 from engine.models.experts import Experts
 from engine.models.mlp import Mlp
-from engine.models.spec import ModelConfig
+from engine.models.spec import AttentionSpec, ModelConfig
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class DecoderLayer:
     qkv: Linear  # weights of queries, keys and values of all heads, in one matrix
     q_norm: Tensor | None
     k_norm: Tensor | None
-    query_scale: float
+    spec: AttentionSpec
     output: Linear
     post_attention_norm: Tensor | None
     mlp_norm: Tensor
@@ -65,9 +65,9 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             is_last = index + 1 == len(self.layers)
             if is_last and last is not None:
-                attended = self._attend(layer, normed, kernels, last, batch.logit_rows)
+                attended = self._attend(layer, normed, kernels, last, batch.positions, batch.logit_rows)
             else:
-                attended = self._attend(layer, normed, kernels, attention)
+                attended = self._attend(layer, normed, kernels, attention, batch.positions)
                 attended = attended[batch.logit_rows] if is_last else attended
             # After the KV of the last layer is stored, only the logit rows are needed.
             hidden = hidden[batch.logit_rows] if is_last else hidden
@@ -84,12 +84,17 @@ class Decoder:
         rows: Tensor,
         kernels: StepKernels,
         attention: AttentionPlan,
+        positions: Tensor,
         selected: Tensor | None = None,
     ) -> Tensor:
         """Return attention, [T, num_heads * head_dim]. `attention` plans all rows, or only `selected` if given."""
         q = kernels.rotate_and_store(layer.attention.index, layer.qkv(rows), layer.q_norm, layer.k_norm)
+        spec = layer.spec
+        if spec.temperature:
+            steps = (positions // spec.temperature_tokens).float()
+            q = q * (1 + spec.temperature * (1 + steps).log()).to(q.dtype)[:, None, None]
         q = q if selected is None else q[selected]
-        return attention.attend(layer.attention, q if layer.query_scale == 1 else q * layer.query_scale).flatten(1)
+        return attention.attend(layer.attention, q if spec.query_scale == 1 else q * spec.query_scale).flatten(1)
 
     def _update(self, output: Tensor, norm: Tensor | None, kernels: StepKernels) -> Tensor:
         """Return the output of attention or of the MLP as it is added to the hidden states."""

@@ -83,7 +83,7 @@ class _Loader:
             qkv=self.qkv(prefix, attention),
             q_norm=head_norm("q_norm"),
             k_norm=head_norm("k_norm"),
-            query_scale=attention.query_scale,
+            spec=attention,
             output=self.matrix([prefix + names.output], [hidden], attention.heads * width, attention.output_bias),
             post_attention_norm=post_norm(names.post_attention_norm),
             mlp_norm=self.norm(prefix + names.mlp_norm, hidden),

@@ -35,7 +35,9 @@ class AttentionSpec:
 
     Rotation is left out if `rope` is None. A query attends to the last `window` tokens, or to all if it is 0. Queries
     are multiplied by `query_scale`, in addition to head_dim ** -0.5. If `softcap` is not 0, scores become
-    softcap * tanh(score / softcap). With `sinks`, the softmax of each head has one more term, which has no value.
+    softcap * tanh(score / softcap). With `sinks`, the softmax of each head has one more term, which has no value. If
+    `temperature` is not 0, a query at position p is also multiplied by 1 + temperature * log(1 + p //
+    temperature_tokens), which sharpens attention in long contexts (Llama 4).
     """
 
     heads: int
@@ -44,6 +46,8 @@ class AttentionSpec:
     rope: Rope | None = Rope()
     window: int = 0
     query_scale: float = 1.0
+    temperature: float = 0.0
+    temperature_tokens: int = 1
     softcap: float = 0.0
     sinks: bool = False
     qk_norm: bool = False

@@ -16,6 +16,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Phi3Config,
@@ -74,6 +75,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}
+MINISTRAL = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 8,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 LONGROPE = {
     "rope_type": "longrope",
@@ -98,6 +103,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None),
     "mistral, window 7": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=7),
     "mistral, window 1": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=1),
+    "ministral3": Ministral3Config(**SIZES, num_key_value_heads=2, head_dim=16, rope_parameters=MINISTRAL),
     "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2),
     "qwen2, windows": Qwen2Config(
         **SIZES, num_key_value_heads=1, use_sliding_window=True, sliding_window=6, max_window_layers=1

@@ -17,7 +17,15 @@ from cluster.secret import write_secret
 from shared import registry as registry_module
 from shared.lifecycle import wait_until
 from shared.logs import peer_log
-from shared.registry import EmbeddedRegistry, RedisAnnouncer, RedisRegistry, StreamAnnouncer, announcer
+from shared.registry import (
+    OUTAGE_S,
+    EmbeddedRegistry,
+    Outage,
+    RedisAnnouncer,
+    RedisRegistry,
+    StreamAnnouncer,
+    announcer,
+)
 from shared.rpc import tls
 from shared.rpc.codec import encode
 from shared.rpc.connection import RpcChannel
@@ -273,3 +281,19 @@ async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_a
         await node.close()
     finally:
         tls.configure("", {})
+
+
+def test_an_outage_is_logged_once_after_a_while_and_its_end_once() -> None:
+    now = 100.0
+    outage = Outage(lambda: now)
+    assert not outage.failed()
+    assert not outage.ended()
+    assert not outage.failed()
+    now += OUTAGE_S
+    assert outage.failed()
+    assert not outage.failed()
+    assert outage.ended()
+    assert not outage.ended()
+    assert not outage.failed()  # the next outage begins now
+    now += OUTAGE_S
+    assert outage.failed()

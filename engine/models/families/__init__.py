@@ -30,6 +30,7 @@ GPT_OSS = ExpertNames("mlp.experts", router="mlp.router", gate_up=("gate_up_proj
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama.llama),
     "MistralForCausalLM": Family(llama.mistral),
+    "Ministral3ForCausalLM": Family(llama.ministral3),
     "Qwen2ForCausalLM": Family(llama.qwen2),
     "Qwen3ForCausalLM": Family(llama.qwen3),
     "SmolLM3ForCausalLM": Family(llama.smollm3),

@@ -23,6 +23,17 @@ def mistral(keys: ConfigReader) -> ModelConfig:
     return uniform(keys, common.attention(keys, window=window), common.mlp(keys))
 
 
+def ministral3(keys: ConfigReader) -> ModelConfig:
+    """Ministral 3: queries are scaled by their position."""
+    given = keys.nested("rope_parameters")
+    attention = common.attention(
+        keys, 128, window=0 if keys.values.get("sliding_window") is None else keys.size("sliding_window"),
+        temperature=given.positive("llama_4_scaling_beta"),
+        temperature_tokens=given.size("original_max_position_embeddings"),
+    )  # fmt: skip
+    return uniform(keys, attention, common.mlp(keys))
+
+
 def qwen2(keys: ConfigReader) -> ModelConfig:
     return dense(keys, common.attention(keys, qkv_bias=True), qwen_kinds(keys))
 

@@ -71,6 +71,17 @@ class Stopwatch(EngineListener):
                 raise RuntimeError(f"the engine died: {error}")
 
 
+def _request(
+    name: str, tokens: list[int], max_tokens: int, *, receives: bool = False, sampling: SamplingParams = GREEDY
+) -> Request:
+    return Request(name, tokens, len(tokens), max_tokens, receive_kv=receives, sampling=sampling)
+
+
+def _add_all(scheduler: Scheduler, requests: list[Request]) -> None:
+    for request in requests:
+        scheduler.add(request)
+
+
 class BatonEngine:
     """An engine with its model and KV pool, used as in a node. Each measurement creates a new scheduler.
 
@@ -110,8 +121,9 @@ class BatonEngine:
 
     def _decoded(self, batch: int, context: int, steps: int) -> Stopwatch:
         watch, engine = self._start()
-        for index in range(batch):
-            self._add(engine, f"r{index}", self._prompt(context), steps + 4, receives=True)
+        requests = [_request(f"r{index}", self._prompt(context), steps + 4, receives=True) for index in range(batch)]
+        # In one command: of requests that are added one at a time, the first may end before the last one starts.
+        engine.post(lambda scheduler: _add_all(scheduler, requests))
         watch.until(lambda: sum(tokens == batch for _, tokens in watch.steps) > steps)
         engine.stop()
         return watch
@@ -120,7 +132,8 @@ class BatonEngine:
         """Run a prompt until its first token. Return the stopwatch and the seconds that this took."""
         watch, engine = self._start()
         began_s = time.perf_counter()
-        self._add(engine, "prompt", prompt, 1, sampling=sampling)
+        request = _request("prompt", prompt, 1, sampling=sampling)
+        engine.post(lambda scheduler: scheduler.add(request))
         watch.until(lambda: "prompt" in watch.first)
         engine.stop()
         return watch, watch.first["prompt"] - began_s
@@ -132,13 +145,6 @@ class BatonEngine:
         watch.engine = Engine(scheduler, self._parts.runner, watch)
         watch.engine.start()
         return watch, watch.engine
-
-    def _add(
-        self, engine: Engine, name: str, tokens: list[int], max_tokens: int, *, receives: bool = False,
-        sampling: SamplingParams = GREEDY,
-    ) -> None:  # fmt: skip
-        request = Request(name, tokens, len(tokens), max_tokens, receive_kv=receives, sampling=sampling)
-        engine.post(lambda scheduler: scheduler.add(request))
 
     def _prompt(self, tokens: int) -> list[int]:
         return [self._random.randrange(3, min(2048, self._parts.vocab_size)) for _ in range(tokens)]

@@ -254,15 +254,16 @@ async def test_a_client_that_sends_nothing_or_garbage_is_disconnected(
     words: bytes, is_open: bool, ours: ClusterIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tls.HANDSHAKE_S <= 5
-    monkeypatch.setattr(tls, "HANDSHAKE_S", 0.2)
-    monkeypatch.setattr(grpc_connection, "PING_S", 0.1)
+    monkeypatch.setattr(tls, "HANDSHAKE_S", 2.0)
     identity = None if is_open else ours
-    async with serving(identity, answer_s=0.2) as served:
-        async with raw(served, http=False) as client:
-            client.transport.write(words)
-            await client.end()
-        assert await wait_until(lambda: not served.num_open, WAIT_S)
-        await served.works(identity)
+    async with serving(identity, answer_s=1.0) as served:
+        with monkeypatch.context() as soon:
+            soon.setattr(grpc_connection, "PING_S", 0.1)
+            async with raw(served, http=False) as client:
+                client.transport.write(words)
+                await client.end()
+            assert await wait_until(lambda: not served.num_open, WAIT_S)
+        await served.works(identity)  # with the limits of a client on a busy machine
         assert len(served.received) == 1
 
 

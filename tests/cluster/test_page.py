@@ -174,7 +174,7 @@ def test_a_refused_request_shows_its_status_and_message(opened: Any, feed: tuple
     row = page.locator("#requests tbody tr", has=page.locator("[data-state=refused]"))
     assert row.locator(".where").inner_text() == "429: The queue is full."
     row.locator("button").click()
-    assert "429: The queue is full. · cmpl-" in page.inner_text("#requests .timeline")
+    page.locator("#requests .timeline", has_text="429: The queue is full. · cmpl-").wait_for()
     page.wait_for_selector("text=running")
     assert page.locator("#requests [role=img]:not([aria-label])").count() == 0
 

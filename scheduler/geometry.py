@@ -1,0 +1,106 @@
+"""What a request keeps in the KV pool: groups of layers, the rows of their blocks, and recurrent states.
+
+A row is the pool's unit of allocation, transfer and checksums. A group is a set of layers whose KV is kept and released
+together. A block holds the KV of `block_tokens` tokens for one group, in one or more rows.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers with the same lifetime of KV, or all layers with a recurrent state.
+
+    `rows` is the number of rows of one block, or of one state. `size` is the number of tokens that a query of a
+    "window" group sees, itself included, or the number of tokens in each part of a "chunk" group, whose queries see
+    only the earlier tokens of their own part (Llama 4).
+    """
+
+    kind: Literal["full", "window", "chunk", "state"]
+    rows: int = 1
+    size: int = 0
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position that a query at `position` sees. No later query sees an earlier position."""
+        if self.kind == "window":
+            return max(0, position + 1 - self.size)
+        return position // self.size * self.size if self.kind == "chunk" else 0
+
+
+class RowPlace(NamedTuple):
+    """A row of a request: row `row` of block `block` in group `group`, or of the state, whose `block` is 0."""
+
+    group: int
+    block: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The groups of a model. An attention group's index is also its index in `Request.tables`.
+
+    At most one group holds states, and it is the last. All tables of a request cover the same blocks.
+    """
+
+    block_tokens: int
+    groups: tuple[Group, ...] = (Group("full"),)
+
+    @cached_property
+    def attention(self) -> tuple[Group, ...]:
+        """The groups that keep KV, which is all but a group of states."""
+        return tuple(group for group in self.groups if group.kind != "state")
+
+    @cached_property
+    def block_rows(self) -> int:
+        """The rows of one block in all groups."""
+        return sum(group.rows for group in self.attention)
+
+    @cached_property
+    def state_rows(self) -> int:
+        """The rows of one state, 0 without states."""
+        return sum(group.rows for group in self.groups if group.kind == "state")
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether a block is one row that is kept as long as its request."""
+        return self.groups == (Group("full"),)
+
+    def first_block(self, group: Group, position: int) -> int:
+        """Return the first block of `group` that a query at `position` or later sees."""
+        return group.first_seen(position) // self.block_tokens
+
+    def rows_of(self, blocks: int, chunk: int) -> int:
+        """Return the most rows that `blocks` consecutive blocks occupy while chunks of `chunk` tokens are computed."""
+        rows = 0
+        for group in self.attention:
+            seen = blocks if group.kind == "full" else (group.size + chunk - 2) // self.block_tokens + 2
+            rows += group.rows * min(blocks, seen)
+        return rows
+
+    def rows_for(self, tokens: int, chunk: int) -> int:
+        """Return the most rows that a running request of `tokens` tokens occupies, with both of its states."""
+        return self.rows_of(-(-tokens // self.block_tokens), chunk) + 2 * self.state_rows
+
+    def landing_order(self, num_prompt: int, held: int) -> list[RowPlace]:
+        """Return the rows of a prompt that a peer needs, without the first `held` blocks, in the order of transfer.
+
+        Rows are ordered by the token that completes them, then by group and row. Blocks that no later query sees are
+        left out. The state comes last.
+        """
+        size, places = self.block_tokens, []
+        firsts = [max(held, self.first_block(group, num_prompt)) for group in self.attention]
+        for block in range(held, -(-num_prompt // size)):
+            for index, group in enumerate(self.attention):
+                if block >= firsts[index]:
+                    places += [RowPlace(index, block, row) for row in range(group.rows)]
+        return places + [RowPlace(len(self.attention), 0, row) for row in range(self.state_rows)]
+
+    def num_final(self, num_prompt: int, held: int, computed: int) -> int:
+        """Return how many rows of `landing_order` are complete when `computed` tokens of the prompt have KV."""
+        order = self.landing_order(num_prompt, held)
+        if computed >= num_prompt:
+            return len(order)
+        full, states = computed // self.block_tokens, len(self.attention)
+        return sum(place.group != states and place.block < full for place in order)

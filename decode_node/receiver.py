@@ -121,16 +121,16 @@ class HandoffReceiver(RoleAdapter):
 
     def _grant(self, message: ReserveRequest, request: Request) -> ReserveReply:
         num_held = request.num_computed // self._info.block_tokens
-        blocks = request.blocks[num_held:]
+        rows = list(request.reserved)
         reservation_id = secrets.token_bytes(RESERVATION_ID_BYTES)
-        reservation = self._table.add(reservation_id, request, message.writer, blocks, time.monotonic())
+        reservation = self._table.add(reservation_id, request, message.writer, rows, time.monotonic())
         if request.shared_pool:
-            reservation.num_checked = len(blocks)  # no rows are sent, so there is nothing to check
+            reservation.num_checked = len(rows)  # no rows are sent, so there is nothing to check
         for channel in self._channels:
-            channel.grant(reservation_id, blocks)
+            channel.grant(reservation_id, rows)
         descriptors = {channel.name: channel.descriptor() for channel in self._channels}
-        held = pack_ids(request.blocks[:num_held])
-        return ReserveReply(reservation_id, num_held, pack_ids(blocks), descriptors, held=held)
+        held = pack_ids(request.tables[0][:num_held])  # of a shared pool, which has one group
+        return ReserveReply(reservation_id, num_held, pack_ids(rows), descriptors, held=held)
 
     async def pushed(self, message: PushedNotice) -> Ack:
         """Check rows while the prefill node computes the next chunk, so that few rows are left for the commit."""
@@ -159,7 +159,7 @@ class HandoffReceiver(RoleAdapter):
             return Ack("the request was aborted")
         if error == CORRUPT and self._table.reopen(reservation):
             for channel in self._channels:
-                channel.grant(reservation.reservation_id, reservation.blocks[reservation.num_checked :])
+                channel.grant(reservation.reservation_id, reservation.rows[reservation.num_checked :])
             return Ack(error, again=True)
         if error := error or self._commit_error(reservation, message):
             self._end(self._table.close(reservation), f"the rows differ from those that the prefill node sent: {error}")
@@ -178,10 +178,10 @@ class HandoffReceiver(RoleAdapter):
         """
         first = reservation.num_checked
         last = first + len(checksums) // CHECKSUM_BYTES
-        if len(checksums) % CHECKSUM_BYTES or last > len(reservation.blocks):
-            num_left = len(reservation.blocks) - first
+        if len(checksums) % CHECKSUM_BYTES or last > len(reservation.rows):
+            num_left = len(reservation.rows) - first
             return f"got {len(checksums)} bytes of checksums for {num_left} rows: must be {CHECKSUM_BYTES} per row"
-        found = await asyncio.to_thread(self._memory.checksums, reservation.blocks[first:last])
+        found = await asyncio.to_thread(self._memory.checksums, reservation.rows[first:last])
         if reservation.num_checked != first:
             return "checksums of the same rows were sent twice"
         if found != checksums:
@@ -192,8 +192,8 @@ class HandoffReceiver(RoleAdapter):
         return ""
 
     def _commit_error(self, reservation: Reservation, message: CommitRequest) -> str:
-        if reservation.num_checked < len(reservation.blocks):
-            return f"{len(reservation.blocks) - reservation.num_checked} rows have no checksums"
+        if reservation.num_checked < len(reservation.rows):
+            return f"{len(reservation.rows) - reservation.num_checked} rows have no checksums"
         if not 0 <= message.first_token < self._vocab_size:
             return f"token id {message.first_token} is not in the vocabulary of {self._vocab_size}"
         return ""
@@ -284,6 +284,6 @@ class HandoffReceiver(RoleAdapter):
             channel.revoke(reservation.reservation_id)
         is_safe = reservation.phase is ReservationPhase.CLOSED
         if reservation.was_quarantined:
-            self._engine.post(lambda scheduler: scheduler.pool.clear(reservation.blocks))
+            self._engine.post(lambda scheduler: scheduler.pool.clear(reservation.rows))
         else:
             self._engine.post(lambda scheduler: scheduler.abort(reservation.request, writer_stopped=is_safe))

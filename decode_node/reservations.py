@@ -38,9 +38,9 @@ class Reservation:
     reservation_id: bytes
     request: Request
     writer: str  # incarnation id of the prefill node
-    blocks: list[int]  # reserved for the writer
+    rows: list[int]  # reserved for the writer
     lease_expires: float
-    num_checked: int = 0  # number of leading `blocks` whose rows match their checksums
+    num_checked: int = 0  # number of leading `rows` that match their checksums
     phase: ReservationPhase = ReservationPhase.OPEN
     is_repeated: bool = False  # rows were damaged at the commit, and may be written once more
     was_quarantined: bool = False  # it was in quarantine, and its request ended when the quarantine began
@@ -67,10 +67,10 @@ class ReservationTable:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, reservation_id: bytes, request: Request, writer: str, blocks: list[int], now: float) -> Reservation:
-        """Reserve blocks for the writer, with a lease that it has to renew."""
+    def add(self, reservation_id: bytes, request: Request, writer: str, rows: list[int], now: float) -> Reservation:
+        """Reserve rows for the writer, with a lease that it has to renew."""
         assert reservation_id not in self._by_id
-        reservation = Reservation(reservation_id, request, writer, blocks, now + self._lease_s)
+        reservation = Reservation(reservation_id, request, writer, rows, now + self._lease_s)
         self._by_id[reservation_id] = reservation
         return reservation
 

@@ -95,10 +95,10 @@ class BlockRows:
     def _row(self, request: Request, count: int) -> IntArray:
         """Return the first `count` or more blocks of a request. A list of blocks only grows; preemption replaces it."""
         kept = self._rows.get(request.id)
-        row = kept[2] if kept is not None and kept[1] is request.blocks else _NONE
+        row = kept[2] if kept is not None and kept[1] is request.tables[0] else _NONE
         if len(row) < count:
-            row = np.concatenate((row, np.array(request.blocks[len(row) :], np.int32)))
-            self._rows[request.id] = (request, request.blocks, row)
+            row = np.concatenate((row, np.array(request.tables[0][len(row) :], np.int32)))
+            self._rows[request.id] = (request, request.tables[0], row)
         return row
 
 
@@ -129,7 +129,7 @@ def build(
             draws = draws or _draws_of(before)
             carried.append((len(tokens), draws.get(id(request), -1)))
             tokens.append(0)
-        if missing > (id(request) in draws) or end > len(request.blocks) * block_tokens:
+        if missing > (id(request) in draws) or end > len(request.tables[0]) * block_tokens:
             raise ValueError(f"request {request.id}: a slice ends at {end}, beyond the request's tokens or blocks")
         cu_q.append(len(tokens))
     sampled = [index for index, slice_ in enumerate(slices) if slice_.samples]

@@ -41,7 +41,7 @@ class HashRunner(Runner):
         self._vocab_size = vocab_size
 
     def run(self, step: Step) -> list[SliceOutput]:
-        return [self.run_slice(slice_, slice_.request.blocks) for slice_ in step.slices]
+        return [self.run_slice(slice_, slice_.request.tables[0]) for slice_ in step.slices]
 
     def run_slice(self, slice_: Slice, blocks: list[int]) -> SliceOutput:
         """Compute a slice, with its KV in `blocks`."""

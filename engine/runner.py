@@ -128,7 +128,7 @@ class TorchRunner(Runner):
         """Run a chunk and a decode on the thread that runs passes. Their KV is stored in the dummy block."""
         count = min(WARM_TOKENS, self._model.config.max_position_embeddings)
         request = Request("warm-up", [0] * count, count, 1, sampling=SamplingParams(seed=0))
-        request.blocks = [DUMMY_BLOCK] * cdiv(count, self._block_tokens)
+        request.tables[0] = [DUMMY_BLOCK] * cdiv(count, self._block_tokens)
         for start in (0, count - 1):
             self.launch(Step(0, [Slice(request, start, count - start, True, 0)], []))()
 

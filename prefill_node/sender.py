@@ -242,7 +242,7 @@ class HandoffSender(RoleAdapter):
             outgoing.channel = self.peers.choose_channel(peer, reply.descriptors)
             outgoing.descriptor = reply.descriptors[outgoing.channel.name]
             if outgoing.request.borrows_blocks and not outgoing.reason:
-                outgoing.request.blocks = held + outgoing.targets
+                outgoing.request.tables = [held + outgoing.targets]
                 outgoing.request.num_computed = reply.num_held * self._info.block_tokens
                 self._requests.enqueue(outgoing.request)
         except (PeerError, ChannelError, ValueError) as error:
@@ -310,7 +310,7 @@ class HandoffSender(RoleAdapter):
         if outgoing.request.borrows_blocks:
             await channel.push(descriptor, reservation_id, (), ())
             return
-        source = outgoing.request.blocks[outgoing.num_pushed :][: len(targets)]
+        source = outgoing.request.tables[0][outgoing.num_pushed :][: len(targets)]
         if len(source) < len(targets):
             raise ChannelError("the request's blocks are gone")  # the request has just been aborted
         began_ns = now_ns()

@@ -1,21 +1,21 @@
-"""The ledger of KV blocks. Every block is free, cached, owned, reserved or quarantined; the total is constant.
+"""The ledger of the KV pool's rows. Every row is free, cached, owned, reserved or quarantined; the total is constant.
 
-The ledger knows only the numbers of blocks; the KV pool holds their bytes. Block 0 is a dummy that pads batches and is
-never allocated.
+The ledger knows only the numbers of rows; the KV pool holds their bytes. Row 0 is a dummy that pads batches and is
+never allocated. What has a name in the prefix cache is a bundle: the rows of one block or of one state (see
+`scheduler.geometry`), which are found and evicted together.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 
 class Ledger(NamedTuple):
-    """The number of blocks in each state.
+    """The number of rows in each state.
 
-    Free blocks are empty. Cached blocks have no owner, and keep their content for prefix hits. Owned blocks are held by
-    requests. A peer writes reserved blocks. A peer may still write quarantined blocks, so they are not read or
-    allocated.
+    Free rows are empty. Cached rows have no owner, and keep their content for prefix hits. Owned rows are held by
+    requests. A peer writes reserved rows. A peer may still write quarantined rows, so they are not read or allocated.
     """
 
     free: int
@@ -31,160 +31,178 @@ class Ledger(NamedTuple):
 
 
 class BlockPool:
-    """Reference counts of KV blocks. Cached blocks are reused in least-recently-used order.
+    """Reference counts of the pool's rows. Cached bundles are reused in least-recently-used order.
 
-    The scheduler owns the pool and is its only caller, on the engine's thread. Every block is in one state of `Ledger`;
+    The scheduler owns the pool and is its only caller, on the engine's thread. Every row is in one state of `Ledger`;
     `ledger_error` and `audit` check this. Methods assert their preconditions; a failed assertion is a scheduler bug.
+    The rows of a bundle have the same owners, so a bundle is cached or evicted whole.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        assert num_blocks >= 2, "a pool holds the dummy block and at least one other"
-        self.total = num_blocks - 1
-        self._empty = list(range(num_blocks - 1, 0, -1))
-        self._cached: dict[int, None] = {}  # insertion order is the order of last use
-        self._references = [0] * num_blocks
-        self._hash_of: list[bytes | None] = [None] * num_blocks
-        self._by_hash: dict[bytes, int] = {}
+    def __init__(self, num_rows: int) -> None:
+        assert num_rows >= 2, "a pool holds the dummy row and at least one other"
+        self.total = num_rows - 1
+        self._empty = list(range(num_rows - 1, 0, -1))
+        self._cached: dict[int, None] = {}  # first rows of bundles without owners, in the order of last use
+        self._num_cached = 0  # rows
+        self._references = [0] * num_rows
+        self._name_of: list[Hashable | None] = [None] * num_rows  # the name of the bundle that a row belongs to
+        self._bundles: dict[Hashable, tuple[int, ...]] = {}
         self._owned = 0
         self._reserved: dict[int, None] = {}
         self._quarantined: dict[int, None] = {}
 
     @property
     def available(self) -> int:
-        return len(self._empty) + len(self._cached)
+        return len(self._empty) + self._num_cached
 
     def ledger(self) -> Ledger:
         reserved, quarantined = len(self._reserved), len(self._quarantined)
-        return Ledger(len(self._empty), len(self._cached), self._owned, reserved, quarantined, self.total)
+        return Ledger(len(self._empty), self._num_cached, self._owned, reserved, quarantined, self.total)
 
     # ---- consistency checks --------------------------------------------------------------------------------------
 
     def ledger_error(self, num_held: int | None = None) -> str:
         """Return a description of an error in the ledger's totals, or "" if they agree.
 
-        `num_held` is the number of blocks that all owners together hold; if it is None, it is not compared.
+        `num_held` is the number of rows that all owners together hold; if it is None, it is not compared.
         """
         ledger = self.ledger()
         if not ledger.balances:
-            return f"blocks do not balance: {ledger}"
+            return f"rows do not balance: {ledger}"
         if num_held is None or (given := sum(self._references) - ledger.quarantined) == num_held:
             return ""
-        return f"{given} blocks were allocated, and {num_held} are held: {ledger}"
+        return f"{given} rows were allocated, and {num_held} are held: {ledger}"
 
-    def audit(self, rows: Iterable[Sequence[int]]) -> str:
-        """Check every block and return the first error, or "". `rows` has a list of blocks for each owner.
+    def audit(self, held: Iterable[Sequence[int]]) -> str:
+        """Check every row and return the first error, or "". `held` has a list of rows for each owner.
 
-        The check takes about 0.5 µs per block.
+        The check takes about 0.5 µs per row.
         """
-        holders = Counter(chain.from_iterable(rows))
-        places = Counter(chain(self._empty, self._cached, self._reserved, self._quarantined))
+        holders = Counter(chain.from_iterable(held))
+        cached = list(chain.from_iterable(self._bundles.get(self._name_of[row], (row,)) for row in self._cached))
+        places = Counter(chain(self._empty, cached, self._reserved, self._quarantined))
         num_owned = 0
-        for block in range(1, self.total + 1):
-            references, is_quarantined = self._references[block], block in self._quarantined
-            is_owned = references > 0 and not is_quarantined and block not in self._reserved
+        for row in range(1, self.total + 1):
+            references, is_quarantined = self._references[row], row in self._quarantined
+            is_owned = references > 0 and not is_quarantined and row not in self._reserved
             num_owned += is_owned
-            if places[block] + is_owned != 1:
-                return f"block {block} is in {places[block] + is_owned} places: {self.ledger()}"
-            if references != holders[block] + is_quarantined:
-                return f"block {block} has {holders[block]} holders and {references} references: {self.ledger()}"
-            if block in self._cached and self._by_hash.get(self._hash_of[block] or b"") != block:
-                return f"block {block} is cached, but no hash refers to it"
-        if 0 in holders or num_owned != self._owned:
-            return f"{num_owned} blocks are owned, but {self._owned} were counted; block 0 has {holders[0]} holders"
+            if places[row] + is_owned != 1:
+                return f"row {row} is in {places[row] + is_owned} places: {self.ledger()}"
+            if references != holders[row] + is_quarantined:
+                return f"row {row} has {holders[row]} holders and {references} references: {self.ledger()}"
+        for row in cached:
+            if row not in self._bundles.get(self._name_of[row], ()):
+                return f"row {row} is cached, but no name refers to it"
+        if 0 in holders or num_owned != self._owned or len(cached) != self._num_cached:
+            return f"{num_owned} rows are owned, but {self._owned} were counted; row 0 has {holders[0]} holders"
         return ""
 
     # ---- allocation ------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` blocks with undefined content: empty blocks, then the least recently used cached blocks."""
-        assert count <= self.available, f"{count} blocks requested, {self.available} available"
+        """Allocate `count` rows with undefined content: empty rows, then those of the least recently used bundles."""
+        assert count <= self.available, f"{count} rows requested, {self.available} available"
         self._owned += count
         return [self._pop() for _ in range(count)]
 
-    def share(self, blocks: Iterable[int]) -> None:
-        """Add an owner to each block."""
-        for block in blocks:
-            if self._references[block] == 0:
-                del self._cached[block]
+    def share(self, rows: Iterable[int]) -> None:
+        """Add an owner to each row. The rows must be whole bundles if they are cached."""
+        for row in rows:
+            if self._references[row] == 0:
+                self._cached.pop(row, None)
+                self._num_cached -= 1
                 self._owned += 1
-            self._references[block] += 1
+            self._references[row] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Remove an owner from each block. The last blocks are freed first, because hits in them are the least
-        likely."""
-        for block in reversed(blocks):
-            assert self._references[block] > 0, f"block {block} has no owner to release it"
-            self._references[block] -= 1
-            if self._references[block] == 0:
+    def release(self, rows: Sequence[int]) -> None:
+        """Remove an owner from each row. The last rows are freed first, because hits in them are the least likely."""
+        for row in reversed(rows):
+            assert self._references[row] > 0, f"row {row} has no owner to release it"
+            self._references[row] -= 1
+            if self._references[row] == 0:
                 self._owned -= 1
-                self._retire(block)
+                self._retire(row)
 
-    def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks that hold the longest cached prefix of `hashes`, without changing their owners."""
+    def find(self, name: Hashable) -> tuple[int, ...] | None:
+        """Return the rows of the bundle with this name, without changing their owners, or None."""
+        return self._bundles.get(name)
+
+    def match(self, names: Iterable[Hashable]) -> list[int]:
+        """Return the rows of the bundles named by the longest known prefix of `names`, without changing owners."""
         found: list[int] = []
-        for name in hashes:
-            block = self._by_hash.get(name)
-            if block is None:
+        for name in names:
+            rows = self._bundles.get(name)
+            if rows is None:
                 break
-            found.append(block)
+            found += rows
         return found
 
-    def count_unowned(self, blocks: Iterable[int]) -> int:
-        """Return by how much `share(blocks)` would reduce `available`."""
-        return sum(self._references[block] == 0 for block in blocks)
+    def count_unowned(self, rows: Iterable[int]) -> int:
+        """Return by how much `share(rows)` would reduce `available`."""
+        return sum(self._references[row] == 0 for row in rows)
 
-    def remember(self, block: int, name: bytes) -> None:
-        """Register the hash of a complete block. If two blocks have equal content, the first keeps the hash."""
-        assert self._references[block] > 0
-        if self._hash_of[block] is None and name not in self._by_hash:
-            self._hash_of[block] = name
-            self._by_hash[name] = block
+    def remember(self, rows: Sequence[int], name: Hashable) -> None:
+        """Name a complete bundle. If two bundles have equal content, the first keeps the name."""
+        assert self._references[rows[0]] > 0
+        if self._name_of[rows[0]] is None and name not in self._bundles:
+            self._bundles[name] = tuple(rows)
+            for row in rows:
+                self._name_of[row] = name
+
+    def forget(self, name: Hashable) -> None:
+        """Drop a name. Rows without owners become free."""
+        for row in self._bundles.pop(name, ()):
+            self._name_of[row] = None
+            self._cached.pop(row, None)
+            if self._references[row] == 0:
+                self._num_cached -= 1
+                self._empty.append(row)
 
     def reserve(self, count: int) -> list[int]:
-        """Allocate `count` blocks for a peer to write."""
-        blocks = self.take(count)
-        self._owned -= count
-        self._reserved.update(dict.fromkeys(blocks))
-        return blocks
+        """Allocate `count` rows for a peer to write."""
+        rows = self.take(count)
+        self.lend(rows)
+        return rows
 
-    def settle(self, blocks: Sequence[int]) -> None:
-        """Make reserved blocks owned, after the peer has written them."""
-        self._unreserve(blocks)
-        self._owned += len(blocks)
+    def lend(self, rows: Sequence[int]) -> None:
+        """Make rows with one owner reserved, for a peer to write."""
+        self._owned -= len(rows)
+        self._reserved.update(dict.fromkeys(rows))
 
-    def give_up(self, blocks: Sequence[int], writer_stopped: bool) -> None:
-        """Cancel a reservation. Unless the writer has stopped, its blocks stay in quarantine until `clear`."""
-        self._unreserve(blocks)
-        self._quarantined.update(dict.fromkeys(blocks))
+    def settle(self, rows: Sequence[int]) -> None:
+        """Make reserved rows owned, after the peer has written them."""
+        self._unreserve(rows)
+        self._owned += len(rows)
+
+    def give_up(self, rows: Sequence[int], writer_stopped: bool) -> None:
+        """Cancel a reservation. Unless the writer has stopped, its rows stay in quarantine until `clear`."""
+        self._unreserve(rows)
+        self._quarantined.update(dict.fromkeys(rows))
         if writer_stopped:
-            self.clear(blocks)
+            self.clear(rows)
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Free quarantined blocks once their writer is known to have stopped or died."""
-        for block in blocks:
-            del self._quarantined[block]
-            self._references[block] -= 1
-            self._retire(block)
+    def clear(self, rows: Sequence[int]) -> None:
+        """Free quarantined rows once their writer is known to have stopped or died."""
+        for row in rows:
+            del self._quarantined[row]
+            self._references[row] -= 1
+            self._retire(row)
 
-    def _unreserve(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            del self._reserved[block]
+    def _unreserve(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            del self._reserved[row]
 
     def _pop(self) -> int:
-        if self._empty:
-            block = self._empty.pop()
-        else:
-            block = next(iter(self._cached))
-            del self._cached[block]
-            name = self._hash_of[block]
-            assert name is not None
-            del self._by_hash[name]
-            self._hash_of[block] = None
-        self._references[block] = 1
-        return block
+        if not self._empty:
+            self.forget(self._name_of[next(iter(self._cached))])
+        row = self._empty.pop()
+        self._references[row] = 1
+        return row
 
-    def _retire(self, block: int) -> None:
-        if self._hash_of[block] is None:
-            self._empty.append(block)
-        else:
-            self._cached[block] = None
+    def _retire(self, row: int) -> None:
+        if (name := self._name_of[row]) is None:
+            self._empty.append(row)
+            return
+        self._num_cached += 1
+        if row == self._bundles[name][0]:
+            self._cached[row] = None

@@ -84,14 +84,14 @@ class Geometry:
         return self.rows_of(-(-tokens // self.block_tokens), chunk) + 2 * self.state_rows
 
     def landing_order(self, num_prompt: int, held: int) -> list[RowPlace]:
-        """Return the rows of a prompt that a peer needs, without the first `held` blocks, in the order of transfer.
+        """Return the rows of a prompt that a peer needs, in the order of transfer.
 
-        Rows are ordered by the token that completes them, then by group and row. Blocks that no later query sees are
-        left out. The state comes last.
+        The peer has the first `held` blocks of "full" groups. Blocks that no later query sees are left out. Rows are
+        ordered by the token that completes them, then by group and row. The state comes last.
         """
         size, places = self.block_tokens, []
-        firsts = [max(held, self.first_block(group, num_prompt)) for group in self.attention]
-        for block in range(held, -(-num_prompt // size)):
+        firsts = [held if group.kind == "full" else self.first_block(group, num_prompt) for group in self.attention]
+        for block in range(min(firsts), -(-num_prompt // size)):
             for index, group in enumerate(self.attention):
                 if block >= firsts[index]:
                     places += [RowPlace(index, block, row) for row in range(group.rows)]

@@ -57,7 +57,13 @@ class Request:
 
     arrival: int = -1  # order of arrival on this node
     state: RequestState = RequestState.WAITING
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=lambda: [[]])  # of each attention group: see `Scheduler`
+    released: list[int] = field(default_factory=list)  # of each group: leading blocks whose rows were released
+    reserved: list[int] = field(default_factory=list)  # rows that a peer writes, in the order of transfer
+    states: list[list[int]] = field(default_factory=list)  # rows of two states; the first is the current one
+    snapshot: list[int] = field(default_factory=list)  # rows of the cached state from which the request starts
+    junction: int = 0  # where to save a state, because cached KV matched further than any saved state
+    latest_save: Any = None  # the name of the state that was last saved while decoding
     hashes: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as computed
     num_computed: int = 0
     num_scheduled: int = 0
@@ -71,6 +77,12 @@ class Request:
     def borrows_blocks(self) -> bool:
         """Whether the request arrived with blocks that belong to another node's pool."""
         return self.shared_pool and self.send_kv
+
+    @property
+    def rows(self) -> list[int]:
+        """All rows that the request holds in its node's pool."""
+        held = [*self.tables, *self.states, self.snapshot]
+        return [row for rows in held for row in rows if row]
 
     @property
     def num_tokens(self) -> int:
@@ -98,6 +110,20 @@ class Request:
         return "length" if num_generated >= self.max_tokens else None
 
 
+@dataclass(frozen=True, slots=True)
+class StateUse:
+    """The rows of the recurrent states that a slice uses. A slice never writes rows that it reads.
+
+    `read` is None at a request's start, where the state is zero. If `save` has rows, they receive the state after token
+    `save_at`, a multiple of the block size inside the slice.
+    """
+
+    read: tuple[int, ...] | None
+    write: tuple[int, ...]
+    save_at: int = 0
+    save: tuple[int, ...] = ()
+
+
 @dataclass(slots=True)
 class Slice:
     """Tokens [start, start + count) of one request in one step. If `samples` is true, the next token is sampled."""
@@ -107,6 +133,7 @@ class Slice:
     count: int
     samples: bool
     epoch: int
+    state: StateUse | None = None  # if the model has recurrent states
 
     @property
     def end(self) -> int:

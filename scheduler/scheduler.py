@@ -16,9 +16,10 @@ from typing import NamedTuple
 from scheduler.blocks import BlockPool, Ledger
 from scheduler.budget import Budget
 from scheduler.cost import CostModel
+from scheduler.geometry import Geometry, Group
 from scheduler.policy import STALL_FREE, Policy
 from scheduler.prefix import extend_hashes
-from scheduler.request import Request, RequestState, Slice, Step, cdiv
+from scheduler.request import Request, RequestState, Slice, StateUse, Step, cdiv
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +78,37 @@ class Scheduler:
 
     Guarantees: No step exceeds its budget or limits, except for a prompt that may not be chunked. Every slice has
     blocks for its tokens. Waiting requests are admitted in order of priority, then arrival. If a request fails in
-    `update`, only this request ends, with finish "error". Blocks are not reused while a step in flight or a peer may
+    `update`, only this request ends, with finish "error". Rows are not reused while a step in flight or a peer may
     write to them. After an error in the block ledger, the scheduler continues; the driver reports `ledger_error`.
+
+    `Request.tables` has the rows of each attention group of the geometry, row r of block b at b * rows + r. Where
+    no later query sees a block, its rows are released and their entries become 0, the dummy row. With a group of
+    states, a slice reads one set of rows and writes another, so that it can run twice. Saved states ("snapshots") have
+    names like blocks; a request with a cached prefix starts from one.
     """
 
     def __init__(
         self,
         limits: StepLimits,
-        num_blocks: int,
+        num_rows: int,
         block_tokens: int,
         policy: Policy = STALL_FREE,
         budget: Budget | None = None,
+        groups: tuple[Group, ...] = (Group("full"),),
+        state_interval: int = 4096,
     ) -> None:
-        """If `budget` is None, every step may have up to `limits.max_num_batched_tokens` tokens."""
+        """If `budget` is None, every step may have up to `limits.max_num_batched_tokens` tokens.
+
+        States are saved at multiples of `state_interval` tokens of a prompt, as well as at its last whole block; 0
+        turns the former off.
+        """
         self.limits = limits
         self.policy = policy
         self.budget = budget or Budget(limits.max_num_batched_tokens)
         self.cost: CostModel | None = None  # step-time model, set by the driver between two steps
+        self.geometry = Geometry(block_tokens, groups)
         self.block_tokens = block_tokens
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_rows)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # by priority, then arrival
         self.num_receiving = 0
@@ -105,7 +118,9 @@ class Scheduler:
         self.num_waiting = 0
         self._arrivals = 0
         self._steps = 0
-        self._parked: deque[tuple[int, list[int]]] = deque()  # (step, freed blocks that this step still uses)
+        self._parked: deque[tuple[int, list[int]]] = deque()  # (step, freed rows that this step still uses)
+        self._saves: dict[int, tuple[int, ...]] = {}  # by id of the slice in flight: the rows that get its state
+        self._state_interval = state_interval
         # If more requests ran than fit into a step, the last ones would starve.
         self._max_running = min(limits.max_num_seqs, self.budget.ceiling)
 
@@ -119,6 +134,7 @@ class Scheduler:
             self._check_fits(request)
         request.arrival = self._arrivals
         self._arrivals += 1
+        self._clear(request)
         extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
         self.requests[request.id] = request
         self._wait(request)
@@ -130,8 +146,8 @@ class Scheduler:
         """
         if request.state is not RequestState.RECEIVING_KV:
             return
-        num_held = request.num_computed // self.block_tokens
-        self.pool.settle(request.blocks[num_held:])
+        self.pool.settle(request.reserved)
+        request.reserved = []
         self._advance(request, len(request.tokens))
         request.tokens.append(token)
         self.num_receiving -= 1
@@ -154,10 +170,12 @@ class Scheduler:
         if request.state is not RequestState.RECEIVING_KV:
             self._end(request)
             return []
-        num_held = request.num_computed // self.block_tokens
-        reserved = request.blocks[num_held:]
+        reserved = request.reserved
         self.pool.give_up(reserved, writer_stopped)
-        request.blocks = request.blocks[:num_held]
+        given_up = set(reserved)
+        request.tables = [[0 if row in given_up else row for row in table] for table in request.tables]
+        request.states = [[row for row in rows if row not in given_up] for rows in request.states]
+        request.reserved = []
         self.num_receiving -= 1
         self._end(request)
         return [] if writer_stopped else reserved
@@ -177,9 +195,10 @@ class Scheduler:
         return self.ledger_error
 
     def _held(self) -> list[list[int]]:
-        """Return the blocks of each request, and those that were freed while a step in flight still uses them."""
-        rows = [request.blocks for request in self.requests.values() if not request.borrows_blocks]
-        return rows + [blocks for _, blocks in self._parked]
+        """Return the rows of each request, those that were freed while a step in flight still uses them, and those to
+        which a step in flight saves states."""
+        rows = [request.rows for request in self.requests.values() if not request.borrows_blocks]
+        return rows + [parked for _, parked in self._parked] + [list(saved) for saved in self._saves.values()]
 
     # ---- deciding -------------------------------------------------------------------------------------------
 
@@ -213,9 +232,12 @@ class Scheduler:
             request, fault = slice_.request, None
             request.num_in_flight -= 1
             request.num_sampling -= slice_.samples
+            is_good = failed is None or not failed[index]
+            if slice_.state is not None and slice_.state.save:
+                self._finish_save(slice_, is_good and slice_.epoch == request.epoch)
             if request.state is RequestState.DONE:
                 continue
-            if failed is None or not failed[index]:
+            if is_good:
                 try:
                     if slice_.epoch == request.epoch:
                         self._advance(request, slice_.end)
@@ -286,22 +308,23 @@ class Scheduler:
         while (request := self._next_waiting()) is not None:
             if len(self.running) + self.num_receiving >= self._max_running or request.num_in_flight:
                 break
-            held = self._cached_prefix(request)
-            start = request.num_computed if request.borrows_blocks else len(held) * self.block_tokens
+            num_held, held = self._cached_prefix(request)
+            start = request.num_computed if request.borrows_blocks else num_held * self.block_tokens
             count = self._chunk(request, start, step) if may_compute and not request.receive_kv else 0
             is_partial = count < request.num_tokens - start
             if not (request.receive_kv or self._may_start(count, is_partial, partial)):
                 break
             growth = sum(map(self._growth, self.running)) if growth is None else growth
-            needed = cdiv(request.num_tokens, self.block_tokens) - len(held) + self.pool.count_unowned(held)
-            own_growth = self._answer_blocks(request)
+            shared = [row for rows in held for row in rows if row]
+            needed = self._rows_needed(request, num_held) + self.pool.count_unowned(shared)
+            own_growth = self._answer_rows(request)
             alone = not self.running and not self.num_receiving
             if not request.borrows_blocks and needed + (0 if alone else growth + own_growth) > self.pool.available:
                 break
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
             available = self.pool.available
-            self._hold(request, held)
+            self._hold(request, num_held, held)
             if request.receive_kv:
                 self._reserve(request, step)
             else:
@@ -343,18 +366,64 @@ class Scheduler:
             count = aligned if aligned > 0 else count
         return count
 
-    def _cached_prefix(self, request: Request) -> list[int]:
-        """Return the cached blocks of the request's prefix. The last token is always computed, to get its logits."""
-        if request.needs_prompt_logprobs or request.borrows_blocks:
-            return []
-        useful = len(request.tokens) if request.receive_kv and not request.shared_pool else len(request.tokens) - 1
-        return self.pool.match(request.hashes[: useful // self.block_tokens])
+    def _cached_prefix(self, request: Request) -> tuple[int, list[list[int]]]:
+        """Return the length in blocks of the cached prefix from which the request can start, and its rows.
 
-    def _hold(self, request: Request, held: list[int]) -> None:
+        The rows are those of each attention group's table, and of a snapshot if there are states. The last token is
+        always computed, to get its logits. A request that receives KV uses only full blocks: what else it needs at the
+        prompt's end comes from the peer.
+        """
+        geometry, states = self.geometry, len(self.geometry.attention)
+        none: list[list[int]] = [[] for _ in range(states + 1)]
+        if request.needs_prompt_logprobs or request.borrows_blocks:
+            return 0, none
+        receives = request.receive_kv and not request.shared_pool
+        useful = len(request.tokens) if receives else len(request.tokens) - 1
+        names = request.hashes[: useful // self.block_tokens]
+        if geometry.is_uniform:
+            found = self.pool.match(names)
+            return len(found), [found, []]
+        longest = len(names)
+        full = [index for index, group in enumerate(geometry.attention) if group.kind == "full"]
+        for index in full:
+            rows = self.pool.match((index, name) for name in names[:longest])
+            longest = len(rows) // geometry.attention[index].rows
+        if receives:
+            return (longest, self._prefix_rows(request, longest, only_full=True)) if full else (0, none)
+        for blocks in range(longest, 0, -1):
+            if geometry.state_rows and self.pool.find((states, names[blocks - 1])) is None:
+                continue
+            if rows_found := self._prefix_rows(request, blocks):
+                request.junction = longest * self.block_tokens if blocks < longest else 0
+                return blocks, rows_found
+        request.junction = longest * self.block_tokens
+        return 0, none
+
+    def _prefix_rows(self, request: Request, blocks: int, only_full: bool = False) -> list[list[int]]:
+        """Return the rows of a cached prefix of `blocks` blocks, or [] if one that a later query sees is missing."""
+        found: list[list[int]] = []
+        for index, group in enumerate(self.geometry.attention):
+            hidden = self.geometry.first_block(group, blocks * self.block_tokens)
+            if only_full and group.kind != "full":
+                hidden = blocks
+            rows = self.pool.match((index, name) for name in request.hashes[hidden:blocks])
+            if len(rows) < (blocks - hidden) * group.rows:
+                return []
+            found.append([0] * (hidden * group.rows) + rows)
+        has_state = self.geometry.state_rows and blocks and not only_full
+        snapshot = self.pool.find((len(found), request.hashes[blocks - 1])) if has_state else None
+        return [*found, list(snapshot or ())]
+
+    def _hold(self, request: Request, num_held: int, held: list[list[int]]) -> None:
         if not request.borrows_blocks:
-            self.pool.share(held)
-            request.blocks = list(held)
-            request.num_computed = len(held) * self.block_tokens
+            for rows in held:
+                self.pool.share(row for row in rows if row)
+            request.tables = held[:-1]
+            request.snapshot = held[-1]
+            request.num_computed = num_held * self.block_tokens
+            request.released = [
+                self.geometry.first_block(group, request.num_computed) for group in self.geometry.attention
+            ]
         request.num_scheduled = request.num_computed
         if request.epoch == 0:
             request.num_cached = request.num_computed
@@ -362,8 +431,29 @@ class Scheduler:
             self.counters.cache_hits += request.num_computed
 
     def _reserve(self, request: Request, step: Step) -> None:
-        missing = cdiv(len(request.tokens), self.block_tokens) - len(request.blocks)
-        request.blocks += self.pool.reserve(missing)
+        """Reserve the rows that the peer will write, and take those that the request needs besides."""
+        geometry, held, num_prompt = self.geometry, request.num_computed // self.block_tokens, len(request.tokens)
+        if request.shared_pool:  # the peer computes the prompt, so it needs every row that a computing request needs
+            self._take_blocks(request, cdiv(num_prompt, self.block_tokens) - held)
+            tables = zip(request.tables, geometry.attention, strict=True)
+            order = [row for table, group in tables for row in table[held * group.rows :]]
+            self.pool.lend(order)
+            request.reserved = order
+        else:
+            places = geometry.landing_order(num_prompt, held)
+            request.reserved = self.pool.reserve(len(places))
+            blocks = cdiv(num_prompt, self.block_tokens)
+            for table, group in zip(request.tables, geometry.attention, strict=True):
+                table.extend([0] * (blocks * group.rows - len(table)))
+            states = [0] * geometry.state_rows
+            for place, row in zip(places, request.reserved, strict=True):
+                if place.group < len(geometry.attention):
+                    group = geometry.attention[place.group]
+                    request.tables[place.group][place.block * group.rows + place.row] = row
+                else:
+                    states[place.row] = row
+            if states:
+                request.states = [states, self.pool.take(geometry.state_rows)]
         self.num_receiving += 1
         request.move_to(RequestState.RECEIVING_KV)
         step.receiving.append(request)
@@ -375,36 +465,52 @@ class Scheduler:
 
         Return how many of the tokens now have blocks: 0 means that the request has to wait or was itself preempted.
         """
-        if request.num_scheduled + count <= len(request.blocks) * self.block_tokens:  # true for most decodes
+        if request.num_scheduled + count <= self._num_blocks(request) * self.block_tokens:  # true for most decodes
             return count
         while self._missing(request, count) > self.pool.available:
             victim = self._victim(request, step)
             if victim is None:
                 break
             self._preempt(victim, step)
-            if victim is request or victim.num_in_flight:  # the victim's blocks become free when its step ends
+            if victim is request or victim.num_in_flight:  # the victim's rows become free when its step ends
                 return 0
         if self.policy.chunked:
-            room = (len(request.blocks) + self.pool.available) * self.block_tokens - request.num_scheduled
+            new = self.pool.available // self.geometry.block_rows if self.geometry.block_rows else count
+            room = (self._num_blocks(request) + new) * self.block_tokens - request.num_scheduled
             count = min(count, room)
         elif self._missing(request, count) > self.pool.available:
             return 0
         self._allot(request, count)
         return count
 
+    def _num_blocks(self, request: Request) -> int:
+        """Return how many blocks the request's tables cover."""
+        return len(request.tables[0]) // self.geometry.attention[0].rows
+
+    def _missing_blocks(self, request: Request, count: int) -> int:
+        return max(0, cdiv(request.num_scheduled + count, self.block_tokens) - self._num_blocks(request))
+
     def _missing(self, request: Request, count: int) -> int:
-        """Return how many blocks to allocate before `count` more tokens can be computed."""
-        return max(0, cdiv(request.num_scheduled + count, self.block_tokens) - len(request.blocks))
+        """Return how many rows to allocate before `count` more tokens can be computed."""
+        return self._missing_blocks(request, count) * self.geometry.block_rows
+
+    def _rows_needed(self, request: Request, num_held: int) -> int:
+        """Return how many rows a waiting request needs for its tokens, besides those of its cached prefix."""
+        blocks = cdiv(request.num_tokens, self.block_tokens) - num_held
+        return self.geometry.rows_of(blocks, self._largest_chunk(request)) + 2 * self.geometry.state_rows
+
+    def _largest_chunk(self, request: Request) -> int:
+        return self.limits.max_num_batched_tokens if self.policy.chunked else max(1, request.num_tokens)
 
     def _growth(self, request: Request) -> int:
-        """Return how many blocks a running request still needs for its whole prompt and for part of its answer."""
-        rest = cdiv(request.num_tokens, self.block_tokens) - len(request.blocks)
-        return rest + self._answer_blocks(request)
+        """Return how many rows a running request still needs for its whole prompt and for part of its answer."""
+        rest = cdiv(request.num_tokens, self.block_tokens) - self._num_blocks(request)
+        return self.geometry.rows_of(rest, self._largest_chunk(request)) + self._answer_rows(request)
 
-    def _answer_blocks(self, request: Request) -> int:
-        """Return how many blocks to keep free for the tokens that a request may still generate on this node."""
+    def _answer_rows(self, request: Request) -> int:
+        """Return how many rows to keep free for the tokens that a request may still generate on this node."""
         tokens = 0 if request.send_kv else GROWTH_SHARE * min(request.remaining_tokens, GROWTH_CAP_TOKENS)
-        return cdiv(int(tokens), self.block_tokens)
+        return self.geometry.rows_of(cdiv(int(tokens), self.block_tokens), 1)
 
     def _victim(self, request: Request, step: Step) -> Request | None:
         """Return the request to preempt so that `request` gets blocks, or None if `request` has to wait.
@@ -422,7 +528,14 @@ class Scheduler:
         return None if may_wait else request
 
     def _allot(self, request: Request, count: int) -> None:
-        request.blocks += self.pool.take(self._missing(request, count))
+        if self.geometry.state_rows and not request.states:
+            rows = self.pool.take(2 * self.geometry.state_rows)
+            request.states = [rows[: self.geometry.state_rows], rows[self.geometry.state_rows :]]
+        self._take_blocks(request, self._missing_blocks(request, count))
+
+    def _take_blocks(self, request: Request, blocks: int) -> None:
+        for table, group in zip(request.tables, self.geometry.attention, strict=True):
+            table.extend(self.pool.take(blocks * group.rows))
 
     def _preempt(self, request: Request, step: Step) -> None:
         self.running.remove(request)
@@ -442,10 +555,16 @@ class Scheduler:
         if request.borrows_blocks:
             return
         if request.num_in_flight:
-            self._parked.append((self._steps - 1, request.blocks))
+            self._parked.append((self._steps - 1, request.rows))
         else:
-            self.pool.release(request.blocks)
-        request.blocks = []
+            self.pool.release(request.rows)
+        self._clear(request)
+
+    def _clear(self, request: Request) -> None:
+        if not request.borrows_blocks:
+            request.tables = [[] for _ in self.geometry.attention]
+            request.released = [0] * len(request.tables)
+            request.states, request.snapshot = [], []
 
     # ---- cursors --------------------------------------------------------------------------------------------
 
@@ -453,6 +572,8 @@ class Scheduler:
         start = request.num_scheduled
         samples = start + count == request.num_tokens
         slice_ = Slice(request, start, count, samples, request.epoch)
+        if self.geometry.state_rows:
+            slice_.state = self._state_use(request, slice_)
         step.slices.append(slice_)
         request.num_scheduled += count
         request.num_in_flight += 1
@@ -463,16 +584,81 @@ class Scheduler:
             step.work.add_chunk(start, count)
             self.counters.prompt_tokens += count
 
+    def _state_use(self, request: Request, slice_: Slice) -> StateUse:
+        """Swap the request's two states, and decide whether the slice also saves its state."""
+        read: tuple[int, ...] | None = None
+        if slice_.start:
+            is_first = request.snapshot and not request.num_in_flight
+            read = tuple(request.snapshot if is_first else request.states[0])
+        request.states.reverse()
+        save_at = self._save_at(request, slice_)
+        save: tuple[int, ...] = ()
+        if save_at and self.pool.available >= self.geometry.state_rows:
+            save = self._saves[id(slice_)] = tuple(self.pool.take(self.geometry.state_rows))
+        return StateUse(read, tuple(request.states[0]), save_at if save else 0, save)
+
+    def _save_at(self, request: Request, slice_: Slice) -> int:
+        """Return the position in the slice at which to save the state, or 0.
+
+        Saved are the end of the cached KV where no state was found, the last whole block of the prompt, multiples of
+        the interval, and the latest whole block while decoding.
+        """
+        if slice_.is_decode:
+            return 0 if slice_.end % self.block_tokens else slice_.end
+        last = (request.num_tokens - 1) // self.block_tokens * self.block_tokens
+        interval = cdiv(self._state_interval, self.block_tokens) * self.block_tokens
+        regular = slice_.end // interval * interval if interval else 0
+        return next((at for at in (request.junction, last, regular) if slice_.start < at <= slice_.end), 0)
+
+    def _finish_save(self, slice_: Slice, is_good: bool) -> None:
+        """Name the state that the slice saved, so that requests find it, and give up its rows."""
+        request, use = slice_.request, slice_.state
+        rows = self._saves.pop(id(slice_))
+        if is_good and use is not None:
+            extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
+            name = (len(self.geometry.attention), request.hashes[use.save_at // self.block_tokens - 1])
+            self.pool.remember(rows, name)
+            if slice_.is_decode:
+                if request.latest_save is not None:
+                    self.pool.forget(request.latest_save)
+                request.latest_save = name
+        self.pool.release(rows)
+
     def _advance(self, request: Request, end: int) -> None:
-        """Record that positions [0, end) have KV, and register the hashes of blocks that are now complete."""
+        """Record that positions [0, end) have KV, name blocks that are now complete, and release blocks that no later
+        query sees."""
         first = request.num_computed // self.block_tokens
         request.num_computed = end
         request.num_scheduled = max(request.num_scheduled, end)
+        if request.borrows_blocks:
+            return
+        if request.snapshot:
+            self.pool.release(request.snapshot)
+            request.snapshot = []
         full = end // self.block_tokens
-        if full > first and not request.borrows_blocks:
+        if full > first:
             extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
-            for index in range(first, full):
-                self.pool.remember(request.blocks[index], request.hashes[index])
+            self._name_blocks(request, first, full)
+        if not self.geometry.is_uniform:
+            self._release_unseen(request, end)
+
+    def _name_blocks(self, request: Request, first: int, end: int) -> None:
+        for index, (table, group) in enumerate(zip(request.tables, self.geometry.attention, strict=True)):
+            for block in range(first, end):
+                rows = table[block * group.rows : (block + 1) * group.rows]
+                if rows[0]:
+                    name = request.hashes[block]
+                    self.pool.remember(rows, name if self.geometry.is_uniform else (index, name))
+
+    def _release_unseen(self, request: Request, position: int) -> None:
+        """Release the blocks that no query at `position` or later sees."""
+        for index, (table, group) in enumerate(zip(request.tables, self.geometry.attention, strict=True)):
+            first, seen = request.released[index], self.geometry.first_block(group, position)
+            if seen > first:
+                unseen = slice(first * group.rows, seen * group.rows)
+                self.pool.release([row for row in table[unseen] if row])
+                table[unseen] = [0] * (unseen.stop - unseen.start)
+                request.released[index] = seen
 
     def _append(self, request: Request, token: int) -> str | None:
         request.tokens.append(token)
@@ -497,9 +683,10 @@ class Scheduler:
 
     def _check_fits(self, request: Request) -> None:
         tokens = len(request.tokens) if request.send_kv else len(request.tokens) + request.remaining_tokens
-        needed = cdiv(tokens, self.block_tokens)
+        needed = self.geometry.rows_for(tokens, min(tokens, self._largest_chunk(request)))
         if needed > self.pool.total:
+            what = f"blocks of {self.block_tokens} tokens" if self.geometry.is_uniform else "rows"
             raise ValueError(
-                f"{tokens} tokens need {needed} blocks of {self.block_tokens} tokens, "
+                f"{tokens} tokens need {needed} {what}, "
                 f"and the KV cache has {self.pool.total}: shorten the request or increase --kv-cache-memory"
             )

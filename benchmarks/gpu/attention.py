@@ -171,7 +171,7 @@ def attention_s(scene: GpuScene, flat: RandomKV, arm: str, spans: Sequence[tuple
         raise ValueError("the pool is too small")
     for number, (start, end) in enumerate(spans):
         request = Request(f"r{number}", [0] * end, end, 1)
-        request.blocks = [free.pop() for _ in range(cdiv(end, size))]
+        request.tables[0] = [free.pop() for _ in range(cdiv(end, size))]
         slices.append(Slice(request, start, end - start, True, 0))
     batch = build(slices, size, scene.device)
     q = torch.randn(len(batch.tokens), config.num_heads, config.head_dim, device=scene.device).to(scene.dtype)

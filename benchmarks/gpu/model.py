@@ -89,7 +89,7 @@ class ModelBench:
         made = []
         for _ in range(number):
             request = Request(f"r{next(NUMBERS)}", [7] * context, context, STEPS + WARMUP, sampling=sampling)
-            request.blocks = [blocks.pop() for _ in range(held)]
+            request.tables[0] = [blocks.pop() for _ in range(held)]
             request.num_scheduled = context - 1
             made.append(request)
         return made
@@ -98,7 +98,7 @@ class ModelBench:
         """Return a request in the last blocks of the pool. Requests may share blocks, because all KV is random."""
         request = Request(f"p{next(NUMBERS)}", [7] * tokens, tokens, 1, sampling=GREEDY)
         last = self.pool.layout.num_blocks
-        request.blocks = list(range(last - cdiv(tokens, self.block_tokens), last))
+        request.tables[0] = list(range(last - cdiv(tokens, self.block_tokens), last))
         return request
 
 

@@ -45,7 +45,7 @@ class Stopwatch(EngineListener):
     def on_receiving(self, requests: list[Request]) -> None:
         def land(scheduler: Scheduler) -> None:
             for request in requests:
-                self._write(request.blocks)
+                self._write(request.tables[0])
                 scheduler.kv_received(request, TOKEN)
 
         assert self.engine is not None

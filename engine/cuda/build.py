@@ -176,6 +176,6 @@ def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: Cud
     slices = []
     for length in (longest, *[1] * (count - 1)):
         request = Request("largest", [0] * length, length, 1, sampling=SamplingParams(top_p=0.9))
-        request.blocks = [1] * cdiv(length, one.block_tokens)
+        request.tables[0] = [1] * cdiv(length, one.block_tokens)
         slices.append(Slice(request, 0, length, samples=True, epoch=0))
     runner.run(Step(0, slices, []))

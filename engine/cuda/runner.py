@@ -123,7 +123,7 @@ class CudaRunner(TorchRunner):
     def _warm_slice(self, start: int, count: int) -> Slice:
         end = start + count
         request = Request("warm-up", [0] * end, end, 1, sampling=SamplingParams(seed=0, top_p=0.9, logit_bias={0: 1.0}))
-        request.blocks = [DUMMY_BLOCK] * cdiv(end, self._block_tokens)
+        request.tables[0] = [DUMMY_BLOCK] * cdiv(end, self._block_tokens)
         return Slice(request, start, count, True, 0)
 
     def run(self, step: Step) -> list[SliceOutput]:

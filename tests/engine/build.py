@@ -85,7 +85,7 @@ class Blocks:
         """Return a request with blocks for its prompt and `max_tokens` more tokens."""
         request = Request(f"r{len(self._free)}", list(tokens), len(tokens), max_tokens, sampling=sampling, **more)
         num_blocks = -(-(len(tokens) + max_tokens) // self.block_tokens)
-        request.blocks = [self._free.pop() for _ in range(num_blocks)]
+        request.tables[0] = [self._free.pop() for _ in range(num_blocks)]
         return request
 
 

@@ -78,17 +78,17 @@ def test_preemption_and_handoff_do_not_change_tokens(model: Decoder, alone: list
         for _ in range(5):
             run_step(runner, [piece(request)])
         # Preempt the request: its blocks are lost, and all its tokens are computed again in chunks, in other blocks.
-        request.blocks = blocks.request(prompt, sampling, NUM_TOKENS).blocks
+        request.tables[0] = blocks.request(prompt, sampling, NUM_TOKENS).tables[0]
         request.num_computed = 0
-        pool.tensor[blocks.request(prompt).blocks] = torch.nan
+        pool.tensor[blocks.request(prompt).tables[0]] = torch.nan
         while request.num_computed < len(request.tokens) - 3:
             run_step(runner, [piece(request, 3)])
         run_step(runner, [piece(request)])
         # Hand the request over: its rows are copied to other blocks of another pool.
         other, target, others = torch_runner(model)
         landed = others.request(prompt, sampling, NUM_TOKENS)
-        landed.blocks.reverse()
-        target.tensor[landed.blocks] = pool.tensor[request.blocks]
+        landed.tables[0].reverse()
+        target.tensor[landed.tables[0]] = pool.tensor[request.tables[0]]
         landed.tokens, landed.num_computed = list(request.tokens), request.num_computed
         assert generate(other, [landed], 64)[0] == alone[index]
 
@@ -142,7 +142,7 @@ def test_a_request_whose_kv_is_broken_fails_alone(
         for prompt in prompts()[:3]
     ]
     run_step(runner, [piece(one, 8) for one in requests])
-    pool.tensor[requests[1].blocks[0], 0, 0, 2] = torch.nan
+    pool.tensor[requests[1].tables[0][0], 0, 0, 2] = torch.nan
     outputs = run_step(runner, [piece(one) for one in requests])
     assert [output.error for output in outputs] == ["", "numerical", ""]
     assert outputs[1].token is None
@@ -166,8 +166,8 @@ def test_an_unfinished_chunk_and_an_empty_step_give_no_output(model: Decoder) ->
 
 def test_a_slice_beyond_its_tokens_or_blocks_is_refused() -> None:
     request = Blocks(16, 4).request(range(6), max_tokens=2)
-    for blocks, end in ((request.blocks, 7), (request.blocks[:1], 6)):
-        request.blocks = blocks
+    for blocks, end in ((request.tables[0], 7), (request.tables[0][:1], 6)):
+        request.tables[0] = blocks
         with pytest.raises(ValueError, match="beyond the request's tokens or blocks"):
             build([Slice(request, 0, end, True, 0)], 4, CPU)
 

@@ -77,7 +77,7 @@ def test_a_node_on_a_gpu_generates_the_tokens_of_one_on_a_cpu() -> None:
         requests = [
             Request(f"r{at}", list(range(3, 3 + size)), size, 12, sampling=GREEDY) for at, size in enumerate((50, 4))
         ]
-        requests[0].blocks, requests[1].blocks = [7, 3], [5]
+        requests[0].tables[0], requests[1].tables[0] = [7, 3], [5]
         answers.append(generate(computer.runner, requests, 24))
     assert answers[0] == answers[1]
     assert ours.attributes["graphs"] == "steps of up to 24 tokens"
@@ -275,5 +275,5 @@ def test_auto_keeps_a_stored_16_bit_dtype(tmp_path: Path, stored: torch.dtype, r
     assert (computer.attributes["dtype"], computer.layout.dtype) == (held, held)
     assert computer.attributes["graphs"] == "none"
     request = Request("r", [3, 4, 5], 3, 2, sampling=GREEDY)
-    request.blocks = [2]
+    request.tables[0] = [2]
     assert generate(computer.runner, [request], 24) != [[]]

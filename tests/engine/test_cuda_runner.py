@@ -187,7 +187,7 @@ def test_broken_logits_end_their_request_alone(model: Decoder, captures: str) ->
     for request in (broken, whole):
         run_step(runner, [piece(request)])
     banned.num_computed = 0
-    pool.tensor[broken.blocks[0]] = torch.nan
+    pool.tensor[broken.tables[0][0]] = torch.nan
     slices = [piece(broken), piece(whole)]
     step = Step(1, slices, [])
     first = runner.launch(step)

@@ -66,13 +66,13 @@ def test_wrong_kv_changes_the_tokens(kind: str, damage: str) -> None:
     rows, blocks = pool(), Blocks(NUM_BLOCKS, BLOCK_TOKENS)
     request = blocks.request([5] * 12, max_tokens=8)  # the tokens are equal: its blocks differ only in position
     run_step(runner(kind, rows), [piece(request)])
-    last = request.blocks[2]
+    last = request.tables[0][2]
     if damage == "order":
-        request.blocks[2], request.blocks[1] = request.blocks[1], last
+        request.tables[0][2], request.tables[0][1] = request.tables[0][1], last
     elif damage == "block":
-        rows[last] = rows[request.blocks[1]]
+        rows[last] = rows[request.tables[0][1]]
     elif kind == "hash":
-        rows[request.blocks[1], 0 if damage == "first byte" else BLOCK_TOKENS * LANES * 8 - 1] ^= 1
+        rows[request.tables[0][1], 0 if damage == "first byte" else BLOCK_TOKENS * LANES * 8 - 1] ^= 1
     else:  # the emulated device reads back only the last position
         rows[last, (BLOCK_TOKENS - 1) * LANES * 8] ^= 1
     found = [run_step(runner(kind, rows), [piece(request)])[0].token for _ in range(7)]
@@ -88,9 +88,9 @@ def test_a_handoff_a_preemption_and_a_repeated_step_change_nothing(kind: str) ->
     step = Step(0, [piece(request)], [])
     assert device.run(step) == device.run(step)
     received = Blocks(NUM_BLOCKS, BLOCK_TOKENS, seed=9).request(list(range(30)), max_tokens=20)
-    target[received.blocks] = source[request.blocks]
+    target[received.tables[0]] = source[request.tables[0]]
     received.tokens, received.num_computed = list(request.tokens), request.num_computed
-    request.num_computed, request.blocks = 0, request.blocks[::-1]
+    request.num_computed, request.tables[0] = 0, request.tables[0][::-1]
     for one, rows in ((received, target), (request, source)):
         assert generate(runner(kind, rows), [one], 5)[0] == expected(kind, list(range(30)), 20)
 

@@ -88,7 +88,7 @@ def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> lis
             if sending.state is RequestState.SENDING_KV and row.state is RequestState.RECEIVING_KV:
                 assert there is not None
                 held = row.num_computed // here.scheduler.block_tokens
-                for source, target in zip(sending.blocks[held:], row.blocks[held:], strict=True):
+                for source, target in zip(sending.tables[0][held:], row.tables[0][held:], strict=True):
                     here.pool.tensor[target] = there.pool.tensor[source]
                 here.scheduler.kv_received(row, sending.tokens[-1])
                 there.scheduler.release(sending)

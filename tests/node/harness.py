@@ -61,7 +61,7 @@ def submission(
 
 def compute_prompt(rows: NDArray[np.uint8], prompt: list[int], blocks: list[int]) -> None:
     """Fill `blocks` with the KV of a prompt."""
-    request = Request("reference", list(prompt), len(prompt), 1, blocks=blocks)
+    request = Request("reference", list(prompt), len(prompt), 1, tables=[blocks])
     HashRunner(rows, BLOCK_TOKENS, VOCABULARY).run(Step(0, [Slice(request, 0, len(prompt), True, 0)], []))
 
 

@@ -1,16 +1,19 @@
 """Drive a scheduler without a device. KV is a dictionary of slots, and the next token is a hash of the slots read.
 
-A missing, outdated or foreign slot changes the tokens, so correct tokens prove that the block accounting is correct.
+A missing, outdated or foreign slot changes the tokens, so correct tokens prove that the block accounting is correct. A
+state is the list of the tokens before it, in each of its rows.
 """
 
 import hashlib
 import random
 from collections import deque
+from typing import NamedTuple
 
 from hypothesis import strategies as st
 
 from scheduler.budget import SloBudget
-from scheduler.request import Request, RequestState, Slice, Step
+from scheduler.geometry import Geometry, Group
+from scheduler.request import Request, RequestState, Slice, StateUse, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 
 VOCABULARY = 50
@@ -30,27 +33,63 @@ def expected(prompt: list[int], max_tokens: int, salt: bytes = b"") -> list[int]
     return row[len(prompt) :]
 
 
+class Copied(NamedTuple):
+    """A slice with the tables that its request had when the step was scheduled, as a device sees them."""
+
+    piece: Slice
+    tables: list[list[int]]
+
+
 class Device:
-    """A device that keeps, for each slot (block, offset), the (salt, token) that was computed there last."""
+    """A device that keeps, for each row and offset, the (salt, token) that was computed there last, and for each row of
+    a state the salt and the tokens."""
 
-    def __init__(self, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
         self.slots: dict[tuple[int, int], tuple[bytes, int]] = {}
+        self.states: dict[int, tuple[bytes, int, list[int]]] = {}
 
-    def run(self, step: Step, tables: list[list[int]], rows: list[list[int]]) -> list[int | None]:
-        return [self._slice(piece, table, row) for piece, table, row in zip(step.slices, tables, rows, strict=True)]
+    def run(self, copies: list[Copied]) -> list[int | None]:
+        return [self._slice(copied.piece, copied.tables) for copied in copies]
 
-    def _slice(self, piece: Slice, table: list[int], row: list[int]) -> int | None:
+    def store(self, tables: list[list[int]], position: int, salt: bytes, token: int) -> None:
+        block, offset = divmod(position, self.geometry.block_tokens)
+        for group, table in zip(self.geometry.attention, tables, strict=True):
+            for row in table[block * group.rows : (block + 1) * group.rows]:
+                if row:  # a peer does not send what no later query sees
+                    self.slots[row, offset] = salt, token
+
+    def _slice(self, piece: Slice, tables: list[list[int]]) -> int | None:
+        request, size = piece.request, self.geometry.block_tokens
         for position in range(piece.start, piece.end):
-            self.slots[self._slot(table, position)] = (piece.request.salt, row[position])
+            for group, table in zip(self.geometry.attention, tables, strict=True):
+                first = group.first_seen(position) // size
+                needed = table[first * group.rows : (position // size + 1) * group.rows]
+                assert all(needed), "a query sees a block that was released"
+            self.store(tables, position, request.salt, request.tokens[position])
+        if piece.state is not None:
+            self._recur(piece, piece.state)
         if not piece.samples:
             return None
-        read = [self.slots[self._slot(table, position)] for position in range(piece.end)]
-        assert {salt for salt, _ in read} <= {piece.request.salt}, "a request read another tenant's KV"
-        return next_token([token for _, token in read], piece.request.salt)
+        prefix = request.tokens[: piece.end]
+        for group, table in zip(self.geometry.attention, tables, strict=True):
+            for position in range(group.first_seen(piece.end - 1), piece.end):
+                for row in range(group.rows):
+                    read = self.slots[table[position // size * group.rows + row], position % size]
+                    assert read[0] == request.salt, "a request read another tenant's KV"
+                    if read[1] != prefix[position]:
+                        prefix[position] = read[1]
+        return next_token(prefix, request.salt)
 
-    def _slot(self, table: list[int], position: int) -> tuple[int, int]:
-        return table[position // self.block_tokens], position % self.block_tokens
+    def _recur(self, piece: Slice, use: StateUse) -> None:
+        request = piece.request
+        assert not set(use.read or ()) & {*use.write, *use.save}
+        assert (use.read is None) == (piece.start == 0)
+        for index, row in enumerate(use.read or ()):
+            assert self.states[row] == (request.salt, index, request.tokens[: piece.start]), "a wrong state was read"
+        for rows, end in ((use.write, piece.end), (use.save, use.save_at)):
+            for index, row in enumerate(rows):
+                self.states[row] = request.salt, index, request.tokens[:end]
 
 
 class Driver:
@@ -60,9 +99,9 @@ class Driver:
 
     def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
         self.scheduler = scheduler
-        self.device = Device(scheduler.block_tokens)
+        self.device = Device(scheduler.geometry)
         self.depth = depth
-        self.in_flight: deque[tuple[Step, list[list[int]]]] = deque()
+        self.in_flight: deque[tuple[Step, list[Copied]]] = deque()
         self.steps: list[Step] = []
         self.receiving: deque[tuple[int, Request]] = deque()
         self.sending: deque[tuple[int, Request]] = deque()
@@ -81,7 +120,9 @@ class Driver:
         self.receiving += [(self.iterations + RECEIVING_ITERATIONS, received) for received in step.receiving]
         if step.slices:
             self.steps.append(step)
-            self.in_flight.append((step, [list(piece.request.blocks) for piece in step.slices]))
+            self.in_flight.append(
+                (step, [Copied(piece, list(map(list, piece.request.tables))) for piece in step.slices])
+            )
             self.check(step)
         events: list[StepOutput] = []
         if self.in_flight and (len(self.in_flight) >= self.depth or not step.slices):
@@ -95,16 +136,17 @@ class Driver:
         """Write the KV and the first token that the request's peer computed."""
         if received.state is not RequestState.RECEIVING_KV:
             return
-        for position in range(received.num_computed, len(received.tokens)):
-            slot = received.blocks[position // self.device.block_tokens], position % self.device.block_tokens
-            self.device.slots[slot] = (received.salt, received.tokens[position])
+        for position in range(len(received.tokens)):
+            if position >= received.num_computed or len(received.tables) > 1:
+                self.device.store(received.tables, position, received.salt, received.tokens[position])
+        for index, row in enumerate(received.states[0] if received.states else ()):
+            self.device.states[row] = received.salt, index, list(received.tokens)
         self.scheduler.kv_received(received, next_token(received.tokens, received.salt))
 
     def complete(self) -> list[StepOutput]:
-        step, tables = self.in_flight.popleft()
-        # As on a device, the rows that a step reads include the tokens that earlier steps sampled.
-        tokens = self.device.run(step, tables, [piece.request.tokens for piece in step.slices])
-        return self.scheduler.update(step, tokens)
+        step, copies = self.in_flight.popleft()
+        # As on a device, the tokens that a step reads include those that earlier steps sampled.
+        return self.scheduler.update(step, self.device.run(copies))
 
     def check(self, step: Step) -> None:
         limits = self.scheduler.limits
@@ -113,7 +155,8 @@ class Driver:
             assert piece.count > 0
             assert piece.request.id not in seen, "a step has one slice per request"
             seen.add(piece.request.id)
-            assert len(piece.request.blocks) * self.scheduler.block_tokens >= piece.end
+            for group, table in zip(self.scheduler.geometry.attention, piece.request.tables, strict=True):
+                assert len(table) // group.rows * self.scheduler.block_tokens >= piece.end
         if self.scheduler.policy.chunked:
             assert step.work.tokens <= self.scheduler.budget.ceiling
             assert step.work.tokens <= max(step.budget, step.work.num_decodes + 1)
@@ -125,18 +168,12 @@ class Driver:
 
     def recount(self) -> None:
         """Check the ledger against a count of all requests' blocks. No step may be in flight."""
-        held: dict[int, int] = {}
-        reserved = 0
-        for request in self.scheduler.requests.values():
-            owned = len(request.blocks)
-            if request.state is RequestState.RECEIVING_KV:
-                owned = request.num_computed // self.scheduler.block_tokens
-                reserved += len(request.blocks) - owned
-            for block in request.blocks[:owned]:
-                held[block] = held.get(block, 0) + 1
+        requests = self.scheduler.requests.values()
+        reserved = {row for request in requests for row in request.reserved}
+        held = {row for request in requests for row in request.rows} - reserved
         ledger = self.scheduler.ledger()
         assert ledger.balances
-        assert (ledger.owned, ledger.reserved) == (len(held), reserved)
+        assert (ledger.owned, ledger.reserved) == (len(held), len(reserved))
         assert 0 not in held
 
     def finish(self, limit: int = 20_000) -> None:
@@ -149,6 +186,20 @@ class Driver:
 
 def request(name: str, prompt: list[int], max_tokens: int, **fields: object) -> Request:
     return Request(name, list(prompt), len(prompt), max_tokens, **fields)
+
+
+FULL, WINDOW, STATE = Group("full"), Group("window", 2, 5), Group("state", 3)
+GROUPS = st.sampled_from(
+    [
+        (FULL,),
+        (FULL,),
+        (Group("full", 2), WINDOW),
+        (Group("window", 1, 7), Group("window", 1, 3)),
+        (FULL, Group("chunk", 1, 6)),
+        (FULL, STATE),
+        (Group("full", 2), WINDOW, STATE),
+    ]
+)
 
 
 @st.composite
@@ -167,7 +218,9 @@ def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]
     seed = draw(st.integers(0, 2**32))
     rng = random.Random(seed)
     longest = 60
-    num_blocks = 1 + draw(st.integers(-(-longest // block_tokens), 4 * (-(-longest // block_tokens))))
+    groups = draw(GROUPS)
+    smallest = Geometry(block_tokens, groups).rows_for(longest, longest)
+    num_rows = 1 + draw(st.integers(smallest, 4 * smallest))
     stems = [[rng.randrange(3, 50) for _ in range(24)] for _ in range(2)]
     arrivals = []
     for index in range(draw(st.integers(1, 12))):
@@ -186,5 +239,5 @@ def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]
         if not arrival.receive_kv and rng.random() < 0.2:
             arrival.tokens += expected(prompt, rng.randrange(1, arrival.max_tokens), arrival.salt)
         arrivals.append((rng.randrange(20), arrival))
-    scheduler = Scheduler(limits, num_blocks, block_tokens, budget=budget)
+    scheduler = Scheduler(limits, num_rows, block_tokens, budget=budget, groups=groups, state_interval=16)
     return scheduler, arrivals, draw(st.sampled_from([1, 1, 2]))

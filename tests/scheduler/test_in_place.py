@@ -3,16 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.geometry import Geometry
 from scheduler.request import Request, RequestState, Step
 from scheduler.scheduler import Scheduler, StepLimits
-from tests.scheduler.drive import Device, expected
+from tests.scheduler.drive import Copied, Device, expected
 
 BLOCK_TOKENS = 4
 
 
 def run(scheduler: Scheduler, device: Device, step: Step) -> list[int | None]:
-    tables, rows = [list(s.request.blocks) for s in step.slices], [list(s.request.tokens) for s in step.slices]
-    tokens = device.run(step, tables, rows)
+    tokens = device.run([Copied(piece, piece.request.tables) for piece in step.slices])
     scheduler.update(step, tokens)
     return tokens
 
@@ -22,9 +22,9 @@ def hand_over(client: Scheduler, owner: Scheduler, received: Request) -> Request
     borrowing = Request(
         received.id, list(received.tokens), received.num_prompt, received.max_tokens, send_kv=True, shared_pool=True
     )
-    borrowing.blocks, borrowing.num_computed = list(received.blocks), received.num_computed
+    borrowing.tables[0], borrowing.num_computed = list(received.tables[0]), received.num_computed
     client.add(borrowing)
-    assert len(borrowing.blocks) * owner.block_tokens >= len(borrowing.tokens)
+    assert len(borrowing.tables[0]) * owner.block_tokens >= len(borrowing.tokens)
     return borrowing
 
 
@@ -36,7 +36,7 @@ def hand_over(client: Scheduler, owner: Scheduler, received: Request) -> Request
 def test_borrowed_requests_take_no_block_of_the_computing_node_and_tokens_are_right(
     prompts: list[list[int]], budget: int, aborted: set[int]
 ) -> None:
-    device = Device(BLOCK_TOKENS)
+    device = Device(Geometry(BLOCK_TOKENS))
     client = Scheduler(StepLimits(max_num_batched_tokens=budget), 2, BLOCK_TOKENS)
     owner = Scheduler(StepLimits(max_num_batched_tokens=8), 40, BLOCK_TOKENS)
     rows = [Request(str(i), list(p), len(p), 5, receive_kv=True, shared_pool=True) for i, p in enumerate(prompts)]

@@ -140,7 +140,7 @@ class SimEngine(Engine):
     def _blocks_in_flight(self) -> list[int]:
         """Return the blocks that the step in flight uses."""
         pending = self._flight.pending if self._flight is not None else None
-        return [block for row in pending.blocks for block in row] if isinstance(pending, Launched) else []
+        return [row for table in pending.blocks for row in table if row] if isinstance(pending, Launched) else []
 
     def _woken(self) -> None:
         self._is_idle = False
@@ -177,7 +177,7 @@ class SimRunner(HashRunner):
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         if not self.ahead:
             return super().launch(step, before)
-        return Launched(self, step, [list(slice_.request.blocks) for slice_ in step.slices])
+        return Launched(self, step, [list(slice_.request.tables[0]) for slice_ in step.slices])
 
 
 class Launched:
@@ -198,9 +198,9 @@ def ledger_error(scheduler: Scheduler) -> str:
     for request in scheduler.requests.values():
         if request.borrows_blocks:
             continue
-        if request.state is RequestState.WAITING and request.blocks:
+        if request.state is RequestState.WAITING and request.tables[0]:
             return f"{request.id} waits but holds blocks"
-        holders.update(request.blocks)
+        holders.update(request.tables[0])
     for _, blocks in scheduler._parked:
         holders.update(blocks)
     quarantined = set(pool._quarantined)
@@ -217,7 +217,7 @@ def ledger_error(scheduler: Scheduler) -> str:
         block
         for request in scheduler.requests.values()
         if request.state is RequestState.RECEIVING_KV
-        for block in request.blocks[request.num_computed // scheduler.block_tokens :]
+        for block in request.tables[0][request.num_computed // scheduler.block_tokens :]
     }
     if reserved != set(pool._reserved):
         return f"the pool has reserved {sorted(pool._reserved)}, but requests that receive KV hold {sorted(reserved)}"

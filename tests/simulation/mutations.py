@@ -55,7 +55,7 @@ def _quarantine_skipped(self: ReservationTable, request_id: str) -> Reservation 
 
 async def _not_compared(self: HandoffReceiver, reservation: Any, checksums: bytes) -> str:
     num_checked = reservation.num_checked + len(checksums) // CHECKSUM_BYTES
-    reservation.num_checked = min(len(reservation.blocks), num_checked)
+    reservation.num_checked = min(len(reservation.rows), num_checked)
     return ""
 
 
@@ -114,8 +114,8 @@ def _any_epoch(original: Any, self: Scheduler, step: Any, *given: Any) -> Any:
 
 def _blocks_swapped(original: Any, self: Scheduler, request: Request, token: int) -> None:
     original(self, request, token)
-    if request.blocks:
-        request.blocks[0], request.blocks[-1] = request.blocks[-1], request.blocks[0]
+    if request.tables[0]:
+        request.tables[0][0], request.tables[0][-1] = request.tables[0][-1], request.tables[0][0]
 
 
 async def _not_waited_for(original: Any, self: Dispatcher, find: Callable[[], Any], wait_s: float) -> Any:

@@ -120,6 +120,7 @@ class Scheduler:
         self._steps = 0
         self._parked: deque[tuple[int, list[int]]] = deque()  # (step, freed rows that this step still uses)
         self._saves: dict[int, tuple[int, ...]] = {}  # by id of the slice in flight: the rows that get its state
+        self._growth_counted = (-1, 0)  # the step of the last count, and the count
         self._state_interval = state_interval
         # If more requests ran than fit into a step, the last ones would starve.
         self._max_running = min(limits.max_num_seqs, self.budget.ceiling)
@@ -331,10 +332,10 @@ class Scheduler:
                 request.move_to(RequestState.RUNNING)
                 insort(self.running, request, key=BY_PRIORITY)
                 self._allot(request, count)
-                if count:
-                    self._take_slice(step, request, count)
                 partial += is_partial
             growth += own_growth + needed - (available - self.pool.available)
+            if count:  # may take rows for a snapshot, which are not part of the request's growth
+                self._take_slice(step, request, count)
 
     def _may_start(self, count: int, is_partial: bool, num_partial: int) -> bool:
         """Return whether to admit a prompt of which the step can compute `count` tokens."""
@@ -496,11 +497,13 @@ class Scheduler:
 
     def _rows_needed(self, request: Request, num_held: int) -> int:
         """Return how many rows a waiting request needs for its tokens, besides those of its cached prefix."""
+        if request.receive_kv and not request.shared_pool:
+            return len(self.geometry.landing_order(len(request.tokens), num_held)) + self.geometry.state_rows
         blocks = cdiv(request.num_tokens, self.block_tokens) - num_held
         return self.geometry.rows_of(blocks, self._largest_chunk(request)) + 2 * self.geometry.state_rows
 
     def _largest_chunk(self, request: Request) -> int:
-        return self.limits.max_num_batched_tokens if self.policy.chunked else max(1, request.num_tokens)
+        return self.budget.ceiling if self.policy.chunked else max(1, request.num_tokens)
 
     def _growth(self, request: Request) -> int:
         """Return how many rows a running request still needs for its whole prompt and for part of its answer."""
@@ -593,9 +596,19 @@ class Scheduler:
         request.states.reverse()
         save_at = self._save_at(request, slice_)
         save: tuple[int, ...] = ()
-        if save_at and self.pool.available >= self.geometry.state_rows:
+        if save_at and self.pool.available >= self.geometry.state_rows + self._growth_of_running():
             save = self._saves[id(slice_)] = tuple(self.pool.take(self.geometry.state_rows))
         return StateUse(read, tuple(request.states[0]), save_at if save else 0, save)
+
+    def _growth_of_running(self) -> int:
+        """Return the growth of all running requests, as counted once in each step.
+
+        A state is saved only to rows beyond these. If it took the row that a request needs to decode, the request would
+        preempt another one, which would be admitted and preempted again without end.
+        """
+        if self._growth_counted[0] != self._steps:
+            self._growth_counted = self._steps, sum(map(self._growth, self.running))
+        return self._growth_counted[1]
 
     def _save_at(self, request: Request, slice_: Slice) -> int:
         """Return the position in the slice at which to save the state, or 0.

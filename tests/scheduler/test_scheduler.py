@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from scheduler.cost import CostModel
 from scheduler.policy import POLICIES, Policy
+from scheduler.geometry import Group
 from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler, StepLimits
 from tests.scheduler.drive import Driver, expected, request, traffic
@@ -227,6 +228,20 @@ def test_a_failed_slice_ends_its_request_only_and_caches_nothing() -> None:
     assert not scheduler.pool.match(bad.hashes)
     scheduler.abort(good)
     driver.recount()
+
+
+def test_a_state_that_a_failed_slice_saved_is_not_found() -> None:
+    for failed in (False, True):
+        scheduler = Scheduler(StepLimits(), 60, 4, groups=(Group("full"), Group("state", 3)))
+        first, second = (request(name, list(range(9)), 3) for name in ("first", "second"))
+        scheduler.add(first)
+        step = scheduler.schedule()
+        (piece,) = step.slices
+        assert piece.state is not None and piece.state.save and piece.state.save_at == 8
+        scheduler.update(step, [None if failed else 7], [failed])
+        assert (scheduler.pool.find((1, first.hashes[1])) is None) == failed
+        scheduler.add(second)
+        assert [piece.start for piece in scheduler.schedule().slices if piece.request is second] == [0 if failed else 8]
 
 
 def test_stop_tokens_end_a_request_but_not_before_min_tokens() -> None:

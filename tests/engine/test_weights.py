@@ -61,7 +61,7 @@ def directory(tmp_path: Path) -> Path:
         ({"architectures": ["GPT2LMHeadModel"]}, r"architectures is \['GPT2LMHeadModel'\]: it must be one of .*Qwen3"),
         ({"architectures": ...}, "architectures is missing"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map .*never run"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config .*unquantized"),
+        ({"quantization_config": {"bits": 4}}, "quant_method is missing: .*unquantized"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"hidden_size": ...}, "hidden_size is missing: it must be an integer from 1"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),

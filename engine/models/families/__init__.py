@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.formats.scheme import read_scheme
 from engine.models.config import ConfigReader, check_architecture, eos_token_ids, read_json
 from engine.models.families import experts, gemma, llama
 from engine.models.spec import ModelConfig
@@ -50,4 +51,5 @@ def read_model_config(directory: Path) -> ModelConfig:
     """Read config.json and the end tokens of generation_config.json. Raises ValueError if a value is invalid."""
     keys = ConfigReader(read_json(directory / "config.json"), directory / "config.json")
     config = FAMILIES[check_architecture(keys, FAMILIES)].read(keys)
+    read_scheme(directory)  # raises ValueError if the quantization is not supported
     return replace(config, eos_token_ids=eos_token_ids(keys, directory, config.vocab_size))

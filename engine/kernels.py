@@ -30,6 +30,12 @@ class StepKernels(Protocol):
         norm is applied to each head of q and k before rotation (Qwen3). For a slot of -1 (padding), nothing is stored.
         """
 
+    def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
+        """Return the rotated queries of latent attention, and store the latents and the rotated key.
+
+        Of `q` [T, heads, width] and `latent` [T, width], the last rope_dim dimensions are rotated.
+        """
+
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up, [T, n], where gate and up are the halves of `gate_up` [T, 2 * n]."""
 
@@ -43,7 +49,9 @@ class Kernels:
         self.config = config
         self.pool = pool
         ropes = config.ropes
-        self.rotations = [Rotation.of(rope, config.head_dim, pool.tensor.device) for rope in ropes]
+        rotated = [next(one.attention.rotated for one in config.layers if one.attention.rope == rope) for rope in ropes]
+        device = pool.tensor.device
+        self.rotations = [Rotation.of(rope, dims, device) for rope, dims in zip(ropes, rotated, strict=True)]
         self.rotation_of = [ropes.index(layer.attention.rope) for layer in config.layers]  # by layer
 
     def begin(self, batch: Batch) -> StepKernels:
@@ -62,6 +70,8 @@ class TorchKernels(Kernels):
 class TorchStep:
     def __init__(self, kernels: TorchKernels, batch: Batch) -> None:
         self._config = kernels.config
+        self._kernels = kernels
+        self._slots = batch.slots
         self._pool = kernels.pool.tensor
         angles = [rotation.angles(batch.positions) for rotation in kernels.rotations]
         self._angles = [angles[number] for number in kernels.rotation_of]
@@ -89,8 +99,24 @@ class TorchStep:
         self._pool[:, :, layer][self._blocks, :, self._offsets] = both.to(self._pool.dtype)
         return rotate(q, cosine, sine)
 
+    def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
+        return rotate_and_store_latent(self._kernels.pool, self._slots, self._angles[layer], layer, q, latent)
+
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated(gate_up, activation)
+
+
+def rotate_and_store_latent(
+    pool: KVPool, slots: Tensor, angles: tuple[Tensor, Tensor], layer: int, q: Tensor, latent: Tensor
+) -> Tensor:
+    """Return `StepKernels.rotate_and_store_latent`. A slot of -1 (padding) stands for the dummy block."""
+    cosine, sine = (part.to(q.dtype) for part in angles)
+    dims, size = 2 * cosine.shape[-1], pool.layout.block_tokens
+    key = rotate(latent[:, None, -dims:], cosine, sine)[:, 0]
+    rows = torch.cat((latent[:, :-dims], key), dim=-1).view(len(latent), 2, -1)
+    slots = slots.clamp(min=0)
+    pool.tensor[:, 0, layer][slots // size, slots % size] = rows.to(pool.tensor.dtype)
+    return torch.cat((q[..., :-dims], rotate(q[..., -dims:], cosine, sine)), dim=-1)
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -120,12 +120,15 @@ class Checkpoint:
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor.to(self._device, copy=True)
 
-    def finish(self, known: tuple[str, ...], suffix: str) -> None:
-        """Raise ValueError if a tensor of the files was not taken, is not in `known`, and does not end with `suffix`.
+    def finish(self, known: tuple[str, ...], suffix: str, prefixes: tuple[str, ...] = ()) -> None:
+        """Raise ValueError if a tensor of the files was not taken.
+
+        This does not apply to tensors in `known`, and to those that end with `suffix` or begin with one of `prefixes`.
 
         Such a tensor means that the config belongs to another model.
         """
-        if left := [name for name in self._files if name not in known and not name.endswith(suffix)]:
+        left = [name for name in self._files if name not in known and not name.endswith(suffix)]
+        if left := [name for name in left if not name.startswith(prefixes)]:
             raise ValueError(
                 f"{self._directory}: {len(left)} tensors are not part of the model that config.json describes, "
                 f"such as {min(left)[:100]!r}"

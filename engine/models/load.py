@@ -14,8 +14,9 @@ from engine.linear import Linear, LinearFormat, Lookup, Plain
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import Experts
 from engine.models.families import FAMILIES, read_model_config
+from engine.models.latent import HeadProducts, LatentProducts
 from engine.models.mlp import Mlp
-from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
+from engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
 from engine.models.weight_map import LLAMA, WeightMap
 from engine.weights import Checkpoint
 
@@ -32,7 +33,11 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     names = FAMILIES[config.architecture].weights
     model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names)
     # Some files also contain a copy of a tied matrix, or the frequencies that old versions of transformers stored.
-    checkpoint.finish(("lm_head.weight",) if config.tie_word_embeddings else (), "self_attn.rotary_emb.inv_freq")
+    drafter = range(config.num_layers, config.num_layers + config.drafter_layers)
+    checkpoint.finish(
+        ("lm_head.weight",) if config.tie_word_embeddings else (), "self_attn.rotary_emb.inv_freq",
+        tuple(f"model.layers.{index}." for index in drafter),
+    )  # fmt: skip
     return model
 
 
@@ -67,8 +72,10 @@ class _Loader:
 
     def layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
         prefix, names, hidden = f"model.layers.{index}.", self.names, self.config.hidden_size
-        attention, mlp, width = spec.attention, spec.mlp, spec.attention.head_dim
-        heads = rotated_first(attention)
+        attention, mlp = spec.attention, spec.mlp
+        if isinstance(attention, LatentSpec):
+            return self.latent_layer(index, attention, mlp)
+        width, heads = attention.head_dim, rotated_first(attention)
 
         def head_norm(name: str) -> Tensor | None:
             return self.norm(f"{prefix}self_attn.{name}", width)[heads] if attention.qk_norm else None
@@ -87,9 +94,53 @@ class _Loader:
             output=self.matrix([prefix + names.output], [hidden], attention.heads * width, attention.output_bias),
             post_attention_norm=post_norm(names.post_attention_norm),
             mlp_norm=self.norm(prefix + names.mlp_norm, hidden),
-            mlp=self.experts(prefix, mlp) if isinstance(mlp, MoeSpec) else self.mlp(prefix + "mlp.", mlp),
+            mlp=self.feed(prefix, mlp),
             post_mlp_norm=post_norm(names.post_mlp_norm),
         )
+
+    def latent_layer(self, index: int, spec: LatentSpec, mlp: MlpSpec | MoeSpec) -> DecoderLayer:
+        prefix, hidden = f"model.layers.{index}.", self.config.hidden_size
+        own, heads, query = f"{prefix}self_attn.", spec.heads, spec.nope_dim + spec.rope_dim
+        turned = (
+            torch.arange(spec.rope_dim).view(-1, 2).T.flatten() if spec.interleaved else torch.arange(spec.rope_dim)
+        )
+        order = torch.cat((torch.arange(spec.nope_dim), spec.nope_dim + turned))
+        order = (torch.arange(heads)[:, None] * query + order).flatten()
+        down = [f"{own}kv_a_proj_with_mqa"], [spec.width]
+        if spec.q_rank:
+            down = [f"{own}q_a_proj", *down[0]], [spec.q_rank, spec.width]
+        stored = torch.cat((torch.arange(spec.q_rank + spec.kv_rank), spec.q_rank + spec.kv_rank + turned))
+        name = "q_b_proj" if spec.q_rank else "q_proj"
+        return DecoderLayer(
+            attention=AttentionLayer(index, latent=spec.kv_rank),
+            attention_norm=self.norm(f"{prefix}input_layernorm", hidden),
+            qkv=self.matrix(*down, hidden, spec.bias, stored),
+            q_norm=self.norm(f"{own}q_a_layernorm", spec.q_rank) if spec.q_rank else None,
+            k_norm=self.norm(f"{own}kv_a_layernorm", spec.kv_rank),
+            spec=spec,
+            latent=self.latent(
+                own, spec, self.matrix([own + name], [heads * query], spec.q_rank or hidden, False, order)
+            ),
+            output=self.matrix([f"{own}o_proj"], [hidden], heads * spec.value_dim, spec.bias),
+            post_attention_norm=None,
+            mlp_norm=self.norm(f"{prefix}post_attention_layernorm", hidden),
+            mlp=self.feed(prefix, mlp),
+            post_mlp_norm=None,
+        )
+
+    def latent(self, prefix: str, spec: LatentSpec, queries: Linear) -> LatentProducts:
+        rows = spec.nope_dim + spec.value_dim
+        both = self.take(f"{prefix}kv_b_proj.weight", spec.heads * rows, spec.kv_rank).view(spec.heads, rows, -1)
+        keys, values = torch.split(both, [spec.nope_dim, spec.value_dim], dim=1)
+        return LatentProducts(spec, queries, self.by_head(keys.transpose(1, 2)), self.by_head(values))
+
+    def by_head(self, weights: Tensor) -> HeadProducts:
+        if weights.device.type != "cpu":
+            return HeadProducts([], weights.to(self.dtype).contiguous())
+        return HeadProducts([self.linear.make(weight.contiguous(), None) for weight in weights], None)
+
+    def feed(self, prefix: str, spec: MlpSpec | MoeSpec) -> Mlp | Experts:
+        return self.experts(prefix, spec) if isinstance(spec, MoeSpec) else self.mlp(f"{prefix}mlp.", spec)
 
     def qkv(self, prefix: str, spec: AttentionSpec) -> Linear:
         """Return the matrix of queries, keys and values, with the dimensions of each query and key in rotated order."""
@@ -119,6 +170,8 @@ class _Loader:
         correction = self.take(prefix + names.correction, spec.num_experts).float() if spec.corrects else None
         if names.stacked:
             each = self.stacked(prefix + names.each, spec)
+        elif names.fused:
+            each = self.fused(prefix + names.each, spec)
         else:
             each = [
                 self.mlp(prefix + names.each.format(number) + ".", spec.expert, names.gate_up, names.down)
@@ -142,6 +195,15 @@ class _Loader:
                 spec.expert.activation,
             )
             for index in range(count)
+        ]
+
+    def fused(self, prefix: str, spec: MoeSpec) -> list[Mlp]:
+        count, inner, hidden = spec.num_experts, spec.expert.inner, self.config.hidden_size
+        gate_up = self.take(f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
+        down = self.take(f"{prefix}.down_proj", count, hidden, inner)
+        return [
+            Mlp(self.linear.make(one, None), self.linear.make(other, None), spec.expert.activation)
+            for one, other in zip(gate_up, down, strict=True)
         ]
 
     def matrix(self, names: list[str], sizes: list[int], width: int, bias: bool, order: Tensor | None = None) -> Linear:

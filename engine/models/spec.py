@@ -54,6 +54,55 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
 
+    @property
+    def rotated(self) -> int:
+        """Return the number of dimensions of a head for which angles are computed."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention of one layer (DeepSeek-V2).
+
+    The pool holds one vector per token: a latent of `kv_rank` dimensions, from which the keys and values of all heads
+    derive, and a rotated key of `rope_dim` dimensions, which all heads share. A head's query has `nope_dim` dimensions
+    without rotation and `rope_dim` with it. Queries derive from a vector of `q_rank` dimensions, or from the hidden
+    state if it is 0. Queries and outputs, not the stored latents, are multiplied by the weights of keys and values.
+    If `interleaved`, the checkpoint rotates dimension 2i with 2i + 1. For other fields see `AttentionSpec`.
+    """
+
+    heads: int
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope: Rope | None = Rope()
+    query_scale: float = 1.0
+    temperature: float = 0.0
+    temperature_tokens: int = 1
+    interleaved: bool = True
+    bias: bool = False
+
+    @property
+    def width(self) -> int:
+        """Return the number of dimensions of a token's vector in the pool."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Return half the width: a token's vector takes the place of a key and a value of this size."""
+        return self.width // 2
+
+    @property
+    def rotated(self) -> int:
+        """Return the number of dimensions of the part of a head that is rotated."""
+        return self.rope_dim
+
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
@@ -93,7 +142,7 @@ class MoeSpec:
 class LayerSpec:
     """One layer. With `post_norms`, the outputs of attention and MLP are normed before they are added (Gemma)."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentSpec
     mlp: MlpSpec | MoeSpec
     post_norms: bool = False
 
@@ -104,6 +153,7 @@ class ModelConfig:
 
     Embeddings are multiplied by `embedding_scale`, outputs of attention and MLP by `residual_scale`, and logits by
     `logit_scale`. If `logit_softcap` is not 0, logits become logit_softcap * tanh(logit / logit_softcap).
+    The checkpoint may have `drafter_layers` more layers, which predict further tokens (MTP) and are not loaded.
     """
 
     architecture: str
@@ -119,6 +169,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    drafter_layers: int = 0
 
     @property
     def num_layers(self) -> int:

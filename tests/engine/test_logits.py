@@ -10,13 +10,16 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     Phi3Config,
@@ -93,6 +96,12 @@ GLM_MOE = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
+    "v_head_dim": 14, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+}  # fmt: skip
+DEEPSEEK_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=4),
     "llama, grouped, tied": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
@@ -129,6 +138,22 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "qwen3 moe": Qwen3MoeConfig(**SIZES, **QWEN_MOE, num_key_value_heads=2, head_dim=16, norm_topk_prob=True),
     "glm4 moe": Glm4MoeConfig(**SIZES, **GLM_MOE, num_key_value_heads=2, head_dim=16, use_qk_norm=True),
+    "deepseek v3": DeepseekV3Config(
+        **SIZES, **LATENT, first_k_dense_replace=1, n_group=4, topk_group=2, rope_parameters=DEEPSEEK_YARN
+    ),
+    "deepseek, no query rank, biases": DeepseekV3Config(
+        **SIZES,
+        **LATENT | {"q_lora_rank": None, "kv_lora_rank": 34},
+        first_k_dense_replace=3,
+        n_group=1,
+        topk_group=1,
+        rope_interleave=False,
+        attention_bias=True,
+    ),
+    "glm4 moe lite": Glm4MoeLiteConfig(**SIZES, **LATENT | {"kv_lora_rank": 18}),
+    "mistral4": Mistral4Config(
+        **SIZES, **LATENT, rope_parameters=MINISTRAL | {"partial_rotary_factor": 8 / 18, "type": "yarn"}
+    ),
     "gpt oss": GptOssConfig(
         **SIZES | {"num_hidden_layers": 4},
         num_key_value_heads=2,
@@ -159,7 +184,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
 def reference(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
     """Return a random model. Its norms and biases are random too, since the usual ones and zeros would hide errors."""
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    if isinstance(config, Mistral4Config):  # AutoModelForCausalLM does not have it
+        model = transformers.Mistral4ForCausalLM(config).eval()
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         scale = 0.15 if parameter.ndim > 1 else 0.3
         parameter.data = torch.randn_like(parameter) * scale + (1.0 if "norm" in name else 0.0)
@@ -168,9 +196,9 @@ def reference(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> A
 
 def save(config: PretrainedConfig, where: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     reference(config, dtype).save_pretrained(where, **options)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        where, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    one = isinstance(config, Mistral4Config)
+    kind = transformers.Mistral4ForCausalLM if one else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(where, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()

@@ -60,6 +60,9 @@ def directory(tmp_path: Path) -> Path:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"architectures is \['GPT2LMHeadModel'\]: it must be one of .*Qwen3"),
         ({"architectures": ...}, "architectures is missing"),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, "architectures is .*: models that choose tokens by an index"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "index_topk": 64}, "index_topk is 64: models that choose tokens"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 9}, "kv_lora_rank is 9: it must be even"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map .*never run"),
         ({"quantization_config": {"bits": 4}}, "quantization_config .*unquantized"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

@@ -21,6 +21,9 @@ class AttentionLayer:
 
     If `latent` is not 0, the layer has latent attention (see `LatentSpec`): a token's key and value in the pool are one
     vector of twice the size, which is the key of all heads, and whose first `latent` dimensions are their value.
+
+    If `wide` is not 0, the layer has that number of key heads, of twice the layout's size. Their keys are in the places
+    of the layout's first heads, and their values in the places of the heads that follow.
     """
 
     index: int
@@ -28,11 +31,12 @@ class AttentionLayer:
     softcap: float = 0.0
     sinks: Tensor | None = None
     latent: int = 0
+    wide: int = 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether there are no soft cap, sinks or latents."""
-        return self.softcap == 0 and self.sinks is None and self.latent == 0
+        """Whether there are no soft cap, sinks or latents, and heads have the layout's size."""
+        return self.softcap == self.latent == self.wide == 0 and self.sinks is None
 
 
 class AttentionPlan(Protocol):
@@ -107,6 +111,8 @@ class TorchPlan:
         both = both[:, : reach.length].to(q.dtype)
         if layer.latent:
             keys, values = both, both[..., : layer.latent]
+        elif layer.wide:
+            keys, values = both[: layer.wide], both[layer.wide : 2 * layer.wide]
         else:
             keys, values = both.chunk(2, dim=-1)
         if layer.softcap or layer.sinks is not None:
@@ -117,7 +123,7 @@ class TorchPlan:
             values[None],
             attn_mask=reach.mask,
             is_causal=reach.causal,
-            enable_gqa=q.shape[1] != self._layout.kv_heads,
+            enable_gqa=q.shape[1] != len(keys),
         )[0].transpose(0, 1)
 
     def _plan_window(self, window: int) -> list[_Reach]:

@@ -9,7 +9,7 @@ from torch.nn.functional import gelu, rms_norm, silu
 from engine.batch import Batch
 from engine.kv_pool import KVPool
 from engine.models.rope import Rotation, rotate
-from engine.models.spec import Activation, ModelConfig
+from engine.models.spec import Activation, AttentionSpec, ModelConfig
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
@@ -48,11 +48,11 @@ class Kernels:
     def __init__(self, config: ModelConfig, pool: KVPool) -> None:
         self.config = config
         self.pool = pool
-        ropes = config.ropes
-        rotated = [next(one.attention.rotated for one in config.layers if one.attention.rope == rope) for rope in ropes]
-        device = pool.tensor.device
-        self.rotations = [Rotation.of(rope, dims, device) for rope, dims in zip(ropes, rotated, strict=True)]
-        self.rotation_of = [ropes.index(layer.attention.rope) for layer in config.layers]  # by layer
+        kinds = list(dict.fromkeys((layer.attention.rope, layer.attention.rotated) for layer in config.layers))
+        self.rotations = [Rotation.of(*kind, pool.tensor.device) for kind in kinds]
+        self.rotation_of = [kinds.index((one.attention.rope, one.attention.rotated)) for one in config.layers]
+        self.norms_values = [isinstance(one.attention, AttentionSpec) and one.attention.norms_values
+                             for one in config.layers]  # fmt: skip
 
     def begin(self, batch: Batch) -> StepKernels:
         raise NotImplementedError
@@ -68,6 +68,12 @@ class TorchKernels(Kernels):
 
 
 class TorchStep:
+    """The element-wise work of one step in plain torch.
+
+    `TorchKernels.begin` creates this object for one batch, and the decoder uses it on the engine's thread. It owns the
+    batch's rotary angles, and writes KV into the pool.
+    """
+
     def __init__(self, kernels: TorchKernels, batch: Batch) -> None:
         self._config = kernels.config
         self._kernels = kernels
@@ -89,6 +95,9 @@ class TorchStep:
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         config = self._config
+        if self._kernels.norms_values[layer]:
+            angles = self._angles[layer]
+            return rotate_and_store_normed(self._kernels, self._slots, angles, layer, qkv, q_norm, k_norm)
         heads = qkv.view(len(qkv), -1, config.head_dim)
         q, k, v = heads.tensor_split((config.num_heads, config.num_heads + config.num_kv_heads), dim=1)
         if q_norm is not None and k_norm is not None:
@@ -104,6 +113,37 @@ class TorchStep:
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated(gate_up, activation)
+
+
+def rotate_and_store_normed(
+    kernels: Kernels,
+    slots: Tensor,
+    angles: tuple[Tensor, Tensor],
+    layer: int,
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+) -> Tensor:
+    """Return `StepKernels.rotate_and_store` for a layer that norms values, with heads of the layout's size or twice."""
+    spec, layout = kernels.config.layers[layer].attention, kernels.pool.layout
+    assert isinstance(spec, AttentionSpec)
+
+    def norm(heads: Tensor, weight: Tensor | None) -> Tensor:
+        return rms_norm(heads, heads.shape[-1:], weight, kernels.config.rms_norm_eps)
+
+    heads = qkv.view(len(qkv), -1, spec.head_dim)
+    q, k, v = heads.tensor_split((spec.heads, spec.heads + spec.kv_heads), dim=1)
+    values = norm(k if spec.values_are_keys else v, None)
+    cosine, sine = (part.to(qkv.dtype) for part in angles)
+    keys = rotate(norm(k, k_norm), cosine, sine)
+    if spec.head_dim == layout.head_dim:
+        rows = torch.stack((keys, values), dim=2)
+    else:
+        rows = torch.cat((keys, values), dim=1).view(len(qkv), -1, 2, layout.head_dim)
+    slots, size = slots.clamp(min=0), layout.block_tokens
+    pool = kernels.pool.tensor
+    pool[:, : rows.shape[1], layer][slots // size, :, slots % size] = rows.to(pool.dtype)
+    return rotate(norm(q, q_norm), cosine, sine)
 
 
 def rotate_and_store_latent(

@@ -14,6 +14,7 @@ from engine.cpu.attention_tiles import FEW_ROWS, FIELDS, TILE
 from engine.cpu.malloc import empty
 from engine.cpu.simd import CODES, LANES
 from engine.kv_pool import KVPool
+from shared.kv.layout import BYTES_OF
 
 # Maximum number of rows (queries times heads of a group) that are computed together. This number of rows
 # fills whole column panels of a product, and its sums fit into the level 2 cache.
@@ -128,11 +129,17 @@ class NumbaAttention:
 
 
 class NumbaPlan:
+    """The attention of one step on a CPU.
+
+    `NumbaAttention.plan` creates this object for one batch, and the engine's thread uses it. It owns the division of
+    the step's work among threads, once for each window size and shape of heads.
+    """
+
     def __init__(self, backend: NumbaAttention, batch: Batch) -> None:
         self._backend = backend
         self._batch = batch
         self._threads = torch.get_num_threads()
-        self._prepared: dict[tuple[int, int], PreparedAttention] = {}  # by window and size of a query
+        self._prepared: dict[tuple[int, int, int], PreparedAttention] = {}  # by the last arguments of `prepared`
         self._reference: TorchPlan | None = None  # for layers with a soft cap or sinks
         layout = backend.pool.layout
         self._strides = (layout.block_bytes, layout.layers * layout.layer_bytes, layout.block_tokens)
@@ -144,7 +151,7 @@ class NumbaPlan:
         if q.dtype != torch.float32:
             raise ValueError(f"numba attention computes in float32, but the queries are {q.dtype}")
         q = q.contiguous()
-        prepared = self.prepared(q.shape[1], layer.window, q.shape[2])
+        prepared = self.prepared(q.shape[1], layer.window, q.shape[2], layer.wide)
         out = empty(*q.shape)
         rest = (self._backend.layer_address(layer.index), *prepared.rest)
         memory = self._backend.memory(torch.get_num_threads(), prepared.group, q.shape[2])  # one area per thread
@@ -154,25 +161,36 @@ class NumbaPlan:
             merge(prepared.merge_operations, 0, units, items, out.data_ptr(), parts, *shape)
         return out[..., : layer.latent] if layer.latent else out
 
-    def prepared(self, num_heads: int, window: int, head_dim: int = 0) -> "PreparedAttention":
+    def prepared(self, num_heads: int, window: int, head_dim: int = 0, wide: int = 0) -> "PreparedAttention":
         """Return the kernel arguments that all layers with this window size share.
 
-        `head_dim` is the size of a query, which is twice the layout's if the layers have latent attention.
+        `head_dim` is the size of a query, which is twice the layout's if the layers have latent attention or are `wide`
+        (see `AttentionLayer`).
         """
-        key = (window, head_dim or self._backend.pool.layout.head_dim)
+        key = (window, head_dim or self._backend.pool.layout.head_dim, wide)
         if key not in self._prepared:
             self._prepared[key] = self._prepare(num_heads, *key)
         return self._prepared[key]
 
-    def _prepare(self, num_heads: int, window: int, head_dim: int) -> "PreparedAttention":
+    def _prepare(self, num_heads: int, window: int, head_dim: int, wide: int) -> "PreparedAttention":
         layout, table = self._backend.pool.layout, self._batch.block_table
-        heads, group = layout.kv_heads, num_heads // layout.kv_heads
+        heads = wide or layout.kv_heads
+        group, item = num_heads // heads, BYTES_OF[layout.dtype]
         work = AttentionWork(self._batch, heads, group, window, self._threads)
         parts = torch.empty(work.part_rows * (head_dim + 2))
         shape = (heads, group, head_dim)
-        value_at = head_dim if head_dim == layout.head_dim else 0
+        value_at = head_dim if head_dim == layout.head_dim else wide * self._strides[1] // item
         pool = (*self._strides, CODES[layout.dtype])
-        rest = (parts.data_ptr(), table.data_ptr(), table.shape[1], *pool, *shape, window, value_at)
+        rest = (
+            parts.data_ptr(),
+            table.data_ptr(),
+            table.shape[1],
+            *pool,
+            *shape,
+            window,
+            value_at,
+            2 * layout.head_dim * item,
+        )
         units = (len(work.items) * heads, work.items.ctypes.data)
         merged = (len(work.merged) * heads, work.merged.ctypes.data, parts.data_ptr(), *shape)
         work_of = (work.operations * head_dim, work.part_rows * head_dim)

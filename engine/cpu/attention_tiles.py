@@ -32,7 +32,7 @@ FEW_TILE = 32  # tokens of a decode's tile, so that the current and the next til
 LINE = 64  # bytes of a cache line
 FIELDS = 7  # number of fields of an item: see `engine.cpu.attention.AttentionWork`
 # Bytes of a block and of a token, tokens of a block, the code of the pool's dtype, the dimensions of a key, and the
-# dimension of a token at which its value begins: 0 for latents, which are both the key and the value.
+# distance from a token's key to its value in elements: 0 for latents, which are both the key and the value.
 Sizes = tuple[int, int, int, int, int, int]
 UNSEEN = -1e30  # initial running maximum: finite, so that the difference of two maxima is not NaN
 
@@ -87,7 +87,7 @@ def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
         for at in range(0, head_dim, LANES):
             store(load_some(row + at * item, head_dim - at, code), to + 4 * at)
             if value_at:
-                store(load_some(row + (head_dim + at) * item, head_dim - at, code), to + 4 * (padded + at))
+                store(load_some(row + (value_at + at) * item, head_dim - at, code), to + 4 * (padded + at))
 
 
 @part

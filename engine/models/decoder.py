@@ -9,7 +9,7 @@ from engine.attention import AttentionLayer, AttentionPlan
 from engine.batch import Batch
 from engine.kernels import StepKernels
 from engine.linear import Linear, Lookup
-from engine.models.experts import Experts
+from engine.models.experts import Experts, ExpertsAlongside
 from engine.models.latent import LatentProducts
 from engine.models.mlp import Mlp
 from engine.models.spec import AttentionSpec, LatentSpec, ModelConfig
@@ -29,6 +29,8 @@ class DecoderLayer:
     mlp: Mlp | Experts
     post_mlp_norm: Tensor | None
     latent: LatentProducts | None = None
+    alongside: ExpertsAlongside | None = None
+    scale: float = 1.0
 
 
 class Decoder:
@@ -53,9 +55,12 @@ class Decoder:
     def can_be_captured(self) -> bool:
         """Whether a CUDA graph can contain the pass. With experts it cannot, because launches depend on the choice.
 
-        The reference for latent attention depends on the lengths of contexts.
+        The reference for latent attention and wide heads depends on the lengths of contexts.
         """
-        return not any(isinstance(layer.mlp, Experts) or layer.latent is not None for layer in self.layers)
+        return not any(
+            isinstance(layer.mlp, Experts) or layer.alongside is not None
+            or layer.attention.latent or layer.attention.wide for layer in self.layers
+        )  # fmt: skip
 
     @torch.inference_mode()
     def forward(
@@ -79,7 +84,12 @@ class Decoder:
             update = self._update(layer.output(attended), layer.post_attention_norm, kernels)
             hidden, normed = kernels.add_norm(hidden, update, layer.mlp_norm)
             following = self.norm if is_last else self.layers[index + 1].attention_norm
-            update = self._update(layer.mlp(normed, kernels), layer.post_mlp_norm, kernels)
+            update = layer.mlp(normed, kernels)
+            if layer.alongside is not None:
+                update = layer.alongside(hidden, update, kernels)
+            update = self._update(update, layer.post_mlp_norm, kernels)
+            if layer.scale != 1:
+                hidden, update = hidden * layer.scale, update * layer.scale
             hidden, normed = kernels.add_norm(hidden, update, following)
         return normed
 

@@ -12,7 +12,7 @@ from torch.nn.functional import embedding
 from engine.attention import AttentionLayer
 from engine.linear import Linear, LinearFormat, Lookup, Plain
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.experts import Experts
+from engine.models.experts import Experts, ExpertsAlongside
 from engine.models.families import FAMILIES, read_model_config
 from engine.models.latent import HeadProducts, LatentProducts
 from engine.models.mlp import Mlp
@@ -85,7 +85,10 @@ class _Loader:
 
         sinks = self.take(f"{prefix}self_attn.sinks", attention.heads).float() if attention.sinks else None
         return DecoderLayer(
-            attention=AttentionLayer(index, attention.window, attention.softcap, sinks),
+            attention=AttentionLayer(
+                index, attention.window, attention.softcap, sinks,
+                wide=attention.kv_heads if width != self.config.head_dim else 0,
+            ),
             attention_norm=self.norm(prefix + names.attention_norm, hidden),
             qkv=self.qkv(prefix, attention),
             q_norm=head_norm("q_norm"),
@@ -96,7 +99,19 @@ class _Loader:
             mlp_norm=self.norm(prefix + names.mlp_norm, hidden),
             mlp=self.feed(prefix, mlp),
             post_mlp_norm=post_norm(names.post_mlp_norm),
-        )
+            alongside=self.alongside(prefix, spec.alongside) if spec.alongside is not None else None,
+            scale=float(self.take(f"{prefix}layer_scalar", 1)) if spec.scaled else 1.0,
+        )  # fmt: skip
+
+    def alongside(self, prefix: str, spec: MoeSpec) -> ExpertsAlongside:
+        def norm(name: str) -> Tensor:
+            return self.norm(f"{prefix}{name}", self.config.hidden_size)
+
+        experts, before = self.experts(prefix, spec), norm("pre_feedforward_layernorm_2")
+        return ExpertsAlongside(
+            experts, torch.ones_like(before), before, norm("post_feedforward_layernorm_2"),
+            norm("post_feedforward_layernorm_1"),
+        )  # fmt: skip
 
     def latent_layer(self, index: int, spec: LatentSpec, mlp: MlpSpec | MoeSpec) -> DecoderLayer:
         prefix, hidden = f"model.layers.{index}.", self.config.hidden_size
@@ -146,6 +161,8 @@ class _Loader:
         """Return the matrix of queries, keys and values, with the dimensions of each query and key in rotated order."""
         sizes, names = [count * spec.head_dim for count in (spec.heads, spec.kv_heads, spec.kv_heads)], self.names.qkv
         sizes = sizes if len(names) > 1 else [sum(sizes)]
+        if spec.values_are_keys:
+            sizes, names = sizes[:2], names[:2]
         order = None
         if spec.rope is not None and spec.rope.dims:
             heads = torch.arange(spec.heads + spec.kv_heads)[:, None] * spec.head_dim + rotated_first(spec)
@@ -166,7 +183,10 @@ class _Loader:
     def experts(self, prefix: str, spec: MoeSpec) -> Experts:
         names, hidden = self.names.experts, self.config.hidden_size
         router = self.take(f"{prefix}{names.router}.weight", spec.num_experts, hidden).float()
+        if names.router_scale:
+            router *= self.take(prefix + names.router_scale, hidden).float() * hidden**-0.5
         bias = self.take(f"{prefix}{names.router}.bias", spec.num_experts) if spec.router_bias else None
+        scales = self.take(prefix + names.scales, spec.num_experts).float() if spec.scales_experts else None
         correction = self.take(prefix + names.correction, spec.num_experts).float() if spec.corrects else None
         if names.stacked:
             each = self.stacked(prefix + names.each, spec)
@@ -179,7 +199,7 @@ class _Loader:
             ]
         shared = self.mlp(f"{prefix}{names.shared}.", spec.shared) if spec.shared is not None else None
         gate = self.matrix([prefix + names.shared_gate], [1], hidden, False) if spec.gates_shared else None
-        return Experts(spec, self.linear.make_exact(router, bias), correction, each, shared, gate)
+        return Experts(spec, self.linear.make_exact(router, bias), correction, each, shared, gate, scales)
 
     def stacked(self, prefix: str, spec: MoeSpec) -> list[Mlp]:
         count, inner, hidden = spec.num_experts, spec.expert.inner, self.config.hidden_size

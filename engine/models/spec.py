@@ -10,7 +10,8 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 class Rope:
     """The rotary embedding (Su et al. 2021). Some fields apply to only some kinds.
 
-    `kind` is "default", "linear", "llama3", "yarn" (Peng et al. 2023) or "longrope" (Ding et al. 2024). Only the first
+    `kind` is "default", "linear", "llama3", "yarn" (Peng et al. 2023), "longrope" (Ding et al. 2024) or "proportional"
+    (Gemma 4), in which only the first `pairs` of the pairs of a whole head are rotated. Otherwise, only the first
     `dims` dimensions of a head are rotated, or all of them if `dims` is 0. Cosines and sines are multiplied by
     `magnitude`. `factors` [dims / 2] divide the frequencies of longrope.
     """
@@ -27,6 +28,7 @@ class Rope:
     magnitude: float = 1.0
     factors: tuple[float, ...] = ()
     dims: int = 0
+    pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class AttentionSpec:
     are multiplied by `query_scale`, in addition to head_dim ** -0.5. If `softcap` is not 0, scores become
     softcap * tanh(score / softcap). With `sinks`, the softmax of each head has one more term, which has no value. If
     `temperature` is not 0, a query at position p is also multiplied by 1 + temperature * log(1 + p //
-    temperature_tokens), which sharpens attention in long contexts (Llama 4).
+    temperature_tokens), which sharpens attention in long contexts (Llama 4). If `norms_values`, values are divided by
+    their root mean square; if `values_are_keys`, they derive from the product of the keys (Gemma 4).
     """
 
     heads: int
@@ -53,6 +56,8 @@ class AttentionSpec:
     qk_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
+    norms_values: bool = False
+    values_are_keys: bool = False
 
     @property
     def rotated(self) -> int:
@@ -121,6 +126,7 @@ class MoeSpec:
     with several `groups` the choice is limited to the `top_groups` best ones (DeepSeek-V3). `scores_chosen`: scores are
     computed from the logits of the chosen experts alone. The weights of the chosen experts are divided by their sum if
     `renormalizes`, and multiplied by `scale`. The `shared` expert takes every token, and is gated if `gates_shared`.
+    If `scales_experts`, the weight of each expert is also multiplied by a number of its own (Gemma 4).
     """
 
     num_experts: int
@@ -136,20 +142,30 @@ class MoeSpec:
     router_bias: bool = False
     shared: MlpSpec | None = None
     gates_shared: bool = False
+    scales_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer. With `post_norms`, the outputs of attention and MLP are normed before they are added (Gemma)."""
+    """One layer. With `post_norms`, the outputs of attention and MLP are normed before they are added (Gemma).
+
+    The experts `alongside` the MLP have norms of their own. If `scaled`, the layer's result is multiplied by a number
+    (Gemma 4).
+    """
 
     attention: AttentionSpec | LatentSpec
     mlp: MlpSpec | MoeSpec
     post_norms: bool = False
+    alongside: MoeSpec | None = None
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The configuration of a decoder. All layers have equal heads and head sizes, because they share a KV layout.
+    """The configuration of a decoder.
+
+    Layers share a KV layout with `num_kv_heads` heads of `head_dim`. Some layers may have heads of twice the size, at
+    most half as many: their keys and values take the places of two heads.
 
     Embeddings are multiplied by `embedding_scale`, outputs of attention and MLP by `residual_scale`, and logits by
     `logit_scale`. If `logit_softcap` is not 0, logits become logit_softcap * tanh(logit / logit_softcap).
@@ -181,11 +197,11 @@ class ModelConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        return self.layers[0].attention.kv_heads
+        return max(layer.attention.kv_heads for layer in self.layers)
 
     @property
     def head_dim(self) -> int:
-        return self.layers[0].attention.head_dim
+        return min(layer.attention.head_dim for layer in self.layers)
 
     @property
     def ropes(self) -> list[Rope | None]:

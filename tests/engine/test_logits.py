@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
@@ -38,7 +40,6 @@ from engine.models.load import load_model
 from engine.models.spec import Rope
 from engine.runner import TorchRunner
 from scheduler.request import Request
-from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 from shared.rpc.messages import SamplingParams
 from tests.engine.build import (
@@ -102,6 +103,10 @@ LATENT = {
     "moe_intermediate_size": 20,
 }  # fmt: skip
 DEEPSEEK_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": 6, "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=4),
     "llama, grouped, tied": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
@@ -171,6 +176,25 @@ CONFIGS: dict[str, PretrainedConfig] = {
         attn_logit_softcapping=2.0,
         final_logit_softcapping=5.0,
     ),
+    "gemma4": Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **GEMMA4,
+        num_key_value_heads=2,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma4 moe": Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **GEMMA4 | {"head_dim": 12, "global_head_dim": 24},
+        num_key_value_heads=4,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=20,
+    ),
     "gemma3": Gemma3TextConfig(
         **SIZES | {"num_hidden_layers": 6},
         num_key_value_heads=2,
@@ -191,6 +215,9 @@ def reference(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> A
     for name, parameter in model.named_parameters():
         scale = 0.15 if parameter.ndim > 1 else 0.3
         parameter.data = torch.randn_like(parameter) * scale + (1.0 if "norm" in name else 0.0)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("layer_scalar", "e_score_correction_bias")):
+            buffer.copy_(torch.rand_like(buffer) * 0.3 + 0.8)
     return model.to(dtype)
 
 
@@ -329,10 +356,11 @@ def test_files_of_half_precision_in_shards_and_of_transformers_4_are_read_exactl
     assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
 
 
-def test_a_16_bit_pool_stays_near_the_exact_logits(tmp_path: Path) -> None:
-    reference_model = save(CONFIGS["qwen3"], tmp_path)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek, no query rank, biases", "gemma4"])
+def test_a_16_bit_pool_stays_near_the_exact_logits(name: str, tmp_path: Path) -> None:
+    reference_model = save(CONFIGS[name], tmp_path)
     model = load_model(tmp_path, torch.float32, CPU)
-    layout = KVLayout(16, 2, 3, 4, 20, "bfloat16")
+    layout = replace(layout_of(model, 16, 4), dtype="bfloat16")
     pool = KVPool(layout, HostMemory(16, layout.block_bytes))
     runner = TorchRunner(model, pool, *device_code(model, pool), CPU)
     request = Blocks(16, 4).request(range(3, 30), SamplingParams(temperature=0.0, logprobs=5), max_tokens=1)

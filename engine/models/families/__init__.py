@@ -28,6 +28,9 @@ MIXTRAL = ExpertNames("block_sparse_moe.experts.{}", router="block_sparse_moe.ga
 GLM = ExpertNames(shared="mlp.shared_experts", correction="mlp.gate.e_score_correction_bias")
 MISTRAL4 = ExpertNames(shared="mlp.shared_experts", fused=True, each="mlp.experts")
 GPT_OSS = ExpertNames("mlp.experts", router="mlp.router", gate_up=("gate_up_proj",), down="down_proj", stacked=True)
+GEMMA4 = ExpertNames(
+    "experts", router="router.proj", fused=True, router_scale="router.scale", scales="router.per_expert_scale"
+)
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama.llama),
     "MistralForCausalLM": Family(llama.mistral),
@@ -47,6 +50,7 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family(experts.gpt_oss, WeightMap(experts=GPT_OSS)),
     "Gemma2ForCausalLM": Family(gemma.gemma2, GEMMA),
     "Gemma3ForCausalLM": Family(gemma.gemma3, GEMMA),
+    "Gemma4ForCausalLM": Family(gemma.gemma4, replace(GEMMA, norms_are_offsets=False, experts=GEMMA4)),
 }
 
 UNSUPPORTED = {

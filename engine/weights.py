@@ -155,12 +155,16 @@ class Checkpoint:
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor.to(self._device, copy=True)
 
-    def finish(self, known: tuple[str, ...], *suffixes: str) -> None:
-        """Raise ValueError if a tensor of the files was not taken, is not in `known`, and ends with none of `suffixes`.
+    def finish(self, known: tuple[str, ...], suffixes: tuple[str, ...], prefixes: tuple[str, ...] = ()) -> None:
+        """Raise ValueError if a tensor of the files was not taken.
+
+        This does not apply to tensors in `known`, and to those that end with one of `suffixes` or begin with one of
+        `prefixes`.
 
         Such a tensor means that the config belongs to another model.
         """
-        if left := [name for name in self._files if name not in known and not name.endswith(suffixes)]:
+        left = [name for name in self._files if name not in known and not name.endswith(suffixes)]
+        if left := [name for name in left if not name.startswith(prefixes)]:
             raise ValueError(
                 f"{self._directory}: {len(left)} tensors are not part of the model that config.json describes, "
                 f"such as {min(left)[:100]!r}"

@@ -117,7 +117,7 @@ class FusedDecode:
         memory = self._attention.memory(torch.get_num_threads(), prepared.group)
         values, merges = self._values, [number + 1 for number in numbers]
         values[numbers, :3] = (0, *prepared.units)
-        values[numbers, 6:18] = (*prepared.rest, memory.address)
+        values[numbers, 6:20] = (*prepared.rest, memory.address)
         values[merges, :2] = 0
         if prepared.merged:
             units, items, parts, *_ = prepared.merged

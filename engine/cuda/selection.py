@@ -12,6 +12,7 @@ from engine.models.spec import ModelConfig
 
 log = logging.getLogger("baton.engine")
 OWN = "own"  # Baton's Triton kernels if they run here, otherwise torch's
+MAX_HEAD_DIM = 256  # of the Triton kernels
 BLOCK_TOKENS = 64  # tokens per KV block on a GPU: one head's keys and values then take 32 KiB
 NO_FLASH_ATTN = (
     "--attention-backend flash_attn: no flash-attn package for this GPU is installed: pip install baton-serve[gpu], or "
@@ -34,7 +35,8 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
             "--attention-backend triton: the package triton is not installed, or cannot launch kernels here; use torch"
         )
     ours: AttentionBackend = TorchAttention(pool)
-    if triton and name != "torch":
+    # A large size is that of latents, which the reference computes on a GPU.
+    if triton and name != "torch" and (name == "triton" or pool.layout.head_dim <= MAX_HEAD_DIM):
         from engine.cuda.attention import TritonAttention
 
         ours = TritonAttention(pool)

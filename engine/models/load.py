@@ -15,10 +15,11 @@ from engine.formats.reader import UNUSED, QuantizedReader
 from engine.formats.scheme import read_scheme
 from engine.linear import Linear, LinearFormat, Lookup, Plain
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.experts import Experts
+from engine.models.experts import Experts, ExpertsAlongside
 from engine.models.families import FAMILIES, read_model_config
+from engine.models.latent import HeadProducts, LatentProducts
 from engine.models.mlp import Mlp
-from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
+from engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
 from engine.models.weight_map import LLAMA, WeightMap
 from engine.weights import Checkpoint
 
@@ -37,7 +38,9 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names, reader)
     # Some files also contain a copy of a tied matrix, or the frequencies that old versions of transformers stored.
     copies = ("lm_head.weight",) if config.tie_word_embeddings else ()
-    checkpoint.finish(copies, "self_attn.rotary_emb.inv_freq", *(() if scheme is None else UNUSED))
+    suffixes = ("self_attn.rotary_emb.inv_freq", *(() if scheme is None else UNUSED))
+    drafter = range(config.num_layers, config.num_layers + config.drafter_layers)
+    checkpoint.finish(copies, suffixes, tuple(f"model.layers.{index}." for index in drafter))
     return model
 
 
@@ -81,8 +84,10 @@ class _Loader:
 
     def layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
         prefix, names, hidden = f"model.layers.{index}.", self.names, self.config.hidden_size
-        attention, mlp, width = spec.attention, spec.mlp, spec.attention.head_dim
-        heads = rotated_first(attention)
+        attention, mlp = spec.attention, spec.mlp
+        if isinstance(attention, LatentSpec):
+            return self.latent_layer(index, attention, mlp)
+        width, heads = attention.head_dim, rotated_first(attention)
 
         def head_norm(name: str) -> Tensor | None:
             return self.norm(f"{prefix}self_attn.{name}", width)[heads] if attention.qk_norm else None
@@ -92,7 +97,10 @@ class _Loader:
 
         sinks = self.take(f"{prefix}self_attn.sinks", attention.heads).float() if attention.sinks else None
         return DecoderLayer(
-            attention=AttentionLayer(index, attention.window, attention.softcap, sinks),
+            attention=AttentionLayer(
+                index, attention.window, attention.softcap, sinks,
+                wide=attention.kv_heads if width != self.config.head_dim else 0,
+            ),
             attention_norm=self.norm(prefix + names.attention_norm, hidden),
             qkv=self.qkv(prefix, attention),
             q_norm=head_norm("q_norm"),
@@ -101,14 +109,73 @@ class _Loader:
             output=self.matrix([prefix + names.output], [hidden], attention.heads * width, attention.output_bias),
             post_attention_norm=post_norm(names.post_attention_norm),
             mlp_norm=self.norm(prefix + names.mlp_norm, hidden),
-            mlp=self.experts(prefix, mlp) if isinstance(mlp, MoeSpec) else self.mlp(prefix + "mlp.", mlp),
+            mlp=self.feed(prefix, mlp),
             post_mlp_norm=post_norm(names.post_mlp_norm),
+            alongside=self.alongside(prefix, spec.alongside) if spec.alongside is not None else None,
+            scale=float(self.take(f"{prefix}layer_scalar", 1)) if spec.scaled else 1.0,
+        )  # fmt: skip
+
+    def alongside(self, prefix: str, spec: MoeSpec) -> ExpertsAlongside:
+        def norm(name: str) -> Tensor:
+            return self.norm(f"{prefix}{name}", self.config.hidden_size)
+
+        experts, before = self.experts(prefix, spec), norm("pre_feedforward_layernorm_2")
+        return ExpertsAlongside(
+            experts, torch.ones_like(before), before, norm("post_feedforward_layernorm_2"),
+            norm("post_feedforward_layernorm_1"),
+        )  # fmt: skip
+
+    def latent_layer(self, index: int, spec: LatentSpec, mlp: MlpSpec | MoeSpec) -> DecoderLayer:
+        prefix, hidden = f"model.layers.{index}.", self.config.hidden_size
+        own, heads, query = f"{prefix}self_attn.", spec.heads, spec.nope_dim + spec.rope_dim
+        turned = (
+            torch.arange(spec.rope_dim).view(-1, 2).T.flatten() if spec.interleaved else torch.arange(spec.rope_dim)
         )
+        order = torch.cat((torch.arange(spec.nope_dim), spec.nope_dim + turned))
+        order = (torch.arange(heads)[:, None] * query + order).flatten()
+        down = [f"{own}kv_a_proj_with_mqa"], [spec.width]
+        if spec.q_rank:
+            down = [f"{own}q_a_proj", *down[0]], [spec.q_rank, spec.width]
+        stored = torch.cat((torch.arange(spec.q_rank + spec.kv_rank), spec.q_rank + spec.kv_rank + turned))
+        name = "q_b_proj" if spec.q_rank else "q_proj"
+        return DecoderLayer(
+            attention=AttentionLayer(index, latent=spec.kv_rank),
+            attention_norm=self.norm(f"{prefix}input_layernorm", hidden),
+            qkv=self.matrix(*down, hidden, spec.bias, stored),
+            q_norm=self.norm(f"{own}q_a_layernorm", spec.q_rank) if spec.q_rank else None,
+            k_norm=self.norm(f"{own}kv_a_layernorm", spec.kv_rank),
+            spec=spec,
+            latent=self.latent(
+                own, spec, self.matrix([own + name], [heads * query], spec.q_rank or hidden, False, order)
+            ),
+            output=self.matrix([f"{own}o_proj"], [hidden], heads * spec.value_dim, spec.bias),
+            post_attention_norm=None,
+            mlp_norm=self.norm(f"{prefix}post_attention_layernorm", hidden),
+            mlp=self.feed(prefix, mlp),
+            post_mlp_norm=None,
+        )
+
+    def latent(self, prefix: str, spec: LatentSpec, queries: Linear) -> LatentProducts:
+        rows = spec.nope_dim + spec.value_dim
+        stored = dense(self.read(f"{prefix}kv_b_proj", spec.heads * rows, spec.kv_rank))
+        both = stored.view(spec.heads, rows, -1)
+        keys, values = torch.split(both, [spec.nope_dim, spec.value_dim], dim=1)
+        return LatentProducts(spec, queries, self.by_head(keys.transpose(1, 2)), self.by_head(values))
+
+    def by_head(self, weights: Tensor) -> HeadProducts:
+        if weights.device.type != "cpu":
+            return HeadProducts([], weights.to(self.dtype).contiguous())
+        return HeadProducts([self.linear.make(weight.contiguous(), None) for weight in weights], None)
+
+    def feed(self, prefix: str, spec: MlpSpec | MoeSpec) -> Mlp | Experts:
+        return self.experts(prefix, spec) if isinstance(spec, MoeSpec) else self.mlp(f"{prefix}mlp.", spec)
 
     def qkv(self, prefix: str, spec: AttentionSpec) -> Linear:
         """Return the matrix of queries, keys and values, with the dimensions of each query and key in rotated order."""
         sizes, names = [count * spec.head_dim for count in (spec.heads, spec.kv_heads, spec.kv_heads)], self.names.qkv
         sizes = sizes if len(names) > 1 else [sum(sizes)]
+        if spec.values_are_keys:
+            sizes, names = sizes[:2], names[:2]
         order = None
         if spec.rope is not None and spec.rope.dims:
             heads = torch.arange(spec.heads + spec.kv_heads)[:, None] * spec.head_dim + rotated_first(spec)
@@ -129,10 +196,15 @@ class _Loader:
     def experts(self, prefix: str, spec: MoeSpec) -> Experts:
         names, hidden = self.names.experts, self.config.hidden_size
         router = dense(self.read(prefix + names.router, spec.num_experts, hidden)).float()
+        if names.router_scale:
+            router *= self.take(prefix + names.router_scale, hidden).float() * hidden**-0.5
         bias = self.take(f"{prefix}{names.router}.bias", spec.num_experts) if spec.router_bias else None
+        scales = self.take(prefix + names.scales, spec.num_experts).float() if spec.scales_experts else None
         correction = self.take(prefix + names.correction, spec.num_experts).float() if spec.corrects else None
         if names.stacked:
             each = self.stacked(prefix + names.each, spec)
+        elif names.fused:
+            each = self.fused(prefix + names.each, spec)
         else:
             each = [
                 self.mlp(prefix + names.each.format(number) + ".", spec.expert, names.gate_up, names.down)
@@ -140,7 +212,7 @@ class _Loader:
             ]
         shared = self.mlp(f"{prefix}{names.shared}.", spec.shared) if spec.shared is not None else None
         gate = self.matrix([prefix + names.shared_gate], [1], hidden, False) if spec.gates_shared else None
-        return Experts(spec, self.linear.make_exact(router, bias), correction, each, shared, gate)
+        return Experts(spec, self.linear.make_exact(router, bias), correction, each, shared, gate, scales)
 
     def stacked(self, prefix: str, spec: MoeSpec) -> list[Mlp]:
         count, inner, hidden = spec.num_experts, spec.expert.inner, self.config.hidden_size
@@ -156,6 +228,15 @@ class _Loader:
                 spec.expert.activation,
             )
             for index in range(count)
+        ]
+
+    def fused(self, prefix: str, spec: MoeSpec) -> list[Mlp]:
+        count, inner, hidden = spec.num_experts, spec.expert.inner, self.config.hidden_size
+        gate_up = self.take(f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
+        down = self.take(f"{prefix}.down_proj", count, hidden, inner)
+        return [
+            Mlp(self.linear.make(one, None), self.linear.make(other, None), spec.expert.activation)
+            for one, other in zip(gate_up, down, strict=True)
         ]
 
     def matrix(self, names: list[str], sizes: list[int], width: int, bias: bool, order: Tensor | None = None) -> Linear:

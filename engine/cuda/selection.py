@@ -8,6 +8,7 @@ from engine.attention import AttentionBackend, TorchAttention
 from engine.cuda.flash_attention import FLASH_2, FLASH_3, GENERATIONS, HOPPER, FlashAttention, installed, load
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
+from engine.linear import Plain
 from engine.models.spec import ModelConfig
 
 log = logging.getLogger("baton.engine")
@@ -97,3 +98,12 @@ def kernels_on_cuda(config: ModelConfig, pool: KVPool, triton: bool) -> Kernels:
     from engine.cuda.layer import TritonKernels
 
     return TritonKernels(config, pool)
+
+
+def weights_on_cuda(dtype: torch.dtype, triton: bool) -> Plain:
+    """Return the format of plain tensors. If `triton` is true, it keeps 4-bit codes."""
+    if not triton:
+        return Plain(dtype)
+    from engine.cuda.grouped import PlainOrGrouped
+
+    return PlainOrGrouped(dtype)

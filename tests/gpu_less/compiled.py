@@ -21,7 +21,9 @@ from engine.batch import Batch
 from engine.cuda.attention import Tile, TritonAttention, TritonPlan
 from engine.cuda.attention_kernels import attend
 from engine.cuda.draw import draw
+from engine.cuda.grouped import TritonGroupedLinear
 from engine.cuda.layer import TritonKernels
+from engine.formats.forms import INTEGERS, GroupedWeight
 from engine.kv_pool import KVPool
 from shared.kv.layout import KVLayout
 from tests.gpu_less.contract import NAMES, TensorMemory, batch_of, config_of
@@ -29,7 +31,14 @@ from tests.gpu_less.contract import NAMES, TensorMemory, batch_of, config_of
 META, CPU = torch.device("meta"), torch.device("cpu")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SPILLS = "attention fp32 in a tile too large"
-FEW = {SPILLS, "attention fp32 64", "attention bf16 128", "elementwise bf16, 32 heads of 128", "sampling"}
+FEW = {
+    SPILLS,
+    "attention fp32 64",
+    "attention bf16 128",
+    "elementwise bf16, 32 heads of 128",
+    "sampling",
+    "grouped bf16",
+}
 NUM_BLOCKS = 60_000  # so many that the offset of a block needs 64 bits
 
 
@@ -134,6 +143,15 @@ def sampling() -> None:
     draw(logits, parameters, empty(64, 128_256, dtype=torch.float32))
 
 
+def grouped(dtype: torch.dtype, zeros: bool, group: int = 128) -> None:
+    out, width = 11_008, 4096
+    scales = empty(out, width // group, dtype=torch.float32)
+    weight = GroupedWeight(empty(out, width // 2, dtype=torch.uint8), INTEGERS, scales, scales if zeros else None)
+    linear = TritonGroupedLinear(weight, empty(16, dtype=torch.float32), empty(out, dtype=dtype) if zeros else None)
+    for rows in (1, 300):
+        linear(empty(rows, width, dtype=dtype))
+
+
 def too_large() -> None:
     """Compile a kernel that must spill registers, to check that the report shows spills."""
     pool, batch = pool_of(8, 128, 64, torch.float32), without_memory(batch_of([(0, 64)], 64, NUM_BLOCKS, CPU))
@@ -154,6 +172,9 @@ def configurations() -> dict[str, Callable[[], None]]:
         "attention bf16 of 80 a head": lambda: attention(bf16, 80),
         "attention bf16 of many heads a group, several queries": lambda: attention(bf16, 128, group=8, spans=several),
         "sampling": sampling,
+        "grouped bf16": lambda: grouped(bf16, zeros=True),
+        "grouped fp16, 16 a group": lambda: grouped(fp16, zeros=False, group=16),
+        "grouped fp32": lambda: grouped(fp32, zeros=True),
     }
     for head_dim in (64, 128, 256):
         found[f"attention fp32 {head_dim}"] = lambda h=head_dim: attention(fp32, h)

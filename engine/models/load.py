@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from engine.attention import AttentionLayer
+from engine.formats.forms import Weight, dense, joined, rows_of
+from engine.formats.reader import UNUSED, QuantizedReader
+from engine.formats.scheme import read_scheme
 from engine.linear import Linear, LinearFormat, Lookup, Plain
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import Experts, ExpertsAlongside
@@ -29,23 +32,31 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     `dtype` is the dtype of activations. `linear` is the format of weight matrices, by default plain tensors in `dtype`.
     Raises ValueError, with the name of the key or the tensor, if config.json or a weight file is invalid.
     """
-    config, checkpoint = read_model_config(path), Checkpoint(path, device)
+    config, scheme, checkpoint = read_model_config(path), read_scheme(path), Checkpoint(path, device)
     names = FAMILIES[config.architecture].weights
-    model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names)
+    reader = None if scheme is None else QuantizedReader(checkpoint, scheme)
+    model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names, reader)
     # Some files also contain a copy of a tied matrix, or the frequencies that old versions of transformers stored.
+    copies = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    suffixes = ("self_attn.rotary_emb.inv_freq", *(() if scheme is None else UNUSED))
     drafter = range(config.num_layers, config.num_layers + config.drafter_layers)
-    checkpoint.finish(
-        ("lm_head.weight",) if config.tie_word_embeddings else (), "self_attn.rotary_emb.inv_freq",
-        tuple(f"model.layers.{index}." for index in drafter),
-    )  # fmt: skip
+    checkpoint.finish(copies, suffixes, tuple(f"model.layers.{index}." for index in drafter))
     return model
 
 
 def assemble(
-    take: Take, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat, names: WeightMap = LLAMA
+    take: Take,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    linear: LinearFormat,
+    names: WeightMap = LLAMA,
+    reader: QuantizedReader | None = None,
 ) -> Decoder:
-    """Build a decoder from the tensors that `take` returns. `dtype` is the dtype of activations."""
-    loader = _Loader(take, config, dtype, linear, names)
+    """Build a decoder from the tensors that `take` returns. `dtype` is the dtype of activations.
+
+    If `reader` is given, it returns the matrices of layers and the output head.
+    """
+    loader = _Loader(take, config, dtype, linear, names, reader)
     embed, head = loader.vocabulary()  # first, so that a tied matrix is freed before the layers load
     layers = [loader.layer(index, spec) for index, spec in enumerate(config.layers)]
     return Decoder(config, embed, layers, loader.norm("model.norm", config.hidden_size), head)
@@ -60,6 +71,7 @@ class _Loader:
     dtype: torch.dtype
     linear: LinearFormat
     names: WeightMap
+    reader: QuantizedReader | None
 
     def vocabulary(self) -> tuple[Lookup, Linear]:
         """Return the embedding and the output head."""
@@ -68,7 +80,7 @@ class _Loader:
         if self.config.tie_word_embeddings:
             head = self.linear.make(embedded, None)
             return head.lookup() or partial(embedding, weight=embedded), head
-        return partial(embedding, weight=embedded), self.linear.make(self.take("lm_head.weight", *shape), None)
+        return partial(embedding, weight=embedded), self.made(self.read("lm_head", *shape), None)
 
     def layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
         prefix, names, hidden = f"model.layers.{index}.", self.names, self.config.hidden_size
@@ -145,7 +157,8 @@ class _Loader:
 
     def latent(self, prefix: str, spec: LatentSpec, queries: Linear) -> LatentProducts:
         rows = spec.nope_dim + spec.value_dim
-        both = self.take(f"{prefix}kv_b_proj.weight", spec.heads * rows, spec.kv_rank).view(spec.heads, rows, -1)
+        stored = dense(self.read(f"{prefix}kv_b_proj", spec.heads * rows, spec.kv_rank))
+        both = stored.view(spec.heads, rows, -1)
         keys, values = torch.split(both, [spec.nope_dim, spec.value_dim], dim=1)
         return LatentProducts(spec, queries, self.by_head(keys.transpose(1, 2)), self.by_head(values))
 
@@ -182,7 +195,7 @@ class _Loader:
 
     def experts(self, prefix: str, spec: MoeSpec) -> Experts:
         names, hidden = self.names.experts, self.config.hidden_size
-        router = self.take(f"{prefix}{names.router}.weight", spec.num_experts, hidden).float()
+        router = dense(self.read(prefix + names.router, spec.num_experts, hidden)).float()
         if names.router_scale:
             router *= self.take(prefix + names.router_scale, hidden).float() * hidden**-0.5
         bias = self.take(f"{prefix}{names.router}.bias", spec.num_experts) if spec.router_bias else None
@@ -203,15 +216,15 @@ class _Loader:
 
     def stacked(self, prefix: str, spec: MoeSpec) -> list[Mlp]:
         count, inner, hidden = spec.num_experts, spec.expert.inner, self.config.hidden_size
-        gate_up = self.take(f"{prefix}.gate_up_proj", count, hidden, 2 * inner)
+        gate_up = self.read_stacked(f"{prefix}.gate_up_proj", count, hidden, 2 * inner)
         gate_up_bias = self.take(f"{prefix}.gate_up_proj_bias", count, 2 * inner)
-        down = self.take(f"{prefix}.down_proj", count, inner, hidden)
+        down = self.read_stacked(f"{prefix}.down_proj", count, inner, hidden)
         down_bias = self.take(f"{prefix}.down_proj_bias", count, hidden)
         order = torch.cat((torch.arange(0, 2 * inner, 2), torch.arange(1, 2 * inner, 2)))
         return [
             Mlp(
-                self.linear.make(gate_up[index].T[order].contiguous(), gate_up_bias[index][order]),
-                self.linear.make(down[index].T.contiguous(), down_bias[index]),
+                self.made(rows_of(gate_up[index], order), gate_up_bias[index][order]),
+                self.made(down[index], down_bias[index]),
                 spec.expert.activation,
             )
             for index in range(count)
@@ -228,13 +241,29 @@ class _Loader:
 
     def matrix(self, names: list[str], sizes: list[int], width: int, bias: bool, order: Tensor | None = None) -> Linear:
         """Return the matrix [sum of sizes, width] of the named parts, with its outputs in the given order."""
-        weights = _joined([self.take(f"{name}.weight", size, width) for name, size in zip(names, sizes, strict=True)])
+        weights = joined([self.read(name, size, width) for name, size in zip(names, sizes, strict=True)])
         biases = None
         if bias:
-            biases = _joined([self.take(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)])
+            biases = torch.cat([self.take(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)])
         if order is not None:
-            weights, biases = weights[order], None if biases is None else biases[order]
-        return self.linear.make(weights, biases)
+            weights, biases = rows_of(weights, order), None if biases is None else biases[order]
+        return self.made(weights, biases)
+
+    def read(self, name: str, out: int, width: int) -> Weight:
+        """Return the matrix [out, width] of a module, in the form in which the checkpoint stores it."""
+        return self.take(f"{name}.weight", out, width) if self.reader is None else self.reader.matrix(name, out, width)
+
+    def read_stacked(self, name: str, count: int, width: int, out: int) -> list[Weight]:
+        """Return the matrices [out, width] of the experts in one tensor."""
+        if self.reader is None:
+            return [one.T.contiguous() for one in self.take(name, count, width, out)]
+        return self.reader.stacked(name, count, width, out)
+
+    def made(self, weight: Weight, bias: Tensor | None) -> Linear:
+        """Convert a matrix to the format in which it is multiplied."""
+        return (
+            self.linear.make(weight, bias) if isinstance(weight, Tensor) else self.linear.make_quantized(weight, bias)
+        )
 
     def norm(self, name: str, width: int) -> Tensor:
         weight = self.take(f"{name}.weight", width)
@@ -250,7 +279,3 @@ def rotated_first(spec: AttentionSpec) -> Tensor:
     half, rest = dims // 2, (spec.head_dim - dims) // 2
     every = torch.arange(spec.head_dim)
     return torch.cat((every[:half], every[dims : dims + rest], every[half:dims], every[dims + rest :]))
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -71,7 +71,7 @@ def directory(tmp_path: Path) -> Path:
         (GEMMA4 | {"global_head_dim": 20}, "global_head_dim is 20: global layers must have heads of twice the size"),
         ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 9}, "kv_lora_rank is 9: it must be even"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map .*never run"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config .*unquantized"),
+        ({"quantization_config": {"bits": 4}}, "quant_method is missing: .*unquantized"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"hidden_size": ...}, "hidden_size is missing: it must be an integer from 1"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),

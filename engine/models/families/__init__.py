@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.formats.scheme import read_scheme
 from engine.models.config import ConfigReader, check_architecture, eos_token_ids, read_json
 from engine.models.families import experts, gemma, latent, llama
 from engine.models.spec import ModelConfig
@@ -67,4 +68,5 @@ def read_model_config(directory: Path) -> ModelConfig:
     if isinstance(names, list) and len(names) == 1 and str(names[0]) in UNSUPPORTED:
         keys.refuse("architectures", UNSUPPORTED[str(names[0])])
     config = FAMILIES[check_architecture(keys, FAMILIES)].read(keys)
+    read_scheme(directory)  # raises ValueError if the quantization is not supported
     return replace(config, eos_token_ids=eos_token_ids(keys, directory, config.vocab_size))

@@ -36,8 +36,9 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
             "--attention-backend triton: the package triton is not installed, or cannot launch kernels here; use torch"
         )
     ours: AttentionBackend = TorchAttention(pool)
-    # A large size is that of latents, which the reference computes on a GPU.
-    if triton and name != "torch" and (name == "triton" or pool.layout.head_dim <= MAX_HEAD_DIM):
+    # A size over the limit with one head may be that of latents, for which there is a kernel too.
+    fits = pool.layout.head_dim <= MAX_HEAD_DIM or pool.layout.kv_heads == 1
+    if triton and name != "torch" and (name == "triton" or fits):
         from engine.cuda.attention import TritonAttention
 
         ours = TritonAttention(pool)

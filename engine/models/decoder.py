@@ -55,7 +55,7 @@ class Decoder:
     def can_be_captured(self) -> bool:
         """Whether a CUDA graph can contain the pass. With experts it cannot, because launches depend on the choice.
 
-        The reference for latent attention and wide heads depends on the lengths of contexts.
+        Nor can it with latent attention or wide heads, because the buffers of graphs have heads of the layout's size.
         """
         return not any(
             isinstance(layer.mlp, Experts) or layer.alongside is not None

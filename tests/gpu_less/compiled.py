@@ -35,6 +35,7 @@ FEW = {
     SPILLS,
     "attention fp32 64",
     "attention bf16 128",
+    "attention bf16 of latents",
     "elementwise bf16, 32 heads of 128",
     "sampling",
     "grouped bf16",
@@ -160,6 +161,16 @@ def too_large() -> None:
     plan._launch(AttentionLayer(1), q, empty(64, 32, 128, dtype=torch.float32), None, work, 8, Tile(32, 32, 4, 2), 1)
 
 
+def latents(dtype: torch.dtype) -> None:
+    """Compile latent attention in the shape of DeepSeek V3."""
+    pool = pool_of(1, 288, 64, dtype)
+    for spans in (((1000, 1001), (0, 4096)), ((1000, 1005), (1000, 1001))):
+        plan = TritonAttention(pool).plan(without_memory(batch_of(spans, 64, NUM_BLOCKS, CPU)))
+        plan.attend(
+            AttentionLayer(1, latent=512), empty(sum(end - start for start, end in spans), 128, 576, dtype=dtype)
+        )
+
+
 def configurations() -> dict[str, Callable[[], None]]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     few = ((1000, 1001), (0, 60))
@@ -171,6 +182,8 @@ def configurations() -> dict[str, Callable[[], None]]:
         "attention bf16 of 7 heads a group": lambda: attention(bf16, 128, group=7),
         "attention bf16 of 80 a head": lambda: attention(bf16, 80),
         "attention bf16 of many heads a group, several queries": lambda: attention(bf16, 128, group=8, spans=several),
+        "attention bf16 of latents": lambda: latents(bf16),
+        "attention fp32 of latents": lambda: latents(fp32),
         "sampling": sampling,
         "grouped bf16": lambda: grouped(bf16, zeros=True),
         "grouped fp16, 16 a group": lambda: grouped(fp16, zeros=False, group=16),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 BENCHMARKS = {
     "cpu": "Baton on a CPU, compared with llama.cpp, vLLM and transformers",
+    "four_bit": "4-bit codes on a CPU, compared with bfloat16 weights",
     "transport": "shm and tcp channels: bytes per second and CPU time",
     "handoff": "what a handoff adds to the time to first token",
     "footprint": "start-up time to the first token, and memory of the router and a node",
@@ -23,6 +24,8 @@ def load(name: str) -> Callable[[], None]:
     match name:
         case "cpu":
             from benchmarks.cpu import main
+        case "four_bit":
+            from benchmarks.four_bit import main
         case "transport":
             from benchmarks.transport import main
         case "handoff":

@@ -17,17 +17,26 @@ from engine.kv_pool import KVPool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """The attention of a layer, apart from its products (see `AttentionSpec`). `sinks` is float32 [heads] or None."""
+    """The attention of a layer, apart from its products (see `AttentionSpec`). `sinks` is float32 [heads] or None.
+
+    If `latent` is not 0, the layer has latent attention (see `LatentSpec`): a token's key and value in the pool are one
+    vector of twice the size, which is the key of all heads, and whose first `latent` dimensions are their value.
+
+    If `wide` is not 0, the layer has that number of key heads, of twice the layout's size. Their keys are in the places
+    of the layout's first heads, and their values in the places of the heads that follow.
+    """
 
     index: int
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
+    latent: int = 0
+    wide: int = 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores need no soft cap and no sinks."""
-        return self.softcap == 0 and self.sinks is None
+        """Whether there are no soft cap, sinks or latents, and heads have the layout's size."""
+        return self.softcap == self.latent == self.wide == 0 and self.sinks is None
 
 
 class AttentionPlan(Protocol):
@@ -36,8 +45,10 @@ class AttentionPlan(Protocol):
     def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         """Return the result of attention for the rotated queries `q`, [T, heads, head_dim], in q's shape and dtype.
 
+        With latents, queries have twice the size, and results are [T, heads, layer.latent].
+
         The step's K and V of this layer must be in the pool. A query attends to its own position and all earlier ones,
-        or to the last `window` of these if `window` is not 0. Scores are scaled by head_dim ** -0.5.
+        or to the last `window` of these if `window` is not 0. Scores are scaled by q.shape[-1] ** -0.5.
         """
 
 
@@ -72,6 +83,12 @@ class TorchAttention:
 
 
 class TorchPlan:
+    """The reference attention of one step.
+
+    Backends create it, one for each batch, also for layers that their own kernels do not support. The engine's thread
+    uses it. The blocks that a slice reads are listed once for each window size.
+    """
+
     def __init__(self, pool: KVPool, batch: Batch) -> None:
         layout = pool.layout
         # A (block, head) piece of a layer is contiguous, so gathering head by head needs no second copy.
@@ -83,24 +100,30 @@ class TorchPlan:
     def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         if layer.window not in self._reaches:
             self._reaches[layer.window] = self._plan_window(layer.window)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], layer.latent or q.shape[2])
         for reach in self._reaches[layer.window]:
             out[reach.queries] = self._attend(layer, q[reach.queries], reach)
         return out
 
     def _attend(self, layer: AttentionLayer, q: Tensor, reach: _Reach) -> Tensor:
         pieces = self._pieces[:, layer.index]
-        both = pieces.index_select(0, reach.pieces).view(self._layout.kv_heads, -1, 2, self._layout.head_dim)
+        both = pieces.index_select(0, reach.pieces).view(self._layout.kv_heads, -1, 2 * self._layout.head_dim)
         both = both[:, : reach.length].to(q.dtype)
-        if not layer.is_plain:
-            return _attend_slowly(layer, q, both[:, :, 0], both[:, :, 1], reach)
+        if layer.latent:
+            keys, values = both, both[..., : layer.latent]
+        elif layer.wide:
+            keys, values = both[: layer.wide], both[layer.wide : 2 * layer.wide]
+        else:
+            keys, values = both.chunk(2, dim=-1)
+        if layer.softcap or layer.sinks is not None:
+            return _attend_slowly(layer, q, keys, values, reach)
         return scaled_dot_product_attention(
             q.transpose(0, 1)[None],
-            both[None, :, :, 0],
-            both[None, :, :, 1],
+            keys[None],
+            values[None],
             attn_mask=reach.mask,
             is_causal=reach.causal,
-            enable_gqa=q.shape[1] != self._layout.kv_heads,
+            enable_gqa=q.shape[1] != len(keys),
         )[0].transpose(0, 1)
 
     def _plan_window(self, window: int) -> list[_Reach]:
@@ -147,4 +170,4 @@ def _attend_slowly(layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tenso
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(-1)[..., : reach.length]
     attended: Tensor = weights @ values[:, None].float()
-    return attended.permute(2, 0, 1, 3).reshape(count, heads, head_dim).to(q.dtype)
+    return attended.permute(2, 0, 1, 3).reshape(count, heads, -1).to(q.dtype)

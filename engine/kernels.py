@@ -9,7 +9,7 @@ from torch.nn.functional import gelu, rms_norm, silu
 from engine.batch import Batch
 from engine.kv_pool import KVPool
 from engine.models.rope import Rotation, rotate
-from engine.models.spec import Activation, ModelConfig
+from engine.models.spec import Activation, AttentionSpec, ModelConfig
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
@@ -30,6 +30,12 @@ class StepKernels(Protocol):
         norm is applied to each head of q and k before rotation (Qwen3). For a slot of -1 (padding), nothing is stored.
         """
 
+    def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
+        """Return the rotated queries of latent attention, and store the latents and the rotated key.
+
+        Of `q` [T, heads, width] and `latent` [T, width], the last rope_dim dimensions are rotated.
+        """
+
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up, [T, n], where gate and up are the halves of `gate_up` [T, 2 * n]."""
 
@@ -42,9 +48,11 @@ class Kernels:
     def __init__(self, config: ModelConfig, pool: KVPool) -> None:
         self.config = config
         self.pool = pool
-        ropes = config.ropes
-        self.rotations = [Rotation.of(rope, config.head_dim, pool.tensor.device) for rope in ropes]
-        self.rotation_of = [ropes.index(layer.attention.rope) for layer in config.layers]  # by layer
+        kinds = list(dict.fromkeys((layer.attention.rope, layer.attention.rotated) for layer in config.layers))
+        self.rotations = [Rotation.of(*kind, pool.tensor.device) for kind in kinds]
+        self.rotation_of = [kinds.index((one.attention.rope, one.attention.rotated)) for one in config.layers]
+        self.norms_values = [isinstance(one.attention, AttentionSpec) and one.attention.norms_values
+                             for one in config.layers]  # fmt: skip
 
     def begin(self, batch: Batch) -> StepKernels:
         raise NotImplementedError
@@ -60,8 +68,16 @@ class TorchKernels(Kernels):
 
 
 class TorchStep:
+    """The element-wise work of one step in plain torch.
+
+    `TorchKernels.begin` creates this object for one batch, and the decoder uses it on the engine's thread. It owns the
+    batch's rotary angles, and writes KV into the pool.
+    """
+
     def __init__(self, kernels: TorchKernels, batch: Batch) -> None:
         self._config = kernels.config
+        self._kernels = kernels
+        self._slots = batch.slots
         self._pool = kernels.pool.tensor
         angles = [rotation.angles(batch.positions) for rotation in kernels.rotations]
         self._angles = [angles[number] for number in kernels.rotation_of]
@@ -79,6 +95,9 @@ class TorchStep:
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         config = self._config
+        if self._kernels.norms_values[layer]:
+            angles = self._angles[layer]
+            return rotate_and_store_normed(self._kernels, self._slots, angles, layer, qkv, q_norm, k_norm)
         heads = qkv.view(len(qkv), -1, config.head_dim)
         q, k, v = heads.tensor_split((config.num_heads, config.num_heads + config.num_kv_heads), dim=1)
         if q_norm is not None and k_norm is not None:
@@ -89,8 +108,55 @@ class TorchStep:
         self._pool[:, :, layer][self._blocks, :, self._offsets] = both.to(self._pool.dtype)
         return rotate(q, cosine, sine)
 
+    def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
+        return rotate_and_store_latent(self._kernels.pool, self._slots, self._angles[layer], layer, q, latent)
+
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated(gate_up, activation)
+
+
+def rotate_and_store_normed(
+    kernels: Kernels,
+    slots: Tensor,
+    angles: tuple[Tensor, Tensor],
+    layer: int,
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+) -> Tensor:
+    """Return `StepKernels.rotate_and_store` for a layer that norms values, with heads of the layout's size or twice."""
+    spec, layout = kernels.config.layers[layer].attention, kernels.pool.layout
+    assert isinstance(spec, AttentionSpec)
+
+    def norm(heads: Tensor, weight: Tensor | None) -> Tensor:
+        return rms_norm(heads, heads.shape[-1:], weight, kernels.config.rms_norm_eps)
+
+    heads = qkv.view(len(qkv), -1, spec.head_dim)
+    q, k, v = heads.tensor_split((spec.heads, spec.heads + spec.kv_heads), dim=1)
+    values = norm(k if spec.values_are_keys else v, None)
+    cosine, sine = (part.to(qkv.dtype) for part in angles)
+    keys = rotate(norm(k, k_norm), cosine, sine)
+    if spec.head_dim == layout.head_dim:
+        rows = torch.stack((keys, values), dim=2)
+    else:
+        rows = torch.cat((keys, values), dim=1).view(len(qkv), -1, 2, layout.head_dim)
+    slots, size = slots.clamp(min=0), layout.block_tokens
+    pool = kernels.pool.tensor
+    pool[:, : rows.shape[1], layer][slots // size, :, slots % size] = rows.to(pool.dtype)
+    return rotate(norm(q, q_norm), cosine, sine)
+
+
+def rotate_and_store_latent(
+    pool: KVPool, slots: Tensor, angles: tuple[Tensor, Tensor], layer: int, q: Tensor, latent: Tensor
+) -> Tensor:
+    """Return `StepKernels.rotate_and_store_latent`. A slot of -1 (padding) stands for the dummy block."""
+    cosine, sine = (part.to(q.dtype) for part in angles)
+    dims, size = 2 * cosine.shape[-1], pool.layout.block_tokens
+    key = rotate(latent[:, None, -dims:], cosine, sine)[:, 0]
+    rows = torch.cat((latent[:, :-dims], key), dim=-1).view(len(latent), 2, -1)
+    slots = slots.clamp(min=0)
+    pool.tensor[:, 0, layer][slots // size, slots % size] = rows.to(pool.tensor.dtype)
+    return torch.cat((q[..., :-dims], rotate(q[..., -dims:], cosine, sine)), dim=-1)
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

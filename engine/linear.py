@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
+from engine.formats.forms import QuantizedWeight
+
 Lookup = Callable[[Tensor], Tensor]  # from indices of outputs, int64 [R], to their weights, [R, in]
 
 
@@ -27,6 +29,9 @@ class LinearFormat(Protocol):
 
     def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Convert `weight` [out, in], in the checkpoint's dtype, and `bias` [out]. May keep references to both."""
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        """Convert a matrix of a quantized checkpoint: keep its form if this format multiplies it, or make it dense."""
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Convert a float32 matrix and multiply it in float32: that of a router, where rounding changes the experts."""
@@ -51,6 +56,9 @@ class Plain:
 
     def make(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
         return PlainLinear(weight.to(self._held_in), None if bias is None else bias.to(self._held_in))
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        return self.make(weight.dense(), bias)
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
         return PlainLinear(weight, None if bias is None else bias.float())

@@ -1,11 +1,13 @@
 """Reads a model's safetensors files. Rejects pickled weights, and runs no code from the model's files."""
 
+from collections.abc import Collection
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from safetensors import SafetensorError, safe_open
 
+from engine.formats.scheme import read_scheme
 from engine.models.config import read_json
 
 if TYPE_CHECKING:  # most functions read only headers, and torch takes seconds to import
@@ -15,6 +17,7 @@ MAX_NAME_BYTES = 255  # the limit that file systems have
 EDGE_BYTES = 2**20  # how much of each end of a file the fingerprint covers
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+CODE_DTYPES = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # of the codes and scales of quantized checkpoints
 
 
 def fingerprint(directory: Path) -> str:
@@ -79,7 +82,7 @@ def stored_dtype(directory: Path) -> str:
         opened = _open(file)
         for name in _tensor_names(file):
             tensor = opened.get_slice(name)
-            if len(tensor.get_shape()) == 2:
+            if len(tensor.get_shape()) == 2 and tensor.get_dtype() in DTYPE_NAMES:
                 return DTYPE_NAMES[tensor.get_dtype()]
     raise ValueError(f"{directory}: the files contain no weight matrix")
 
@@ -108,24 +111,60 @@ class Checkpoint:
         self._files = tensor_files(directory)
 
     def take(self, name: str, *shape: int) -> "torch.Tensor":
-        """Return a tensor. Raises ValueError if it is missing, was already taken, or has a shape other than `shape`."""
+        """Return a tensor of floats. Raises ValueError if it is missing, was already taken, or has a shape other than
+        `shape`."""
+        return self._taken(name, DTYPE_NAMES, shape)
+
+    def codes(self, name: str, dtypes: "torch.dtype | tuple[torch.dtype, ...]", *shape: int) -> "torch.Tensor":
+        """Return a tensor in one of `dtypes`. Raises ValueError as `take` does, and if it has another dtype."""
+        tensor = self._taken(name, (*DTYPE_NAMES, *CODE_DTYPES), shape)
+        allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+        if tensor.dtype not in allowed:
+            self.refuse(name, f"is {tensor.dtype}; its format needs {' or '.join(map(str, allowed))}")
+        return tensor
+
+    def dtype_of(self, name: str) -> str | None:
+        """Return safetensors' name for the tensor's dtype, or None if it is missing or was taken."""
         if name not in self._files:
-            raise ValueError(f"{self._directory}: tensor {name!r} is missing; the config needs {list(shape)}")
+            return None
+        with _open(self._files[name]) as file:
+            return str(file.get_slice(name).get_dtype())
+
+    def shape_of(self, name: str) -> list[int]:
+        """Return the tensor's shape. Raises ValueError if it is missing."""
+        if name not in self._files:
+            self.refuse(name, "is missing, though the format of the checkpoint needs it")
+        with _open(self._files[name]) as file:
+            return list(file.get_slice(name).get_shape())
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raise ValueError for a tensor."""
+        raise ValueError(f"{self._directory}: tensor {name!r} {why}")
+
+    def _taken(self, name: str, dtypes: Collection[str], shape: tuple[int, ...]) -> "torch.Tensor":
+        if name not in self._files:
+            self.refuse(name, f"is missing; the config needs {list(shape)}")
         # Open the file for each tensor, because an open mapping would keep the file's pages in memory.
         with _open(self._files.pop(name), "pt") as file:
-            found = file.get_slice(name).get_shape()
+            found, dtype = file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()
             if list(shape) != found:
-                raise ValueError(f"{self._directory}: tensor {name!r} is {found}, the config needs {list(shape)}")
+                self.refuse(name, f"is {found}, the config needs {list(shape)}")
+            if dtype not in dtypes:
+                self.refuse(name, f"is {dtype}; supported are {', '.join(dtypes)}")
             # Copy the tensor, so that overwriting the file does not change a running model.
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor.to(self._device, copy=True)
 
-    def finish(self, known: tuple[str, ...], suffix: str) -> None:
-        """Raise ValueError if a tensor of the files was not taken, is not in `known`, and does not end with `suffix`.
+    def finish(self, known: tuple[str, ...], suffixes: tuple[str, ...], prefixes: tuple[str, ...] = ()) -> None:
+        """Raise ValueError if a tensor of the files was not taken.
+
+        This does not apply to tensors in `known`, and to those that end with one of `suffixes` or begin with one of
+        `prefixes`.
 
         Such a tensor means that the config belongs to another model.
         """
-        if left := [name for name in self._files if name not in known and not name.endswith(suffix)]:
+        left = [name for name in self._files if name not in known and not name.endswith(suffixes)]
+        if left := [name for name in left if not name.startswith(prefixes)]:
             raise ValueError(
                 f"{self._directory}: {len(left)} tensors are not part of the model that config.json describes, "
                 f"such as {min(left)[:100]!r}"
@@ -137,7 +176,7 @@ def check_finite(directory: Path) -> None:
     for file in weight_files(directory):
         for name in _tensor_names(file):
             with _open(file, "pt") as opened:
-                if not bool(opened.get_tensor(name).isfinite().all()):
+                if not bool(opened.get_tensor(name).float().isfinite().all()):
                     raise ValueError(f"{file}: tensor {name!r} holds NaN or infinity; download the model again")
 
 
@@ -153,8 +192,11 @@ def _tensor_names(file: Path) -> list[str]:
     """Return the names of the tensors in a file. Raises ValueError if the file is malformed or has an unknown dtype."""
     with _open(file) as opened:
         names: list[str] = list(opened.keys())
-        for name in names:
-            dtype = opened.get_slice(name).get_dtype()
-            if dtype not in DTYPE_NAMES:
-                raise ValueError(f"{file}: tensor {name[:100]!r} is {dtype}; supported are {', '.join(DTYPE_NAMES)}")
-        return names
+        found = {name: opened.get_slice(name).get_dtype() for name in names}
+    if others := {name: dtype for name, dtype in found.items() if dtype not in DTYPE_NAMES}:
+        config = file.parent / "config.json"
+        allowed = (*DTYPE_NAMES, *CODE_DTYPES) if config.exists() and read_scheme(file.parent) else (*DTYPE_NAMES,)
+        for name, dtype in others.items():
+            if dtype not in allowed:
+                raise ValueError(f"{file}: tensor {name[:100]!r} is {dtype}; supported are {', '.join(allowed)}")
+    return names

@@ -14,6 +14,7 @@ from engine.cpu.attention_tiles import FEW_ROWS, FIELDS, TILE
 from engine.cpu.malloc import empty
 from engine.cpu.simd import CODES, LANES
 from engine.kv_pool import KVPool
+from shared.kv.layout import BYTES_OF
 
 # Maximum number of rows (queries times heads of a group) that are computed together. This number of rows
 # fills whole column panels of a product, and its sums fit into the level 2 cache.
@@ -110,7 +111,7 @@ class NumbaAttention:
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
-        self._memory: dict[tuple[int, int], PoolMemoryView] = {}
+        self._memory: dict[tuple[int, int, int], PoolMemoryView] = {}
 
     def plan(self, batch: Batch) -> "NumbaPlan":
         return NumbaPlan(self, batch)
@@ -119,57 +120,80 @@ class NumbaAttention:
         """Return the address of the layer's keys and values in the first block."""
         return self.pool.tensor.data_ptr() + layer * self.pool.layout.layer_bytes
 
-    def memory(self, threads: int, group: int) -> PoolMemoryView:
-        key = (threads, max(MAX_ROWS, group))
+    def memory(self, threads: int, group: int, head_dim: int = 0) -> PoolMemoryView:
+        """Return the working memory for keys of `head_dim` dimensions, by default those of the layout."""
+        key = (threads, max(MAX_ROWS, group), head_dim or self.pool.layout.head_dim)
         if key not in self._memory:
-            self._memory[key] = PoolMemoryView(*key, self.pool.layout.head_dim)
+            self._memory[key] = PoolMemoryView(*key)
         return self._memory[key]
 
 
 class NumbaPlan:
+    """The attention of one step on a CPU.
+
+    `NumbaAttention.plan` creates this object for one batch, and the engine's thread uses it. It owns the division of
+    the step's work among threads, once for each window size and shape of heads.
+    """
+
     def __init__(self, backend: NumbaAttention, batch: Batch) -> None:
         self._backend = backend
         self._batch = batch
         self._threads = torch.get_num_threads()
-        self._prepared: dict[int, PreparedAttention] = {}  # by window
+        self._prepared: dict[tuple[int, int, int], PreparedAttention] = {}  # by the last arguments of `prepared`
         self._reference: TorchPlan | None = None  # for layers with a soft cap or sinks
         layout = backend.pool.layout
         self._strides = (layout.block_bytes, layout.layers * layout.layer_bytes, layout.block_tokens)
 
     def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
-        if not layer.is_plain:
+        if layer.softcap or layer.sinks is not None:
             self._reference = self._reference or TorchPlan(self._backend.pool, self._batch)
             return self._reference.attend(layer, q)
         if q.dtype != torch.float32:
             raise ValueError(f"numba attention computes in float32, but the queries are {q.dtype}")
         q = q.contiguous()
-        prepared = self.prepared(q.shape[1], layer.window)
+        prepared = self.prepared(q.shape[1], layer.window, q.shape[2], layer.wide)
         out = empty(*q.shape)
         rest = (self._backend.layer_address(layer.index), *prepared.rest)
-        memory = self._backend.memory(torch.get_num_threads(), prepared.group)  # one area per thread of the kernel
+        memory = self._backend.memory(torch.get_num_threads(), prepared.group, q.shape[2])  # one area per thread
         attend(prepared.operations, 0, *prepared.units, q.data_ptr(), out.data_ptr(), *rest, memory.address)
         if prepared.merged:
             units, items, parts, *shape = prepared.merged
             merge(prepared.merge_operations, 0, units, items, out.data_ptr(), parts, *shape)
-        return out
+        return out[..., : layer.latent] if layer.latent else out
 
-    def prepared(self, num_heads: int, window: int) -> "PreparedAttention":
-        """Return the kernel arguments that all layers with this window size share."""
-        if window not in self._prepared:
-            self._prepared[window] = self._prepare(num_heads, window)
-        return self._prepared[window]
+    def prepared(self, num_heads: int, window: int, head_dim: int = 0, wide: int = 0) -> "PreparedAttention":
+        """Return the kernel arguments that all layers with this window size share.
 
-    def _prepare(self, num_heads: int, window: int) -> "PreparedAttention":
+        `head_dim` is the size of a query, which is twice the layout's if the layers have latent attention or are `wide`
+        (see `AttentionLayer`).
+        """
+        key = (window, head_dim or self._backend.pool.layout.head_dim, wide)
+        if key not in self._prepared:
+            self._prepared[key] = self._prepare(num_heads, *key)
+        return self._prepared[key]
+
+    def _prepare(self, num_heads: int, window: int, head_dim: int, wide: int) -> "PreparedAttention":
         layout, table = self._backend.pool.layout, self._batch.block_table
-        heads, group = layout.kv_heads, num_heads // layout.kv_heads
+        heads = wide or layout.kv_heads
+        group, item = num_heads // heads, BYTES_OF[layout.dtype]
         work = AttentionWork(self._batch, heads, group, window, self._threads)
-        parts = torch.empty(work.part_rows * (layout.head_dim + 2))
-        shape = (heads, group, layout.head_dim)
+        parts = torch.empty(work.part_rows * (head_dim + 2))
+        shape = (heads, group, head_dim)
+        value_at = head_dim if head_dim == layout.head_dim else wide * self._strides[1] // item
         pool = (*self._strides, CODES[layout.dtype])
-        rest = (parts.data_ptr(), table.data_ptr(), table.shape[1], *pool, *shape, window)
+        rest = (
+            parts.data_ptr(),
+            table.data_ptr(),
+            table.shape[1],
+            *pool,
+            *shape,
+            window,
+            value_at,
+            2 * layout.head_dim * item,
+        )
         units = (len(work.items) * heads, work.items.ctypes.data)
         merged = (len(work.merged) * heads, work.merged.ctypes.data, parts.data_ptr(), *shape)
-        work_of = (work.operations * layout.head_dim, work.part_rows * layout.head_dim)
+        work_of = (work.operations * head_dim, work.part_rows * head_dim)
         merged_or_none = merged if len(work.merged) else ()
         return PreparedAttention(group, *work_of, units, rest, merged_or_none, (work, parts))
 

@@ -148,17 +148,18 @@ def attend(values: Any) -> None:
     """Compute attention. A unit of work is an item (queries of one slice over a part of its context) for one key head.
     Threads take units in order; `values[0]` counts the units taken."""
     units, items, q, out, pool, parts = values[1], values[2], values[3], values[4], values[5], values[6]
-    table, table_width, block_bytes, head_bytes = values[7], values[8], values[9], values[10]
-    block_tokens, code, kv_heads, group, head_dim, window = (
-        values[11], values[12], values[13], values[14], values[15], values[16]
+    table, table_width, block_bytes, head_bytes, block_tokens, code, kv_heads, group, head_dim, window = (
+        values[7], values[8], values[9], values[10], values[11], values[12], values[13], values[14], values[15],
+        values[16]
     )  # fmt: skip
-    area = values[17] + 8 * AREAS * thread_number()
+    value_at, token_bytes = values[17], values[18]
+    area = values[19] + 8 * AREAS * thread_number()
     rows_q, scores, sums, most, summed, found, turned, ends, wide = (
         address_at(area), address_at(area + 8), address_at(area + 16), address_at(area + 24), address_at(area + 32),
         address_at(area + 40), address_at(area + 48), address_at(area + 56), address_at(area + 64),
     )  # fmt: skip
     ahead, widened, listed = found + 8 * TILE, found + 16 * TILE, found + 24 * TILE
-    sizes = (block_bytes, 2 * head_dim * (4 if code == FLOAT32 else 2), block_tokens, code, head_dim)
+    sizes = (block_bytes, token_bytes, block_tokens, code, head_dim, value_at)
     padded = (head_dim + LANES - 1) // LANES * LANES
     unit = take_next(values)
     tokens_ahead = first_tile(unit, units, items, table, table_width, pool, head_bytes, kv_heads, group, sizes, ahead)
@@ -184,10 +185,10 @@ def attend(values: Any) -> None:
                 tokens_ahead = first_tile(
                     following, units, items, table, table_width, pool, head_bytes, kv_heads, group, sizes, ahead
                 )
-            keys, kind, value_from = found, code, sizes[1] // 2
+            keys, kind, value_from = found, code, value_at * (4 if code == FLOAT32 else 2)
             if padded != head_dim or (code != FLOAT32 and not few):
                 widen(found, tokens, sizes, wide, widened)
-                keys, kind, value_from = widened, FLOAT32, 4 * padded
+                keys, kind, value_from = widened, FLOAT32, 4 * padded if value_at else 0
             if few:
                 columns = (tokens + LANES - 1) // LANES * LANES
                 by_keys, by_values = shares(rows, padded, sizes[1])

@@ -31,8 +31,9 @@ FEW_ROWS = 8  # an item of at most this many rows (query heads that share a key 
 FEW_TILE = 32  # tokens of a decode's tile, so that the current and the next tile fit into the first two caches
 LINE = 64  # bytes of a cache line
 FIELDS = 7  # number of fields of an item: see `engine.cpu.attention.AttentionWork`
-# Bytes of a block and of a token, tokens of a block, the code of the pool's dtype, and the dimensions of a head.
-Sizes = tuple[int, int, int, int, int]
+# Bytes of a block and of a token, tokens of a block, the code of the pool's dtype, the dimensions of a key, and the
+# distance from a token's key to its value in elements: 0 for latents, which are both the key and the value.
+Sizes = tuple[int, int, int, int, int, int]
 UNSEEN = -1e30  # initial running maximum: finite, so that the difference of two maxima is not NaN
 
 
@@ -44,7 +45,7 @@ def tile_of(rows: int) -> int:
 @part
 def locate(table: int, low: int, high: int, base: int, sizes: Sizes, rows: int) -> int:
     """List the address of the key and value of each token at positions [low, high). Return the number of tokens."""
-    block_bytes, token_bytes, block_tokens, _, _ = sizes
+    block_bytes, token_bytes, block_tokens, _, _, _ = sizes
     count = high - low
     token = 0
     while token < count:
@@ -77,7 +78,7 @@ def fill_up(rows: int, tokens: int, columns: int, zeros: int) -> None:
 @part
 def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
     """Copy keys and values as float32, padded with zeros to whole vectors, and list their new addresses."""
-    _, _, _, code, head_dim = sizes
+    _, _, _, code, head_dim, value_at = sizes
     item = 4 if code == FLOAT32 else 2
     padded = (head_dim + LANES - 1) // LANES * LANES
     for token in range(count):
@@ -85,7 +86,8 @@ def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
         put_address(to, widened + 8 * token)
         for at in range(0, head_dim, LANES):
             store(load_some(row + at * item, head_dim - at, code), to + 4 * at)
-            store(load_some(row + (head_dim + at) * item, head_dim - at, code), to + 4 * (padded + at))
+            if value_at:
+                store(load_some(row + (value_at + at) * item, head_dim - at, code), to + 4 * (padded + at))
 
 
 @part

@@ -20,7 +20,6 @@ from engine.cpu.attention_kernels import attend, merge
 from engine.cpu.jit import PARALLEL_WORK, Kernel, kernel, wait_for_all
 from engine.cpu.layer import NumbaKernels
 from engine.cpu.layer_kernels import add_norm, norm, rotate_and_store, silu_mul
-from engine.cpu.matmul_kernels import product
 from engine.cpu.panels import PanelLinear
 from engine.cpu.simd import address_at, emit_pointer, written
 from engine.linear import Linear
@@ -118,7 +117,7 @@ class FusedDecode:
         memory = self._attention.memory(torch.get_num_threads(), prepared.group)
         values, merges = self._values, [number + 1 for number in numbers]
         values[numbers, :3] = (0, *prepared.units)
-        values[numbers, 6:18] = (*prepared.rest, memory.address)
+        values[numbers, 6:20] = (*prepared.rest, memory.address)
         values[merges, :2] = 0
         if prepared.merged:
             units, items, parts, *_ = prepared.merged
@@ -160,7 +159,7 @@ class FusedDecode:
         assert isinstance(linear, PanelLinear)
         stride = 4 * self._memory[source].shape[1]
         at = self._at
-        self._call(product, 0, at[source], stride, at[target], 4 * linear.padded, at["scratch"], *linear.fixed)
+        self._call(linear.kernel, 0, at[source], stride, at[target], 4 * linear.padded, at["scratch"], *linear.fixed)
 
     def _call(self, kernel: Kernel, *values: int) -> None:
         self._calls.append((kernel, list(values)))

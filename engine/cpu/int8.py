@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.formats.forms import QuantizedWeight
 from engine.linear import Linear, Plain
 
 ENGINE = "fbgemm"
@@ -76,6 +77,9 @@ class Int8:
     def make(self, weight: Tensor, bias: Tensor | None) -> Int8Linear:
         """Round and pack `weight`. Raises ValueError if a weight is not finite."""
         return _packed(weight.float(), self.levels, None if bias is None else bias.float())
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        return self.make(weight.dense(), bias)
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return Plain(torch.float32).make(weight, bias)

@@ -8,7 +8,7 @@ from engine.batch import Batch
 from engine.cpu import layer_kernels as numba_kernels
 from engine.cpu.malloc import empty
 from engine.cpu.simd import CODES
-from engine.kernels import Kernels, gated
+from engine.kernels import Kernels, gated, rotate_and_store_latent, rotate_and_store_normed
 from engine.kv_pool import KVPool
 from engine.models.spec import Activation, ModelConfig
 
@@ -66,6 +66,9 @@ class NumbaStep:
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         kernels, config, qkv = self._kernels, self._kernels.config, _checked(qkv)
+        if kernels.norms_values[layer]:
+            angles = self.angles[kernels.rotation_of[layer]]
+            return rotate_and_store_normed(kernels, self.slots, angles, layer, qkv, q_norm, k_norm)
         q = empty(len(qkv), config.num_heads, config.head_dim)
         cosine, sine = self.angles[kernels.rotation_of[layer]]
         numba_kernels.rotate_and_store(
@@ -76,6 +79,11 @@ class NumbaStep:
             self._pool + layer * kernels.pool.layout.layer_bytes, *kernels.pool_shape,
         )  # fmt: skip
         return q
+
+    def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
+        kernels = self._kernels
+        angles = self.angles[kernels.rotation_of[layer]]
+        return rotate_and_store_latent(kernels.pool, self.slots, angles, layer, q, latent)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate_up = _checked(gate_up)

@@ -1,16 +1,20 @@
 """Weights stored in panels for the numba kernels: in 32 or 16 bits, with float32 arithmetic, or in int8."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine.cpu.grouped_kernels import grouped_product
 from engine.cpu.int8 import LEVELS, ZERO_POINT, rounded_weights
 from engine.cpu.malloc import empty
 from engine.cpu.matmul_kernels import INT8, PANEL, product
 from engine.cpu.simd import CODES, LANES
+from engine.formats.forms import ChannelWeight, GroupedWeight, QuantizedWeight
 
+KERNEL_INPUTS = 16  # groups of a multiple of this many inputs have a product that reads codes
 IN_STEP = 4  # int8 weights per column that one instruction multiplies
 
 
@@ -25,6 +29,7 @@ class PanelLinear:
     def __init__(
         self, code: int, depth: int, width: int, panels: Tensor, columns: Tensor, *, is_exact: bool = False
     ) -> None:
+        self.kernel = product
         self.panels, self.columns = panels, columns  # references, since the kernel gets only addresses
         self.width = width
         self.is_exact = is_exact
@@ -41,7 +46,7 @@ class PanelLinear:
         count = len(rows)
         result = empty(count, self.padded)
         scratch = torch.empty(count * self.row_scratch, dtype=torch.uint8) if self.row_scratch else result
-        product(
+        self.kernel(
             count * self.row_work, count, rows.data_ptr(), 4 * rows.stride(0), result.data_ptr(), 4 * self.padded,
             scratch.data_ptr(), *self.fixed,
         )  # fmt: skip
@@ -50,6 +55,50 @@ class PanelLinear:
     def lookup(self) -> Callable[[Tensor], Tensor] | None:
         rows = self.panels.flatten(2).transpose(1, 2)  # [panels, PANEL, depth]
         return (lambda indices: rows[indices // PANEL, indices % PANEL]) if self.is_exact else None
+
+
+class GroupedPanels(PanelLinear):
+    """A matrix of grouped 4-bit codes in panels (see `engine.cpu.grouped_kernels`), with float32 arithmetic."""
+
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:
+        (width, depth), groups = weight.shape, weight.scales.shape[1]
+        words = in_panels(weight.codes.contiguous().view(torch.int32), 1).view(-1, groups, weight.group // 8, PANEL)
+        heads = [weight.scales] if weight.zeros is None else [weight.scales, weight.zeros]
+        parts = [in_panels(one.float(), 1).view(len(words), groups, 1, PANEL).view(torch.int32) for one in heads]
+        panels = torch.cat([*parts, words], dim=2).flatten(1, 2)
+        columns = in_columns(torch.zeros(width) if bias is None else bias.float()).contiguous()
+        super().__init__(0, depth, width, panels, columns)
+        self.kernel = grouped_product
+        self._table = torch.tensor(weight.table)
+        fixed = (groups, words.shape[2], len(parts) - 1, len(panels), panels.data_ptr(), columns.data_ptr())
+        self.fixed = (*fixed, self._table.data_ptr())
+        self.row_work = depth * self.padded
+        self.row_scratch = 4 * groups if weight.zeros is not None else 0
+
+    def lookup(self) -> None:
+        return None
+
+
+@dataclass(slots=True)
+class ReorderedLinear:
+    """A matrix whose columns are in another order than the inputs, as after GPTQ with act-order."""
+
+    inner: PanelLinear
+    order: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.inner(rows[:, self.order])
+
+    def lookup(self) -> None:
+        return None
+
+
+def grouped_linear(weight: GroupedWeight, bias: Tensor | None) -> PanelLinear | ReorderedLinear:
+    """Return a product that reads codes, or float32 weights if the kernel does not support the group's size."""
+    if weight.group % KERNEL_INPUTS:
+        return Panels(torch.float32).make(weight.dense(), bias)
+    linear = GroupedPanels(weight, bias)
+    return linear if weight.order is None else ReorderedLinear(linear, weight.order)
 
 
 def in_panels(weight: Tensor, in_step: int) -> Tensor:
@@ -85,6 +134,9 @@ class Panels:
         is_exact = held.dtype in {weight.dtype, torch.float32}
         return PanelLinear(code, depth, width, panels, columns, is_exact=is_exact)
 
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PanelLinear:
+        return self.make(weight.dense(), bias)
+
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
         return Panels(torch.float32).make(weight, bias)
 
@@ -101,12 +153,20 @@ class Int8Panels:
     @torch.inference_mode()
     def make(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
         """Round `weight` and store it in panels. Raises ValueError if a weight is not finite."""
-        levels, scales = rounded_weights(weight.float(), LEVELS)
+        return self._made(*rounded_weights(weight.float(), LEVELS), bias)
+
+    def _made(self, levels: Tensor, scales: Tensor, bias: Tensor | None) -> PanelLinear:
         begin = (levels.sum(1, dtype=torch.int32) * -ZERO_POINT).view(torch.float32)  # for unsigned activations
-        offsets = torch.zeros(len(weight)) if bias is None else bias.float()
+        offsets = torch.zeros(len(levels)) if bias is None else bias.float()
         columns = torch.stack([in_columns(values) for values in (begin, scales, offsets)], dim=1)
-        width, depth = weight.shape
+        width, depth = levels.shape
         return PanelLinear(INT8, depth, width, in_panels(levels, IN_STEP), columns)
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PanelLinear:
+        """Keep the levels of an int8 matrix, and round others."""
+        if not isinstance(weight, ChannelWeight):
+            return self.make(weight.dense(), bias)
+        return self._made(weight.levels, weight.scales, bias)
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
         return Panels(torch.float32).make(weight, bias)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from engine.attention import AttentionBackend, TorchAttention
 from engine.cpu import why_not_compiled
+from engine.formats.forms import GroupedWeight, QuantizedWeight
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
 from engine.linear import Linear, LinearFormat, Plain
@@ -80,12 +81,24 @@ class AsStored:
 
         self._formats = {dtype: Panels(dtype) for dtype in (torch.float32, *SIXTEEN_BITS.values())}
         self._floats = self._formats[torch.float32]
+        self._form = ""
         self.name = self._floats.name
 
     def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
         chosen = self._formats.get(weight.dtype, self._floats)
-        self.name = chosen.name
+        self.name = self._form + chosen.name
         return chosen.make(weight, bias)
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        """Keep 4-bit codes, and int8 weights if this CPU multiplies them. Other matrices become float32."""
+        from engine.cpu.matmul_kernels import HAS_INT8
+        from engine.cpu.panels import Int8Panels, grouped_linear
+
+        if isinstance(weight, GroupedWeight):
+            self._form = "4-bit, "
+            return grouped_linear(weight, bias)
+        self._form = "int8, "
+        return (Int8Panels() if HAS_INT8 else self._floats).make_quantized(weight, bias)
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return self._floats.make(weight, bias)

@@ -34,6 +34,21 @@ class Tile:
     stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How the heads of a layer are divided: programs per item, query heads per program, and sizes of parts of a key."""
+
+    programs: int
+    group: int
+    size: int
+    rope: int = 0
+
+
+def latent_tile(dtype: torch.dtype) -> Tile:
+    """Return the tile for latent attention, whose sums are four times as wide as those of most models."""
+    return Tile(16, 16, 8, 2) if dtype == torch.float32 else Tile(32, 32, 8, 2)
+
+
 def decode_tile(head_dim: int, dtype: torch.dtype, rows: int) -> Tile:
     """Return the tile for decodes with `rows` rows (queries times GQA group size). Tensor cores need at least 16."""
     block_m = max(16, triton.next_power_of_2(rows))
@@ -68,7 +83,7 @@ class TritonAttention:
         chunk: Tile | None = None,
     ) -> None:
         layout, device = pool.layout, pool.tensor.device
-        if layout.head_dim > 256:
+        if layout.head_dim > 256 and layout.kv_heads > 1:  # with one head, these may be latents
             raise ValueError(f"--attention-backend triton: a head_dim of {layout.head_dim} is over 256; use torch")
         self.pool = pool
         self.decode, self.chunk = decode, chunk
@@ -86,9 +101,10 @@ class TritonAttention:
         """
         return TritonPlan(self, batch)
 
-    def splits(self, num_decodes: int, most_tokens: int) -> int:
+    def splits(self, num_decodes: int, most_tokens: int, programs: int = 0) -> int:
         """Return the number of programs per context: enough to fill the device twice, unless contexts are too short."""
-        wanted = -(-PROGRAMS_PER_PROCESSOR * self.processors // (num_decodes * self.pool.layout.kv_heads))
+        programs = programs or self.pool.layout.kv_heads
+        wanted = -(-PROGRAMS_PER_PROCESSOR * self.processors // (num_decodes * programs))
         return max(1, min(wanted, -(-most_tokens // self._split_tokens), MAX_SPLITS))
 
 
@@ -124,26 +140,37 @@ class TritonPlan:
         return torch.tensor(items, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
     def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
-        if not layer.is_plain:
+        size = layer.latent or q.shape[2]
+        if not ((layer.is_plain and size <= 256) or (layer.latent and size <= 512)):
             self._reference = self._reference or TorchPlan(self._backend.pool, self._batch)
             return self._reference.attend(layer, q)
-        out = q.new_empty(q.shape)
+        out = q.new_empty(*q.shape[:2], size)
         out[self._covered :].zero_()  # padding after the last slice
         if len(self._decodes):
             self._attend_decodes(layer, q, out)
         if self._chunks:
-            group = q.shape[1] // self._backend.pool.layout.kv_heads
-            queries, tile, work = self._tiles = self._tiles or self._cut(group, q.dtype)
-            self._launch(layer, q, out, None, work, queries, tile, 1)
+            heads = self._heads(layer, q, 1)
+            queries, tile, work = self._tiles = self._tiles or self._cut(heads, q.dtype)
+            self._launch(layer, q, out, None, work, queries, tile, 1, heads)
         return out
 
-    def _cut(self, group: int, dtype: torch.dtype) -> tuple[int, Tile, Tensor]:
+    def _heads(self, layer: AttentionLayer, q: Tensor, queries: int) -> Heads:
+        """Return the division of heads for items of this number of queries. Latents are the key of all heads, but sums
+        for more rows than a tile has would not fit into a program."""
+        layout, count = self._backend.pool.layout, q.shape[1]
+        if not layer.latent:
+            return Heads(layout.kv_heads, count // layout.kv_heads, layout.head_dim)
+        most = max(1, min(16, latent_tile(q.dtype).block_m // queries))
+        group = max(number for number in range(1, most + 1) if count % number == 0)
+        return Heads(count // group, group, layer.latent, q.shape[2] - layer.latent)
+
+    def _cut(self, heads: Heads, dtype: torch.dtype) -> tuple[int, Tile, Tensor]:
         """Return the queries per tile, the tile's shape, and a work list of tiles, int32 [N, 2], longest context first.
 
         Tiles with long contexts start first, so that all processors finish at about the same time.
         """
-        tile = self._backend.chunk or self._chunk_tile(group, dtype)
-        queries = tile.block_m // group
+        tile = self._backend.chunk or (latent_tile(dtype) if heads.rope else self._chunk_tile(heads.group, dtype))
+        queries = tile.block_m // heads.group
         pieces = [
             (self._batch.starts[index] + first, index, first)
             for index, count in self._chunks
@@ -160,21 +187,23 @@ class TritonPlan:
 
     def _attend_decodes(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
         layout, work, queries = self._backend.pool.layout, self._decodes, self._queries
-        group = q.shape[1] // layout.kv_heads
+        heads = self._heads(layer, q, queries)
+        group = heads.group
         most = self._batch.block_table.shape[1] * layout.block_tokens
-        splits = self._backend.splits(len(work), min(most, layer.window) if layer.window else most)
-        tile = self._backend.decode or decode_tile(layout.head_dim, q.dtype, queries * group)
+        splits = self._backend.splits(len(work), min(most, layer.window) if layer.window else most, heads.programs)
+        own = latent_tile(q.dtype) if heads.rope else decode_tile(heads.size, q.dtype, queries * group)
+        tile = self._backend.decode or own
         if splits == 1:
-            self._launch(layer, q, out, None, work, queries, tile, 1)
+            self._launch(layer, q, out, None, work, queries, tile, 1, heads)
             return
-        shape = (len(work), layout.kv_heads, splits, queries * group)
-        parts = q.new_empty((*shape, layout.head_dim), dtype=torch.float32)
+        shape = (len(work), heads.programs, splits, queries * group)
+        parts = q.new_empty((*shape, heads.size), dtype=torch.float32)
         weight_of = q.new_empty(shape, dtype=torch.float32)
-        self._launch(layer, q, parts, weight_of, work, queries, tile, splits)
+        self._launch(layer, q, parts, weight_of, work, queries, tile, splits, heads)
         merge[(len(work), q.shape[1], queries)](
             out, parts, weight_of, work, self._batch.cu_q, out.stride(0), out.stride(1), splits,
-            GROUP=group, HEAD_DIM=layout.head_dim, BLOCK_S=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
-            BLOCK_D=triton.next_power_of_2(layout.head_dim), num_warps=4,
+            GROUP=group, HEAD_DIM=heads.size, BLOCK_S=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
+            BLOCK_D=triton.next_power_of_2(heads.size), num_warps=4,
         )  # fmt: skip
 
     def _launch(
@@ -187,15 +216,18 @@ class TritonPlan:
         queries: int,
         tile: Tile,
         splits: int,
+        heads: Heads | None = None,
     ) -> None:
         layout, batch = self._backend.pool.layout, self._batch
         keys, values = self._backend.pool.layer(layer.index)
-        attend[(len(work), layout.kv_heads, splits)](
+        heads = heads or self._heads(layer, q, queries)
+        attend[(len(work), heads.programs, splits)](
             out, weight_of if weight_of is not None else out, q, keys, values, work,
-            batch.cu_q, batch.kv_len, batch.block_table, layer.window, layout.head_dim**-0.5 * math.log2(math.e),
+            batch.cu_q, batch.kv_len, batch.block_table, layer.window, q.shape[2] ** -0.5 * math.log2(math.e),
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), batch.block_table.stride(0),
-            keys.stride(0), keys.stride(1), keys.stride(2),
-            GROUP=q.shape[1] // layout.kv_heads, QUERIES=queries, PAGE=layout.block_tokens, HEAD_DIM=layout.head_dim,
+            keys.stride(0), 0 if heads.rope else keys.stride(1), keys.stride(2),
+            GROUP=heads.group, QUERIES=queries, PAGE=layout.block_tokens, HEAD_DIM=heads.size,
             SPLIT=splits > 1, WINDOWED=layer.window > 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            BLOCK_D=max(16, triton.next_power_of_2(layout.head_dim)), num_warps=tile.warps, num_stages=tile.stages,
+            BLOCK_D=max(16, triton.next_power_of_2(heads.size)), ROPE=heads.rope,
+            BLOCK_R=max(16, triton.next_power_of_2(heads.rope)), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -22,6 +22,8 @@ def _absorb(
     context, window, scale, block_stride, token_stride,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    q_rope,  # [BLOCK_M, BLOCK_R]: the rotated part of the queries, if ROPE > 0 (latent attention)
+    ROPE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     dims = tl.arange(0, BLOCK_D)
     span = tl.arange(0, BLOCK_N)
@@ -37,15 +39,21 @@ def _absorb(
     if MASKED:
         held = (seen < context)[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + places, mask=held, other=0.0)
-        v = tl.load(values + places, mask=held, other=0.0)
+        v = k if ROPE > 0 else tl.load(values + places, mask=held, other=0.0)
     elif BLOCK_D != HEAD_DIM:
         held = (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + places, mask=held, other=0.0)
-        v = tl.load(values + places, mask=held, other=0.0)
+        v = k if ROPE > 0 else tl.load(values + places, mask=held, other=0.0)
     else:
         k = tl.load(keys + places)
-        v = tl.load(values + places)
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        v = k if ROPE > 0 else tl.load(values + places)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    if ROPE > 0:  # the rotated key follows the latent
+        turned = tl.arange(0, BLOCK_R)
+        known = (seen < context)[:, None] & (turned < ROPE)[None, :]
+        r = tl.load(keys + HEAD_DIM + rows[:, None] + turned[None, :], mask=known, other=0.0)
+        scores += tl.dot(q_rope, tl.trans(r.to(q.dtype)), input_precision="ieee")
+    scores *= scale
     if MASKED:
         allowed = seen[None, :] <= at[:, None]
         if WINDOWED:
@@ -74,6 +82,8 @@ def attend(
     QUERIES: tl.constexpr,  # queries per item; QUERIES * GROUP <= BLOCK_M
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROPE: tl.constexpr = 0,  # rotated dimensions after the HEAD_DIM dimensions of a latent; 0 without latents
+    BLOCK_R: tl.constexpr = 16,
 ):  # fmt: skip
     """Compute attention for the grid items x kv heads x splits.
 
@@ -95,6 +105,11 @@ def attend(
     dims = tl.arange(0, BLOCK_D)
     held = real[:, None] & (dims < HEAD_DIM)[None, :]
     rows = tl.load(q + (token * q_token_stride + head * q_head_stride)[:, None] + dims[None, :], mask=held, other=0.0)
+    turned = rows
+    if ROPE > 0:
+        part = tl.arange(0, BLOCK_R)
+        places = (token * q_token_stride + head * q_head_stride + HEAD_DIM)[:, None] + part[None, :]
+        turned = tl.load(q + places, mask=real[:, None] & (part < ROPE)[None, :], other=0.0)
     keys += kv_head.to(tl.int64) * head_stride
     values += kv_head.to(tl.int64) * head_stride
     table = block_table + which.to(tl.int64) * table_stride
@@ -118,12 +133,12 @@ def attend(
     for first in range(low, whole, BLOCK_N):
         acc, peak, total = _absorb(
             acc, peak, total, rows, keys, values, table, first, at, context, window, scale, block_stride,
-            token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, False, WINDOWED,
+            token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, False, WINDOWED, turned, ROPE, BLOCK_R,
         )  # fmt: skip
     for first in range(whole, high, BLOCK_N):
         acc, peak, total = _absorb(
             acc, peak, total, rows, keys, values, table, first, at, context, window, scale, block_stride,
-            token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, True, WINDOWED,
+            token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, True, WINDOWED, turned, ROPE, BLOCK_R,
         )  # fmt: skip
 
     # For an empty context (a row of padding), store zeros instead of NaN.

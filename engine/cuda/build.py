@@ -10,10 +10,15 @@ from torch import Tensor
 
 from engine.cuda.device import CudaAccelerator
 from engine.cuda.runner import CudaRunner, Sampler
-from engine.cuda.selection import attention_on_cuda, block_tokens_on_cuda, kernels_on_cuda, usable_on_cuda
+from engine.cuda.selection import (
+    attention_on_cuda,
+    block_tokens_on_cuda,
+    kernels_on_cuda,
+    usable_on_cuda,
+    weights_on_cuda,
+)
 from engine.cuda.staging import StepCapacity
 from engine.kv_pool import KVPool
-from engine.linear import Plain
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.spec import ModelConfig
@@ -41,10 +46,10 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
     """
     log.warning("CUDA support is experimental: no GPU has run this code yet")
     dtype = _dtype(options, path)
-    linear = Plain(dtype)
+    triton = gpu.has_triton()
+    linear = weights_on_cuda(dtype, triton)
     with _stage(gpu, f"loading {_gib(weight_bytes(path))} of weights", SMALLER_MODEL):
         model = load_model(path, dtype, gpu.device, linear)
-    triton = gpu.has_triton()
     options = replace(options, attention_backend=usable_on_cuda(options.attention_backend, gpu.device))
     one_block = _one_block(options, model)
     largest = f"running a step of {options.max_step_tokens} tokens and up to {options.max_num_seqs} requests"

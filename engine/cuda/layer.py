@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.cuda import layer_kernels as triton_rows
-from engine.kernels import Kernels, gated
+from engine.kernels import Kernels, gated, rotate_and_store_latent, rotate_and_store_normed
 from engine.models.spec import Activation
 
 SILU_BLOCK = 1024
@@ -48,6 +48,9 @@ class TritonStep:
         """Return the queries as a view of `qkv`, where they are rotated in place."""
         kernels, batch, config = self._kernels, self._batch, self._kernels.config
         rotation = kernels.rotations[kernels.rotation_of[layer]]
+        if kernels.norms_values[layer]:
+            angles = rotation.angles(batch.positions)
+            return rotate_and_store_normed(kernels, batch.slots, angles, layer, qkv, q_norm, k_norm)
         keys, values = kernels.pool.layer(layer)
         group = config.num_heads // config.num_kv_heads
         block_g, block_h = triton.next_power_of_2(group), triton.next_power_of_2(config.head_dim // 2)
@@ -61,6 +64,11 @@ class TritonStep:
                 BLOCK_G=block_g, BLOCK_H=block_h, NORMED=normed, num_warps=_warps(block_g * block_h, 1),
             )  # fmt: skip
         return qkv[:, : config.num_heads * config.head_dim].view(len(qkv), config.num_heads, config.head_dim)
+
+    def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
+        kernels, batch = self._kernels, self._batch
+        angles = kernels.rotations[kernels.rotation_of[layer]].angles(batch.positions)
+        return rotate_and_store_latent(kernels.pool, batch.slots, angles, layer, q, latent)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         if activation != "silu":

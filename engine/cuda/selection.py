@@ -8,10 +8,12 @@ from engine.attention import AttentionBackend, TorchAttention
 from engine.cuda.flash_attention import FLASH_2, FLASH_3, GENERATIONS, HOPPER, FlashAttention, installed, load
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
+from engine.linear import Plain
 from engine.models.spec import ModelConfig
 
 log = logging.getLogger("baton.engine")
 OWN = "own"  # Baton's Triton kernels if they run here, otherwise torch's
+MAX_HEAD_DIM = 256  # of the Triton kernels
 BLOCK_TOKENS = 64  # tokens per KV block on a GPU: one head's keys and values then take 32 KiB
 NO_FLASH_ATTN = (
     "--attention-backend flash_attn: no flash-attn package for this GPU is installed: pip install baton-serve[gpu], or "
@@ -34,7 +36,9 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
             "--attention-backend triton: the package triton is not installed, or cannot launch kernels here; use torch"
         )
     ours: AttentionBackend = TorchAttention(pool)
-    if triton and name != "torch":
+    # A size over the limit with one head may be that of latents, for which there is a kernel too.
+    fits = pool.layout.head_dim <= MAX_HEAD_DIM or pool.layout.kv_heads == 1
+    if triton and name != "torch" and (name == "triton" or fits):
         from engine.cuda.attention import TritonAttention
 
         ours = TritonAttention(pool)
@@ -95,3 +99,12 @@ def kernels_on_cuda(config: ModelConfig, pool: KVPool, triton: bool) -> Kernels:
     from engine.cuda.layer import TritonKernels
 
     return TritonKernels(config, pool)
+
+
+def weights_on_cuda(dtype: torch.dtype, triton: bool) -> Plain:
+    """Return the format of plain tensors. If `triton` is true, it keeps 4-bit codes."""
+    if not triton:
+        return Plain(dtype)
+    from engine.cuda.grouped import PlainOrGrouped
+
+    return PlainOrGrouped(dtype)

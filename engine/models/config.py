@@ -94,14 +94,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_architecture(keys: ConfigReader, supported: Iterable[str]) -> str:
-    """Return the architecture's name. Refuse a model that is not `supported`, needs its own code, or is quantized."""
+    """Return the architecture's name. Refuse a model that is not `supported`, or that needs its own code."""
     names = keys.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in supported:
         keys.refuse("architectures", f"it must be one of {', '.join(supported)}")
     if "auto_map" in keys.values:
         keys.refuse("auto_map", "code that comes with a model is never run; use a model without auto_map")
-    if keys.values.get("quantization_config") is not None:
-        keys.refuse("quantization_config", "use the unquantized model (fp32, bf16 or fp16 weights)")
     return str(names[0])
 
 

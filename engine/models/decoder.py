@@ -9,24 +9,28 @@ from engine.attention import AttentionLayer, AttentionPlan
 from engine.batch import Batch
 from engine.kernels import StepKernels
 from engine.linear import Linear, Lookup
-from engine.models.experts import Experts
+from engine.models.experts import Experts, ExpertsAlongside
+from engine.models.latent import LatentProducts
 from engine.models.mlp import Mlp
-from engine.models.spec import AttentionSpec, ModelConfig
+from engine.models.spec import AttentionSpec, LatentSpec, ModelConfig
 
 
 @dataclass(slots=True)
 class DecoderLayer:
     attention: AttentionLayer
     attention_norm: Tensor
-    qkv: Linear  # weights of queries, keys and values of all heads, in one matrix
+    qkv: Linear  # weights of queries, keys and values of all heads, or of what they derive from, in one matrix
     q_norm: Tensor | None
     k_norm: Tensor | None
-    spec: AttentionSpec
+    spec: AttentionSpec | LatentSpec
     output: Linear
     post_attention_norm: Tensor | None
     mlp_norm: Tensor
     mlp: Mlp | Experts
     post_mlp_norm: Tensor | None
+    latent: LatentProducts | None = None
+    alongside: ExpertsAlongside | None = None
+    scale: float = 1.0
 
 
 class Decoder:
@@ -49,8 +53,14 @@ class Decoder:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether a CUDA graph can contain the pass. With experts it cannot, because launches depend on the choice."""
-        return not any(isinstance(layer.mlp, Experts) for layer in self.layers)
+        """Whether a CUDA graph can contain the pass. With experts it cannot, because launches depend on the choice.
+
+        Nor can it with latent attention or wide heads, because the buffers of graphs have heads of the layout's size.
+        """
+        return not any(
+            isinstance(layer.mlp, Experts) or layer.alongside is not None
+            or layer.attention.latent or layer.attention.wide for layer in self.layers
+        )  # fmt: skip
 
     @torch.inference_mode()
     def forward(
@@ -74,7 +84,12 @@ class Decoder:
             update = self._update(layer.output(attended), layer.post_attention_norm, kernels)
             hidden, normed = kernels.add_norm(hidden, update, layer.mlp_norm)
             following = self.norm if is_last else self.layers[index + 1].attention_norm
-            update = self._update(layer.mlp(normed, kernels), layer.post_mlp_norm, kernels)
+            update = layer.mlp(normed, kernels)
+            if layer.alongside is not None:
+                update = layer.alongside(hidden, update, kernels)
+            update = self._update(update, layer.post_mlp_norm, kernels)
+            if layer.scale != 1:
+                hidden, update = hidden * layer.scale, update * layer.scale
             hidden, normed = kernels.add_norm(hidden, update, following)
         return normed
 
@@ -88,13 +103,18 @@ class Decoder:
         selected: Tensor | None = None,
     ) -> Tensor:
         """Return attention, [T, num_heads * head_dim]. `attention` plans all rows, or only `selected` if given."""
-        q = kernels.rotate_and_store(layer.attention.index, layer.qkv(rows), layer.q_norm, layer.k_norm)
-        spec = layer.spec
+        spec, latent = layer.spec, layer.latent
+        if latent is not None:
+            q, stored = latent.derive(rows, layer.qkv(rows), layer.q_norm, layer.k_norm)
+            q = kernels.rotate_and_store_latent(layer.attention.index, q, stored)
+        else:
+            q = kernels.rotate_and_store(layer.attention.index, layer.qkv(rows), layer.q_norm, layer.k_norm)
         if spec.temperature:
             steps = (positions // spec.temperature_tokens).float()
             q = q * (1 + spec.temperature * (1 + steps).log()).to(q.dtype)[:, None, None]
         q = q if selected is None else q[selected]
-        return attention.attend(layer.attention, q if spec.query_scale == 1 else q * spec.query_scale).flatten(1)
+        attended = attention.attend(layer.attention, q if spec.query_scale == 1 else q * spec.query_scale)
+        return (attended if latent is None else latent.values(attended)).flatten(1)
 
     def _update(self, output: Tensor, norm: Tensor | None, kernels: StepKernels) -> Tensor:
         """Return the output of attention or of the MLP as it is added to the hidden states."""

@@ -19,10 +19,14 @@ class Experts:
     each: list[Mlp]
     shared: Mlp | None
     shared_gate: Linear | None
+    scales: Tensor | None = None  # float32 [num_experts]
 
-    def __call__(self, rows: Tensor, kernels: StepKernels) -> Tensor:
-        """Return the weighted sum of the outputs of each row's experts, in the shape of `rows` [T, hidden_size]."""
-        weights, chosen = self.route(rows)
+    def __call__(self, rows: Tensor, kernels: StepKernels, routed: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of the outputs of each row's experts, in the shape of `rows` [T, hidden_size].
+
+        The router multiplies `routed`, by default `rows`.
+        """
+        weights, chosen = self.route(rows if routed is None else routed)
         outputs = rows.new_empty(len(rows), self.spec.top_k, rows.shape[1])
         # The rows of each expert, in ascending order, as places in [T * top_k].
         places = chosen.flatten().argsort(stable=True)
@@ -46,7 +50,7 @@ class Experts:
         scores = logits.softmax(-1) if spec.score == "softmax" else logits.sigmoid()
         candidates = scores if self.correction is None else scores + self.correction
         if spec.groups > 1:
-            grouped = candidates.view(len(rows), spec.groups, -1)
+            grouped = candidates.view(-1, spec.groups, spec.num_experts // spec.groups)
             group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
             _, kept = _best(group_scores, spec.top_groups)
             outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
@@ -55,12 +59,29 @@ class Experts:
         weights = scores.gather(1, chosen)
         if spec.renormalizes:
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights * spec.scale, chosen
+        weights = weights * spec.scale
+        return weights if self.scales is None else weights * self.scales[chosen], chosen
 
     def _shared(self, shared: Mlp, rows: Tensor, kernels: StepKernels) -> Tensor:
         gate = None if self.shared_gate is None else self.shared_gate(rows).sigmoid()  # first: `shared` overwrites rows
         output = shared(rows, kernels)
         return output if gate is None else output * gate
+
+
+@dataclass(slots=True)
+class ExpertsAlongside:
+    """Experts that take the same hidden states as the MLP, each with norms of its own (Gemma 4)."""
+
+    experts: Experts
+    router_norm: Tensor
+    norm: Tensor
+    post_norm: Tensor
+    post_mlp_norm: Tensor
+
+    def __call__(self, hidden: Tensor, from_mlp: Tensor, kernels: StepKernels) -> Tensor:
+        """Return the sum of the normed outputs of the MLP, `from_mlp`, and of the experts for the `hidden` states."""
+        output = self.experts(kernels.norm(hidden, self.norm), kernels, kernels.norm(hidden, self.router_norm))
+        return kernels.norm(from_mlp, self.post_mlp_norm) + kernels.norm(output, self.post_norm)
 
 
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,16 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from engine.attention import AttentionLayer
+from engine.formats.forms import Weight, dense, joined, rows_of
+from engine.formats.reader import UNUSED, QuantizedReader
+from engine.formats.scheme import read_scheme
 from engine.linear import Linear, LinearFormat, Lookup, Plain
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.experts import Experts
+from engine.models.experts import Experts, ExpertsAlongside
 from engine.models.families import FAMILIES, read_model_config
+from engine.models.latent import HeadProducts, LatentProducts
 from engine.models.mlp import Mlp
-from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
+from engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
 from engine.models.weight_map import LLAMA, WeightMap
 from engine.weights import Checkpoint
 
@@ -28,19 +32,31 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     `dtype` is the dtype of activations. `linear` is the format of weight matrices, by default plain tensors in `dtype`.
     Raises ValueError, with the name of the key or the tensor, if config.json or a weight file is invalid.
     """
-    config, checkpoint = read_model_config(path), Checkpoint(path, device)
+    config, scheme, checkpoint = read_model_config(path), read_scheme(path), Checkpoint(path, device)
     names = FAMILIES[config.architecture].weights
-    model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names)
+    reader = None if scheme is None else QuantizedReader(checkpoint, scheme)
+    model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names, reader)
     # Some files also contain a copy of a tied matrix, or the frequencies that old versions of transformers stored.
-    checkpoint.finish(("lm_head.weight",) if config.tie_word_embeddings else (), "self_attn.rotary_emb.inv_freq")
+    copies = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    suffixes = ("self_attn.rotary_emb.inv_freq", *(() if scheme is None else UNUSED))
+    drafter = range(config.num_layers, config.num_layers + config.drafter_layers)
+    checkpoint.finish(copies, suffixes, tuple(f"model.layers.{index}." for index in drafter))
     return model
 
 
 def assemble(
-    take: Take, config: ModelConfig, dtype: torch.dtype, linear: LinearFormat, names: WeightMap = LLAMA
+    take: Take,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    linear: LinearFormat,
+    names: WeightMap = LLAMA,
+    reader: QuantizedReader | None = None,
 ) -> Decoder:
-    """Build a decoder from the tensors that `take` returns. `dtype` is the dtype of activations."""
-    loader = _Loader(take, config, dtype, linear, names)
+    """Build a decoder from the tensors that `take` returns. `dtype` is the dtype of activations.
+
+    If `reader` is given, it returns the matrices of layers and the output head.
+    """
+    loader = _Loader(take, config, dtype, linear, names, reader)
     embed, head = loader.vocabulary()  # first, so that a tied matrix is freed before the layers load
     layers = [loader.layer(index, spec) for index, spec in enumerate(config.layers)]
     return Decoder(config, embed, layers, loader.norm("model.norm", config.hidden_size), head)
@@ -55,6 +71,7 @@ class _Loader:
     dtype: torch.dtype
     linear: LinearFormat
     names: WeightMap
+    reader: QuantizedReader | None
 
     def vocabulary(self) -> tuple[Lookup, Linear]:
         """Return the embedding and the output head."""
@@ -63,12 +80,14 @@ class _Loader:
         if self.config.tie_word_embeddings:
             head = self.linear.make(embedded, None)
             return head.lookup() or partial(embedding, weight=embedded), head
-        return partial(embedding, weight=embedded), self.linear.make(self.take("lm_head.weight", *shape), None)
+        return partial(embedding, weight=embedded), self.made(self.read("lm_head", *shape), None)
 
     def layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
         prefix, names, hidden = f"model.layers.{index}.", self.names, self.config.hidden_size
-        attention, mlp, width = spec.attention, spec.mlp, spec.attention.head_dim
-        heads = rotated_first(attention)
+        attention, mlp = spec.attention, spec.mlp
+        if isinstance(attention, LatentSpec):
+            return self.latent_layer(index, attention, mlp)
+        width, heads = attention.head_dim, rotated_first(attention)
 
         def head_norm(name: str) -> Tensor | None:
             return self.norm(f"{prefix}self_attn.{name}", width)[heads] if attention.qk_norm else None
@@ -78,7 +97,10 @@ class _Loader:
 
         sinks = self.take(f"{prefix}self_attn.sinks", attention.heads).float() if attention.sinks else None
         return DecoderLayer(
-            attention=AttentionLayer(index, attention.window, attention.softcap, sinks),
+            attention=AttentionLayer(
+                index, attention.window, attention.softcap, sinks,
+                wide=attention.kv_heads if width != self.config.head_dim else 0,
+            ),
             attention_norm=self.norm(prefix + names.attention_norm, hidden),
             qkv=self.qkv(prefix, attention),
             q_norm=head_norm("q_norm"),
@@ -87,14 +109,73 @@ class _Loader:
             output=self.matrix([prefix + names.output], [hidden], attention.heads * width, attention.output_bias),
             post_attention_norm=post_norm(names.post_attention_norm),
             mlp_norm=self.norm(prefix + names.mlp_norm, hidden),
-            mlp=self.experts(prefix, mlp) if isinstance(mlp, MoeSpec) else self.mlp(prefix + "mlp.", mlp),
+            mlp=self.feed(prefix, mlp),
             post_mlp_norm=post_norm(names.post_mlp_norm),
+            alongside=self.alongside(prefix, spec.alongside) if spec.alongside is not None else None,
+            scale=float(self.take(f"{prefix}layer_scalar", 1)) if spec.scaled else 1.0,
+        )  # fmt: skip
+
+    def alongside(self, prefix: str, spec: MoeSpec) -> ExpertsAlongside:
+        def norm(name: str) -> Tensor:
+            return self.norm(f"{prefix}{name}", self.config.hidden_size)
+
+        experts, before = self.experts(prefix, spec), norm("pre_feedforward_layernorm_2")
+        return ExpertsAlongside(
+            experts, torch.ones_like(before), before, norm("post_feedforward_layernorm_2"),
+            norm("post_feedforward_layernorm_1"),
+        )  # fmt: skip
+
+    def latent_layer(self, index: int, spec: LatentSpec, mlp: MlpSpec | MoeSpec) -> DecoderLayer:
+        prefix, hidden = f"model.layers.{index}.", self.config.hidden_size
+        own, heads, query = f"{prefix}self_attn.", spec.heads, spec.nope_dim + spec.rope_dim
+        turned = (
+            torch.arange(spec.rope_dim).view(-1, 2).T.flatten() if spec.interleaved else torch.arange(spec.rope_dim)
         )
+        order = torch.cat((torch.arange(spec.nope_dim), spec.nope_dim + turned))
+        order = (torch.arange(heads)[:, None] * query + order).flatten()
+        down = [f"{own}kv_a_proj_with_mqa"], [spec.width]
+        if spec.q_rank:
+            down = [f"{own}q_a_proj", *down[0]], [spec.q_rank, spec.width]
+        stored = torch.cat((torch.arange(spec.q_rank + spec.kv_rank), spec.q_rank + spec.kv_rank + turned))
+        name = "q_b_proj" if spec.q_rank else "q_proj"
+        return DecoderLayer(
+            attention=AttentionLayer(index, latent=spec.kv_rank),
+            attention_norm=self.norm(f"{prefix}input_layernorm", hidden),
+            qkv=self.matrix(*down, hidden, spec.bias, stored),
+            q_norm=self.norm(f"{own}q_a_layernorm", spec.q_rank) if spec.q_rank else None,
+            k_norm=self.norm(f"{own}kv_a_layernorm", spec.kv_rank),
+            spec=spec,
+            latent=self.latent(
+                own, spec, self.matrix([own + name], [heads * query], spec.q_rank or hidden, False, order)
+            ),
+            output=self.matrix([f"{own}o_proj"], [hidden], heads * spec.value_dim, spec.bias),
+            post_attention_norm=None,
+            mlp_norm=self.norm(f"{prefix}post_attention_layernorm", hidden),
+            mlp=self.feed(prefix, mlp),
+            post_mlp_norm=None,
+        )
+
+    def latent(self, prefix: str, spec: LatentSpec, queries: Linear) -> LatentProducts:
+        rows = spec.nope_dim + spec.value_dim
+        stored = dense(self.read(f"{prefix}kv_b_proj", spec.heads * rows, spec.kv_rank))
+        both = stored.view(spec.heads, rows, -1)
+        keys, values = torch.split(both, [spec.nope_dim, spec.value_dim], dim=1)
+        return LatentProducts(spec, queries, self.by_head(keys.transpose(1, 2)), self.by_head(values))
+
+    def by_head(self, weights: Tensor) -> HeadProducts:
+        if weights.device.type != "cpu":
+            return HeadProducts([], weights.to(self.dtype).contiguous())
+        return HeadProducts([self.linear.make(weight.contiguous(), None) for weight in weights], None)
+
+    def feed(self, prefix: str, spec: MlpSpec | MoeSpec) -> Mlp | Experts:
+        return self.experts(prefix, spec) if isinstance(spec, MoeSpec) else self.mlp(f"{prefix}mlp.", spec)
 
     def qkv(self, prefix: str, spec: AttentionSpec) -> Linear:
         """Return the matrix of queries, keys and values, with the dimensions of each query and key in rotated order."""
         sizes, names = [count * spec.head_dim for count in (spec.heads, spec.kv_heads, spec.kv_heads)], self.names.qkv
         sizes = sizes if len(names) > 1 else [sum(sizes)]
+        if spec.values_are_keys:
+            sizes, names = sizes[:2], names[:2]
         order = None
         if spec.rope is not None and spec.rope.dims:
             heads = torch.arange(spec.heads + spec.kv_heads)[:, None] * spec.head_dim + rotated_first(spec)
@@ -114,11 +195,16 @@ class _Loader:
 
     def experts(self, prefix: str, spec: MoeSpec) -> Experts:
         names, hidden = self.names.experts, self.config.hidden_size
-        router = self.take(f"{prefix}{names.router}.weight", spec.num_experts, hidden).float()
+        router = dense(self.read(prefix + names.router, spec.num_experts, hidden)).float()
+        if names.router_scale:
+            router *= self.take(prefix + names.router_scale, hidden).float() * hidden**-0.5
         bias = self.take(f"{prefix}{names.router}.bias", spec.num_experts) if spec.router_bias else None
+        scales = self.take(prefix + names.scales, spec.num_experts).float() if spec.scales_experts else None
         correction = self.take(prefix + names.correction, spec.num_experts).float() if spec.corrects else None
         if names.stacked:
             each = self.stacked(prefix + names.each, spec)
+        elif names.fused:
+            each = self.fused(prefix + names.each, spec)
         else:
             each = [
                 self.mlp(prefix + names.each.format(number) + ".", spec.expert, names.gate_up, names.down)
@@ -126,33 +212,58 @@ class _Loader:
             ]
         shared = self.mlp(f"{prefix}{names.shared}.", spec.shared) if spec.shared is not None else None
         gate = self.matrix([prefix + names.shared_gate], [1], hidden, False) if spec.gates_shared else None
-        return Experts(spec, self.linear.make_exact(router, bias), correction, each, shared, gate)
+        return Experts(spec, self.linear.make_exact(router, bias), correction, each, shared, gate, scales)
 
     def stacked(self, prefix: str, spec: MoeSpec) -> list[Mlp]:
         count, inner, hidden = spec.num_experts, spec.expert.inner, self.config.hidden_size
-        gate_up = self.take(f"{prefix}.gate_up_proj", count, hidden, 2 * inner)
+        gate_up = self.read_stacked(f"{prefix}.gate_up_proj", count, hidden, 2 * inner)
         gate_up_bias = self.take(f"{prefix}.gate_up_proj_bias", count, 2 * inner)
-        down = self.take(f"{prefix}.down_proj", count, inner, hidden)
+        down = self.read_stacked(f"{prefix}.down_proj", count, inner, hidden)
         down_bias = self.take(f"{prefix}.down_proj_bias", count, hidden)
         order = torch.cat((torch.arange(0, 2 * inner, 2), torch.arange(1, 2 * inner, 2)))
         return [
             Mlp(
-                self.linear.make(gate_up[index].T[order].contiguous(), gate_up_bias[index][order]),
-                self.linear.make(down[index].T.contiguous(), down_bias[index]),
+                self.made(rows_of(gate_up[index], order), gate_up_bias[index][order]),
+                self.made(down[index], down_bias[index]),
                 spec.expert.activation,
             )
             for index in range(count)
         ]
 
+    def fused(self, prefix: str, spec: MoeSpec) -> list[Mlp]:
+        count, inner, hidden = spec.num_experts, spec.expert.inner, self.config.hidden_size
+        gate_up = self.take(f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
+        down = self.take(f"{prefix}.down_proj", count, hidden, inner)
+        return [
+            Mlp(self.linear.make(one, None), self.linear.make(other, None), spec.expert.activation)
+            for one, other in zip(gate_up, down, strict=True)
+        ]
+
     def matrix(self, names: list[str], sizes: list[int], width: int, bias: bool, order: Tensor | None = None) -> Linear:
         """Return the matrix [sum of sizes, width] of the named parts, with its outputs in the given order."""
-        weights = _joined([self.take(f"{name}.weight", size, width) for name, size in zip(names, sizes, strict=True)])
+        weights = joined([self.read(name, size, width) for name, size in zip(names, sizes, strict=True)])
         biases = None
         if bias:
-            biases = _joined([self.take(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)])
+            biases = torch.cat([self.take(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)])
         if order is not None:
-            weights, biases = weights[order], None if biases is None else biases[order]
-        return self.linear.make(weights, biases)
+            weights, biases = rows_of(weights, order), None if biases is None else biases[order]
+        return self.made(weights, biases)
+
+    def read(self, name: str, out: int, width: int) -> Weight:
+        """Return the matrix [out, width] of a module, in the form in which the checkpoint stores it."""
+        return self.take(f"{name}.weight", out, width) if self.reader is None else self.reader.matrix(name, out, width)
+
+    def read_stacked(self, name: str, count: int, width: int, out: int) -> list[Weight]:
+        """Return the matrices [out, width] of the experts in one tensor."""
+        if self.reader is None:
+            return [one.T.contiguous() for one in self.take(name, count, width, out)]
+        return self.reader.stacked(name, count, width, out)
+
+    def made(self, weight: Weight, bias: Tensor | None) -> Linear:
+        """Convert a matrix to the format in which it is multiplied."""
+        return (
+            self.linear.make(weight, bias) if isinstance(weight, Tensor) else self.linear.make_quantized(weight, bias)
+        )
 
     def norm(self, name: str, width: int) -> Tensor:
         weight = self.take(f"{name}.weight", width)
@@ -168,7 +279,3 @@ def rotated_first(spec: AttentionSpec) -> Tensor:
     half, rest = dims // 2, (spec.head_dim - dims) // 2
     every = torch.arange(spec.head_dim)
     return torch.cat((every[:half], every[dims : dims + rest], every[half:dims], every[dims + rest :]))
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if len(parts) > 1 else parts[0]

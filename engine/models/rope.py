@@ -39,6 +39,8 @@ def inverse_frequencies(rope: Rope, dims: int) -> Tensor:
     """Return radians per position, float32 [dims / 2]. "llama3" is Meta's scaling for long contexts."""
     exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
     frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "proportional":
+        return frequencies / rope.factor * (torch.arange(dims // 2) < rope.pairs)
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "longrope":

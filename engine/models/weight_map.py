@@ -7,7 +7,9 @@ from dataclasses import dataclass
 class ExpertNames:
     """Names of the tensors of a layer with experts. `each` is the prefix of an expert, by its number.
 
-    If `stacked`, one tensor holds all experts, [experts, in, out], and gate and up alternate in it (gpt-oss).
+    If `stacked`, one tensor holds all experts, [experts, in, out], and gate and up alternate in it (gpt-oss). If
+    `fused`, one tensor holds all experts, [experts, out, in], with all gates before all ups. The columns of the
+    router are multiplied by the tensor `router_scale` and by hidden_size ** -0.5 if it has a name (Gemma 4).
     """
 
     each: str = "mlp.experts.{}"
@@ -18,6 +20,9 @@ class ExpertNames:
     shared: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
     stacked: bool = False
+    fused: bool = False
+    router_scale: str = ""
+    scales: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def in_progress(running: Cluster, node: str, count: str, prompts: list[list[int]
 
 def test_frozen_and_killed_nodes_with_a_shared_pool_lose_no_request() -> None:
     with cluster(kv_channel="pool", max_num_batched_tokens=16, node_timeout_s=1.0) as running:
-        with in_progress(running, "prefill-0", "prompt_tokens", prompts_of(8, 4, 3000), 20):
+        with in_progress(running, "prefill-0", "prompt_tokens", prompts_of(8, 12, 4000), 20):
             running.send_signal("prefill-0", signal.SIGSTOP)
         wait_for(
             lambda: running.nodes()["decode-0"]["blocks"]["quarantined"] > 0, "blocks of decode-0 are in quarantine"
@@ -97,7 +97,7 @@ def test_frozen_and_killed_nodes_with_a_shared_pool_lose_no_request() -> None:
         running.idle()
         running.ready()
 
-        with in_progress(running, "prefill-0", "prompt_tokens", prompts_of(6, 8, 2000), 20):
+        with in_progress(running, "prefill-0", "prompt_tokens", prompts_of(6, 12, 4000), 20):
             running.send_signal("prefill-0", signal.SIGKILL)
         assert running.status()["requests"]["moved"] > 0
         running.idle()

@@ -211,8 +211,8 @@ EARLY: dict[str, tuple[dict[str, object], Callable[[Path], object], str]] = {
     "no weights": ({}, remove("model.safetensors"), "--model: {model}: has neither model.safetensors nor"),
     "truncated weights": ({}, truncate, "--model: {model}/model.safetensors: .*download the model again"),
     "quantized": (
-        {}, configure(quantization_config={"quant_method": "gptq", "bits": 4}),
-        "--model: {model}/config.json: quantization_config is .*gptq.*: use the unquantized model",
+        {}, configure(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        "--model: {model}/config.json: quantization_config.quant_method is .*bitsandbytes",
     ),
     "another architecture": (
         {}, configure(architectures=["GemmaForCausalLM"]), r"architectures is \['GemmaForCausalLM'\]: it must be one of Llama"

@@ -7,13 +7,16 @@ from random import Random
 import pytest
 import torch
 
+from benchmarks.random_model import random_decoder
 from engine.batch import build
 from engine.models.decoder import Decoder
+from engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, MoeSpec
 from engine.runner import TorchRunner
 from scheduler.request import Slice
 from shared.kv.layout import KVLayout
 from shared.rpc.messages import Logprobs, SamplingParams
 from tests.engine.build import (
+    CONFIG,
     CPU,
     GREEDY,
     VOCABULARY,
@@ -69,6 +72,32 @@ def test_tokens_do_not_depend_on_chunks_other_requests_or_block_size(
         blocks.request(prompt, sampling, NUM_TOKENS) for prompt, sampling in zip(prompts(), SAMPLINGS, strict=True)
     ]
     assert generate(runner, requests, budget) == alone
+
+
+LATENT = LatentSpec(heads=4, q_rank=12, kv_rank=24, nope_dim=10, rope_dim=8, value_dim=14, query_scale=1.3)
+GROUPED = MoeSpec(6, 2, MlpSpec(20), score="sigmoid", groups=3, top_groups=2, shared=MlpSpec(20))
+NARROW = AttentionSpec(4, 2, 16, window=7, qk_norm=True, norms_values=True)
+WIDE = AttentionSpec(4, 1, 32, qk_norm=True, norms_values=True, values_are_keys=True)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (LayerSpec(LATENT, MlpSpec(52)), LayerSpec(LATENT, GROUPED)),
+        (LayerSpec(NARROW, MlpSpec(52)), LayerSpec(WIDE, MlpSpec(52))),
+    ],
+    ids=["latents", "heads of two sizes"],
+)
+def test_tokens_do_not_depend_on_chunks_or_other_requests_with(layers: tuple[LayerSpec, ...]) -> None:
+    model = random_decoder(replace(CONFIG, layers=layers), torch.float32, CPU, deviation=0.3)
+    alone = []
+    for prompt in prompts():
+        runner, _, blocks = torch_runner(model)
+        alone += generate(runner, [blocks.request(prompt, SAMPLINGS[1], NUM_TOKENS)], 4096)
+    for budget, block_tokens in ((3, 1), (10, 4), (4096, 16)):
+        runner, _, blocks = torch_runner(model, 200, block_tokens)
+        requests = [blocks.request(prompt, SAMPLINGS[1], NUM_TOKENS) for prompt in prompts()]
+        assert generate(runner, requests, budget) == alone
 
 
 def test_preemption_and_handoff_do_not_change_tokens(model: Decoder, alone: list[list[int]]) -> None:

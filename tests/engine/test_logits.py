@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,13 +11,17 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     Phi3Config,
@@ -35,7 +40,6 @@ from engine.models.load import load_model
 from engine.models.spec import Rope
 from engine.runner import TorchRunner
 from scheduler.request import Request
-from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 from shared.rpc.messages import SamplingParams
 from tests.engine.build import (
@@ -93,6 +97,16 @@ GLM_MOE = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
+    "v_head_dim": 14, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+}  # fmt: skip
+DEEPSEEK_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": 6, "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=4),
     "llama, grouped, tied": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
@@ -129,6 +143,22 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "qwen3 moe": Qwen3MoeConfig(**SIZES, **QWEN_MOE, num_key_value_heads=2, head_dim=16, norm_topk_prob=True),
     "glm4 moe": Glm4MoeConfig(**SIZES, **GLM_MOE, num_key_value_heads=2, head_dim=16, use_qk_norm=True),
+    "deepseek v3": DeepseekV3Config(
+        **SIZES, **LATENT, first_k_dense_replace=1, n_group=4, topk_group=2, rope_parameters=DEEPSEEK_YARN
+    ),
+    "deepseek, no query rank, biases": DeepseekV3Config(
+        **SIZES,
+        **LATENT | {"q_lora_rank": None, "kv_lora_rank": 34},
+        first_k_dense_replace=3,
+        n_group=1,
+        topk_group=1,
+        rope_interleave=False,
+        attention_bias=True,
+    ),
+    "glm4 moe lite": Glm4MoeLiteConfig(**SIZES, **LATENT | {"kv_lora_rank": 18}),
+    "mistral4": Mistral4Config(
+        **SIZES, **LATENT, rope_parameters=MINISTRAL | {"partial_rotary_factor": 8 / 18, "type": "yarn"}
+    ),
     "gpt oss": GptOssConfig(
         **SIZES | {"num_hidden_layers": 4},
         num_key_value_heads=2,
@@ -146,6 +176,25 @@ CONFIGS: dict[str, PretrainedConfig] = {
         attn_logit_softcapping=2.0,
         final_logit_softcapping=5.0,
     ),
+    "gemma4": Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **GEMMA4,
+        num_key_value_heads=2,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma4 moe": Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **GEMMA4 | {"head_dim": 12, "global_head_dim": 24},
+        num_key_value_heads=4,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=20,
+    ),
     "gemma3": Gemma3TextConfig(
         **SIZES | {"num_hidden_layers": 6},
         num_key_value_heads=2,
@@ -159,18 +208,24 @@ CONFIGS: dict[str, PretrainedConfig] = {
 def reference(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
     """Return a random model. Its norms and biases are random too, since the usual ones and zeros would hide errors."""
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    if isinstance(config, Mistral4Config):  # AutoModelForCausalLM does not have it
+        model = transformers.Mistral4ForCausalLM(config).eval()
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         scale = 0.15 if parameter.ndim > 1 else 0.3
         parameter.data = torch.randn_like(parameter) * scale + (1.0 if "norm" in name else 0.0)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("layer_scalar", "e_score_correction_bias")):
+            buffer.copy_(torch.rand_like(buffer) * 0.3 + 0.8)
     return model.to(dtype)
 
 
 def save(config: PretrainedConfig, where: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     reference(config, dtype).save_pretrained(where, **options)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        where, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    one = isinstance(config, Mistral4Config)
+    kind = transformers.Mistral4ForCausalLM if one else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(where, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
@@ -301,10 +356,11 @@ def test_files_of_half_precision_in_shards_and_of_transformers_4_are_read_exactl
     assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
 
 
-def test_a_16_bit_pool_stays_near_the_exact_logits(tmp_path: Path) -> None:
-    reference_model = save(CONFIGS["qwen3"], tmp_path)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek, no query rank, biases", "gemma4"])
+def test_a_16_bit_pool_stays_near_the_exact_logits(name: str, tmp_path: Path) -> None:
+    reference_model = save(CONFIGS[name], tmp_path)
     model = load_model(tmp_path, torch.float32, CPU)
-    layout = KVLayout(16, 2, 3, 4, 20, "bfloat16")
+    layout = replace(layout_of(model, 16, 4), dtype="bfloat16")
     pool = KVPool(layout, HostMemory(16, layout.block_bytes))
     runner = TorchRunner(model, pool, *device_code(model, pool), CPU)
     request = Blocks(16, 4).request(range(3, 30), SamplingParams(temperature=0.0, logprobs=5), max_tokens=1)

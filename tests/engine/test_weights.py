@@ -32,6 +32,7 @@ SHAPES = {
     "model.layers.0.mlp.up_proj.weight": (6, 8),
     "model.layers.0.mlp.down_proj.weight": (8, 6),
 }
+GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "layer_types": ["full_attention"], "hidden_size_per_layer_input": 0}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4}
 
 
@@ -60,8 +61,17 @@ def directory(tmp_path: Path) -> Path:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"architectures is \['GPT2LMHeadModel'\]: it must be one of .*Qwen3"),
         ({"architectures": ...}, "architectures is missing"),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, "architectures is .*: models that choose tokens by an index"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "index_topk": 64}, "index_topk is 64: models that choose tokens"),
+        (
+            GEMMA4 | {"hidden_size_per_layer_input": ...},
+            "hidden_size_per_layer_input is missing: Gemma 4 with embeddings",
+        ),
+        (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: Gemma 4 with layers that share KV"),
+        (GEMMA4 | {"global_head_dim": 20}, "global_head_dim is 20: global layers must have heads of twice the size"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 9}, "kv_lora_rank is 9: it must be even"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map .*never run"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config .*unquantized"),
+        ({"quantization_config": {"bits": 4}}, "quant_method is missing: .*unquantized"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"hidden_size": ...}, "hidden_size is missing: it must be an integer from 1"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),

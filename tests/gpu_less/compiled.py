@@ -21,7 +21,9 @@ from engine.batch import Batch
 from engine.cuda.attention import Tile, TritonAttention, TritonPlan
 from engine.cuda.attention_kernels import attend
 from engine.cuda.draw import draw
+from engine.cuda.grouped import TritonGroupedLinear
 from engine.cuda.layer import TritonKernels
+from engine.formats.forms import INTEGERS, GroupedWeight
 from engine.kv_pool import KVPool
 from shared.kv.layout import KVLayout
 from tests.gpu_less.contract import NAMES, TensorMemory, batch_of, config_of
@@ -29,7 +31,15 @@ from tests.gpu_less.contract import NAMES, TensorMemory, batch_of, config_of
 META, CPU = torch.device("meta"), torch.device("cpu")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SPILLS = "attention fp32 in a tile too large"
-FEW = {SPILLS, "attention fp32 64", "attention bf16 128", "elementwise bf16, 32 heads of 128", "sampling"}
+FEW = {
+    SPILLS,
+    "attention fp32 64",
+    "attention bf16 128",
+    "attention bf16 of latents",
+    "elementwise bf16, 32 heads of 128",
+    "sampling",
+    "grouped bf16",
+}
 NUM_BLOCKS = 60_000  # so many that the offset of a block needs 64 bits
 
 
@@ -134,12 +144,31 @@ def sampling() -> None:
     draw(logits, parameters, empty(64, 128_256, dtype=torch.float32))
 
 
+def grouped(dtype: torch.dtype, zeros: bool, group: int = 128) -> None:
+    out, width = 11_008, 4096
+    scales = empty(out, width // group, dtype=torch.float32)
+    weight = GroupedWeight(empty(out, width // 2, dtype=torch.uint8), INTEGERS, scales, scales if zeros else None)
+    linear = TritonGroupedLinear(weight, empty(16, dtype=torch.float32), empty(out, dtype=dtype) if zeros else None)
+    for rows in (1, 300):
+        linear(empty(rows, width, dtype=dtype))
+
+
 def too_large() -> None:
     """Compile a kernel that must spill registers, to check that the report shows spills."""
     pool, batch = pool_of(8, 128, 64, torch.float32), without_memory(batch_of([(0, 64)], 64, NUM_BLOCKS, CPU))
     plan = TritonPlan(TritonAttention(pool), batch)
     q, work = empty(64, 32, 128, dtype=torch.float32), empty(8, 2, dtype=torch.int32)
     plan._launch(AttentionLayer(1), q, empty(64, 32, 128, dtype=torch.float32), None, work, 8, Tile(32, 32, 4, 2), 1)
+
+
+def latents(dtype: torch.dtype) -> None:
+    """Compile latent attention in the shape of DeepSeek V3."""
+    pool = pool_of(1, 288, 64, dtype)
+    for spans in (((1000, 1001), (0, 4096)), ((1000, 1005), (1000, 1001))):
+        plan = TritonAttention(pool).plan(without_memory(batch_of(spans, 64, NUM_BLOCKS, CPU)))
+        plan.attend(
+            AttentionLayer(1, latent=512), empty(sum(end - start for start, end in spans), 128, 576, dtype=dtype)
+        )
 
 
 def configurations() -> dict[str, Callable[[], None]]:
@@ -153,7 +182,12 @@ def configurations() -> dict[str, Callable[[], None]]:
         "attention bf16 of 7 heads a group": lambda: attention(bf16, 128, group=7),
         "attention bf16 of 80 a head": lambda: attention(bf16, 80),
         "attention bf16 of many heads a group, several queries": lambda: attention(bf16, 128, group=8, spans=several),
+        "attention bf16 of latents": lambda: latents(bf16),
+        "attention fp32 of latents": lambda: latents(fp32),
         "sampling": sampling,
+        "grouped bf16": lambda: grouped(bf16, zeros=True),
+        "grouped fp16, 16 a group": lambda: grouped(fp16, zeros=False, group=16),
+        "grouped fp32": lambda: grouped(fp32, zeros=True),
     }
     for head_dim in (64, 128, 256):
         found[f"attention fp32 {head_dim}"] = lambda h=head_dim: attention(fp32, h)

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.formats.scheme import read_scheme
 from engine.models.config import ConfigReader, check_architecture, eos_token_ids, read_json
-from engine.models.families import experts, gemma, llama
+from engine.models.families import experts, gemma, latent, llama
 from engine.models.spec import ModelConfig
 from engine.models.weight_map import ExpertNames, WeightMap
 
@@ -26,7 +27,11 @@ GEMMA = WeightMap(
 )  # fmt: skip
 MIXTRAL = ExpertNames("block_sparse_moe.experts.{}", router="block_sparse_moe.gate", gate_up=("w1", "w3"), down="w2")
 GLM = ExpertNames(shared="mlp.shared_experts", correction="mlp.gate.e_score_correction_bias")
+MISTRAL4 = ExpertNames(shared="mlp.shared_experts", fused=True, each="mlp.experts")
 GPT_OSS = ExpertNames("mlp.experts", router="mlp.router", gate_up=("gate_up_proj",), down="down_proj", stacked=True)
+GEMMA4 = ExpertNames(
+    "experts", router="router.proj", fused=True, router_scale="router.scale", scales="router.per_expert_scale"
+)
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama.llama),
     "MistralForCausalLM": Family(llama.mistral),
@@ -40,14 +45,28 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(experts.qwen2_moe),
     "Qwen3MoeForCausalLM": Family(experts.qwen3_moe),
     "Glm4MoeForCausalLM": Family(experts.glm4_moe, WeightMap(experts=GLM)),
+    "DeepseekV3ForCausalLM": Family(latent.deepseek_v3, WeightMap(experts=GLM)),
+    "Glm4MoeLiteForCausalLM": Family(latent.glm4_moe_lite, WeightMap(experts=GLM)),
+    "Mistral4ForCausalLM": Family(latent.mistral4, WeightMap(experts=MISTRAL4)),
     "GptOssForCausalLM": Family(experts.gpt_oss, WeightMap(experts=GPT_OSS)),
     "Gemma2ForCausalLM": Family(gemma.gemma2, GEMMA),
     "Gemma3ForCausalLM": Family(gemma.gemma3, GEMMA),
+    "Gemma4ForCausalLM": Family(gemma.gemma4, replace(GEMMA, norms_are_offsets=False, experts=GEMMA4)),
+}
+
+UNSUPPORTED = {
+    "DeepseekV32ForCausalLM": latent.NO_INDEX,
+    "DeepseekV4ForCausalLM": "models with compressed attention are not supported",
+    "GlmMoeDsaForCausalLM": latent.NO_INDEX,
 }
 
 
 def read_model_config(directory: Path) -> ModelConfig:
     """Read config.json and the end tokens of generation_config.json. Raises ValueError if a value is invalid."""
     keys = ConfigReader(read_json(directory / "config.json"), directory / "config.json")
+    names = keys.values.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and str(names[0]) in UNSUPPORTED:
+        keys.refuse("architectures", UNSUPPORTED[str(names[0])])
     config = FAMILIES[check_architecture(keys, FAMILIES)].read(keys)
+    read_scheme(directory)  # raises ValueError if the quantization is not supported
     return replace(config, eos_token_ids=eos_token_ids(keys, directory, config.vocab_size))

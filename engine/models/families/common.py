@@ -22,6 +22,8 @@ def model(keys: ConfigReader, layers: Sequence[LayerSpec], **more: Any) -> Model
         "rms_norm_eps": keys.positive("rms_norm_eps", 1e-6),
         "tie_word_embeddings": keys.flag("tie_word_embeddings"),
     }
+    if keys.values.get("num_nextn_predict_layers"):
+        defaults["drafter_layers"] = keys.size("num_nextn_predict_layers")
     return ModelConfig(
         architecture=str(keys.values["architectures"][0]),
         hidden_size=keys.size("hidden_size"),

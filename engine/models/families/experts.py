@@ -54,9 +54,9 @@ def gpt_oss(keys: ConfigReader) -> ModelConfig:
     return common.model(keys, [LayerSpec(one, moe) for one in windowed])
 
 
-def sigmoid_moe(keys: ConfigReader) -> MoeSpec:
-    """Return the experts of DeepSeek V3 and of models that adopted them."""
-    num_experts, top_k = _choice(keys, "n_routed_experts", 128, 8)
+def sigmoid_moe(keys: ConfigReader, num_experts: int = 128, top_k: int = 8) -> MoeSpec:
+    """Return the experts of DeepSeek V3 and of models that adopted them; the arguments are defaults."""
+    num_experts, top_k = _choice(keys, "n_routed_experts", num_experts, top_k)
     groups, top_groups = keys.size("n_group", 1), keys.size("topk_group", 1)
     if num_experts % groups or top_groups > groups:
         keys.refuse("n_group", f"it must divide n_routed_experts ({num_experts}) and be at least topk_group")

@@ -1,11 +1,11 @@
-"""Gemma 2 and 3: layers with windows, norms before and after attention and MLP, and scaled embeddings."""
+"""Gemma 2 to 4: layers with windows, norms before and after attention and MLP, and scaled embeddings."""
 
 from dataclasses import replace
 
 from engine.models.config import ConfigReader
 from engine.models.families import common
 from engine.models.families.common import FULL, SLIDING
-from engine.models.spec import AttentionSpec, LayerSpec, ModelConfig, Rope
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, Rope
 
 
 def gemma2(keys: ConfigReader) -> ModelConfig:
@@ -28,6 +28,75 @@ def gemma3(keys: ConfigReader) -> ModelConfig:
     windowed = common.windowed(attention, kinds, keys.size("sliding_window", 4096))
     layers = [replace(one, rope=ropes[kind]) for one, kind in zip(windowed, kinds, strict=True)]
     return _model(keys, layers, _cap(keys, "final_logit_softcapping", 0.0))
+
+
+def gemma4(keys: ConfigReader) -> ModelConfig:
+    """Gemma 4: layers without a window have larger heads, and may have experts alongside the MLP."""
+    if keys.values.get("hidden_size_per_layer_input", 256):
+        keys.refuse("hidden_size_per_layer_input", "Gemma 4 with embeddings per layer (E2B, E4B) is not supported")
+    if keys.values.get("num_kv_shared_layers"):
+        keys.refuse("num_kv_shared_layers", "Gemma 4 with layers that share KV (E2B, E4B) is not supported")
+    if keys.values.get("use_bidirectional_attention") == "all":
+        keys.refuse("use_bidirectional_attention", "only causal attention of text is supported")
+    bias = keys.flag("attention_bias")
+    attention = common.attention(keys, 256, rope=None, qk_norm=True, qkv_bias=bias, output_bias=bias, norms_values=True)
+    kinds = common.layer_kinds(keys, lambda index: SLIDING if (index + 1) % 6 else FULL)
+    kv_heads, head_dim = _global_heads(keys, attention, kinds)
+    given = keys.nested("rope_parameters")
+    local = common.scaled(Rope(given.nested(SLIDING).positive("rope_theta", 10_000.0)), keys, given.nested(SLIDING),
+                          attention.head_dim)  # fmt: skip
+    sliding = replace(
+        attention, rope=local, window=keys.size("sliding_window", 512), query_scale=attention.head_dim**0.5
+    )
+    full = replace(
+        attention, kv_heads=kv_heads, head_dim=head_dim, rope=_proportional(keys, given.nested(FULL), head_dim),
+        query_scale=head_dim**0.5, values_are_keys=keys.flag("attention_k_eq_v"),
+    )  # fmt: skip
+    activation, moe = common.activation_of(keys, "hidden_activation", "gelu_pytorch_tanh"), None
+    if keys.flag("enable_moe_block"):
+        expert = MlpSpec(keys.size("moe_intermediate_size"), activation)
+        moe = MoeSpec(keys.size("num_experts"), keys.size("top_k_experts"), expert, scales_experts=True)
+        if moe.top_k > moe.num_experts:
+            keys.refuse("top_k_experts", f"it must be at most num_experts ({moe.num_experts})")
+    mlp = MlpSpec(keys.size("intermediate_size"), activation)
+    layers = [
+        LayerSpec(sliding if kind == SLIDING else full, mlp, post_norms=True, alongside=moe, scaled=True)
+        for kind in kinds
+    ]
+    return common.model(
+        keys, layers, tie_word_embeddings=keys.flag("tie_word_embeddings", True),
+        embedding_scale=keys.size("hidden_size") ** 0.5, logit_softcap=_cap(keys, "final_logit_softcapping", 0.0),
+    )  # fmt: skip
+
+
+def _global_heads(keys: ConfigReader, attention: AttentionSpec, kinds: list[str]) -> tuple[int, int]:
+    """Return the KV heads and the head size of layers without a window; transformers writes them for each layer."""
+    default = attention.kv_heads
+    if keys.flag("attention_k_eq_v") and keys.values.get("num_global_key_value_heads") is not None:
+        default = keys.size("num_global_key_value_heads")
+    head_dim = keys.size("global_head_dim", 512)
+    listed = keys.nested("per_layer_config")
+    found = {
+        (part.size("num_key_value_heads", default), part.size("head_dim", head_dim))
+        for part in (listed.nested(str(index)) for index, kind in enumerate(kinds) if kind == FULL)
+    }
+    if len(found) > 1 or set(listed.values) - {str(index) for index, kind in enumerate(kinds) if kind == FULL}:
+        keys.refuse("per_layer_config", "all layers of a kind must have equal heads")
+    kv_heads, head_dim = found.pop() if found else (attention.kv_heads, attention.head_dim)
+    same = (kv_heads, head_dim) == (attention.kv_heads, attention.head_dim)
+    if not same and (head_dim != 2 * attention.head_dim or 2 * kv_heads > attention.kv_heads):
+        keys.refuse("global_head_dim", "global layers must have heads of twice the size, and at most half as many")
+    if attention.heads % kv_heads:
+        keys.refuse("num_global_key_value_heads", f"num_attention_heads ({attention.heads}) must be a multiple of it")
+    return kv_heads, head_dim
+
+
+def _proportional(keys: ConfigReader, given: ConfigReader, head_dim: int) -> Rope:
+    theta = given.positive("rope_theta", 1_000_000.0)
+    if given.text("rope_type", "proportional") != "proportional":
+        return common.scaled(Rope(theta), keys, given, head_dim)
+    pairs = int(given.positive("partial_rotary_factor", 0.25) * head_dim // 2)
+    return Rope(theta, "proportional", factor=given.positive("factor", 1.0), pairs=pairs)
 
 
 def _ropes(keys: ConfigReader, head_dim: int) -> dict[str, Rope]:

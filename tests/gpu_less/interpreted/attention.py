@@ -4,9 +4,10 @@ from itertools import product
 import pytest
 import torch
 
+from engine.attention import AttentionLayer, TorchAttention
 from engine.cuda.attention import TritonAttention
 from tests.engine.build import thinned
-from tests.gpu_less.contract import batch_of, check_attention, pool_of
+from tests.gpu_less.contract import TOLERANCE, batch_of, check_attention, pool_of
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 400
@@ -62,6 +63,24 @@ def test_a_replay_reads_the_current_content_of_the_batch() -> None:
     check_attention(Planned(), pool, batch, 4, torch.float32)
 
 
+@pytest.mark.parametrize(("dtype", "heads", "sizes"), [(torch.float32, 20, (24, 8)), (torch.bfloat16, 6, (32, 10))])
+def test_latents(dtype: torch.dtype, heads: int, sizes: tuple[int, int]) -> None:
+    pool = pool_of(1, sum(sizes) // 2, 16, dtype, NUM_BLOCKS, CPU)
+    generator = torch.Generator().manual_seed(1)
+    for spans in (MIXED, [(99, 100), (64, 65)], [(70, 73), (31, 33)]):
+        batch = batch_of(spans, 16, NUM_BLOCKS, CPU)
+        pool.tensor.fill_(torch.nan)
+        for row, end in zip(batch.block_table, batch.kv_lens, strict=True):
+            for at in range(end):
+                pool.tensor[row[at // 16], :, :, at % 16].normal_(generator=generator)
+        q = torch.randn(len(batch.positions), heads, sum(sizes), generator=generator).to(dtype)
+        layer = AttentionLayer(1, latent=sizes[0])
+        real = batch.slots >= 0
+        found = TritonAttention(pool, split_tokens=16).plan(batch).attend(layer, q)[real].float()
+        wanted = TorchAttention(pool).plan(batch).attend(layer, q)[real].float()
+        torch.testing.assert_close(found, wanted, atol=20 * TOLERANCE[dtype], rtol=20 * TOLERANCE[dtype])
+
+
 def test_the_contract_detects_a_missing_key() -> None:
     pool = pool_of(2, 16, 16, torch.float32, NUM_BLOCKS, CPU)
     batch = batch_of([(39, 40), (0, 20)], 16, NUM_BLOCKS, CPU)
@@ -79,4 +98,4 @@ def test_the_contract_detects_a_missing_key() -> None:
 
 def test_heads_larger_than_any_tile_are_refused() -> None:
     with pytest.raises(ValueError, match="head_dim of 288"):
-        TritonAttention(pool_of(1, 288, 16, torch.float32, 2, CPU))
+        TritonAttention(pool_of(2, 288, 16, torch.float32, 2, CPU))

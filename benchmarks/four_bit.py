@@ -1,0 +1,107 @@
+"""Compare 4-bit codes with bfloat16 weights on a CPU: decoding and prefilling at one shape, with random weights.
+
+    python -m benchmarks four_bit
+
+The two checkpoints are written to the benchmarks' cache once: bfloat16, and AWQ in groups of 128, whose embedding and
+output head stay in bfloat16. Each runs in a process of its own. The processes take turns, and the other one is stopped.
+"""
+
+import json
+import os
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.models import CACHE, LLAMA
+from benchmarks.process import PeerProcess
+from benchmarks.result import Cell, Result, Table, in_turn, median, parser
+
+CONTEXT, STEPS, PROMPT, GROUP = 512, 32, 512, 128
+HIDDEN, LAYERS, HEADS, KV_HEADS, INNER, VOCAB = 2048, 22, 32, 4, 5632, 32_000  # TinyLlama 1.1B
+CONFIG: dict[str, Any] = LLAMA | {
+    "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+    "intermediate_size": INNER, "vocab_size": VOCAB, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+KV = KV_HEADS * HIDDEN // HEADS
+MATRICES = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KV, HIDDEN), "self_attn.v_proj": (KV, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+}  # fmt: skip
+
+
+def written(kind: str) -> Path:
+    """Return the path of the checkpoint "bfloat16" or "awq", which is made if it does not exist."""
+    path = CACHE / f"1.1b-{kind}"
+    if (path / "config.json").exists():
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16) * 0.02
+
+    tensors = {"model.embed_tokens.weight": noise(VOCAB, HIDDEN), "lm_head.weight": noise(VOCAB, HIDDEN)}
+    tensors["model.norm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+        for name, (out, width) in MATRICES.items():
+            if kind == "bfloat16":
+                tensors[f"{prefix}{name}.weight"] = noise(out, width)
+                continue
+            for suffix, rows in (("qweight", width), ("qzeros", width // GROUP)):
+                shape = rows, out // 8
+                tensors[f"{prefix}{name}.{suffix}"] = torch.randint(-(2**31), 2**31, shape).int()
+            tensors[f"{prefix}{name}.scales"] = torch.full((width // GROUP, out), 0.004, dtype=torch.float16)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = CONFIG if kind == "bfloat16" else CONFIG | {"quantization_config": AWQ}
+    (path / "config.json").write_text(json.dumps(config))  # last, so that an incomplete directory is written again
+    return path
+
+
+def main() -> None:
+    arguments = parser(__doc__).parse_args()
+    threads = len(os.sched_getaffinity(0))
+    rows: list[list[Cell]] = []
+    runs: dict[str, Any] = {}
+    with ExitStack() as stack:
+        workers: dict[str, PeerProcess] = {}
+        for kind in ("bfloat16", "awq"):
+            options = {"model": str(written(kind)), "threads": threads}
+            workers[kind] = PeerProcess("benchmarks.peers.baton", options, pauses=True)
+            stack.callback(workers[kind].close)
+        for batch in (1, 8):
+            arms = {
+                kind: partial(worker.call, "decode", batch=batch, context=CONTEXT, steps=STEPS)
+                for kind, worker in workers.items()
+            }
+            _add(f"decode, batch {batch}", arms, arguments.repeats, batch * STEPS, rows, runs)
+        arms = {kind: partial(worker.call, "prefill", tokens=PROMPT) for kind, worker in workers.items()}
+        _add(f"prefill {PROMPT}", arms, arguments.repeats, PROMPT, rows, runs)
+    columns = ["tokens/s", "bfloat16", "4-bit", "4-bit / bfloat16"]
+    title = f"1.1B (hidden {HIDDEN}, {LAYERS} layers), {CONTEXT} tokens of context, {threads} threads"
+    what = "An AWQ checkpoint, whose products read 4-bit codes, and a bfloat16 checkpoint of the same shape."
+    Result("four_bit", what, [Table(title, columns, rows)], runs).finish(arguments.out)
+
+
+def _add(
+    label: str, arms: dict[str, Any], repeats: int, tokens: int, rows: list[list[Cell]], runs: dict[str, Any]
+) -> None:
+    for arm in arms.values():
+        arm()  # a warm-up
+    found = {kind: [tokens / seconds for seconds in taken] for kind, taken in in_turn(arms, repeats).items()}
+    bf16, four = median(found["bfloat16"]), median(found["awq"])
+    rows.append([label, bf16, four, four / bf16])
+    runs[label] = found
+    print(f"{label}: {bf16:.3g} and {four:.3g} tokens/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Models with latent attention: DeepSeek V3 and R1, GLM-4.7-Flash, Mistral Small 4."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.models.config import ConfigReader
+from engine.models.families import common
+from engine.models.families.experts import sigmoid_moe
+from engine.models.spec import LatentSpec, LayerSpec, ModelConfig, MoeSpec, Rope
+
+NO_INDEX = "models that choose tokens by an index (DeepSeek V3.2, GLM-5) are not supported"
+
+
+def deepseek_v3(keys: ConfigReader) -> ModelConfig:
+    dense = keys.values.get("first_k_dense_replace", 3)
+    if type(dense) is not int or dense < 0:
+        keys.refuse("first_k_dense_replace", "it must be a number of layers")
+    keys.require("moe_layer_freq", 1, 1)
+    keys.require("topk_method", "noaux_tc", "noaux_tc")
+    keys.require("scoring_func", "sigmoid", "sigmoid")
+    return _model(keys, latent(keys, 1536, 512, 128, 128), sigmoid_moe(keys, 256), lambda index: index >= dense)
+
+
+def glm4_moe_lite(keys: ConfigReader) -> ModelConfig:
+    dense = keys.values.get("first_k_dense_replace", 1)
+    kinds = keys.values.get("mlp_layer_types")
+    layers = keys.size("num_hidden_layers")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers or {*kinds} - {"dense", "sparse"}):
+        keys.refuse("mlp_layer_types", f"it must have dense or sparse for each of the {layers} layers")
+    return _model(
+        keys, latent(keys, 768, 512, 192, 256), sigmoid_moe(keys, 64, 4),
+        lambda index: index >= dense if kinds is None else kinds[index] == "sparse",
+    )  # fmt: skip
+
+
+def mistral4(keys: ConfigReader) -> ModelConfig:
+    keys.require("first_k_dense_replace", 0, 0)
+    moe = replace(sigmoid_moe(keys, 128, 4), score="softmax", corrects=False)
+    return _model(keys, latent(keys, 1024, 256, 64, 128), moe, lambda index: True)
+
+
+def latent(keys: ConfigReader, q_rank: int, kv_rank: int, nope_dim: int, value_dim: int) -> LatentSpec:
+    """Return the latent attention of all layers; the arguments are defaults."""
+    if "index_topk" in keys.values:
+        keys.refuse("index_topk", NO_INDEX)
+    has_rank = keys.values.get("q_lora_rank", q_rank) is not None
+    kv_rank, rope_dim = keys.size("kv_lora_rank", kv_rank), keys.size("qk_rope_head_dim", 64)
+    for key, size in (("kv_lora_rank", kv_rank), ("qk_rope_head_dim", rope_dim)):
+        if size % 2:
+            keys.refuse(key, "it must be even")
+    nope_dim = keys.size("qk_nope_head_dim", nope_dim)
+    name = "rope_parameters" if keys.values.get("rope_parameters") is not None else "rope_scaling"
+    given = keys.nested(name)
+    theta = given.positive("rope_theta", keys.positive("rope_theta", 10_000.0))
+    spec = LatentSpec(
+        keys.size("num_attention_heads"), keys.size("q_lora_rank", q_rank) if has_rank else 0, kv_rank, nope_dim,
+        rope_dim, keys.size("v_head_dim", value_dim), common.scaled(Rope(theta), keys, given, rope_dim),
+        interleaved=keys.flag("rope_interleave", True), bias=keys.flag("attention_bias"),
+    )  # fmt: skip
+    # Attention divides by the root of the width of a latent, but these models by that of a query's size.
+    scale = math.sqrt(spec.width / (nope_dim + rope_dim))
+    if spec.rope is not None and spec.rope.kind != "default" and given.values.get("mscale_all_dim"):
+        scale *= (0.1 * given.positive("mscale_all_dim") * math.log(max(1.0, spec.rope.factor)) + 1.0) ** 2
+    if given.values.get("llama_4_scaling_beta"):
+        spec = replace(
+            spec, temperature=given.positive("llama_4_scaling_beta"),
+            temperature_tokens=given.size("original_max_position_embeddings"),
+        )  # fmt: skip
+    return replace(spec, query_scale=scale)
+
+
+def _model(keys: ConfigReader, attention: LatentSpec, moe: MoeSpec, is_sparse: Callable[[int], bool]) -> ModelConfig:
+    layers = range(keys.size("num_hidden_layers"))
+    return common.model(keys, [LayerSpec(attention, moe if is_sparse(index) else common.mlp(keys)) for index in layers])

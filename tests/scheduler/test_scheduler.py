@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.cost import CostModel
-from scheduler.policy import POLICIES, Policy
 from scheduler.geometry import Group
+from scheduler.policy import POLICIES, Policy
 from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler, StepLimits
 from tests.scheduler.drive import Driver, expected, request, traffic
@@ -237,7 +237,8 @@ def test_a_state_that_a_failed_slice_saved_is_not_found() -> None:
         scheduler.add(first)
         step = scheduler.schedule()
         (piece,) = step.slices
-        assert piece.state is not None and piece.state.save and piece.state.save_at == 8
+        assert piece.state is not None
+        assert (bool(piece.state.save), piece.state.save_at) == (True, 8)
         scheduler.update(step, [None if failed else 7], [failed])
         assert (scheduler.pool.find((1, first.hashes[1])) is None) == failed
         scheduler.add(second)

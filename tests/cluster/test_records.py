@@ -12,6 +12,8 @@ import pytest
 
 from tests.cluster.harness import START_S, Cluster, cluster, completion, prompt_of, wait_for
 
+SPANS = {"queued", "chunk", "transfer", "decode"}
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Cluster]:
@@ -30,6 +32,10 @@ def recorded(running: Cluster, count: int) -> list[dict[str, Any]]:
     return latest()
 
 
+def timeline(running: Cluster, row: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(running.get(f"/v1/requests/{row['id']}/timeline")["spans"])
+
+
 def test_the_time_of_every_request_adds_up_and_its_spans_are_in_order(served: Cluster) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda seed: served.complete(prompt_of(seed, 200), 12), range(8)))
@@ -39,8 +45,8 @@ def test_the_time_of_every_request_adds_up_and_its_spans_are_in_order(served: Cl
         times = [row[f"{name}_ms"] for name in ("accepted", "first_token", "second_token", "last_token", "ended")]
         assert times == sorted(times)
         assert (row["prefill"], row["decode"], row["generated_tokens"]) == ("prefill-0", "decode-0", 12)
-        spans = served.get(f"/v1/requests/{row['id']}/timeline")["spans"]
-        assert {"queued", "chunk", "transfer", "decode"} <= {span["kind"] for span in spans}
+        wait_for(lambda row=row: SPANS <= {span["kind"] for span in timeline(served, row)}, "both nodes report all spans")
+        spans = timeline(served, row)
         assert sum(span["tokens"] for span in spans if span["kind"] == "chunk") == 200
         assert all(span["start_ms"] <= span["end_ms"] for span in spans)
 

@@ -48,10 +48,10 @@ class Kernels:
     def __init__(self, config: ModelConfig, pool: KVPool) -> None:
         self.config = config
         self.pool = pool
-        kinds = list(dict.fromkeys((layer.attention.rope, layer.attention.rotated) for layer in config.layers))
+        kinds = list(dict.fromkeys((layer.mixer.rope, layer.mixer.rotated) for layer in config.layers))
         self.rotations = [Rotation.of(*kind, pool.tensor.device) for kind in kinds]
-        self.rotation_of = [kinds.index((one.attention.rope, one.attention.rotated)) for one in config.layers]
-        self.norms_values = [isinstance(one.attention, AttentionSpec) and one.attention.norms_values
+        self.rotation_of = [kinds.index((one.mixer.rope, one.mixer.rotated)) for one in config.layers]
+        self.norms_values = [isinstance(one.mixer, AttentionSpec) and one.mixer.norms_values
                              for one in config.layers]  # fmt: skip
 
     def begin(self, batch: Batch) -> StepKernels:
@@ -125,7 +125,7 @@ def rotate_and_store_normed(
     k_norm: Tensor | None,
 ) -> Tensor:
     """Return `StepKernels.rotate_and_store` for a layer that norms values, with heads of the layout's size or twice."""
-    spec, layout = kernels.config.layers[layer].attention, kernels.pool.layout
+    spec, layout = kernels.config.layers[layer].mixer, kernels.pool.layout
     assert isinstance(spec, AttentionSpec)
 
     def norm(heads: Tensor, weight: Tensor | None) -> Tensor:

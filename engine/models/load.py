@@ -84,7 +84,7 @@ class _Loader:
 
     def layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
         prefix, names, hidden = f"model.layers.{index}.", self.names, self.config.hidden_size
-        attention, mlp = spec.attention, spec.mlp
+        attention, mlp = spec.mixer, spec.mlp
         if isinstance(attention, LatentSpec):
             return self.latent_layer(index, attention, mlp)
         width, heads = attention.head_dim, rotated_first(attention)

@@ -153,7 +153,7 @@ class LayerSpec:
     (Gemma 4).
     """
 
-    attention: AttentionSpec | LatentSpec
+    mixer: AttentionSpec | LatentSpec
     mlp: MlpSpec | MoeSpec
     post_norms: bool = False
     alongside: MoeSpec | None = None
@@ -193,17 +193,17 @@ class ModelConfig:
 
     @property
     def num_heads(self) -> int:
-        return self.layers[0].attention.heads
+        return self.layers[0].mixer.heads
 
     @property
     def num_kv_heads(self) -> int:
-        return max(layer.attention.kv_heads for layer in self.layers)
+        return max(layer.mixer.kv_heads for layer in self.layers)
 
     @property
     def head_dim(self) -> int:
-        return min(layer.attention.head_dim for layer in self.layers)
+        return min(layer.mixer.head_dim for layer in self.layers)
 
     @property
     def ropes(self) -> list[Rope | None]:
         """The distinct rotary embeddings of the layers, in order of use."""
-        return list(dict.fromkeys(layer.attention.rope for layer in self.layers))
+        return list(dict.fromkeys(layer.mixer.rope for layer in self.layers))

@@ -35,7 +35,7 @@ def test_the_engine_accepts_the_config_of_every_shape(shape: str, tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
     config = read_model_config(tmp_path)
     assert config.head_dim * config.num_heads == config.hidden_size
-    assert config.layers[0].attention.qkv_bias == (shape == "0.5b")
+    assert config.layers[0].mixer.qkv_bias == (shape == "0.5b")
 
 
 def test_a_checkpoint_is_generated_once(models: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_file_that_is_not_a_config_is_refused(content: bytes | None, message: 
 def test_defaults_and_both_ways_to_write_rope(tmp_path: Path) -> None:
     config = read_model_config(write_config(tmp_path, num_key_value_heads=...))
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (2, 4, 1e-6)
-    assert (config.ropes, config.layers[0].attention.window, config.bos_token_id) == ([Rope()], 0, None)
+    assert (config.ropes, config.layers[0].mixer.window, config.bos_token_id) == ([Rope()], 0, None)
     old = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}}
     new = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2}}
     for changes in (old, new):
@@ -154,7 +154,7 @@ def test_defaults_and_both_ways_to_write_rope(tmp_path: Path) -> None:
 )
 def test_windows_by_layer(changes: dict[str, Any], windows: tuple[int, ...], tmp_path: Path) -> None:
     config = read_model_config(write_config(tmp_path, num_hidden_layers=3, **changes))
-    assert tuple(layer.attention.window for layer in config.layers) == windows
+    assert tuple(layer.mixer.window for layer in config.layers) == windows
 
 
 def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:

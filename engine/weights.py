@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.formats.scheme import read_scheme
 from engine.models.config import read_json
+from shared.model_files import is_multimodal
 
 if TYPE_CHECKING:  # most functions read only headers, and torch takes seconds to import
     import torch
@@ -17,6 +18,10 @@ MAX_NAME_BYTES = 255  # the limit that file systems have
 EDGE_BYTES = 2**20  # how much of each end of a file the fingerprint covers
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+NOT_TEXT = (  # parts of models of several modalities
+    "vision_tower.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
+    "vision_embedder.",
+)  # fmt: skip
 CODE_DTYPES = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # of the codes and scales of quantized checkpoints
 
 
@@ -82,9 +87,21 @@ def stored_dtype(directory: Path) -> str:
         opened = _open(file)
         for name in _tensor_names(file):
             tensor = opened.get_slice(name)
-            if len(tensor.get_shape()) == 2 and tensor.get_dtype() in DTYPE_NAMES:
+            if len(tensor.get_shape()) == 2 and text_name(name) and tensor.get_dtype() in DTYPE_NAMES:
                 return DTYPE_NAMES[tensor.get_dtype()]
     raise ValueError(f"{directory}: the files contain no weight matrix")
+
+
+def text_name(name: str) -> str:
+    """Return the name in a model of text alone of a tensor of a model of several modalities, or "" if it has none."""
+    for prefix, own in (
+        ("language_model.model.", "model."),
+        ("language_model.", ""),
+        ("model.language_model.", "model."),
+    ):
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return "" if name.removeprefix("model.").startswith(NOT_TEXT) else name
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
@@ -109,6 +126,16 @@ class Checkpoint:
         self._directory = directory
         self._device = device
         self._files = tensor_files(directory)
+        self._stored = {name: name for name in self._files}
+        if is_multimodal(read_json(directory / "config.json")):
+            self._stored = {}
+            for name in self._files:
+                own = text_name(name)
+                if own in self._stored:
+                    self.refuse(name, f"is stored besides another tensor for {own}")
+                if own:
+                    self._stored[own] = name
+            self._files = {own: self._files[name] for own, name in self._stored.items()}
 
     def take(self, name: str, *shape: int) -> "torch.Tensor":
         """Return a tensor of floats. Raises ValueError if it is missing, was already taken, or has a shape other than
@@ -128,14 +155,14 @@ class Checkpoint:
         if name not in self._files:
             return None
         with _open(self._files[name]) as file:
-            return str(file.get_slice(name).get_dtype())
+            return str(file.get_slice(self._stored[name]).get_dtype())
 
     def shape_of(self, name: str) -> list[int]:
         """Return the tensor's shape. Raises ValueError if it is missing."""
         if name not in self._files:
             self.refuse(name, "is missing, though the format of the checkpoint needs it")
         with _open(self._files[name]) as file:
-            return list(file.get_slice(name).get_shape())
+            return list(file.get_slice(self._stored[name]).get_shape())
 
     def refuse(self, name: str, why: str) -> NoReturn:
         """Raise ValueError for a tensor."""
@@ -146,13 +173,14 @@ class Checkpoint:
             self.refuse(name, f"is missing; the config needs {list(shape)}")
         # Open the file for each tensor, because an open mapping would keep the file's pages in memory.
         with _open(self._files.pop(name), "pt") as file:
-            found, dtype = file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()
+            stored = file.get_slice(self._stored[name])
+            found, dtype = stored.get_shape(), stored.get_dtype()
             if list(shape) != found:
                 self.refuse(name, f"is {found}, the config needs {list(shape)}")
             if dtype not in dtypes:
                 self.refuse(name, f"is {dtype}; supported are {', '.join(dtypes)}")
             # Copy the tensor, so that overwriting the file does not change a running model.
-            tensor: torch.Tensor = file.get_tensor(name)
+            tensor: torch.Tensor = file.get_tensor(self._stored[name])
             return tensor.to(self._device, copy=True)
 
     def finish(self, known: tuple[str, ...], suffixes: tuple[str, ...], prefixes: tuple[str, ...] = ()) -> None:

@@ -2,9 +2,33 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
+# Values of `text_config` that Gemma 3's files omit, because they are transformers' defaults.
+GEMMA3 = {
+    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131_072, "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+SHARED = ("bos_token_id", "eos_token_id")  # keys that a model of several modalities may have outside of `text_config`
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_multimodal(config: dict[str, Any]) -> bool:
+    """Return whether the values of config.json describe a model that has more than a text decoder."""
+    return isinstance(config.get("text_config"), dict) or isinstance(config.get("vision_config"), dict)
+
+
+def text_values(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of config.json that describe the text decoder: those of `text_config`, if it has one."""
+    nested = config.get("text_config")
+    if not isinstance(nested, dict):
+        return config
+    defaults = GEMMA3 if nested.get("model_type") == "gemma3_text" else {}
+    shared = {key: config[key] for key in SHARED if nested.get(key) is None and key in config}
+    if config.get("tie_word_embeddings") is not None:  # transformers follows this one
+        shared["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return defaults | nested | shared
 
 
 def resolve(model: str) -> Path:

@@ -42,9 +42,12 @@ def read_scheme(directory: Path) -> Scheme | None:
     or if a value is invalid."""
     file = directory / "config.json"
     values = read_json(file)
+    nested = values.get("text_config")
     for key in ("quantization_config", "compression_config"):
         if values.get(key) is not None:
             return _scheme(ConfigReader(values, file).nested(key))
+        if isinstance(nested, dict) and nested.get(key) is not None:
+            return _scheme(ConfigReader(nested, file, "text_config.").nested(key))
     file = directory / MODELOPT
     if not file.exists():
         return None

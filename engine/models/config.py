@@ -94,12 +94,15 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_architecture(keys: ConfigReader, supported: Iterable[str]) -> str:
-    """Return the architecture's name. Refuse a model that is not `supported`, or that needs its own code."""
+    """Return the architecture's name. Refuse a model that is not `supported`.
+
+    The code that `auto_map` names is never run: a supported architecture does not need it.
+    """
     names = keys.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in supported:
+        if "auto_map" in keys.values:
+            keys.refuse("auto_map", "code that comes with a model is never run, and its architecture is not supported")
         keys.refuse("architectures", f"it must be one of {', '.join(supported)}")
-    if "auto_map" in keys.values:
-        keys.refuse("auto_map", "code that comes with a model is never run; use a model without auto_map")
     return str(names[0])
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from router.dispatch.requests import ModelCard
 from shared.errors import ConfigError
+from shared.model_files import text_values
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_COUNT = 2**31 - 1
@@ -14,7 +15,7 @@ MAX_COUNT = 2**31 - 1
 def read_model(directory: Path, name: str, max_model_len: int, created: int) -> ModelCard:
     """Return the model's card, with the model's own limit if `max_model_len` is 0. Raises ConfigError for invalid
     files."""
-    config = read_object(directory / "config.json")
+    config = text_values(read_object(directory / "config.json"))
     positions = _count(config, "max_position_embeddings", directory)
     vocab_size = _count(config, "vocab_size", directory)
     return ModelCard(

@@ -177,7 +177,7 @@ NORM = "model.norm.weight"
 FOR_NODES: dict[str, tuple[Breaking, str]] = {
     "config too deep": (written("config.json", DEEP), "config.json: not valid JSON"),
     "config of long numbers": (written("config.json", DIGITS), "config.json: not valid JSON"),
-    "code with the model": (changed("config.json", auto_map={"AutoModel": "x.Y"}), "auto_map"),
+    "code with the model": (changed("config.json", architectures=["OwnForCausalLM"], auto_map={"AutoModel": "x.Y"}), "auto_map"),
     "sizes beyond memory": (changed("config.json", hidden_size=2**31 - 2, head_dim=128), "the config needs"),
     "a vocabulary that differs from the embedding": (changed("config.json", vocab_size=2047), "'model.embed_tokens.weight' is [2048, "),
     "a tensor missing": (with_tensor(lambda tensors: tensors.pop(NORM)), f"tensor '{NORM}' is missing"),

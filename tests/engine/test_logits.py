@@ -13,7 +13,9 @@ import transformers
 from transformers import (
     DeepseekV3Config,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -21,15 +23,18 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
+    Mistral3Config,
     Mistral4Config,
     MistralConfig,
     MixtralConfig,
     Phi3Config,
     PretrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
     SmolLM3Config,
 )
 
@@ -55,6 +60,7 @@ from tests.engine.build import (
     thinned,
     torch_runner,
 )
+from tests.engine.quantized_files import quantize
 
 STORIES = Path(__file__).parents[1] / "data" / "stories260K"
 torch.set_num_threads(1)
@@ -204,14 +210,66 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }
 
+TEXT = SIZES | {"num_key_value_heads": 2, "head_dim": 16}
+VISION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
+    "patch_size": 8,
+}  # fmt: skip
+GEMMA4_VISION = VISION | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4}
+QWEN_VISION = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48,
+    "num_position_embeddings": 64, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0], "window_size": 16,
+}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MULTIMODAL: dict[str, PretrainedConfig] = {
+    "gemma3": Gemma3Config(
+        text_config=TEXT | {"sliding_window": 6, "query_pre_attn_scalar": 12},
+        vision_config=VISION,
+        mm_tokens_per_image=4,
+    ),
+    "gemma4": Gemma4Config(
+        text_config=TEXT | GEMMA4 | {"num_hidden_layers": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        vision_config=GEMMA4_VISION,
+        audio_config=None,
+    ),
+    "mistral3": Mistral3Config(
+        text_config=TEXT | {"model_type": "mistral"},
+        vision_config=VISION | {"model_type": "pixtral", "head_dim": 16},
+        tie_word_embeddings=False,
+    ),
+    "mistral3, ministral": Mistral3Config(
+        text_config=TEXT | {"model_type": "ministral3", "rope_parameters": MINISTRAL},
+        vision_config=VISION | {"model_type": "pixtral", "head_dim": 16},
+    ),
+    "qwen2.5 vl": Qwen2_5_VLConfig(
+        text_config=SIZES
+        | {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_parameters": MROPE | {"mrope_section": [1, 2, 3]}},
+        vision_config={name: value for name, value in QWEN_VISION.items() if name != "num_position_embeddings"},
+    ),
+    "qwen3 vl": Qwen3VLConfig(
+        text_config=TEXT | {"rope_parameters": MROPE | {"mrope_section": [2, 3, 3], "mrope_interleaved": True}},
+        vision_config=QWEN_VISION,
+    ),
+}
+
+
+def kind_of(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that builds or loads the model of a config."""
+    if isinstance(config, Mistral4Config):  # AutoModelForCausalLM does not have it
+        return transformers.Mistral4ForCausalLM
+    return (
+        transformers.AutoModelForImageTextToText
+        if hasattr(config, "vision_config")
+        else transformers.AutoModelForCausalLM
+    )
+
 
 def reference(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
     """Return a random model. Its norms and biases are random too, since the usual ones and zeros would hide errors."""
     torch.manual_seed(7)
-    if isinstance(config, Mistral4Config):  # AutoModelForCausalLM does not have it
-        model = transformers.Mistral4ForCausalLM(config).eval()
-    else:
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    kind = kind_of(config)
+    made = kind.from_config(config, attn_implementation="eager") if hasattr(kind, "from_config") else kind(config)
+    model = made.eval()
     for name, parameter in model.named_parameters():
         scale = 0.15 if parameter.ndim > 1 else 0.3
         parameter.data = torch.randn_like(parameter) * scale + (1.0 if "norm" in name else 0.0)
@@ -223,9 +281,7 @@ def reference(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> A
 
 def save(config: PretrainedConfig, where: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     reference(config, dtype).save_pretrained(where, **options)
-    one = isinstance(config, Mistral4Config)
-    kind = transformers.Mistral4ForCausalLM if one else transformers.AutoModelForCausalLM
-    return kind.from_pretrained(where, dtype=torch.float32, attn_implementation="eager").eval()
+    return kind_of(config).from_pretrained(where, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
@@ -270,6 +326,32 @@ def test_logits_equal_transformers_in_any_chunking(name: str, tmp_path: Path) ->
     model = load_model(tmp_path, torch.float32, CPU)
     for seed, block_tokens in ((1, 4), (2, 1)):
         assert largest_difference(reference_model, model, seed, block_tokens) <= 1e-4
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_the_text_decoder_of_a_model_of_text_and_images(name: str, tmp_path: Path) -> None:
+    reference_model = save(MULTIMODAL[name], tmp_path)
+    assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
+
+
+def test_a_config_that_transformers_4_wrote_for_qwen2_5_vl(tmp_path: Path) -> None:
+    """Its keys of the text decoder are not nested, and its rotary embedding has a type of its own."""
+    reference_model = save(MULTIMODAL["qwen2.5 vl"], tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    text = config.pop("text_config")
+    del text["rope_parameters"]
+    rope = {"rope_theta": 10000.0, "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}
+    file.write_text(json.dumps(text | config | rope))
+    assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
+
+
+def test_latent_attention_of_fp8_blocks(tmp_path: Path) -> None:
+    source, target = tmp_path / "dense", tmp_path / "fp8"
+    save(CONFIGS["deepseek v3"], source)
+    quantize(source, target, "fp8 blocks")  # replaces the matrices of `source` by the values of the blocks
+    values = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    assert largest_difference(values.eval(), load_model(target, torch.float32, CPU)) <= 1e-4
 
 
 @torch.inference_mode()

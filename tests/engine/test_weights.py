@@ -13,7 +13,8 @@ from engine.models.config import MAX_CONFIG_BYTES
 from engine.models.families import read_model_config
 from engine.models.load import load_model
 from engine.models.spec import Rope
-from engine.weights import INDEX, Checkpoint, fingerprint
+from engine.weights import INDEX, Checkpoint, fingerprint, text_name
+from router.text.model_files import read_model
 from shared.model_files import resolve
 from tests.engine.build import CPU
 from tests.engine.checkpoint_files import CONFIG, entry, raw
@@ -33,6 +34,18 @@ SHAPES = {
     "model.layers.0.mlp.down_proj.weight": (8, 6),
 }
 GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "layer_types": ["full_attention"], "hidden_size_per_layer_input": 0}
+VISION: dict[str, Any] = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}
+# config.json of google/gemma-3-4b-it, without the keys that the text decoder does not use.
+GEMMA3 = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}  # fmt: skip
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4}
 
 
@@ -70,7 +83,13 @@ def directory(tmp_path: Path) -> Path:
         (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: Gemma 4 with layers that share KV"),
         (GEMMA4 | {"global_head_dim": 20}, "global_head_dim is 20: global layers must have heads of twice the size"),
         ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 9}, "kv_lora_rank is 9: it must be even"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map .*never run"),
+        ({"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModel": "x.Y"}}, "auto_map .*never run"),
+        (
+            VISION | {"text_config": {"model_type": "umt5"}},
+            r"text_config.model_type is 'umt5': supported are gemma3_text",
+        ),
+        (VISION | {"text_config": {"model_type": "gemma3_text"}}, "text_config.num_hidden_layers is missing"),
+        (VISION | {"text_config": ...}, "model_type is missing: supported are gemma3_text"),
         ({"quantization_config": {"bits": 4}}, "quant_method is missing: .*unquantized"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"hidden_size": ...}, "hidden_size is missing: it must be an integer from 1"),
@@ -155,6 +174,55 @@ def test_defaults_and_both_ways_to_write_rope(tmp_path: Path) -> None:
 def test_windows_by_layer(changes: dict[str, Any], windows: tuple[int, ...], tmp_path: Path) -> None:
     config = read_model_config(write_config(tmp_path, num_hidden_layers=3, **changes))
     assert tuple(layer.mixer.window for layer in config.layers) == windows
+
+
+def test_a_config_of_gemma_3_with_images_omits_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3))
+    config = read_model_config(tmp_path)
+    assert (config.architecture, config.vocab_size, config.num_layers) == ("Gemma3ForCausalLM", 262_208, 34)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.max_position_embeddings, config.eos_token_ids, config.tie_word_embeddings) == (
+        131_072,
+        (1, 106),
+        True,
+    )
+    assert config.ropes == [Rope(10_000.0), Rope(1_000_000.0, "linear", 8.0)]
+    card = read_model(tmp_path, "gemma", 0, 0)
+    assert (card.vocab_size, card.max_model_len, card.eos_ids) == (262_208, 131_072, {1, 106})
+
+
+def test_code_is_not_needed_for_a_supported_architecture(tmp_path: Path) -> None:
+    auto_map = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    assert read_model_config(write_config(tmp_path, auto_map=auto_map)).num_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("stored", "name"),
+    [
+        ("language_model.model.norm.weight", "model.norm.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("model.language_model.norm.weight", "model.norm.weight"),
+        ("model.norm.weight", "model.norm.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("vision_tower.ln_pre.weight", ""),
+        ("model.visual.merger.norm.bias", ""),
+        ("model.embed_vision.embedding_projection.weight", ""),
+        ("multi_modal_projector.norm.weight", ""),
+    ],
+)
+def test_names_of_tensors_in_a_model_of_text_and_images(stored: str, name: str) -> None:
+    assert text_name(stored) == name
+
+
+def test_two_tensors_for_one_name_are_refused(directory: Path) -> None:
+    values = json.loads((directory / "config.json").read_text()) | {"model_type": "mistral"}
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": values, "vision_config": {}}
+    (directory / "config.json").write_text(json.dumps(config))
+    load_model(directory, torch.float32, CPU)
+    twice = tensors() | {"language_model.model.norm.weight": torch.ones(8)}
+    save_file(twice, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=r"norm\.weight' is stored besides another tensor for model\.norm\.weight"):
+        load_model(directory, torch.float32, CPU)
 
 
 def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:

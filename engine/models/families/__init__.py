@@ -9,6 +9,7 @@ from engine.models.config import ConfigReader, check_architecture, eos_token_ids
 from engine.models.families import experts, gemma, latent, llama
 from engine.models.spec import ModelConfig
 from engine.models.weight_map import ExpertNames, WeightMap
+from shared.model_files import is_multimodal, text_values
 
 LLAMA = WeightMap()
 
@@ -60,6 +61,19 @@ UNSUPPORTED = {
     "GlmMoeDsaForCausalLM": latent.NO_INDEX,
 }
 
+# Models of text and images, of which the text decoder is served; and the decoder's architecture by its `model_type`.
+MULTIMODAL = (
+    "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Mistral3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)  # fmt: skip
+DECODERS = {
+    "gemma3_text": "Gemma3ForCausalLM", "gemma4_text": "Gemma4ForCausalLM", "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM", "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM", "qwen3_vl_text": "Qwen3ForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}  # fmt: skip
+
 
 def read_model_config(directory: Path) -> ModelConfig:
     """Read config.json and the end tokens of generation_config.json. Raises ValueError if a value is invalid."""
@@ -67,6 +81,23 @@ def read_model_config(directory: Path) -> ModelConfig:
     names = keys.values.get("architectures")
     if isinstance(names, list) and len(names) == 1 and str(names[0]) in UNSUPPORTED:
         keys.refuse("architectures", UNSUPPORTED[str(names[0])])
-    config = FAMILIES[check_architecture(keys, FAMILIES)].read(keys)
+    if check_architecture(keys, (*FAMILIES, *MULTIMODAL)) in MULTIMODAL or is_multimodal(keys.values):
+        keys = _decoder(keys, directory / "config.json")
+    config = FAMILIES[str(keys.values["architectures"][0])].read(keys)
     read_scheme(directory)  # raises ValueError if the quantization is not supported
     return replace(config, eos_token_ids=eos_token_ids(keys, directory, config.vocab_size))
+
+
+def _decoder(keys: ConfigReader, file: Path) -> ConfigReader:
+    """Return the reader of the text decoder's keys in the config.json of a model of text and images."""
+    prefix = "text_config." if isinstance(keys.values.get("text_config"), dict) else ""
+    values = dict(text_values(keys.values))
+    name = DECODERS.get(str(values.get("model_type")), "")
+    if name not in FAMILIES:
+        known = [kind for kind, decoder in DECODERS.items() if decoder in FAMILIES]
+        ConfigReader(values, file, prefix).refuse("model_type", f"supported are {', '.join(known)}")
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(given := values.get(key), dict):
+            # The positions of text are equal on all axes, so that it is rotated as by the default embedding.
+            values[key] = {name: "default" if value == "mrope" else value for name, value in given.items()}
+    return ConfigReader(values | {"architectures": [name]}, file, prefix)

@@ -45,7 +45,9 @@ def test_the_time_of_every_request_adds_up_and_its_spans_are_in_order(served: Cl
         times = [row[f"{name}_ms"] for name in ("accepted", "first_token", "second_token", "last_token", "ended")]
         assert times == sorted(times)
         assert (row["prefill"], row["decode"], row["generated_tokens"]) == ("prefill-0", "decode-0", 12)
-        wait_for(lambda row=row: {span["kind"] for span in timeline(served, row)} >= SPANS, "both nodes report all spans")
+        wait_for(
+            lambda row=row: {span["kind"] for span in timeline(served, row)} >= SPANS, "both nodes report all spans"
+        )
         spans = timeline(served, row)
         assert sum(span["tokens"] for span in spans if span["kind"] == "chunk") == 200
         assert all(span["start_ms"] <= span["end_ms"] for span in spans)

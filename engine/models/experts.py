@@ -51,7 +51,7 @@ class Experts:
         candidates = scores if self.correction is None else scores + self.correction
         if spec.groups > 1:
             grouped = candidates.view(-1, spec.groups, spec.num_experts // spec.groups)
-            group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+            group_scores = grouped.topk(min(spec.group_scores, grouped.shape[-1]), dim=-1).values.sum(-1)
             _, kept = _best(group_scores, spec.top_groups)
             outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
             candidates = grouped.masked_fill(outside[..., None], -torch.inf).flatten(1)

@@ -123,10 +123,11 @@ class MoeSpec:
     """A mixture of experts (Shazeer et al. 2017): each token uses the `top_k` experts with the best scores.
 
     `score` maps the router's logits to scores. If `corrects`, a bias is added to the scores for the choice only, and
-    with several `groups` the choice is limited to the `top_groups` best ones (DeepSeek-V3). `scores_chosen`: scores are
-    computed from the logits of the chosen experts alone. The weights of the chosen experts are divided by their sum if
-    `renormalizes`, and multiplied by `scale`. The `shared` expert takes every token, and is gated if `gates_shared`.
-    If `scales_experts`, the weight of each expert is also multiplied by a number of its own (Gemma 4).
+    with several `groups` the choice is limited to the `top_groups` best ones, by the sum of a group's `group_scores`
+    best scores (DeepSeek). `scores_chosen`: scores are computed from the logits of the chosen experts alone. The
+    weights of the chosen experts are divided by their sum if `renormalizes`, and multiplied by `scale`. The `shared`
+    expert takes every token, and is gated if `gates_shared`. If `scales_experts`, the weight of each expert is also
+    multiplied by a number of its own (Gemma 4).
     """
 
     num_experts: int
@@ -139,6 +140,7 @@ class MoeSpec:
     corrects: bool = False
     groups: int = 1
     top_groups: int = 1
+    group_scores: int = 2
     router_bias: bool = False
     shared: MlpSpec | None = None
     gates_shared: bool = False

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
@@ -149,6 +150,17 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "qwen3 moe": Qwen3MoeConfig(**SIZES, **QWEN_MOE, num_key_value_heads=2, head_dim=16, norm_topk_prob=True),
     "glm4 moe": Glm4MoeConfig(**SIZES, **GLM_MOE, num_key_value_heads=2, head_dim=16, use_qk_norm=True),
+    "deepseek v2": DeepseekV2Config(
+        **SIZES,
+        **LATENT,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.5,
+        rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek v2 lite": DeepseekV2Config(**SIZES, **LATENT | {"q_lora_rank": None}, first_k_dense_replace=1),
     "deepseek v3": DeepseekV3Config(
         **SIZES, **LATENT, first_k_dense_replace=1, n_group=4, topk_group=2, rope_parameters=DEEPSEEK_YARN
     ),

@@ -27,6 +27,7 @@ GEMMA = WeightMap(
     post_mlp_norm="post_feedforward_layernorm", norms_are_offsets=True,
 )  # fmt: skip
 MIXTRAL = ExpertNames("block_sparse_moe.experts.{}", router="block_sparse_moe.gate", gate_up=("w1", "w3"), down="w2")
+DEEPSEEK2 = ExpertNames(shared="mlp.shared_experts")
 GLM = ExpertNames(shared="mlp.shared_experts", correction="mlp.gate.e_score_correction_bias")
 MISTRAL4 = ExpertNames(shared="mlp.shared_experts", fused=True, each="mlp.experts")
 GPT_OSS = ExpertNames("mlp.experts", router="mlp.router", gate_up=("gate_up_proj",), down="down_proj", stacked=True)
@@ -46,6 +47,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(experts.qwen2_moe),
     "Qwen3MoeForCausalLM": Family(experts.qwen3_moe),
     "Glm4MoeForCausalLM": Family(experts.glm4_moe, WeightMap(experts=GLM)),
+    "DeepseekV2ForCausalLM": Family(latent.deepseek_v2, WeightMap(experts=DEEPSEEK2)),
     "DeepseekV3ForCausalLM": Family(latent.deepseek_v3, WeightMap(experts=GLM)),
     "Glm4MoeLiteForCausalLM": Family(latent.glm4_moe_lite, WeightMap(experts=GLM)),
     "Mistral4ForCausalLM": Family(latent.mistral4, WeightMap(experts=MISTRAL4)),

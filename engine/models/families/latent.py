@@ -1,4 +1,4 @@
-"""Models with latent attention: DeepSeek V3 and R1, GLM-4.7-Flash, Mistral Small 4."""
+"""Models with latent attention: DeepSeek V2, V3 and R1, GLM-4.7-Flash, Mistral Small 4."""
 
 import math
 from collections.abc import Callable
@@ -12,14 +12,33 @@ from engine.models.spec import LatentSpec, LayerSpec, ModelConfig, MoeSpec, Rope
 NO_INDEX = "models that choose tokens by an index (DeepSeek V3.2, GLM-5) are not supported"
 
 
+def deepseek_v2(keys: ConfigReader) -> ModelConfig:
+    dense = _dense_layers(keys, 0)
+    keys.require("scoring_func", "softmax", "softmax")
+    keys.require("norm_topk_prob", False, False)  # implementations differ in how they combine it with the scale
+    moe = replace(sigmoid_moe(keys, 64), score="softmax", corrects=False, renormalizes=False, group_scores=1)
+    method = keys.text("topk_method", "greedy")
+    if method not in {"greedy", "group_limited_greedy"}:
+        keys.refuse("topk_method", "supported are greedy and group_limited_greedy")
+    if method == "greedy":
+        moe = replace(moe, groups=1, top_groups=1)
+    return _model(keys, latent(keys, 1536, 512, 128, 128), moe, lambda index: index >= dense)
+
+
 def deepseek_v3(keys: ConfigReader) -> ModelConfig:
-    dense = keys.values.get("first_k_dense_replace", 3)
-    if type(dense) is not int or dense < 0:
-        keys.refuse("first_k_dense_replace", "it must be a number of layers")
-    keys.require("moe_layer_freq", 1, 1)
+    dense = _dense_layers(keys, 3)
     keys.require("topk_method", "noaux_tc", "noaux_tc")
     keys.require("scoring_func", "sigmoid", "sigmoid")
     return _model(keys, latent(keys, 1536, 512, 128, 128), sigmoid_moe(keys, 256), lambda index: index >= dense)
+
+
+def _dense_layers(keys: ConfigReader, default: int) -> int:
+    """Return the number of layers without experts, which are the first ones."""
+    dense = keys.values.get("first_k_dense_replace", default)
+    if type(dense) is not int or dense < 0:
+        keys.refuse("first_k_dense_replace", "it must be a number of layers")
+    keys.require("moe_layer_freq", 1, 1)
+    return dense
 
 
 def glm4_moe_lite(keys: ConfigReader) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Reads a model's safetensors files. Rejects pickled weights, and runs no code from the model's files."""
+"""Reads a model's weight files: safetensors or GGUF. Rejects pickled weights, and runs no code from the files."""
 
 from collections.abc import Collection
 from hashlib import blake2b
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # most functions read only headers, and torch takes seconds t
 
 MAX_NAME_BYTES = 255  # the limit that file systems have
 EDGE_BYTES = 2**20  # how much of each end of a file the fingerprint covers
+GGUF = ".gguf"
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NOT_TEXT = (  # parts of models of several modalities
@@ -36,9 +37,12 @@ def fingerprint(directory: Path) -> str:
     for file in weight_files(directory):
         size = file.stat().st_size
         digest.update(f"\0{file.name}\0{size}\0".encode())
-        with _open(file), file.open("rb") as stream:
-            start = stream.read(8)  # the length of the header, which safetensors has checked
-            digest.update(start + stream.read(int.from_bytes(start, "little") + EDGE_BYTES))
+        length = 0
+        if file.suffix != GGUF:
+            with _open(file), file.open("rb") as stream:  # safetensors checks the length of the header
+                length = 8 + int.from_bytes(stream.read(8), "little")
+        with file.open("rb") as stream:
+            digest.update(stream.read(length + EDGE_BYTES))
             stream.seek(max(0, size - EDGE_BYTES))
             digest.update(stream.read())
     return digest.hexdigest()
@@ -54,13 +58,17 @@ def weight_files(directory: Path) -> list[Path]:
         return [_inside(directory, name) for name in sorted(set(map(str, named.values())))]
     if (directory / "model.safetensors").exists():
         return [_inside(directory, "model.safetensors")]
+    if ggufs := sorted(directory.glob("*.gguf")):
+        if len(ggufs) > 1:
+            raise ValueError(f"{directory}: has {len(ggufs)} GGUF files; keep one, which must hold the whole model")
+        return [_inside(directory, ggufs[0].name, GGUF)]
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
         raise ValueError(f"{directory}: has only pickled weights (.bin, .pt), which can run code; use safetensors")
     raise ValueError(f"{directory}: has neither model.safetensors nor {INDEX}")
 
 
-def _inside(directory: Path, name: str) -> Path:
-    """Return the file's path. Raises ValueError if it is not a safetensors file inside the directory.
+def _inside(directory: Path, name: str, suffix: str = ".safetensors") -> Path:
+    """Return the file's path. Raises ValueError if it is not a file with this suffix inside the directory.
 
     A snapshot in the hub's cache may link to the hub's own blob directory. Links to other places outside the directory
     are rejected.
@@ -68,8 +76,8 @@ def _inside(directory: Path, name: str) -> Path:
     file, home = directory / name, directory.resolve()
     allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     is_name = Path(name).name == name and name.isprintable() and len(name.encode()) <= MAX_NAME_BYTES
-    if not is_name or file.resolve().parent not in allowed or file.suffix != ".safetensors":
-        raise ValueError(f"{directory}: weight file {name[:100]!r} is not a safetensors file in this directory")
+    if not is_name or file.resolve().parent not in allowed or file.suffix != suffix:
+        raise ValueError(f"{directory}: weight file {name[:100]!r} is not a {suffix[1:]} file in this directory")
     if not file.is_file():
         raise ValueError(f"{file}: missing, though {INDEX} names it; download the model again")
     return file
@@ -84,6 +92,8 @@ def stored_dtype(directory: Path) -> str:
     """Return torch's name for the dtype of the first matrix in the weight files. Raises ValueError as `Checkpoint`
     does."""
     for file in weight_files(directory):
+        if file.suffix == GGUF:
+            return "bfloat16"
         opened = _open(file)
         for name in _tensor_names(file):
             tensor = opened.get_slice(name)
@@ -109,6 +119,10 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     tensor is in two files."""
     files: dict[str, Path] = {}
     for file in weight_files(directory):
+        if file.suffix == GGUF:
+            from engine.formats.gguf import read_entries
+
+            return dict.fromkeys(read_entries(file)[1], file)
         for name in _tensor_names(file):
             if name in files:
                 raise ValueError(f"{file}: tensor {name!r} is also in another file")
@@ -202,10 +216,24 @@ class Checkpoint:
 def check_finite(directory: Path) -> None:
     """Raise ValueError if a weight is NaN or infinite. Reads all weights, which takes as long as loading the model."""
     for file in weight_files(directory):
+        if file.suffix == GGUF:
+            _check_finite_gguf(file)
+            continue
         for name in _tensor_names(file):
             with _open(file, "pt") as opened:
                 if not bool(opened.get_tensor(name).float().isfinite().all()):
                     raise ValueError(f"{file}: tensor {name!r} holds NaN or infinity; download the model again")
+
+
+def _check_finite_gguf(file: Path) -> None:
+    import torch
+
+    from engine.formats.forms import dense
+    from engine.formats.gguf import read_entries, read_tensor
+
+    for name, entry in read_entries(file)[1].items():
+        if not bool(dense(read_tensor(file, entry, torch.device("cpu"))).isfinite().all()):
+            raise ValueError(f"{file}: tensor {name!r} holds NaN or infinity; download the model again")
 
 
 def _open(file: Path, framework: str = "np") -> Any:

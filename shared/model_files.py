@@ -36,6 +36,11 @@ def resolve(model: str) -> Path:
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path
+    if path.suffix == ".gguf" and path.is_file():
+        raise ValueError(
+            f"model {model!r} is a file; use its directory, with the original model's config.json and "
+            "tokenizer.json in it"
+        )
     if path.exists() or not HUB_ID.fullmatch(model):
         raise ValueError(f"model {model!r} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
     try:

@@ -11,6 +11,7 @@ from torch.nn.functional import embedding
 
 from engine.attention import AttentionLayer
 from engine.formats.forms import Weight, dense, joined, rows_of
+from engine.formats.gguf import GgufCheckpoint
 from engine.formats.reader import UNUSED, QuantizedReader
 from engine.formats.scheme import read_scheme
 from engine.linear import Linear, LinearFormat, Lookup, Plain
@@ -21,7 +22,7 @@ from engine.models.latent import HeadProducts, LatentProducts
 from engine.models.mlp import Mlp
 from engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
 from engine.models.weight_map import LLAMA, WeightMap
-from engine.weights import Checkpoint
+from engine.weights import GGUF, Checkpoint, weight_files
 
 Take = Callable[..., Tensor]  # called once per tensor, with its name and shape
 
@@ -32,8 +33,14 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     `dtype` is the dtype of activations. `linear` is the format of weight matrices, by default plain tensors in `dtype`.
     Raises ValueError, with the name of the key or the tensor, if config.json or a weight file is invalid.
     """
-    config, scheme, checkpoint = read_model_config(path), read_scheme(path), Checkpoint(path, device)
-    names = FAMILIES[config.architecture].weights
+    config = read_model_config(path)
+    names, file = FAMILIES[config.architecture].weights, weight_files(path)[0]
+    if file.suffix == GGUF:
+        source = GgufCheckpoint(file, config, device)
+        model = assemble(source.take, config, dtype, linear or Plain(dtype), names, source)
+        source.finish()
+        return model
+    scheme, checkpoint = read_scheme(path), Checkpoint(path, device)
     reader = None if scheme is None else QuantizedReader(checkpoint, scheme)
     model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names, reader)
     # Some files also contain a copy of a tied matrix, or the frequencies that old versions of transformers stored.
@@ -50,7 +57,7 @@ def assemble(
     dtype: torch.dtype,
     linear: LinearFormat,
     names: WeightMap = LLAMA,
-    reader: QuantizedReader | None = None,
+    reader: QuantizedReader | GgufCheckpoint | None = None,
 ) -> Decoder:
     """Build a decoder from the tensors that `take` returns. `dtype` is the dtype of activations.
 
@@ -71,7 +78,7 @@ class _Loader:
     dtype: torch.dtype
     linear: LinearFormat
     names: WeightMap
-    reader: QuantizedReader | None
+    reader: QuantizedReader | GgufCheckpoint | None
 
     def vocabulary(self) -> tuple[Lookup, Linear]:
         """Return the embedding and the output head."""

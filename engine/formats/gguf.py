@@ -1,0 +1,230 @@
+"""Reads GGUF files (llama.cpp). Only the tensors are used; config.json and tokenizer.json describe the model.
+
+Lengths in the header are checked against the size of the file before anything is read, because files are not trusted.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from engine.formats.forms import INTEGERS, GroupedWeight, Weight, dense, packed, rows_of
+from engine.models.spec import ModelConfig
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}  # fmt: skip
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+# Types of tensors, by number: the name, and the numbers of values and of bytes in a block.
+TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144), 14: ("Q6_K", 256, 210),
+}  # fmt: skip
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of values of metadata, by type
+STRING, ARRAY = 8, 9
+HEADER_BYTES = 2**26  # the header has the tokenizer's vocabulary, of a few MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    kind: str
+    shape: tuple[int, ...]
+    start: int  # in the file
+    num_bytes: int
+
+
+class _Header:
+    """A cursor over the first bytes of a file. Raises ValueError at the end of these bytes."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        with file.open("rb") as stream:
+            self._data = stream.read(HEADER_BYTES)
+        self.at = 0
+
+    def skip(self, count: int) -> bytes:
+        if count > len(self._data) - self.at:
+            raise ValueError(f"{self.file}: the header is cut off or malformed; download the file again")
+        self.at += count
+        return self._data[self.at - count : self.at]
+
+    def number(self, form: str = "<Q") -> int:
+        (value,) = struct.unpack(form, self.skip(struct.calcsize(form)))
+        return int(value)
+
+    def text(self) -> str:
+        return self.skip(self.number()).decode(errors="replace")
+
+    def value(self) -> str | int | None:
+        """Return a string or an integer of 32 bits, and skip other values."""
+        kind = self.number("<I")
+        if kind == STRING:
+            return self.text()
+        if kind in {4, 5}:
+            return self.number("<I")
+        if kind == ARRAY:
+            kind, count = self.number("<I"), self.number()
+            if kind == STRING:
+                for _ in range(count):
+                    self.skip(self.number())
+                return None
+            self.skip(count * VALUE_BYTES.get(kind, len(self._data)))
+            return None
+        self.skip(VALUE_BYTES.get(kind, len(self._data)))
+        return None
+
+
+def read_entries(file: Path) -> tuple[str, dict[str, Entry]]:
+    """Return the architecture and the tensors of a file. Raises ValueError if the header is malformed, a tensor is
+    outside of the file, or its type is not supported."""
+    header = _Header(file)
+    if header.skip(4) != b"GGUF" or header.number("<I") not in {2, 3}:
+        raise ValueError(f"{file}: not a GGUF file of version 2 or 3")
+    num_tensors, num_values = header.number(), header.number()
+    values = {}
+    for _ in range(num_values):
+        name = header.text()
+        values[name] = header.value()
+    found = []
+    for _ in range(num_tensors):
+        name = header.text()
+        dims = [header.number() for _ in range(header.number("<I"))]
+        found.append((name, tuple(reversed(dims)), header.number("<I"), header.number()))
+    alignment = values.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"{file}: general.alignment is {alignment!r}: it must be a positive number")
+    start, size, entries = -(-header.at // alignment) * alignment, file.stat().st_size, {}
+    for name, shape, number, offset in found:
+        if number not in TYPES:
+            supported = ", ".join(kind for kind, _, _ in TYPES.values())
+            raise ValueError(f"{file}: tensor {name[:100]!r} has type {number} of ggml; supported are {supported}")
+        kind, block, block_bytes = TYPES[number]
+        count = math.prod(shape)
+        num_bytes = count // block * block_bytes
+        if not shape or shape[-1] % block or start + offset + num_bytes > size or name in entries:
+            raise ValueError(f"{file}: tensor {name[:100]!r} is malformed or cut off; download the file again")
+        entries[name] = Entry(kind, shape, start + offset, num_bytes)
+    return str(values.get("general.architecture")), entries
+
+
+class GgufCheckpoint:
+    """The tensors of a GGUF file, by their names in Hugging Face checkpoints, each returned once on `device`.
+
+    Matrices in Q4_0 keep their 4-bit codes. Other quantized tensors become float16. Methods raise ValueError, with the
+    name of the tensor, if it is missing, or has another shape than the config.
+    """
+
+    def __init__(self, file: Path, config: ModelConfig, device: torch.device) -> None:
+        self._file = file
+        self._config = config
+        self._device = device
+        self._architecture, self._entries = read_entries(file)
+        expected = ARCHITECTURES.get(config.architecture)
+        if expected is None:
+            known = ", ".join(ARCHITECTURES)
+            raise ValueError(f"{file}: GGUF is supported for {known}; use safetensors for {config.architecture}")
+        if self._architecture != expected:
+            raise ValueError(
+                f"{file}: general.architecture is {self._architecture!r}, but config.json describes {expected!r}"
+            )
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        return dense(self._read(name, shape, codes=False))
+
+    def matrix(self, name: str, out: int, width: int) -> Weight:
+        return self._read(f"{name}.weight", (out, width), codes=True)
+
+    def stacked(self, name: str, count: int, width: int, out: int) -> NoReturn:
+        raise ValueError(f"{self._file}: {name}: GGUF with experts is not supported")
+
+    def finish(self) -> None:
+        """Raise ValueError if a tensor was not taken. This does not apply to `rope_freqs`, whose values derive from
+        config.json, and to a copy of a tied matrix."""
+        known = {"rope_freqs.weight"} | ({"output.weight"} if self._config.tie_word_embeddings else set())
+        if left := self._entries.keys() - known:
+            raise ValueError(
+                f"{self._file}: {len(left)} tensors are not part of the model that config.json describes, "
+                f"such as {min(left)[:100]!r}"
+            )
+
+    def _read(self, name: str, shape: tuple[int, ...], codes: bool) -> Weight:
+        entry = self._entries.pop(own := gguf_name(name), None)
+        if entry is None:
+            raise ValueError(f"{self._file}: tensor {own!r} is missing; the config needs {list(shape)}")
+        if entry.shape != shape:
+            raise ValueError(f"{self._file}: tensor {own!r} is {list(entry.shape)}, the config needs {list(shape)}")
+        weight = read_tensor(self._file, entry, self._device, codes)
+        part = name.split(".")[-2]
+        if self._architecture != "llama" or part not in {"q_proj", "k_proj"}:
+            return weight
+        # llama.cpp rotates adjacent rows of a head, and the checkpoint rows i and i + head_dim / 2.
+        halves = torch.arange(shape[0], device=self._device).view(-1, self._config.head_dim // 2, 2)
+        return rows_of(weight, halves.transpose(1, 2).flatten())
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{NAMES.get(stem, stem)}.{kind}"
+    _, _, index, part = stem.split(".", 3)
+    return f"blk.{index}.{NAMES.get(part, part)}.{kind}"
+
+
+def read_tensor(file: Path, entry: Entry, device: torch.device, codes: bool = False) -> Weight:
+    """Return a tensor. With `codes`, a tensor in Q4_0 keeps its codes."""
+    with file.open("rb") as stream:
+        stream.seek(entry.start)
+        data = bytearray(stream.read(entry.num_bytes))
+    stored = torch.frombuffer(data, dtype=torch.uint8).to(device)
+    if entry.kind in FLOATS:
+        return stored.view(FLOATS[entry.kind]).view(entry.shape)
+    _, _, block_bytes = next(one for one in TYPES.values() if one[0] == entry.kind)
+    blocks = stored.view(-1, block_bytes)
+    if entry.kind == "Q4_0":
+        four = torch.cat((blocks[:, 2:] & 15, blocks[:, 2:] >> 4), 1).view(entry.shape)
+        scales = _halves(blocks[:, :2]).view(*entry.shape[:-1], -1)
+        weight = GroupedWeight(packed(four), INTEGERS, scales)
+        return weight if codes else weight.dense().half()
+    values = {"Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k}[entry.kind](blocks)
+    return values.half().view(entry.shape)
+
+
+def _halves(stored: Tensor) -> Tensor:
+    """Return float16 numbers, stored as [blocks, 2], as float32 [blocks, 1]."""
+    return stored.contiguous().view(torch.float16).float()
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return _halves(blocks[:, :2]) * blocks[:, 2:].contiguous().view(torch.int8)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    """Eight groups of 32 values, each with a scale and a minimum of 6 bits."""
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1) * _halves(blocks[:, :2])
+    least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1) * _halves(blocks[:, 2:4])
+    pairs = blocks[:, 16:].view(-1, 4, 1, 32)
+    codes = torch.cat((pairs & 15, pairs >> 4), 2).view(-1, 8, 32)
+    return scales[..., None] * codes - least[..., None]
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    """Sixteen groups of 16 values, each with a scale of 8 bits. The upper two bits of the codes are stored apart."""
+    low = blocks[:, :128].view(-1, 2, 1, 2, 32)
+    low = torch.cat((low & 15, low >> 4), 2).view(-1, 2, 4, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)
+    codes = low | (blocks[:, 128:192].view(-1, 2, 1, 32) >> shifts & 3) << 4
+    scales = _halves(blocks[:, 208:]) * blocks[:, 192:208].contiguous().view(torch.int8)
+    return scales[..., None] * (codes.view(-1, 16, 16).float() - 32)

@@ -7,7 +7,6 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -145,9 +144,6 @@ class GgufCheckpoint:
 
     def matrix(self, name: str, out: int, width: int) -> Weight:
         return self._read(f"{name}.weight", (out, width), codes=True)
-
-    def stacked(self, name: str, count: int, width: int, out: int) -> NoReturn:
-        raise ValueError(f"{self._file}: {name}: GGUF with experts is not supported")
 
     def finish(self) -> None:
         """Raise ValueError if a tensor was not taken. This does not apply to `rope_freqs`, whose values derive from

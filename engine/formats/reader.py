@@ -10,7 +10,7 @@ from engine.weights import Checkpoint
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, within eight, of each nibble of an AWQ integer, low bits first
 UNUSED = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
-    ".kv_scale", ".activation_scale", ".activation_scale_ub", ".input_scale_ub", ".weight_shape",
+    ".kv_scale", ".activation_scale", "_proj_activation_scale", ".activation_scale_ub", ".input_scale_ub", ".weight_shape",
 )  # fmt: skip
 Codes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # codes [out, in], scales, zeros, groups of inputs
 
@@ -47,6 +47,26 @@ class QuantizedReader:
         scales = self._exponents(f"{name}_scales", count, out, width // 32)
         return [GroupedWeight(codes.flatten(1), E2M1, own) for codes, own in zip(blocks, scales, strict=True)]
 
+    def fused(self, name: str, count: int, out: int, width: int) -> list[Tensor]:
+        """Return the matrices [out, width] of all experts, stored in one tensor (Mistral Small 4)."""
+        if self._scheme.layout != "fp8" or self._files.dtype_of(name) in {"F32", "BF16", "F16"}:
+            return list(self._files.take(name, count, out, width))
+        stored = self._files.codes(name, torch.float8_e4m3fn, count, out, width)
+        (high, wide), own = self._scheme.block, f"{name}_scale_inv"
+        if high:
+            scales = self._scale(own, count, -(-out // high), -(-width // wide))
+        else:  # one per expert, or one each for gate and up
+            shape = self._files.shape_of(own)
+            rows = 2 if shape == [count, 2, 1] and out % 2 == 0 else 1
+            scales = self._scale(own, *([count] if shape == [count] else [count, rows, 1])).view(count, rows, 1)
+            high, wide = out // rows, width
+        return [
+            self._finite(
+                name, one.float() * scale.repeat_interleave(high, 0)[:out].repeat_interleave(wide, 1)[:, :width]
+            )
+            for one, scale in zip(stored, scales, strict=True)
+        ]
+
     # ---- 8 bits ------------------------------------------------------------------------------------------------
 
     def _fp8(self, name: str, out: int, width: int) -> Tensor:
@@ -61,9 +81,13 @@ class QuantizedReader:
             scale = scale.repeat_interleave(high, 0)[:out].repeat_interleave(wide, 1)[:, :width]
         else:
             scale = self._channels(scale_name, out)[:, None]
-        dense = (weight * scale).bfloat16()
+        return self._finite(f"{name}.weight", weight * scale)
+
+    def _finite(self, name: str, values: Tensor) -> Tensor:
+        """Return the values in bfloat16. Refuse the tensor if one is NaN or infinite."""
+        dense = values.bfloat16()
         if not bool(dense.isfinite().all()):
-            self._files.refuse(f"{name}.weight", "holds NaN or infinity; download the model again")
+            self._files.refuse(name, "holds NaN or infinity; download the model again")
         return dense
 
     def _int8(self, name: str, out: int, width: int) -> Weight:

@@ -239,8 +239,8 @@ class _Loader:
 
     def fused(self, prefix: str, spec: MoeSpec) -> list[Mlp]:
         count, inner, hidden = spec.num_experts, spec.expert.inner, self.config.hidden_size
-        gate_up = self.take(f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
-        down = self.take(f"{prefix}.down_proj", count, hidden, inner)
+        gate_up = self.read_fused(f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
+        down = self.read_fused(f"{prefix}.down_proj", count, hidden, inner)
         return [
             Mlp(self.linear.make(one, None), self.linear.make(other, None), spec.expert.activation)
             for one, other in zip(gate_up, down, strict=True)
@@ -262,9 +262,15 @@ class _Loader:
 
     def read_stacked(self, name: str, count: int, width: int, out: int) -> list[Weight]:
         """Return the matrices [out, width] of the experts in one tensor."""
-        if self.reader is None:
-            return [one.T.contiguous() for one in self.take(name, count, width, out)]
-        return self.reader.stacked(name, count, width, out)
+        if isinstance(self.reader, QuantizedReader):
+            return self.reader.stacked(name, count, width, out)
+        return [one.T.contiguous() for one in self.take(name, count, width, out)]
+
+    def read_fused(self, name: str, count: int, out: int, width: int) -> list[Tensor]:
+        """Return the matrices [out, width] of the experts in one tensor."""
+        if isinstance(self.reader, QuantizedReader):
+            return self.reader.fused(name, count, out, width)
+        return list(self.take(name, count, out, width))
 
     def made(self, weight: Weight, bias: Tensor | None) -> Linear:
         """Convert a matrix to the format in which it is multiplied."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
@@ -61,7 +62,7 @@ from tests.engine.build import (
     thinned,
     torch_runner,
 )
-from tests.engine.quantized_files import quantize
+from tests.engine.quantized_files import change_config, quantize
 
 STORIES = Path(__file__).parents[1] / "data" / "stories260K"
 torch.set_num_threads(1)
@@ -364,6 +365,33 @@ def test_latent_attention_of_fp8_blocks(tmp_path: Path) -> None:
     quantize(source, target, "fp8 blocks")  # replaces the matrices of `source` by the values of the blocks
     values = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
     assert largest_difference(values.eval(), load_model(target, torch.float32, CPU)) <= 1e-4
+
+
+@pytest.mark.parametrize("block", [[16, 16], None], ids=["blocks", "one scale"])
+def test_experts_of_fp8_in_one_tensor(block: list[int] | None, tmp_path: Path) -> None:
+    save(CONFIGS["mistral4"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    values = load_file(file)
+    stored = dict(values)
+    for name, tensor in [(name, tensor) for name, tensor in values.items() if tensor.ndim == 3]:
+        count, out, width = tensor.shape
+        gates = 2 if "gate_up" in name else 1
+        high, wide = block or (out // gates, width)
+        scales = torch.rand(count, -(-out // high), -(-width // wide)) * 0.002 + 0.001
+        each = scales.repeat_interleave(high, 1)[:, :out].repeat_interleave(wide, 2)[..., :width]
+        codes = (tensor / each).clamp(-448, 448).to(torch.float8_e4m3fn)
+        values[name] = (codes.float() * each).bfloat16().float()
+        stored |= {name: codes, f"{name}_scale_inv": scales, f"{name}_activation_scale": torch.ones(count)}
+    save_file(values, file, {"format": "pt"})
+    expected = transformers.Mistral4ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    save_file(stored, file, {"format": "pt"})
+    change_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": block})
+    assert largest_difference(expected, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
+    save_file(
+        stored | {name: torch.full_like(scales, torch.nan) for name, scales in stored.items() if "_inv" in name}, file
+    )
+    with pytest.raises(ValueError, match=r"experts\.(gate_up|down)_proj_scale_inv' has a scale that is NaN"):
+        load_model(tmp_path, torch.float32, CPU)
 
 
 @torch.inference_mode()

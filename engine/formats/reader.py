@@ -10,7 +10,8 @@ from engine.weights import Checkpoint
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, within eight, of each nibble of an AWQ integer, low bits first
 UNUSED = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
-    ".kv_scale", ".activation_scale", "_proj_activation_scale", ".activation_scale_ub", ".input_scale_ub", ".weight_shape",
+    ".kv_scale", ".activation_scale", "_proj_activation_scale", ".activation_scale_ub", ".input_scale_ub",
+    ".weight_shape",
 )  # fmt: skip
 Codes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # codes [out, in], scales, zeros, groups of inputs
 

@@ -33,6 +33,7 @@ TYPES = {
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of values of metadata, by type
 STRING, ARRAY = 8, 9
+MAX_DIMS = 4
 HEADER_BYTES = 2**26  # the header has the tokenizer's vocabulary, of a few MiB
 
 
@@ -99,7 +100,9 @@ def read_entries(file: Path) -> tuple[str, dict[str, Entry]]:
     found = []
     for _ in range(num_tensors):
         name = header.text()
-        dims = [header.number() for _ in range(header.number("<I"))]
+        if (num_dims := header.number("<I")) > MAX_DIMS:
+            raise ValueError(f"{file}: tensor {name[:100]!r} has {num_dims} dimensions; ggml has at most {MAX_DIMS}")
+        dims = [header.number() for _ in range(num_dims)]
         found.append((name, tuple(reversed(dims)), header.number("<I"), header.number()))
     alignment = values.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:

@@ -1,7 +1,7 @@
 """Builds a decoder from the tensors of a checkpoint."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from engine.formats.gguf import GgufCheckpoint
 from engine.formats.reader import UNUSED, QuantizedReader
 from engine.formats.scheme import read_scheme
 from engine.linear import Linear, LinearFormat, Lookup, Plain
+from engine.models.config import read_json
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import Experts, ExpertsAlongside
 from engine.models.families import FAMILIES, read_model_config
@@ -23,6 +24,7 @@ from engine.models.mlp import Mlp
 from engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
 from engine.models.weight_map import LLAMA, WeightMap
 from engine.weights import GGUF, Checkpoint, weight_files
+from shared.model_files import is_multimodal
 
 Take = Callable[..., Tensor]  # called once per tensor, with its name and shape
 
@@ -41,6 +43,9 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
         source.finish()
         return model
     scheme, checkpoint = read_scheme(path), Checkpoint(path, device)
+    if config.tie_word_embeddings and is_multimodal(read_json(path / "config.json")):
+        # Some of these files say so because it is transformers' default, and have a matrix of their own.
+        config = replace(config, tie_word_embeddings=checkpoint.dtype_of("lm_head.weight") is None)
     reader = None if scheme is None else QuantizedReader(checkpoint, scheme)
     model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names, reader)
     # Some files also contain a copy of a tied matrix, or the frequencies that old versions of transformers stored.

@@ -347,6 +347,13 @@ def test_the_text_decoder_of_a_model_of_text_and_images(name: str, tmp_path: Pat
     assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
 
 
+def test_a_head_of_its_own_in_a_model_that_claims_to_have_none(tmp_path: Path) -> None:
+    """Files of Mistral 3 leave `tie_word_embeddings` out, and transformers writes its default when it saves them."""
+    reference_model = save(MULTIMODAL["mistral3"], tmp_path)
+    change_config(tmp_path, tie_word_embeddings=True)
+    assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
+
+
 def test_a_config_that_transformers_4_wrote_for_qwen2_5_vl(tmp_path: Path) -> None:
     """Its keys of the text decoder are not nested, and its rotary embedding has a type of its own."""
     reference_model = save(MULTIMODAL["qwen2.5 vl"], tmp_path)

@@ -7,7 +7,7 @@ from compare.load.outcome import CompletionReader, Outcome
 from compare.load.traces import read_trace
 from engine.emulation import load_emulation
 from engine.models.families import read_model_config
-from engine.weights import INDEX, fingerprint, stored_dtype
+from engine.weights import INDEX, fingerprint, stored_dtype, tensor_files
 from router.http.auth import ApiKeys
 from router.text.model_files import read_model
 from router.text.regex_safety import may_backtrack_exponentially
@@ -16,6 +16,7 @@ from shared.config.settings import NodeSettings, RouterSettings, resolve
 from shared.errors import ConfigError
 from tests.cluster.harness import ROOT
 from tests.engine.checkpoint_files import CONFIG, entry, raw
+from tests.engine.gguf_files import header
 from tests.fuzz.target import as_json, target, written
 
 FIELDS = [(kind, name) for kind in (RouterSettings, NodeSettings) for name in kind.model_fields]
@@ -66,6 +67,11 @@ TENSORS = raw({"a": entry(0, 8, [2]), "b": entry(8, 16, [2, 1], "F32")}, bytes(1
 def safetensors_files(data: bytes) -> None:
     written("weights/config.json", b"{}")
     stored_dtype(written("weights/model.safetensors", data).parent)
+
+
+@target(header([("a", [2, 32], 2, 0), ("b", [4], 0, 64)], "llama") + bytes(128), rejects=ValueError)
+def gguf_files(data: bytes) -> None:
+    tensor_files(written("gguf/model.gguf", data).parent)
 
 
 @target(TENSORS, rejects=ValueError)

@@ -51,7 +51,7 @@ class _Header:
     def __init__(self, file: Path) -> None:
         self.file = file
         with file.open("rb") as stream:
-            self._data = stream.read(HEADER_BYTES)
+            self._data = stream.read(min(HEADER_BYTES, file.stat().st_size))
         self.at = 0
 
     def skip(self, count: int) -> bytes:

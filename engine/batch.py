@@ -19,6 +19,20 @@ KEPT_ROWS = 1024  # number of cached rows beyond which the rows of ended request
 
 
 @dataclass(slots=True)
+class StateBatch:
+    """Where the recurrent states of S slices are in the KV pool, as a flat tensor of float32 elements.
+
+    `read`, `write` and `save` are int64 [S, units]: the offset of each unit of `engine.models.spec.state_units`, or -1
+    for none. A state that is not read begins with zeros. A state that is read is not written in the same step.
+    """
+
+    read: Tensor
+    write: Tensor
+    save: Tensor
+    save_at: Tensor  # int64 [S]: number of the slice's tokens after which its state is also saved, or 0 for never
+
+
+@dataclass(slots=True)
 class Batch:
     """A step's input: T tokens of S slices, one slice after another.
 
@@ -41,6 +55,7 @@ class Batch:
     sampled: list[int]  # indices of the slices that sample, ascending
     scored: list[tuple[int, int]]  # (slice, n): the first n rows of the slice need prompt logprobs
     carried: list[tuple[int, int]] = field(default_factory=list)
+    states: StateBatch | None = None  # only for models with recurrent layers
 
     @property
     def counts(self) -> list[int]:

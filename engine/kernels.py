@@ -10,6 +10,7 @@ from engine.batch import Batch
 from engine.kv_pool import KVPool
 from engine.models.rope import Rotation, rotate
 from engine.models.spec import Activation, AttentionSpec, ModelConfig
+from engine.recurrence import RecurrentLayer, recur
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
@@ -39,6 +40,17 @@ class StepKernels(Protocol):
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up, [T, n], where gate and up are the halves of `gate_up` [T, 2 * n]."""
 
+    def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
+        """Return rows * sigmoid(gate), [T, n]."""
+
+    def recur(self, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor) -> Tensor:
+        """Return the result of a recurrent layer before its output projection, [T, spec.inner].
+
+        `inputs` [T, spec.channels], `gate` [T, spec.inner] and `steps` are projections of the hidden states. A row of
+        `steps` has a number per value head: the step size of a state space. For the delta rule, the logit of the update
+        strength of each head precedes it. States are read and written as `Batch.states` says.
+        """
+
 
 class Kernels:
     """A set of kernels for one model and KV pool. `name` is shown to users."""
@@ -48,11 +60,10 @@ class Kernels:
     def __init__(self, config: ModelConfig, pool: KVPool) -> None:
         self.config = config
         self.pool = pool
-        kinds = list(dict.fromkeys((layer.mixer.rope, layer.mixer.rotated) for layer in config.layers))
+        kinds = list(dict.fromkeys((spec.rope, spec.rotated) for spec in config.attention))
         self.rotations = [Rotation.of(*kind, pool.tensor.device) for kind in kinds]
-        self.rotation_of = [kinds.index((one.mixer.rope, one.mixer.rotated)) for one in config.layers]
-        self.norms_values = [isinstance(one.mixer, AttentionSpec) and one.mixer.norms_values
-                             for one in config.layers]  # fmt: skip
+        self.rotation_of = [kinds.index((spec.rope, spec.rotated)) for spec in config.attention]
+        self.norms_values = [isinstance(spec, AttentionSpec) and spec.norms_values for spec in config.attention]
 
     def begin(self, batch: Batch) -> StepKernels:
         raise NotImplementedError
@@ -77,6 +88,7 @@ class TorchStep:
     def __init__(self, kernels: TorchKernels, batch: Batch) -> None:
         self._config = kernels.config
         self._kernels = kernels
+        self._batch = batch
         self._slots = batch.slots
         self._pool = kernels.pool.tensor
         angles = [rotation.angles(batch.positions) for rotation in kernels.rotations]
@@ -114,6 +126,12 @@ class TorchStep:
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated(gate_up, activation)
 
+    def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
+        return rows * gate.sigmoid()
+
+    def recur(self, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor) -> Tensor:
+        return recur(self._kernels.pool.floats, self._batch, layer, inputs, gate, steps, self._config.rms_norm_eps)
+
 
 def rotate_and_store_normed(
     kernels: Kernels,
@@ -125,7 +143,7 @@ def rotate_and_store_normed(
     k_norm: Tensor | None,
 ) -> Tensor:
     """Return `StepKernels.rotate_and_store` for a layer that norms values, with heads of the layout's size or twice."""
-    spec, layout = kernels.config.layers[layer].mixer, kernels.pool.layout
+    spec, layout = kernels.config.attention[layer], kernels.pool.layout
     assert isinstance(spec, AttentionSpec)
 
     def norm(heads: Tensor, weight: Tensor | None) -> Tensor:

@@ -36,6 +36,11 @@ class KVPool:
         rows = memory.rows if isinstance(memory.rows, Tensor) else torch.from_numpy(memory.rows)
         self.tensor = rows.view(DTYPES[layout.dtype]).view(layout.shape)
 
+    @property
+    def floats(self) -> Tensor:
+        """The pool as a flat float32 tensor, for recurrent states."""
+        return self.tensor.view(-1).view(torch.float32)
+
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the K and V of one layer as strided views [num_blocks, kv_heads, block_tokens, head_dim]."""
         both = self.tensor[:, :, index]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.emulation import load_emulation
 from engine.models.families import read_model_config
-from engine.models.spec import ModelConfig
+from engine.models.spec import ModelConfig, state_units
 from engine.weights import tensor_files
 from shared.kv.layout import HOST_KV_BYTES, KVLayout
 from shared.kv.memory import available_bytes
@@ -78,6 +78,11 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
         raise ValueError("--num-blocks 1: must be at least 2, because one block is a dummy")
     if (options.emulate or options.runner == "hash") and options.device.startswith("cuda"):
         raise ValueError(f"--device {options.device}: --emulate and --runner hash need no GPU; use --device cpu")
+    if state_units(config) and options.runner == "torch" and not options.emulate:
+        raise ValueError(
+            f"{path}: {config.architecture} has layers with a recurrent state, which nodes cannot keep yet; use a "
+            "model in which all layers have attention"
+        )
     tensor_files(path)
     if options.on_gpu:
         check_gpu("cuda" if options.device == "auto" else options.device)
@@ -133,7 +138,7 @@ def cpu_layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
     if dtype == "auto":  # a user who chooses int8 weights prefers speed to exactness
         dtype = "float16" if options.quantization == "int8" else "float32"
     size = options.block_size or CPU_BLOCK_TOKENS
-    one = KVLayout(1, config.num_kv_heads, config.num_layers, size, config.head_dim, dtype)
+    one = KVLayout(1, config.num_kv_heads, config.num_kv_layers, size, config.head_dim, dtype)
     num_blocks = options.num_blocks
     if options.emulate or options.runner == "hash":
         one = KVLayout(1, 1, 1, size, HASH_LANES, "float32")

@@ -101,7 +101,7 @@ class TorchRunner(Runner):
         self, model: Decoder, pool: KVPool, backend: AttentionBackend, kernels: Kernels, device: torch.device
     ) -> None:
         config, layout = model.config, pool.layout
-        wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
+        wanted = (config.num_kv_layers, config.num_kv_heads, config.head_dim)
         if (layout.layers, layout.kv_heads, layout.head_dim) != wanted:
             raise ValueError(f"the KV pool has the layout of another model: {layout}; this model needs {wanted}")
         self._model = model

@@ -23,7 +23,7 @@ from engine.cpu.layer_kernels import add_norm, norm, rotate_and_store, silu_mul
 from engine.cpu.panels import PanelLinear
 from engine.cpu.simd import address_at, emit_pointer, written
 from engine.linear import Linear
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import AttentionDecoderLayer, Decoder, DecoderLayer
 from engine.models.mlp import Mlp
 from engine.models.spec import MlpSpec
 
@@ -143,6 +143,7 @@ class FusedDecode:
         self._multiply(model.head, "normed", "hidden")  # each step replaces the address of the result
 
     def _write_attention(self, index: int, layer: DecoderLayer) -> None:
+        assert isinstance(layer, AttentionDecoderLayer)
         config, kernels, at = self._model.config, self._kernels, self._at
         self._multiply(layer.qkv, "normed", "qkv")
         shape = (config.num_heads, config.num_kv_heads, config.head_dim)
@@ -180,7 +181,9 @@ def is_plain(model: Decoder) -> bool:
     config = model.config
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
     plain = all(
-        layer.attention.is_plain
+        isinstance(layer, AttentionDecoderLayer)
+        and layer.attention.is_plain
+        and layer.gate is None
         and (layer.spec.query_scale, layer.spec.temperature) == (1, 0)
         and layer.post_attention_norm is None
         for layer in model.layers
@@ -198,7 +201,7 @@ def _mlp(layer: DecoderLayer) -> Mlp:
 def _linears(model: Decoder) -> list[Linear]:
     """Return all matrices that a pass multiplies by, in order of use."""
     inner = [
-        linear for layer in model.layers
+        linear for layer in model.layers if isinstance(layer, AttentionDecoderLayer)
         for linear in (layer.qkv, layer.output, _mlp(layer).gate_up, _mlp(layer).down)
     ]  # fmt: skip
     return [*inner, model.head]

@@ -7,10 +7,12 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.cpu import layer_kernels as numba_kernels
 from engine.cpu.malloc import empty
+from engine.cpu.recurrence import recur, sigmoid_gated
 from engine.cpu.simd import CODES
 from engine.kernels import Kernels, gated, rotate_and_store_latent, rotate_and_store_normed
 from engine.kv_pool import KVPool
 from engine.models.spec import Activation, ModelConfig
+from engine.recurrence import RecurrentLayer
 
 SILU_WORK = 8  # cost per element relative to a multiplication, because of the exponential
 
@@ -41,6 +43,7 @@ class NumbaStep:
 
     def __init__(self, kernels: NumbaKernels, batch: Batch) -> None:
         self._kernels = kernels
+        self._batch = batch
         self.angles = [rotation.angles(batch.positions) for rotation in kernels.rotations]
         self.slots = batch.slots.contiguous()
         self._pool = kernels.pool.tensor.data_ptr()
@@ -93,6 +96,13 @@ class NumbaStep:
         product = empty(rows, size)
         numba_kernels.silu_mul(SILU_WORK * product.numel(), rows, size, gate_up.data_ptr(), product.data_ptr())
         return product
+
+    def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
+        return sigmoid_gated(rows, gate)
+
+    def recur(self, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor) -> Tensor:
+        kernels = self._kernels
+        return recur(kernels.pool.floats, self._batch, layer, inputs, gate, steps, kernels.epsilon_at)
 
 
 def _checked(rows: Tensor) -> Tensor:

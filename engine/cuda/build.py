@@ -142,7 +142,7 @@ def _one_block(options: BuildOptions, model: Decoder) -> KVLayout:
     config = model.config
     dtype = str(model.dtype).removeprefix("torch.") if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     size = options.block_size or block_tokens_on_cuda(options.attention_backend, model.device)
-    return KVLayout(1, config.num_kv_heads, config.num_layers, size, config.head_dim, dtype)
+    return KVLayout(1, config.num_kv_heads, config.num_kv_layers, size, config.head_dim, dtype)
 
 
 def _room(options: BuildOptions, one: KVLayout, held: int, gpu: CudaAccelerator) -> int:

@@ -8,6 +8,7 @@ from engine.batch import Batch
 from engine.cuda import layer_kernels as triton_rows
 from engine.kernels import Kernels, gated, rotate_and_store_latent, rotate_and_store_normed
 from engine.models.spec import Activation
+from engine.recurrence import RecurrentLayer, recur
 
 SILU_BLOCK = 1024
 ELEMENTS_PER_WARP = 256  # fewer would leave lanes idle; more would not fit into registers
@@ -22,6 +23,12 @@ class TritonKernels(Kernels):
 
 
 class TritonStep:
+    """The element-wise kernels of one step on a GPU.
+
+    `TritonKernels.begin` creates this object for one batch, and the decoder uses it on the engine's thread. It writes
+    KV directly into the pool. Recurrent layers run the reference, one token after another.
+    """
+
     def __init__(self, kernels: TritonKernels, batch: Batch) -> None:
         self._kernels = kernels
         self._batch = batch
@@ -80,6 +87,13 @@ class TritonStep:
                 gate_up, out, gate_up.stride(0), width, BLOCK=SILU_BLOCK, num_warps=4
             )
         return out
+
+    def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
+        return rows * gate.sigmoid()
+
+    def recur(self, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor) -> Tensor:
+        kernels = self._kernels
+        return recur(kernels.pool.floats, self._batch, layer, inputs, gate, steps, kernels.config.rms_norm_eps)
 
 
 def _warps(elements: int, least: int) -> int:

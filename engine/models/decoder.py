@@ -13,24 +13,37 @@ from engine.models.experts import Experts, ExpertsAlongside
 from engine.models.latent import LatentProducts
 from engine.models.mlp import Mlp
 from engine.models.spec import AttentionSpec, LatentSpec, ModelConfig
+from engine.recurrence import RecurrentLayer
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class DecoderLayer:
-    attention: AttentionLayer
     attention_norm: Tensor
-    qkv: Linear  # weights of queries, keys and values of all heads, or of what they derive from, in one matrix
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    spec: AttentionSpec | LatentSpec
     output: Linear
     post_attention_norm: Tensor | None
     mlp_norm: Tensor
     mlp: Mlp | Experts
     post_mlp_norm: Tensor | None
-    latent: LatentProducts | None = None
     alongside: ExpertsAlongside | None = None
     scale: float = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionDecoderLayer(DecoderLayer):
+    attention: AttentionLayer
+    qkv: Linear  # weights of queries, keys and values of all heads, or of what they derive from, in one matrix
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    spec: AttentionSpec | LatentSpec
+    latent: LatentProducts | None = None
+    gate: Linear | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RecurrentDecoderLayer(DecoderLayer):
+    recurrent: RecurrentLayer
+    inputs: Linear  # weights of the inputs of the convolution, and of the gate, in one matrix
+    steps: Linear
 
 
 class Decoder:
@@ -55,11 +68,13 @@ class Decoder:
     def can_be_captured(self) -> bool:
         """Whether a CUDA graph can contain the pass. With experts it cannot, because launches depend on the choice.
 
-        Nor can it with latent attention or wide heads, because the buffers of graphs have heads of the layout's size.
+        Nor can it with latent attention or wide heads, because the buffers of graphs have heads of the layout's size,
+        and with recurrent layers, because these buffers contain no states.
         """
         return not any(
             isinstance(layer.mlp, Experts) or layer.alongside is not None
-            or layer.attention.latent or layer.attention.wide for layer in self.layers
+            or not isinstance(layer, AttentionDecoderLayer) or layer.attention.latent or layer.attention.wide
+            for layer in self.layers
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -75,13 +90,13 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             is_last = index + 1 == len(self.layers)
             if is_last and last is not None:
-                attended = self._attend(layer, normed, kernels, last, batch.positions, batch.logit_rows)
+                mixed = self._mix(layer, normed, kernels, last, batch.positions, batch.logit_rows)
             else:
-                attended = self._attend(layer, normed, kernels, attention, batch.positions)
-                attended = attended[batch.logit_rows] if is_last else attended
+                mixed = self._mix(layer, normed, kernels, attention, batch.positions)
+                mixed = mixed[batch.logit_rows] if is_last else mixed
             # After the KV of the last layer is stored, only the logit rows are needed.
             hidden = hidden[batch.logit_rows] if is_last else hidden
-            update = self._update(layer.output(attended), layer.post_attention_norm, kernels)
+            update = self._update(layer.output(mixed), layer.post_attention_norm, kernels)
             hidden, normed = kernels.add_norm(hidden, update, layer.mlp_norm)
             following = self.norm if is_last else self.layers[index + 1].attention_norm
             update = layer.mlp(normed, kernels)
@@ -93,9 +108,26 @@ class Decoder:
             hidden, normed = kernels.add_norm(hidden, update, following)
         return normed
 
+    def _mix(
+        self,
+        layer: DecoderLayer,
+        rows: Tensor,
+        kernels: StepKernels,
+        attention: AttentionPlan,
+        positions: Tensor,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        """Return the result of attention or of a recurrence, for all rows or only for `selected` if given."""
+        if isinstance(layer, AttentionDecoderLayer):
+            return self._attend(layer, rows, kernels, attention, positions, selected)
+        assert isinstance(layer, RecurrentDecoderLayer)
+        both, channels = layer.inputs(rows), layer.recurrent.spec.channels
+        result = kernels.recur(layer.recurrent, both[:, :channels], both[:, channels:], layer.steps(rows))
+        return result if selected is None else result[selected]
+
     @staticmethod
     def _attend(
-        layer: DecoderLayer,
+        layer: AttentionDecoderLayer,
         rows: Tensor,
         kernels: StepKernels,
         attention: AttentionPlan,
@@ -114,7 +146,10 @@ class Decoder:
             q = q * (1 + spec.temperature * (1 + steps).log()).to(q.dtype)[:, None, None]
         q = q if selected is None else q[selected]
         attended = attention.attend(layer.attention, q if spec.query_scale == 1 else q * spec.query_scale)
-        return (attended if latent is None else latent.values(attended)).flatten(1)
+        attended = (attended if latent is None else latent.values(attended)).flatten(1)
+        if layer.gate is None:
+            return attended
+        return kernels.sigmoid_gated(attended, layer.gate(rows if selected is None else rows[selected]))
 
     def _update(self, output: Tensor, norm: Tensor | None, kernels: StepKernels) -> Tensor:
         """Return the output of attention or of the MLP as it is added to the hidden states."""

@@ -16,12 +16,23 @@ from engine.formats.reader import UNUSED, QuantizedReader
 from engine.formats.scheme import read_scheme
 from engine.linear import Linear, LinearFormat, Lookup, Plain
 from engine.models.config import read_json
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import AttentionDecoderLayer, Decoder, DecoderLayer, RecurrentDecoderLayer
 from engine.models.experts import Experts, ExpertsAlongside
 from engine.models.families import FAMILIES, read_model_config
 from engine.models.latent import HeadProducts, LatentProducts
 from engine.models.mlp import Mlp
-from engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
+from engine.models.recurrent import inner_rows, recurrent_weights
+from engine.models.spec import (
+    AttentionSpec,
+    DeltaSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelConfig,
+    MoeSpec,
+    SsmSpec,
+    unit_sizes,
+)
 from engine.models.weight_map import LLAMA, WeightMap
 from engine.weights import GGUF, Checkpoint, weight_files
 from shared.model_files import is_multimodal
@@ -52,7 +63,8 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     copies = ("lm_head.weight",) if config.tie_word_embeddings else ()
     suffixes = ("self_attn.rotary_emb.inv_freq", *(() if scheme is None else UNUSED))
     drafter = range(config.num_layers, config.num_layers + config.drafter_layers)
-    checkpoint.finish(copies, suffixes, tuple(f"model.layers.{index}." for index in drafter))
+    unused = (f"model.layers.{index}." for index in drafter)
+    checkpoint.finish(copies, suffixes, (*unused, *names.unused))
     return model
 
 
@@ -97,8 +109,13 @@ class _Loader:
     def layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
         prefix, names, hidden = f"model.layers.{index}.", self.names, self.config.hidden_size
         attention, mlp = spec.mixer, spec.mlp
+        before = [layer.mixer for layer in self.config.layers[:index]]
+        if isinstance(attention, DeltaSpec | SsmSpec):
+            first = sum(len(unit_sizes(one)) for one in before if isinstance(one, DeltaSpec | SsmSpec))
+            return self.recurrent_layer(prefix, attention, mlp, first)
+        place = sum(isinstance(one, AttentionSpec | LatentSpec) for one in before)
         if isinstance(attention, LatentSpec):
-            return self.latent_layer(index, attention, mlp)
+            return self.latent_layer(prefix, place, attention, mlp)
         width, heads = attention.head_dim, rotated_first(attention)
 
         def head_norm(name: str) -> Tensor | None:
@@ -108,13 +125,15 @@ class _Loader:
             return self.norm(prefix + name, hidden) if spec.post_norms else None
 
         sinks = self.take(f"{prefix}self_attn.sinks", attention.heads).float() if attention.sinks else None
-        return DecoderLayer(
+        qkv, gate = self.qkv(prefix, attention)
+        return AttentionDecoderLayer(
             attention=AttentionLayer(
-                index, attention.window, attention.softcap, sinks,
+                place, attention.window, attention.softcap, sinks,
                 wide=attention.kv_heads if width != self.config.head_dim else 0,
             ),
             attention_norm=self.norm(prefix + names.attention_norm, hidden),
-            qkv=self.qkv(prefix, attention),
+            qkv=qkv,
+            gate=gate,
             q_norm=head_norm("q_norm"),
             k_norm=head_norm("k_norm"),
             spec=attention,
@@ -127,6 +146,30 @@ class _Loader:
             scale=float(self.take(f"{prefix}layer_scalar", 1)) if spec.scaled else 1.0,
         )  # fmt: skip
 
+    def recurrent_layer(
+        self, prefix: str, spec: DeltaSpec | SsmSpec, mlp: MlpSpec | MoeSpec, first: int
+    ) -> RecurrentDecoderLayer:
+        own, hidden = f"{prefix}{self.names.recurrent}.", self.config.hidden_size
+        biased = isinstance(spec, SsmSpec) and spec.bias
+        rows = inner_rows(spec, self.names.projections)
+        names = [own + name for name in self.names.projections]
+        weight, bias = self.parts(names, rows.sizes, hidden, biased)
+        inputs, steps = (
+            self.made(rows_of(weight, which), None if bias is None else bias[which])
+            for which in (rows.inputs, rows.steps)
+        )
+        return RecurrentDecoderLayer(
+            recurrent=recurrent_weights(self.take, own, spec, first),
+            inputs=inputs,
+            steps=steps,
+            attention_norm=self.norm(prefix + self.names.attention_norm, hidden),
+            output=self.matrix([f"{own}out_proj"], [hidden], spec.inner, biased),
+            post_attention_norm=None,
+            mlp_norm=self.norm(prefix + self.names.mlp_norm, hidden),
+            mlp=self.feed(prefix, mlp),
+            post_mlp_norm=None,
+        )
+
     def alongside(self, prefix: str, spec: MoeSpec) -> ExpertsAlongside:
         def norm(name: str) -> Tensor:
             return self.norm(f"{prefix}{name}", self.config.hidden_size)
@@ -137,8 +180,8 @@ class _Loader:
             norm("post_feedforward_layernorm_1"),
         )  # fmt: skip
 
-    def latent_layer(self, index: int, spec: LatentSpec, mlp: MlpSpec | MoeSpec) -> DecoderLayer:
-        prefix, hidden = f"model.layers.{index}.", self.config.hidden_size
+    def latent_layer(self, prefix: str, index: int, spec: LatentSpec, mlp: MlpSpec | MoeSpec) -> AttentionDecoderLayer:
+        hidden = self.config.hidden_size
         own, heads, query = f"{prefix}self_attn.", spec.heads, spec.nope_dim + spec.rope_dim
         turned = (
             torch.arange(spec.rope_dim).view(-1, 2).T.flatten() if spec.interleaved else torch.arange(spec.rope_dim)
@@ -150,7 +193,7 @@ class _Loader:
             down = [f"{own}q_a_proj", *down[0]], [spec.q_rank, spec.width]
         stored = torch.cat((torch.arange(spec.q_rank + spec.kv_rank), spec.q_rank + spec.kv_rank + turned))
         name = "q_b_proj" if spec.q_rank else "q_proj"
-        return DecoderLayer(
+        return AttentionDecoderLayer(
             attention=AttentionLayer(index, latent=spec.kv_rank),
             attention_norm=self.norm(f"{prefix}input_layernorm", hidden),
             qkv=self.matrix(*down, hidden, spec.bias, stored),
@@ -180,20 +223,34 @@ class _Loader:
         return HeadProducts([self.linear.make(weight.contiguous(), None) for weight in weights], None)
 
     def feed(self, prefix: str, spec: MlpSpec | MoeSpec) -> Mlp | Experts:
-        return self.experts(prefix, spec) if isinstance(spec, MoeSpec) else self.mlp(f"{prefix}mlp.", spec)
+        return self.experts(prefix, spec) if isinstance(spec, MoeSpec) else self.mlp(f"{prefix}{self.names.mlp}.", spec)
 
-    def qkv(self, prefix: str, spec: AttentionSpec) -> Linear:
-        """Return the matrix of queries, keys and values, with the dimensions of each query and key in rotated order."""
+    def qkv(self, prefix: str, spec: AttentionSpec) -> tuple[Linear, Linear | None]:
+        """Return the matrix of queries, keys and values, and that of the gate, if there is one.
+
+        The dimensions of each query and key are in rotated order.
+        """
         sizes, names = [count * spec.head_dim for count in (spec.heads, spec.kv_heads, spec.kv_heads)], self.names.qkv
         sizes = sizes if len(names) > 1 else [sum(sizes)]
         if spec.values_are_keys:
             sizes, names = sizes[:2], names[:2]
-        order = None
-        if spec.rope is not None and spec.rope.dims:
-            heads = torch.arange(spec.heads + spec.kv_heads)[:, None] * spec.head_dim + rotated_first(spec)
-            values = torch.arange(spec.kv_heads * spec.head_dim) + heads.numel()
+        order, starts = None, torch.arange(spec.heads + spec.kv_heads) * spec.head_dim
+        if spec.gated:  # the rows of a head's gate follow those of its query
+            sizes[0] *= 2
+            starts[: spec.heads] *= 2
+            starts[spec.heads :] += spec.heads * spec.head_dim
+        if spec.gated or (spec.rope is not None and spec.rope.dims):
+            heads = starts[:, None] + rotated_first(spec)
+            values = torch.arange(spec.kv_heads * spec.head_dim) + starts[-1] + spec.head_dim
             order = torch.cat((heads.flatten(), values))
-        return self.matrix([prefix + name for name in names], sizes, self.config.hidden_size, spec.qkv_bias, order)
+        weight, bias = self.parts([prefix + name for name in names], sizes, self.config.hidden_size, spec.qkv_bias)
+        if order is None:
+            return self.made(weight, bias), None
+        chosen = self.made(rows_of(weight, order), None if bias is None else bias[order])
+        if not spec.gated:
+            return chosen, None
+        gates = torch.arange(sizes[0]).view(spec.heads, 2, -1)[:, 1].flatten()
+        return chosen, self.made(rows_of(weight, gates), None if bias is None else bias[gates])
 
     def mlp(self, prefix: str, spec: MlpSpec, gate_up: tuple[str, ...] = (), down: str = "") -> Mlp:
         parts = gate_up or self.names.gate_up
@@ -216,7 +273,7 @@ class _Loader:
         if names.stacked:
             each = self.stacked(prefix + names.each, spec)
         elif names.fused:
-            each = self.fused(prefix + names.each, spec)
+            each = self.fused(f"{prefix}{names.each}.", spec)
         else:
             each = [
                 self.mlp(prefix + names.each.format(number) + ".", spec.expert, names.gate_up, names.down)
@@ -244,8 +301,9 @@ class _Loader:
 
     def fused(self, prefix: str, spec: MoeSpec) -> list[Mlp]:
         count, inner, hidden = spec.num_experts, spec.expert.inner, self.config.hidden_size
-        gate_up = self.read_fused(f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
-        down = self.read_fused(f"{prefix}.down_proj", count, hidden, inner)
+        names = self.names.experts
+        gate_up = self.read_fused(f"{prefix}{names.gate_up[0]}", count, 2 * inner, hidden)
+        down = self.read_fused(f"{prefix}{names.down}", count, hidden, inner)
         return [
             Mlp(self.linear.make(one, None), self.linear.make(other, None), spec.expert.activation)
             for one, other in zip(gate_up, down, strict=True)
@@ -253,13 +311,17 @@ class _Loader:
 
     def matrix(self, names: list[str], sizes: list[int], width: int, bias: bool, order: Tensor | None = None) -> Linear:
         """Return the matrix [sum of sizes, width] of the named parts, with its outputs in the given order."""
-        weights = joined([self.read(name, size, width) for name, size in zip(names, sizes, strict=True)])
-        biases = None
-        if bias:
-            biases = torch.cat([self.take(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)])
+        weights, biases = self.parts(names, sizes, width, bias)
         if order is not None:
             weights, biases = rows_of(weights, order), None if biases is None else biases[order]
         return self.made(weights, biases)
+
+    def parts(self, names: list[str], sizes: list[int], width: int, bias: bool) -> tuple[Weight, Tensor | None]:
+        """Return the matrix [sum of sizes, width] of the named parts, and its bias if it has one."""
+        weights = joined([self.read(name, size, width) for name, size in zip(names, sizes, strict=True)])
+        if not bias:
+            return weights, None
+        return weights, torch.cat([self.take(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)])
 
     def read(self, name: str, out: int, width: int) -> Weight:
         """Return the matrix [out, width] of a module, in the form in which the checkpoint stores it."""

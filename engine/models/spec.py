@@ -1,5 +1,6 @@
 """The shape of a decoder as data: what each layer computes, without its weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,7 +41,8 @@ class AttentionSpec:
     softcap * tanh(score / softcap). With `sinks`, the softmax of each head has one more term, which has no value. If
     `temperature` is not 0, a query at position p is also multiplied by 1 + temperature * log(1 + p //
     temperature_tokens), which sharpens attention in long contexts (Llama 4). If `norms_values`, values are divided by
-    their root mean square; if `values_are_keys`, they derive from the product of the keys (Gemma 4).
+    their root mean square; if `values_are_keys`, they derive from the product of the keys (Gemma 4). If `gated`,
+    outputs are multiplied by the sigmoid of a gate, which the query projection also produces (Qwen3-Next).
     """
 
     heads: int
@@ -58,6 +60,7 @@ class AttentionSpec:
     output_bias: bool = False
     norms_values: bool = False
     values_are_keys: bool = False
+    gated: bool = False
 
     @property
     def rotated(self) -> int:
@@ -110,6 +113,80 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """A gated delta rule (Yang et al. 2024) of one layer, after a short causal convolution of `conv` tokens.
+
+    A query or key head serves value_heads / key_heads consecutive value heads. The recurrent state of a value head is
+    a matrix [key_dim, value_dim].
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The heads and the size of a head of queries, keys and values, in the order of the convolution's channels."""
+        return (self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+
+    @property
+    def columns(self) -> tuple[int, int, int]:
+        """The first channels of queries, keys and values."""
+        keys = self.key_heads * self.key_dim
+        return 0, keys, 2 * keys
+
+    @property
+    def channels(self) -> int:
+        """The number of channels of the convolution."""
+        return sum(heads * size for heads, size in self.parts)
+
+    @property
+    def inner(self) -> int:
+        """The size of the layer's result for a token, before the output projection."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class SsmSpec:
+    """A selective state space (Mamba-2, Dao and Gu 2024) of one layer, after a short causal convolution.
+
+    The fields are named as those of `DeltaSpec`: the vectors C and B of a group are a query and a key of `key_dim`
+    dimensions (the state's size), and the inputs x of a head are its value. The projections have biases if `bias`, and
+    the convolution if `conv_bias`.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+    conv_bias: bool = True
+    bias: bool = False
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The heads and the size of a head of x, B and C, in the order of the convolution's channels."""
+        return (self.value_heads, self.value_dim), (self.key_heads, self.key_dim), (self.key_heads, self.key_dim)
+
+    @property
+    def columns(self) -> tuple[int, int, int]:
+        """The first channels of C, B and x."""
+        return self.inner + self.key_heads * self.key_dim, self.inner, 0
+
+    @property
+    def channels(self) -> int:
+        """The number of channels of the convolution."""
+        return sum(heads * size for heads, size in self.parts)
+
+    @property
+    def inner(self) -> int:
+        """The size of the layer's result for a token, before the output projection."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class MlpSpec:
     """A gated MLP: down(activation(gate) * up)."""
 
@@ -155,7 +232,7 @@ class LayerSpec:
     (Gemma 4).
     """
 
-    mixer: AttentionSpec | LatentSpec
+    mixer: AttentionSpec | LatentSpec | DeltaSpec | SsmSpec
     mlp: MlpSpec | MoeSpec
     post_norms: bool = False
     alongside: MoeSpec | None = None
@@ -194,18 +271,62 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def attention(self) -> tuple[AttentionSpec | LatentSpec, ...]:
+        """The attention of the layers that keep KV, in order. Other layers have a recurrent state."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec))
+
+    @property
+    def num_kv_layers(self) -> int:
+        return len(self.attention)
+
+    @property
     def num_heads(self) -> int:
-        return self.layers[0].mixer.heads
+        return self.attention[0].heads
 
     @property
     def num_kv_heads(self) -> int:
-        return max(layer.mixer.kv_heads for layer in self.layers)
+        return max(spec.kv_heads for spec in self.attention)
 
     @property
     def head_dim(self) -> int:
-        return min(layer.mixer.head_dim for layer in self.layers)
+        return min(spec.head_dim for spec in self.attention)
 
     @property
     def ropes(self) -> list[Rope | None]:
         """The distinct rotary embeddings of the layers, in order of use."""
-        return list(dict.fromkeys(layer.mixer.rope for layer in self.layers))
+        return list(dict.fromkeys(spec.rope for spec in self.attention))
+
+
+def unit_sizes(spec: DeltaSpec | SsmSpec) -> tuple[int, ...]:
+    """Return the sizes of the units of one layer's state, in float32 elements.
+
+    First come the last `conv` - 1 inputs of the convolution, [conv - 1, size], of each head of each part, the oldest
+    input first. Then comes the recurrent matrix of each value head, [key_dim, value_dim].
+    """
+    inputs = [(spec.conv - 1) * size for heads, size in spec.parts for _ in range(heads)]
+    return (*inputs, *[spec.key_dim * spec.value_dim] * spec.value_heads)
+
+
+def state_units(config: ModelConfig) -> tuple[int, ...]:
+    """Return the sizes of the units of a request's state, in float32 elements: layer by layer, see `unit_sizes`."""
+    recurrent = (layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaSpec | SsmSpec))
+    return tuple(size for spec in recurrent for size in unit_sizes(spec))
+
+
+def unit_places(units: Sequence[int], row_size: int) -> list[tuple[int, int]]:
+    """Return the row of each unit and the unit's offset in it, for rows of `row_size` elements.
+
+    Units are in order, and none crosses a row, so a state takes one row more than the row of the last unit. Raises
+    ValueError if a unit is larger than a row.
+    """
+    places: list[tuple[int, int]] = []
+    row = offset = 0
+    for size in units:
+        if size > row_size:
+            raise ValueError(f"a state has a unit of {size} numbers, but a row of the KV pool holds {row_size}")
+        if offset + size > row_size:
+            row, offset = row + 1, 0
+        places.append((row, offset))
+        offset += size
+    return places

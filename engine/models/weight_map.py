@@ -29,7 +29,8 @@ class ExpertNames:
 class WeightMap:
     """Names of a layer's tensors, without the layer's prefix. Several names are parts of one matrix.
 
-    If `norms_are_offsets`, the weights of norms are stored minus 1.
+    If `norms_are_offsets`, the weights of norms are stored minus 1. Tensors whose names begin with one
+    of `unused` are not loaded.
     """
 
     attention_norm: str = "input_layernorm"
@@ -42,6 +43,10 @@ class WeightMap:
     post_mlp_norm: str = ""
     experts: ExpertNames = ExpertNames()
     norms_are_offsets: bool = False
+    mlp: str = "mlp"
+    recurrent: str = "linear_attn"
+    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    unused: tuple[str, ...] = ()
 
 
 LLAMA = WeightMap()

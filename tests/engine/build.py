@@ -12,11 +12,12 @@ import torch
 
 from benchmarks.random_model import random_decoder
 from engine.attention import AttentionBackend
+from engine.batch import StateBatch
 from engine.cpu.selection import attention_on_cpu, kernels_on_cpu
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, state_units
 from engine.runner import Runner, SliceOutput, TorchRunner
 from scheduler.request import Request, Slice, Step
 from shared.kv.layout import KVLayout
@@ -89,9 +90,39 @@ class Blocks:
         return request
 
 
+class States:
+    """Places for the two states of each request in `pool`, behind the blocks from `first_block` on.
+
+    A request reads its current state and writes the other one, as in the scheduler.
+    """
+
+    def __init__(self, model: Decoder, pool: KVPool, first_block: int) -> None:
+        sizes = state_units(model.config)
+        self._starts = torch.tensor([0, *sizes[:-1]]).cumsum(0) if sizes else torch.zeros(0, dtype=torch.int64)
+        self._size, self._next = sum(sizes), first_block * pool.layout.block_bytes // 4
+        self._end = len(pool.floats)
+        self._sets: dict[str, tuple[int, int]] = {}
+
+    def batch(self, slices: Sequence[Slice]) -> StateBatch:
+        """Return the states of a step, and swap the two states of its requests."""
+        none = torch.full_like(self._starts, -1)
+        read, write = [], []
+        for one in slices:
+            current, other = self._sets.pop(one.request.id, (-1, -1))
+            if other < 0:
+                current, other = self._next, self._next + self._size
+                self._next += 2 * self._size
+                assert self._next <= self._end, "the test's pool is too small"
+            read.append(self._starts + current if one.start else none)
+            write.append(self._starts + other)
+            self._sets[one.request.id] = other, current
+        save = torch.stack([none] * len(slices))
+        return StateBatch(torch.stack(read), torch.stack(write), save, torch.zeros(len(slices), dtype=torch.int64))
+
+
 def layout_of(model: Decoder, num_blocks: int, block_tokens: int) -> KVLayout:
     config = model.config
-    return KVLayout(num_blocks, config.num_kv_heads, config.num_layers, block_tokens, config.head_dim, "float32")
+    return KVLayout(num_blocks, config.num_kv_heads, config.num_kv_layers, block_tokens, config.head_dim, "float32")
 
 
 def torch_runner(model: Decoder, num_blocks: int = 64, block_tokens: int = 4) -> tuple[TorchRunner, KVPool, Blocks]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.formats.scheme import read_scheme
 from engine.models.config import ConfigReader, check_architecture, eos_token_ids, read_json
-from engine.models.families import experts, gemma, latent, llama
+from engine.models.families import experts, gemma, hybrid, latent, llama
 from engine.models.spec import ModelConfig
 from engine.models.weight_map import ExpertNames, WeightMap
 from shared.model_files import is_multimodal, text_values
@@ -29,11 +29,21 @@ GEMMA = WeightMap(
 MIXTRAL = ExpertNames("block_sparse_moe.experts.{}", router="block_sparse_moe.gate", gate_up=("w1", "w3"), down="w2")
 DEEPSEEK2 = ExpertNames(shared="mlp.shared_experts")
 GLM = ExpertNames(shared="mlp.shared_experts", correction="mlp.gate.e_score_correction_bias")
-MISTRAL4 = ExpertNames(shared="mlp.shared_experts", fused=True, each="mlp.experts")
+MISTRAL4 = ExpertNames(shared="mlp.shared_experts", fused=True, each="mlp.experts", gate_up=("gate_up_proj",))
 GPT_OSS = ExpertNames("mlp.experts", router="mlp.router", gate_up=("gate_up_proj",), down="down_proj", stacked=True)
 GEMMA4 = ExpertNames(
-    "experts", router="router.proj", fused=True, router_scale="router.scale", scales="router.per_expert_scale"
+    "experts",
+    router="router.proj",
+    gate_up=("gate_up_proj",),
+    fused=True,
+    router_scale="router.scale",
+    scales="router.per_expert_scale",
 )
+GRANITE4 = ExpertNames(
+    "block_sparse_moe", router="block_sparse_moe.router.layer", gate_up=("input_linear.weight",),
+    down="output_linear.weight", fused=True, shared="shared_mlp",
+)  # fmt: skip
+QWEN35 = WeightMap(norms_are_offsets=True, unused=("mtp.",))
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama.llama),
     "MistralForCausalLM": Family(llama.mistral),
@@ -54,6 +64,20 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family(experts.gpt_oss, WeightMap(experts=GPT_OSS)),
     "Gemma2ForCausalLM": Family(gemma.gemma2, GEMMA),
     "Gemma3ForCausalLM": Family(gemma.gemma3, GEMMA),
+    "Qwen3NextForCausalLM": Family(hybrid.qwen3_next, replace(QWEN35, projections=("in_proj_qkvz", "in_proj_ba"))),
+    "Qwen3_5ForCausalLM": Family(hybrid.qwen3_5, QWEN35),
+    "Qwen3_5MoeForCausalLM": Family(hybrid.qwen3_5_moe, QWEN35),
+    "GraniteMoeHybridForCausalLM": Family(
+        hybrid.granite_hybrid,
+        WeightMap(
+            gate_up=("input_linear",),
+            down="output_linear",
+            mlp="shared_mlp",
+            recurrent="mamba",
+            projections=("in_proj",),
+            experts=GRANITE4,
+        ),
+    ),
     "Gemma4ForCausalLM": Family(gemma.gemma4, replace(GEMMA, norms_are_offsets=False, experts=GEMMA4)),
 }
 

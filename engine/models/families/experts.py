@@ -13,7 +13,7 @@ from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, M
 def mixtral(keys: ConfigReader) -> ModelConfig:
     window = 0 if keys.values.get("sliding_window") is None else keys.size("sliding_window")
     attention = common.attention(keys, window=window)
-    moe = MoeSpec(*_choice(keys, "num_local_experts", 8, 2), common.mlp(keys))
+    moe = MoeSpec(*choice_of(keys, "num_local_experts", 8, 2), common.mlp(keys))
     return _model(keys, attention, moe, lambda index: True)
 
 
@@ -21,14 +21,14 @@ def qwen2_moe(keys: ConfigReader) -> ModelConfig:
     attention = common.attention(keys, qkv_bias=keys.flag("qkv_bias", True))
     shared = common.mlp(keys, "shared_expert_intermediate_size")
     moe = replace(_qwen(keys, 60, 4), shared=shared, gates_shared=True)
-    return _model(keys, attention, moe, _is_sparse(keys))
+    return _model(keys, attention, moe, is_sparse(keys))
 
 
 def qwen3_moe(keys: ConfigReader) -> ModelConfig:
     bias = keys.flag("attention_bias")
     # Unlike Qwen 3, Qwen 3 MoE derives the size of a head from the hidden size.
     attention = common.attention(keys, qk_norm=True, qkv_bias=bias, output_bias=bias)
-    return _model(keys, attention, _qwen(keys, 128, 8), _is_sparse(keys))
+    return _model(keys, attention, _qwen(keys, 128, 8), is_sparse(keys))
 
 
 def glm4_moe(keys: ConfigReader) -> ModelConfig:
@@ -48,7 +48,7 @@ def gpt_oss(keys: ConfigReader) -> ModelConfig:
     attention = common.attention(keys, 64, sinks=True, qkv_bias=bias, output_bias=bias)
     kinds = common.layer_kinds(keys, lambda index: FULL if index % 2 else SLIDING)
     expert = MlpSpec(keys.size("intermediate_size"), "clamped_swiglu", bias=True)
-    choice = _choice(keys, "num_local_experts", 128, 4)
+    choice = choice_of(keys, "num_local_experts", 128, 4)
     moe = MoeSpec(*choice, expert, scores_chosen=True, renormalizes=False, router_bias=True)
     windowed = common.windowed(attention, kinds, keys.size("sliding_window", 128))
     return common.model(keys, [LayerSpec(one, moe) for one in windowed])
@@ -56,7 +56,7 @@ def gpt_oss(keys: ConfigReader) -> ModelConfig:
 
 def sigmoid_moe(keys: ConfigReader, num_experts: int = 128, top_k: int = 8) -> MoeSpec:
     """Return the experts of DeepSeek V3 and of models that adopted them; the arguments are defaults."""
-    num_experts, top_k = _choice(keys, "n_routed_experts", num_experts, top_k)
+    num_experts, top_k = choice_of(keys, "n_routed_experts", num_experts, top_k)
     groups, top_groups = keys.size("n_group", 1), keys.size("topk_group", 1)
     if num_experts % groups or top_groups > groups:
         keys.refuse("n_group", f"it must divide n_routed_experts ({num_experts}) and be at least topk_group")
@@ -71,11 +71,11 @@ def sigmoid_moe(keys: ConfigReader, num_experts: int = 128, top_k: int = 8) -> M
 
 def _qwen(keys: ConfigReader, num_experts: int, top_k: int) -> MoeSpec:
     expert = common.mlp(keys, "moe_intermediate_size")
-    choice = _choice(keys, "num_experts", num_experts, top_k)
+    choice = choice_of(keys, "num_experts", num_experts, top_k)
     return MoeSpec(*choice, expert, renormalizes=keys.flag("norm_topk_prob"))
 
 
-def _choice(keys: ConfigReader, key: str, num_experts: int, top_k: int) -> tuple[int, int]:
+def choice_of(keys: ConfigReader, key: str, num_experts: int, top_k: int) -> tuple[int, int]:
     """Return the number of experts, under `key`, and how many of them a token uses; the arguments are defaults."""
     key = key if key in keys.values else {"num_experts": "num_local_experts"}.get(key, key)
     found, chosen = keys.size(key, num_experts), keys.size("num_experts_per_tok", top_k)
@@ -84,7 +84,7 @@ def _choice(keys: ConfigReader, key: str, num_experts: int, top_k: int) -> tuple
     return found, chosen
 
 
-def _is_sparse(keys: ConfigReader) -> Callable[[int], bool]:
+def is_sparse(keys: ConfigReader) -> Callable[[int], bool]:
     """Return whether a layer has experts, by its index."""
     step, dense = keys.size("decoder_sparse_step", 1), keys.values.get("mlp_only_layers") or []
     if not isinstance(dense, list):

@@ -1,0 +1,162 @@
+"""Recurrent layers: their weights, and the reference in plain torch.
+
+A token's result and the state after it depend only on the tokens before it and not on where a prompt is cut: the
+recurrence runs token by token in float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from engine.batch import Batch, StateBatch
+from engine.models.spec import DeltaSpec, SsmSpec
+
+NORM_EPSILON = 1e-6  # of the norms of queries and keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentLayer:
+    """The weights of a recurrent layer apart from its projections, all float32.
+
+    `first_unit` is the layer's first unit in a state (see `state_units`). For each token, the state is multiplied by
+    exp(rate * softplus(step + step_bias)). The value of a head, multiplied by `skip`, is added to its result (0 for the
+    delta rule). The result is normed in groups of `group` columns.
+    """
+
+    spec: DeltaSpec | SsmSpec
+    first_unit: int
+    conv: Tensor  # [conv, channels], the oldest input first
+    conv_bias: Tensor | None  # [channels]
+    rates: Tensor  # [value_heads]
+    step_bias: Tensor  # [value_heads]
+    skip: Tensor  # [value_heads]
+    norm: Tensor  # [inner]
+    group: int
+
+    @property
+    def num_inputs(self) -> int:
+        """The number of units that hold inputs of the convolution."""
+        return sum(heads for heads, _ in self.spec.parts)
+
+
+def states_of(batch: Batch) -> StateBatch:
+    if batch.states is None:
+        raise ValueError("a model with recurrent layers needs a batch with states")
+    return batch.states
+
+
+def recur(
+    pool: Tensor, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon: float
+) -> Tensor:
+    """Return `StepKernels.recur`. `pool` is a flat float32 tensor, and `epsilon` is that of the norm of results."""
+    states, spec = states_of(batch), layer.spec
+    strengths, decays = _strengths_and_decays(layer, steps.float())
+    out = torch.empty(len(inputs), spec.inner, dtype=torch.float32, device=inputs.device)
+    row = 0
+    for index, count in enumerate(batch.counts):
+        rows = slice(row, row + count)
+        row += count
+        read, write, save = (places[index].tolist() for places in (states.read, states.write, states.save))
+        save_at = int(states.save_at[index])
+        mixed, kept = _convolve(layer, _past_inputs(pool, layer, read), inputs[rows].float())
+        state = _past_state(pool, layer, read)
+        for token in range(count):
+            at = row - count + token
+            state, out[at] = _advance(layer, state, mixed[token], strengths[at], decays[at])
+            if token + 1 == save_at:
+                _store(pool, layer, save, kept[token + 1 : token + spec.conv], state)
+        _store(pool, layer, write, kept[count : count + spec.conv - 1], state)
+    return _normed(layer, out, gate.float(), epsilon).to(inputs.dtype)
+
+
+def _strengths_and_decays(layer: RecurrentLayer, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors of updates and states, both [T, value_heads]."""
+    sizes = softplus(steps[:, -layer.spec.value_heads :] + layer.step_bias)
+    decays = (sizes * layer.rates).exp()
+    if isinstance(layer.spec, SsmSpec):
+        return sizes, decays
+    return steps[:, : layer.spec.value_heads].sigmoid(), decays
+
+
+def _past_inputs(pool: Tensor, layer: RecurrentLayer, places: list[int]) -> Tensor:
+    """Return the inputs of the convolution before the slice, [conv - 1, channels]."""
+    spec, unit, found = layer.spec, layer.first_unit, []
+    for heads, size in spec.parts:
+        for _ in range(heads):
+            count = (spec.conv - 1) * size
+            found.append(_unit(pool, places[unit], count).view(spec.conv - 1, size))
+            unit += 1
+    return torch.cat(found, dim=1)
+
+
+def _past_state(pool: Tensor, layer: RecurrentLayer, places: list[int]) -> Tensor:
+    """Return the recurrent matrices before the slice, [value_heads, key_dim, value_dim]."""
+    spec, first = layer.spec, layer.first_unit + layer.num_inputs
+    shape = spec.key_dim, spec.value_dim
+    own = places[first : first + spec.value_heads]
+    return torch.stack([_unit(pool, place, shape[0] * shape[1]).view(shape) for place in own])
+
+
+def _unit(pool: Tensor, place: int, size: int) -> Tensor:
+    return pool.new_zeros(size) if place < 0 else pool[place : place + size]
+
+
+def _store(pool: Tensor, layer: RecurrentLayer, places: list[int], inputs: Tensor, state: Tensor) -> None:
+    """Store the last inputs of the convolution and the recurrent matrices."""
+    spec = layer.spec
+    sizes = [size for heads, size in spec.parts for _ in range(heads)]
+    units = [*torch.split(inputs, sizes, dim=1), *state]
+    for place, values in zip(places[layer.first_unit : layer.first_unit + len(units)], units, strict=True):
+        if place >= 0:
+            pool[place : place + values.numel()] = values.flatten()
+
+
+def _convolve(layer: RecurrentLayer, past: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result of the convolution, [count, channels], and its inputs with the past ones.
+
+    For the delta rule, the queries and keys of each head are normed.
+    """
+    spec, every = layer.spec, torch.cat((past, inputs))
+    total = torch.zeros_like(inputs) if layer.conv_bias is None else layer.conv_bias.expand_as(inputs)
+    for place in range(spec.conv):
+        total = total + layer.conv[place] * every[place : place + len(inputs)]
+    mixed = silu(total)
+    if isinstance(spec, DeltaSpec):
+        keys = spec.key_heads * spec.key_dim
+        heads = mixed[:, : 2 * keys].reshape(len(mixed), 2, spec.key_heads, spec.key_dim)
+        heads = heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + NORM_EPSILON)
+        scales = torch.tensor([spec.key_dim**-0.5, 1.0], device=heads.device)
+        mixed = torch.cat(((heads * scales[:, None, None]).flatten(1), mixed[:, 2 * keys :]), dim=1)
+    return mixed, every
+
+
+def _advance(
+    layer: RecurrentLayer, state: Tensor, mixed: Tensor, strength: Tensor, decay: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the state after one token, and the token's result, [inner]."""
+    spec, (query_at, key_at, value_at) = layer.spec, layer.spec.columns
+    shared = spec.value_heads // spec.key_heads
+
+    def keys(start: int) -> Tensor:
+        heads = mixed[start : start + spec.key_heads * spec.key_dim].view(spec.key_heads, spec.key_dim)
+        return heads.repeat_interleave(shared, 0)[:, :, None]
+
+    query, key = keys(query_at), keys(key_at)
+    value = mixed[value_at : value_at + spec.inner].view(spec.value_heads, spec.value_dim)
+    state = state * decay[:, None, None]
+    known = (state * key).sum(1) if isinstance(spec, DeltaSpec) else 0.0
+    state = state + key * ((value - known) * strength[:, None])[:, None]
+    result = (state * query).sum(1)
+    return state, (result + layer.skip[:, None] * value).flatten()
+
+
+def _normed(layer: RecurrentLayer, rows: Tensor, gate: Tensor, epsilon: float) -> Tensor:
+    """Return the normed and gated result. A state space is gated before the norm, and the delta rule after it."""
+    gates_first = isinstance(layer.spec, SsmSpec)
+    rows = rows * silu(gate) if gates_first else rows
+    groups = rows.view(len(rows), -1, layer.group)
+    groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + epsilon)
+    normed = groups.flatten(1) * layer.norm
+    return normed if gates_first else normed * silu(gate)

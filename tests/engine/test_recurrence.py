@@ -1,0 +1,208 @@
+"""Test recurrent layers: equal bits for all cuts of a prompt, saved states, and the names of checkpoints."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+
+from engine.batch import StateBatch, build
+from engine.cpu.selection import kernels_on_cpu
+from engine.kernels import Kernels, TorchKernels
+from engine.kv_pool import KVPool
+from engine.models.load import load_model
+from engine.models.spec import (
+    AttentionSpec,
+    DeltaSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelConfig,
+    SsmSpec,
+    state_units,
+    unit_places,
+)
+from engine.options import BuildOptions, check_options
+from engine.recurrence import RecurrentLayer
+from shared.kv.layout import KVLayout
+from shared.kv.memory import HostMemory
+from tests.engine.build import CPU, Blocks, piece
+
+torch.set_num_threads(1)
+LENGTHS = (23, 1, 9)
+QWEN = {
+    "hidden_size": 48, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97,
+    "max_position_embeddings": 256, "num_key_value_heads": 2, "head_dim": 16, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 3,
+}  # fmt: skip
+SPECS = {
+    "delta": DeltaSpec(2, 4, 12, 20, 4),
+    "delta, a head wider than a tile": DeltaSpec(1, 1, 8, 72, 2),
+    "state space": SsmSpec(2, 6, 10, 16, 3),
+    "state space, no bias": SsmSpec(1, 2, 16, 9, 4, conv_bias=False),
+}
+
+
+class Scene:
+    """A recurrent layer with random weights, and random inputs of three requests, over a pool of NaN."""
+
+    def __init__(self, spec: DeltaSpec | SsmSpec, backend: str) -> None:
+        random = torch.Generator().manual_seed(5)
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=random)
+
+        heads, is_ssm = spec.value_heads, isinstance(spec, SsmSpec)
+        self.layer = RecurrentLayer(
+            spec, 0, numbers(spec.conv, spec.channels), numbers(spec.channels) if isinstance(spec, SsmSpec) and spec.conv_bias else None,
+            -numbers(heads).exp(), numbers(heads), numbers(heads) if is_ssm else torch.zeros(heads),
+            numbers(spec.inner), spec.inner // spec.key_heads if is_ssm else spec.value_dim,
+        )  # fmt: skip
+        config = ModelConfig(
+            "Test", 8, 9, (LayerSpec(spec, MlpSpec(8)), LayerSpec(AttentionSpec(1, 1, 8), MlpSpec(8))), 1e-6, False, 64
+        )
+        self.units = torch.tensor([0, *state_units(config)]).cumsum(0)
+        self.size = int(self.units[-1])
+        self.inputs = [
+            (numbers(n, spec.channels), numbers(n, spec.inner), numbers(n, heads if is_ssm else 2 * heads))
+            for n in LENGTHS
+        ]
+        layout = KVLayout(64 + -(-9 * self.size // 64), 1, 1, 4, 8, "float32")
+        self.pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
+        self.pool.tensor.fill_(torch.nan)
+        self.kernels: Kernels = (
+            TorchKernels(config, self.pool) if backend == "torch" else kernels_on_cpu(config, self.pool)
+        )
+
+    def place(self, request: int, which: int) -> int:
+        """Return the offset of one of the three states of a request: two that it uses, and a saved one."""
+        return 64 * 64 + (3 * request + which) * self.size
+
+    def state(self, request: int, which: int) -> Tensor:
+        start = self.place(request, which)
+        return self.pool.floats[start : start + self.size].clone()
+
+    def run(self, random: Random, steps: list[dict[int, int]], saved: dict[int, int]) -> tuple[list[Tensor], list[int]]:
+        """Compute the requests, a dict per step from requests to numbers of tokens, and save states after `saved`.
+
+        Return the results of each request, and which of its states is the last.
+        """
+        blocks = Blocks(64, 4)
+        requests = [blocks.request(range(length), max_tokens=0) for length in LENGTHS]
+        found: list[list[Tensor]] = [[] for _ in LENGTHS]
+        current = [random.randrange(2) for _ in LENGTHS]
+        none = torch.full_like(self.units[:-1], -1)
+        for step in steps:
+            slices = [piece(requests[index], count) for index, count in step.items()]
+            batch = build(slices, 4, CPU)
+            at = [saved.get(index, 0) - one.start for index, one in zip(step, slices, strict=True)]
+            at = [count if 0 < count <= one.count else 0 for count, one in zip(at, slices, strict=True)]
+            units = self.units[:-1]
+            batch.states = StateBatch(
+                torch.stack([
+                    units + self.place(index, current[index]) if one.start else none
+                    for index, one in zip(step, slices, strict=True)
+                ]),
+                torch.stack([units + self.place(index, 1 - current[index]) for index in step]),
+                torch.stack([
+                    units + self.place(index, 2) if count else none for index, count in zip(step, at, strict=True)
+                ]),
+                torch.tensor(at),
+            )  # fmt: skip
+            parts = [
+                [part[one.start : one.end] for part in self.inputs[index]]
+                for index, one in zip(step, slices, strict=True)
+            ]
+            joined = [torch.cat(some) for some in zip(*parts, strict=True)]
+            results = self.kernels.begin(batch).recur(self.layer, *joined)
+            for index, one, result in zip(step, slices, results.split(batch.counts), strict=True):
+                found[index].append(result)
+                requests[index].num_computed = one.end
+                current[index] = 1 - current[index]
+        return [torch.cat(parts) for parts in found], current
+
+
+def equal(one: Tensor, other: Tensor) -> None:
+    assert torch.equal(one, other)
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    """Allow the rounding of torch's element-wise functions, which depends on the size of a tensor."""
+    torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("name", SPECS)
+def test_results_and_states_have_the_same_bits_for_all_cuts(name: str, backend: str) -> None:
+    whole, check = Scene(SPECS[name], backend), close if backend == "torch" else equal
+    found, last = whole.run(Random(0), [{index: length} for index, length in enumerate(LENGTHS)], {})
+    states = [whole.state(index, last[index]) for index in range(3)]
+    assert all(bool(one.isfinite().all()) for one in (*found, *states))
+    for seed in (1, 2, 3):
+        random, cut, steps, left = Random(seed), Scene(SPECS[name], backend), [], dict(enumerate(LENGTHS))
+        while left:
+            chosen = random.sample(sorted(left), random.randint(1, len(left)))
+            steps.append({index: min(left[index], random.choice([1, 1, 2, 3, 7, 16])) for index in chosen})
+            left = {index: rest - steps[-1].get(index, 0) for index, rest in left.items()}
+            left = {index: rest for index, rest in left.items() if rest}
+        again, last = cut.run(random, steps, {0: 8, 2: 1})
+        for index in range(3):
+            check(again[index], found[index])
+            check(cut.state(index, last[index]), states[index])
+        at_cut = Scene(SPECS[name], backend)
+        _, last = at_cut.run(random, [{0: 8, 1: 1, 2: 1}], {})
+        for index in (0, 2):
+            check(cut.state(index, 2), at_cut.state(index, last[index]))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_compiled_results_equal_the_reference(name: str) -> None:
+    steps = [{0: 5, 1: 1, 2: 9}, {0: 18}]
+    expected, _ = Scene(SPECS[name], "torch").run(Random(0), steps, {})
+    found, _ = Scene(SPECS[name], "numba").run(Random(0), steps, {})
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, atol=2e-5, rtol=2e-5)
+
+
+def test_units_are_in_order_and_do_not_cross_rows() -> None:
+    config = ModelConfig(
+        "Test", 8, 9,
+        (LayerSpec(DeltaSpec(1, 2, 4, 6, 3), MlpSpec(8)), LayerSpec(SsmSpec(1, 1, 5, 7, 2), MlpSpec(8))), 1e-6, False, 64,
+    )  # fmt: skip
+    units = state_units(config)
+    assert units == (8, 8, 12, 12, 24, 24, 7, 5, 5, 35)
+    assert unit_places(units, 40)[:6] == [(0, 0), (0, 8), (0, 16), (0, 28), (1, 0), (2, 0)]
+    with pytest.raises(ValueError, match="a unit of 35 numbers, but a row of the KV pool holds 34"):
+        unit_places(units, 34)
+
+
+def test_a_checkpoint_with_other_models_is_read_as_its_text_model(tmp_path: Path) -> None:
+    text, whole = tmp_path / "text", tmp_path / "whole"
+    AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**QWEN)).save_pretrained(text)
+    whole.mkdir()
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(text / "model.safetensors").items()
+    }
+    others = {"mtp.fc.weight": torch.ones(2), "model.visual.merger.weight": torch.ones(2)}
+    save_file(tensors | others, whole / "model.safetensors")
+    config = json.loads((text / "config.json").read_text())
+    outer = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": config.pop("tie_word_embeddings"),
+        "text_config": config,
+    }  # fmt: skip
+    (whole / "config.json").write_text(json.dumps(outer))
+    one, other = (load_model(path, torch.float32, CPU) for path in (text, whole))
+    assert one.config.layers == other.config.layers
+    rows = torch.randn(3, one.config.hidden_size)
+    assert torch.equal(one.layers[0].output(torch.ones(2, 80)), other.layers[0].output(torch.ones(2, 80)))
+    assert torch.equal(one.logits(rows), other.logits(rows))
+
+
+def test_a_node_refuses_a_model_with_states(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**QWEN)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Qwen3_5ForCausalLM has layers with a recurrent state"):
+        check_options(BuildOptions(str(tmp_path)))

@@ -83,9 +83,9 @@ def convolve(values: Any) -> None:
         place = 8 * (index * units + first + unit)
         past = zeros if address_at(read + place) < 0 else pool + 4 * address_at(read + place)
         own, to = inputs + 4 * (start * stride + column), target + 4 * (start * channels + column)
-        for at in range(0, size, LANES):
-            left = size - at
-            for token in range(count):
+        for token in range(count):
+            for at in range(0, size, LANES):
+                left = size - at
                 x = splat(0.0)
                 if bias:
                     x = load_some(bias + 4 * (column + at), left, FLOAT32)
@@ -157,23 +157,18 @@ def update(tile: int, query: int, key: int, value: int, to: int, size: int, left
     decays, strengths, skips = splat(decay), splat(strength), splat(skip)
     k0, k1, k2, k3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
     o0, o1, o2, o3 = v0 * skips, v1 * skips, v2 * skips, v3 * skips
-    for row in range(size):
+    for row in range(size if is_delta else 0):
         at, x = tile + 4 * TILE * row, splat(number_at(key + 4 * row))
-        s0, s1 = load(at) * decays, load(at + 4 * LANES) * decays
-        s2, s3 = load(at + 8 * LANES) * decays, load(at + 12 * LANES) * decays
-        store(s0, at)
-        store(s1, at + 4 * LANES)
-        store(s2, at + 8 * LANES)
-        store(s3, at + 12 * LANES)
-        if is_delta:
-            k0, k1 = multiply_add(s0, x, k0), multiply_add(s1, x, k1)
-            k2, k3 = multiply_add(s2, x, k2), multiply_add(s3, x, k3)
+        k0, k1 = multiply_add(load(at) * decays, x, k0), multiply_add(load(at + 4 * LANES) * decays, x, k1)
+        k2 = multiply_add(load(at + 8 * LANES) * decays, x, k2)
+        k3 = multiply_add(load(at + 12 * LANES) * decays, x, k3)
     v0, v1 = (v0 - k0) * strengths, (v1 - k1) * strengths
     v2, v3 = (v2 - k2) * strengths, (v3 - k3) * strengths
     for row in range(size):
         at, x, y = tile + 4 * TILE * row, splat(number_at(key + 4 * row)), splat(number_at(query + 4 * row))
-        s0, s1 = multiply_add(x, v0, load(at)), multiply_add(x, v1, load(at + 4 * LANES))
-        s2, s3 = multiply_add(x, v2, load(at + 8 * LANES)), multiply_add(x, v3, load(at + 12 * LANES))
+        s0, s1 = multiply_add(x, v0, load(at) * decays), multiply_add(x, v1, load(at + 4 * LANES) * decays)
+        s2 = multiply_add(x, v2, load(at + 8 * LANES) * decays)
+        s3 = multiply_add(x, v3, load(at + 12 * LANES) * decays)
         store(s0, at)
         store(s1, at + 4 * LANES)
         store(s2, at + 8 * LANES)

@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from engine.emulation import load_emulation
 from engine.hash_model import EmulatedRunner, HashRunner
 from engine.kv_pool import KVPool
 from engine.linear import LinearFormat
-from engine.models.decoder import Decoder
+from engine.models.decoder import LanguageModel
 from engine.models.load import load_model
 from engine.models.spec import ModelConfig
 from engine.options import BuildOptions, check_holds, check_options, cpu_layout
@@ -58,7 +59,13 @@ def _build_on_cpu(
     share_one()
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     emulation = load_emulation(options.emulate) if options.emulate else None
+    runs_model = emulation is None and options.runner == "torch"
+    loaded = None
+    if runs_model and config.transformers:  # the sizes of keys and values are known only when the model has run
+        loaded = _loaded_on_cpu(options, config, path)
+        config = loaded[1].config
     layout = cpu_layout(options, config)
+    check_holds(layout, options.max_model_len)
     memory = (
         HostMemory(layout.num_blocks, layout.block_bytes) if borrowed is None else borrowed.fitting(layout.block_bytes)
     )
@@ -70,31 +77,45 @@ def _build_on_cpu(
     elif options.runner == "hash":
         runner = HashRunner(memory.rows, layout.block_tokens, config.vocab_size)
     else:
-        runner, parts = _torch_runner(options, config, path, KVPool(layout, memory))
+        loaded = loaded or _loaded_on_cpu(options, config, path)
+        runner, parts = _torch_runner(options, *loaded, KVPool(layout, memory))
         attributes |= parts
+        name += f" transformers {config.transformers}" if config.transformers else ""
     digest = exchange_fingerprint(name, path, layout, memory.sums)
     attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
     return EngineComponents(runner, memory, layout, max_model_len, config.vocab_size, digest, attributes, emulation)
 
 
 def _torch_runner(
-    options: BuildOptions, config: ModelConfig, path: Path, pool: KVPool
+    options: BuildOptions, linear: LinearFormat, model: LanguageModel, pool: KVPool
 ) -> tuple[TorchRunner, dict[str, str]]:
     """Return the runner, and the names of its attention backend, kernels and weight format."""
+    give_back()
+    keep_large_blocks()
+    attention = attention_on_cpu(options.attention_backend, pool)
+    kernels = kernels_on_cpu(model.config, pool)
+    runner = TorchRunner(model, pool, attention, kernels, torch.device("cpu"))
+    version = model.config.transformers
+    return runner, {
+        "attention": attention.name, "kernels": kernels.name, "weights": linear.name,
+        "model_impl": f"transformers {version}" if version else "baton",
+    }  # fmt: skip
+
+
+def _loaded_on_cpu(options: BuildOptions, config: ModelConfig, path: Path) -> tuple[LinearFormat, LanguageModel]:
     map_large_blocks()
     # Load on a thread that ends afterwards, so that its team of OpenMP threads ends too. With a second team, there are
     # more OpenMP threads than cores, so libgomp puts every team to sleep between two products, which costs 50 us.
     with ThreadPoolExecutor(1) as loading:
-        linear, model = loading.submit(_load_on_cpu, options, path).result()
-    give_back()
-    keep_large_blocks()
-    attention = attention_on_cpu(options.attention_backend, pool)
-    kernels = kernels_on_cpu(config, pool)
-    runner = TorchRunner(model, pool, attention, kernels, torch.device("cpu"))
-    return runner, {"attention": attention.name, "kernels": kernels.name, "weights": linear.name}
+        return loading.submit(_load_on_cpu, options, config, path).result()
 
 
-def _load_on_cpu(options: BuildOptions, path: Path) -> tuple[LinearFormat, Decoder]:
+def _load_on_cpu(options: BuildOptions, config: ModelConfig, path: Path) -> tuple[LinearFormat, LanguageModel]:
     linear = linear_on_cpu(options.weight_dtype, options.quantization)  # runs small matrix products to test the CPU
     with stage(f"loading {weight_bytes(path) / 2**20:,.0f} MiB of weights", SMALLER_MODEL):
-        return linear, load_model(path, torch.float32, torch.device("cpu"), linear)
+        if not config.transformers:
+            return linear, load_model(path, torch.float32, torch.device("cpu"), linear)
+        from engine.foreign.load import load_foreign  # transformers may be missing
+
+        backend = partial(attention_on_cpu, options.attention_backend)
+        return linear, load_foreign(path, config, linear, backend)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from engine.emulation import load_emulation
-from engine.models.families import read_model_config
+from engine.foreign.config import choose_config
 from engine.models.spec import ModelConfig, state_units
 from engine.weights import tensor_files
 from shared.kv.layout import HOST_KV_BYTES, KVLayout
@@ -25,6 +25,7 @@ class BuildOptions:
     """The settings of a node that affect computation, with the same names as in the node's settings."""
 
     model: str
+    model_impl: str = "auto"
     runner: str = "torch"
     device: str = "cpu"
     dtype: str = "auto"
@@ -69,7 +70,7 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
     Raises ValueError if the model or a setting cannot be used; the message names the setting or the file, and the fix.
     """
     path = resolve(options.model)
-    config = read_model_config(path)
+    config = choose_config(path, options.model_impl)
     if options.max_model_len > config.max_position_embeddings:
         raise ValueError(
             f"--max-model-len {options.max_model_len} exceeds the {config.max_position_embeddings} positions of {path}"
@@ -85,6 +86,8 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
         )
     tensor_files(path)
     if options.on_gpu:
+        if config.transformers:
+            raise ValueError(f"--device {options.device}: models of transformers run on CPUs only; use --device cpu")
         check_gpu("cuda" if options.device == "auto" else options.device)
     else:
         _check_cpu(options, config, num_pools)

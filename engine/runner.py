@@ -12,7 +12,7 @@ from engine.attention import AttentionBackend
 from engine.batch import Batch, BlockRows, build
 from engine.kernels import Kernels
 from engine.kv_pool import DUMMY_BLOCK, KVPool
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, LanguageModel
 from engine.sampling import NUMERICAL, DrawResult, SamplingRow, describe, is_penalized, sample
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.rpc.messages import Logprobs, SamplingParams
@@ -98,7 +98,7 @@ class TorchRunner(Runner):
     can_run_ahead = True
 
     def __init__(
-        self, model: Decoder, pool: KVPool, backend: AttentionBackend, kernels: Kernels, device: torch.device
+        self, model: LanguageModel, pool: KVPool, backend: AttentionBackend, kernels: Kernels, device: torch.device
     ) -> None:
         config, layout = model.config, pool.layout
         wanted = (config.num_kv_layers, config.num_kv_heads, config.head_dim)
@@ -188,9 +188,9 @@ class TorchRunner(Runner):
         output.prompt_logprobs += describe(logits, following, [num_top] * len(hidden))
 
 
-def _whole_pass(model: Decoder, kernels: Kernels, backend: AttentionBackend) -> "FusedDecode | None":
+def _whole_pass(model: LanguageModel, kernels: Kernels, backend: AttentionBackend) -> "FusedDecode | None":
     """Return the fused pass if the kernels and the attention are both numba's, and None otherwise."""
-    if (kernels.name, backend.name) != ("numba", "numba"):
+    if not isinstance(model, Decoder) or (kernels.name, backend.name) != ("numba", "numba"):
         return None
     from engine.cpu.fused_decode import fused_decode_of
 

@@ -1,6 +1,7 @@
 """The decoder: one forward pass for all families. Families differ in their configuration and weights."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,20 @@ from engine.models.latent import LatentProducts
 from engine.models.mlp import Mlp
 from engine.models.spec import AttentionSpec, LatentSpec, ModelConfig
 from engine.recurrence import RecurrentLayer
+
+
+class LanguageModel(Protocol):
+    """A model that a runner calls: Baton's decoder, or one of transformers."""
+
+    config: ModelConfig
+
+    def forward(
+        self, batch: Batch, kernels: StepKernels, attention: AttentionPlan, last: AttentionPlan | None = None
+    ) -> Tensor:
+        """Store the KV of all tokens, and return one row for each of the batch's logit rows (see `Decoder`)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits, float32 [R, vocab_size], of rows that `forward` returned."""
 
 
 @dataclass(slots=True, kw_only=True)

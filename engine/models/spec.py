@@ -249,6 +249,7 @@ class ModelConfig:
     Embeddings are multiplied by `embedding_scale`, outputs of attention and MLP by `residual_scale`, and logits by
     `logit_scale`. If `logit_softcap` is not 0, logits become logit_softcap * tanh(logit / logit_softcap).
     The checkpoint may have `drafter_layers` more layers, which predict further tokens (MTP) and are not loaded.
+    If `transformers` is not empty, that version of transformers runs the model, and layers have only attention's sizes.
     """
 
     architecture: str
@@ -265,6 +266,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     drafter_layers: int = 0
+    transformers: str = ""
 
     @property
     def num_layers(self) -> int:

@@ -268,6 +268,11 @@ class ComputingSettings(CommonSettings):
     weight_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Data type of weights.", "--dtype on a GPU, that of the checkpoint on the CPU (computes in float32)"
     )
+    model_impl: Literal["auto", "baton", "transformers"] = setting(
+        "auto",
+        "Modules that run the model: Baton's, or those of transformers (CPU only).",
+        "Baton's if it has the architecture",
+    )
     quantization: Literal["none", "int8"] = setting(
         "none", "int8: compute matrix products with 8-bit weights and activations (CPU only)."
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import DeepseekV3Config, Gemma4Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Gemma4Config, GPTNeoXConfig, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
 from tests.cluster.harness import DATA, DEMO, Cluster, cluster
 
@@ -91,8 +91,9 @@ VISION = {
             tie_word_embeddings=False,
             initializer_range=0.15,
         ),
+        GPTNeoXConfig(**SIZES, intermediate_size=96),  # runs through transformers
     ],
-    ids=["qwen3 moe", "gpt oss", "deepseek v3", "gemma 4 of text and images"],
+    ids=["qwen3 moe", "gpt oss", "deepseek v3", "gemma 4 of text and images", "gpt neox"],
 )
 def test_models_of_several_kinds_give_the_tokens_of_transformers(config: PretrainedConfig, tmp_path: Path) -> None:
     torch.manual_seed(3)

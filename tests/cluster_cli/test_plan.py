@@ -215,7 +215,7 @@ EARLY: dict[str, tuple[dict[str, object], Callable[[Path], object], str]] = {
         "--model: {model}/config.json: quantization_config.quant_method is .*bitsandbytes",
     ),
     "another architecture": (
-        {}, configure(architectures=["GemmaForCausalLM"]), r"architectures is \['GemmaForCausalLM'\]: it must be one of Llama"
+        {}, configure(architectures=["NoSuchForCausalLM"]), r"architectures is \['NoSuchForCausalLM'\]: it must be one of Llama"
     ),
     "too long": ({"max_model_len": 999_999}, Path.exists, "--max-model-len 999999 exceeds the [0-9]+ positions"),
     "longer than the pool": ({"max_model_len": 256, "num_blocks": 9}, Path.exists, "--max-model-len 256: the KV pool holds 128"),

@@ -1,0 +1,117 @@
+"""The check of a decoder that runs through transformers: its logits must not depend on how prompts are cut or mixed."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionBackend
+from engine.batch import build
+from engine.cpu.selection import kernels_on_cpu
+from engine.foreign.decoder import ForeignDecoder
+from engine.kv_pool import KVPool
+from engine.models.spec import ModelConfig
+from scheduler.request import Request, Slice, cdiv
+from shared.kv.layout import KVLayout
+from shared.kv.memory import HostMemory
+
+LENGTHS = (40, 3, 17)
+BLOCK_TOKENS = 4
+TOLERANCE = 1e-4  # the largest difference of two logits, relative to the range of all logits
+# The sizes of the chunks of each prompt, and whether prompts share steps. The last chunk takes what is left.
+CUTS: dict[str, tuple[Sequence[Sequence[int]], bool]] = {
+    "whole and alone": (((), (), ()), False),
+    "in chunks, with other prompts": (((7, 1, 5, 13), (1, 1), (4, 9)), True),
+    "resumed token by token": (((37, 1, 1), (1, 1), (14, 1, 1)), True),
+}
+
+
+def check(
+    decoder: ForeignDecoder,
+    backend: Callable[[KVPool], AttentionBackend],
+    expected: list[Tensor] | None = None,
+    tolerance: float = TOLERANCE,
+) -> list[Tensor]:
+    """Compare logits with those of transformers' own eager attention, by default of the same module.
+
+    Returns the expected logits. Raises ValueError, with the form and the largest difference, if logits differ.
+    """
+    prompts = prompts_of(decoder.config)
+    expected = own_logits(decoder, prompts) if expected is None else expected
+    span = max(float(one.max() - one.min()) for one in expected)
+    if not all(bool(one.isfinite().all()) for one in expected) or span == 0:
+        raise ValueError("transformers' own logits are all equal, infinite or NaN: the weights are damaged")
+    for name, (cuts, together) in CUTS.items():
+        found = packed_logits(decoder, backend, prompts, cuts, together)
+        for prompt, ours, theirs in zip(prompts, found, expected, strict=True):
+            difference = float((ours - theirs).abs().max()) / span
+            if not difference <= tolerance:
+                raise ValueError(
+                    f"the check failed: a prompt of {len(prompt)} tokens computed {name} has logits that differ from "
+                    f"transformers' own by {difference:.1e} of their range, more than {tolerance:.0e}"
+                )
+    return expected
+
+
+def prompts_of(config: ModelConfig) -> list[list[int]]:
+    random = Random(0)
+    return [
+        [random.randrange(config.vocab_size) for _ in range(min(length, config.max_position_embeddings))]
+        for length in LENGTHS
+    ]
+
+
+@torch.inference_mode()
+def own_logits(decoder: ForeignDecoder, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    with decoder.own_attention() as module:
+        return [module(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float() for prompt in prompts]
+
+
+@torch.inference_mode()
+def packed_logits(
+    decoder: ForeignDecoder,
+    backend_of: Callable[[KVPool], AttentionBackend],
+    prompts: Sequence[Sequence[int]],
+    cuts: Sequence[Sequence[int]],
+    together: bool,
+) -> list[Tensor]:
+    """Return the logits of all positions, computed in the given chunks over a pool whose unused memory is NaN."""
+    config = decoder.config
+    blocks = [cdiv(len(prompt) + 1, BLOCK_TOKENS) for prompt in prompts]
+    layout = KVLayout(1 + sum(blocks), config.num_kv_heads, config.num_layers, BLOCK_TOKENS, config.head_dim, "float32")
+    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
+    pool.tensor.fill_(torch.nan)
+    backend, kernels = backend_of(pool), kernels_on_cpu(config, pool)
+    free = list(range(layout.num_blocks - 1, 0, -1))
+    slices: list[list[Slice]] = []
+    for number, (prompt, count, sizes) in enumerate(zip(prompts, blocks, cuts, strict=True)):
+        # With one more token, every position of the prompt is followed by a prompt token whose logprob is wanted.
+        request = Request(f"check-{number}", [*prompt, 0], len(prompt) + 1, 1, needs_prompt_logprobs=True)
+        request.tables[0] = [free.pop() for _ in range(count)]
+        slices.append(chunks(request, len(prompt), sizes))
+    found: list[list[Tensor]] = [[] for _ in prompts]
+    for step in steps(slices, together):
+        batch = build(step, BLOCK_TOKENS, torch.device("cpu"))
+        logits = decoder.logits(decoder.forward(batch, kernels.begin(batch), backend.plan(batch)))
+        for one, part in zip(step, torch.split(logits, [one.count for one in step]), strict=True):
+            found[int(one.request.id.removeprefix("check-"))].append(part)
+    return [torch.cat(parts) for parts in found]
+
+
+def chunks(request: Request, length: int, sizes: Sequence[int]) -> list[Slice]:
+    cut, start = [], 0
+    for size in (*sizes, length):
+        count = min(size, length - start)
+        if count:
+            cut.append(Slice(request, start, count, False, 0))
+        start += count
+    return cut
+
+
+def steps(slices: list[list[Slice]], together: bool) -> list[list[Slice]]:
+    """Return the slices of each step. If `together`, the n-th chunks of all prompts share a step."""
+    if not together:
+        return [[one] for row in slices for one in row]
+    longest = max(map(len, slices))
+    return [[row[number] for row in slices if number < len(row)] for number in range(longest)]

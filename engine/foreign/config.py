@@ -1,0 +1,129 @@
+"""Reads the config.json of a decoder that runs through transformers, and refuses what cannot run before it is loaded.
+
+Importing this module does not import transformers, because that takes a second and most nodes do not need it.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from engine.models.config import ConfigReader, eos_token_ids, read_json
+from engine.models.families import FAMILIES, UNSUPPORTED, read_model_config
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+
+OLDEST = (5, 20)
+INSTALL = 'install it with: pip install "baton-serve[models]"'
+UNKNOWN = "transformers {} has no decoder of this name"
+# These kinds of rotation depend on the longest position in a pass, so that one request would change another's answer.
+UNSTABLE_ROPES = ("dynamic", "longrope")
+
+
+def choose_config(directory: Path, model_impl: str) -> ModelConfig:
+    """Read the config as `--model-impl` says. "auto" prefers Baton's own family if there is one for the architecture.
+
+    Raises ValueError, with the reason, if the model cannot run this way.
+    """
+    if model_impl == "transformers":
+        return read_foreign_config(directory)
+    names = read_json(directory / "config.json").get("architectures")
+    name = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
+    if model_impl == "baton" or name in FAMILIES or name in UNSUPPORTED or not is_causal(name):
+        return read_model_config(directory)
+    return read_foreign_config(directory)
+
+
+def read_foreign_config(directory: Path) -> ModelConfig:
+    """Read the config of a decoder for transformers' modules.
+
+    Its layers are estimates; the sizes of keys and values are measured when the model is loaded. Raises ValueError with
+    the reason if the model cannot run this way.
+    """
+    file = directory / "config.json"
+    keys = ConfigReader(read_json(file), file)
+    release = transformers_version()
+    if "auto_map" in keys.values:
+        keys.refuse("auto_map", "code that comes with a model is never run; use a model without auto_map")
+    if keys.values.get("quantization_config"):
+        keys.refuse("quantization_config", "quantized checkpoints run only on Baton's own families")
+    if keys.values.get("is_encoder_decoder"):
+        keys.refuse("is_encoder_decoder", "only decoders are supported")
+    if (directory / "adapter_config.json").exists():
+        raise ValueError(f"{directory}: has an adapter (adapter_config.json); merge it into the model")
+    names = keys.values.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not is_causal(str(names[0])):
+        keys.refuse("architectures", UNKNOWN.format(release) + "; it must be one class name ending in ForCausalLM")
+    found = parsed(directory, release)
+    check_ropes(found, file)
+    try:
+        return config_of(found, str(names[0]), release, eos_token_ids(keys, directory, found.vocab_size))
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{file}: a size of the decoder is missing: {error}") from None
+
+
+def transformers_version() -> str:
+    """Return the installed version. Raises ValueError if there is none, or if it is too old."""
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        raise ValueError(f"this model needs transformers, which is not installed: {INSTALL}") from None
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        raise ValueError(f"this model needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, not {found}: {INSTALL}")
+    return found
+
+
+def is_causal(architecture: str) -> bool:
+    """Whether transformers has a class of this name, which predicts the next token of text."""
+    if not architecture.endswith(("ForCausalLM", "LMHeadModel")) or find_spec("transformers") is None:
+        return False
+    return hasattr(import_module("transformers"), architecture)
+
+
+def parsed(directory: Path, release: str) -> Any:
+    """Return transformers' configuration of the text decoder."""
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(f"{directory / 'config.json'}: transformers {release} refuses it: {lines[0][:200]}") from error
+    return config.get_text_config(decoder=True)
+
+
+def check_ropes(config: Any, file: Path) -> None:
+    """Raise ValueError if a rotation depends on the other requests of a pass."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters] + [one for one in parameters.values() if isinstance(one, dict)]
+    for kind in kinds:
+        if kind.get("rope_type") in UNSTABLE_ROPES:
+            raise ValueError(
+                f"{file}: rope_type is {kind['rope_type']!r}: transformers rotates all requests of a step by the "
+                "longest one, so that answers would depend on other requests"
+            )
+
+
+def config_of(config: Any, architecture: str, release: str, eos: tuple[int, ...] = ()) -> ModelConfig:
+    """Return the config with estimated layers. Raises AttributeError or TypeError if a size is missing."""
+    heads = config.num_attention_heads
+    spec = AttentionSpec(
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        rope=None,
+    )
+    return ModelConfig(
+        architecture,
+        config.hidden_size,
+        config.vocab_size,
+        (LayerSpec(spec, MlpSpec(1)),) * config.num_hidden_layers,
+        1e-6,
+        bool(getattr(config, "tie_word_embeddings", False)),
+        config.max_position_embeddings,
+        getattr(config, "bos_token_id", None),
+        eos,
+        transformers=release,
+    )

@@ -1,0 +1,219 @@
+"""A decoder of transformers' modules that stores its KV in Baton's pool and attends with Baton's kernels.
+
+A step is one pass over one row, which holds the tokens of all requests. Transformers' modules compute everything but
+attention row by row, and attention is replaced through transformers' own interface for it.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from engine.attention import AttentionLayer, AttentionPlan
+from engine.batch import Batch
+from engine.kernels import StepKernels
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+
+ATTENTION = "baton"  # the name under which transformers finds Baton's attention
+PROBE_TOKENS = 8
+FAR = 4096  # a query at this position must see all earlier ones, unless the layer has a window
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reach:
+    """The mask of a layer: a query sees the last `window` tokens, or all if it is 0. Takes the place of a tensor."""
+
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """One call of attention in a pass: the sizes of its inputs, and what it asks for."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+    softcap: float
+    sinks: Tensor | None
+
+
+class ProbePass:
+    """Records the calls of attention in a probe pass, whose attention returns zeros."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: object, options: dict[str, Any]) -> Tensor:
+        if not isinstance(mask, Reach):
+            raise ValueError("it computes its masks itself, or attends without one")
+        if query.shape[2] != key.shape[2] or len(query) != 1:
+            raise ValueError("it attends to other tokens than those of its input")
+        sinks = options.get("s_aux")
+        self.calls.append(
+            AttentionCall(
+                query.shape[1], key.shape[1], query.shape[3], value.shape[3], mask.window,
+                float(options.get("softcap") or 0.0), None if sinks is None else sinks.detach().float().flatten(),
+            )
+        )  # fmt: skip
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def mask(self, mask_function: Any, local_size: int | None) -> Reach:
+        """Return the reach of a mask, found by asking which keys some queries see."""
+        sizes = (local_size,) if local_size else ()
+        for at in (5, *(2 * size + 1 for size in sizes), *(3 * size - 1 for size in sizes), *(() if sizes else (FAR,))):
+            keys, zero = torch.arange(at + 3), torch.zeros(1, dtype=torch.long)
+            seen = mask_function(zero, zero, torch.tensor([at]), keys)
+            if not bool((seen.expand(len(keys)) == _visible(keys, at, local_size)).all()):
+                raise ValueError(f"a query sees other tokens than the last ones (local size {local_size})")
+        return Reach(local_size or 0)
+
+
+def _visible(keys: Tensor, at: int, window: int | None) -> Tensor:
+    return (keys <= at) & (keys > at - window) if window else keys <= at
+
+
+@dataclass(slots=True)
+class PackedPass:
+    """The attention of one pass. Its calls are in the order of the probe's."""
+
+    decoder: "ForeignDecoder"
+    kernels: StepKernels
+    plan: AttentionPlan
+    calls: int = 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, _: object, options: dict[str, Any]) -> Tensor:
+        decoder, index = self.decoder, self.calls
+        layer = decoder.layers[index]
+        self.calls += 1
+        dim = decoder.config.head_dim
+        scaling = options.get("scaling")
+        scale = 1.0 if scaling is None and query.shape[3] == dim else (scaling or query.shape[3] ** -0.5) * dim**0.5
+        query = query if math.isclose(scale, 1.0, rel_tol=1e-7) else query * scale
+        repeats = decoder.config.num_kv_heads // key.shape[1]
+        parts = [_rows(query, dim), _rows(key, dim, repeats), _rows(value, dim, repeats)]
+        q = self.kernels.rotate_and_store(index, torch.cat(parts, dim=1), None, None)
+        attended = self.plan.attend(layer, q)
+        return attended[None, ..., : value.shape[3]]
+
+    def mask(self, mask_function: Any, local_size: int | None) -> Reach:
+        return Reach(local_size or 0)
+
+
+def _rows(heads: Tensor, dim: int, repeats: int = 1) -> Tensor:
+    """Return [1, heads, T, size] as [T, heads * dim], each head padded with zeros to `dim`."""
+    heads = heads[0].transpose(0, 1)
+    heads = heads if repeats == 1 else heads.repeat_interleave(repeats, dim=1)
+    heads = heads if heads.shape[2] == dim else pad(heads, (0, dim - heads.shape[2]))
+    return heads.flatten(1)
+
+
+class ForeignDecoder:
+    """A model of transformers with the interface of `Decoder`.
+
+    The runner owns the model and calls it on one thread at a time. During a pass, `_pass` receives the calls of
+    attention and masks that the model's modules make. `config` has the sizes of keys and values that a probe pass
+    found. Heads that are smaller than those of other layers are padded, and missing KV heads are copies.
+    """
+
+    def __init__(self, module: Any, config: ModelConfig) -> None:
+        self.module = module.eval()
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self._pass: ProbePass | PackedPass | None = None
+        self._name = f"{ATTENTION}-{id(self)}"
+        AttentionInterface.register(self._name, self._attend)
+        AttentionMaskInterface.register(self._name, self._mask)
+        self.attend_with_baton()
+        self.calls = self._probe(config)
+        self.config = replace(config, layers=layers_of(config, self.calls))
+        self.layers = [
+            AttentionLayer(index, call.window, call.softcap, call.sinks) for index, call in enumerate(self.calls)
+        ]
+
+    def attend_with_baton(self) -> None:
+        self.module.set_attn_implementation(self._name)
+
+    @contextmanager
+    def own_attention(self) -> Iterator[Any]:
+        """Yield the module with transformers' own eager attention."""
+        self.module.set_attn_implementation("eager")
+        yield self.module
+        self.attend_with_baton()
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: Batch, kernels: StepKernels, attention: AttentionPlan, last: AttentionPlan | None = None
+    ) -> Tensor:
+        """Store the KV of all T tokens, and return the logits of the batch's logit rows, [R, vocab_size]."""
+        packed = PackedPass(self, kernels, attention)
+        rows = batch.logit_rows
+        found = self._run(packed, batch.tokens, batch.positions, rows if len(rows) else batch.logit_rows.new_zeros(1))
+        if packed.calls != len(self.layers):
+            raise RuntimeError(f"{packed.calls} calls of attention in a pass, but {len(self.layers)} in the probe")
+        return found[: len(rows)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits, float32, of rows that `forward` returned: it has computed them."""
+        return hidden.float()
+
+    def _run(self, receiver: ProbePass | PackedPass, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        self._pass = receiver
+        try:
+            output = self.module(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+            )
+        finally:
+            self._pass = None
+        logits: Tensor = output.logits[0]
+        # A model whose head ignores `logits_to_keep` returns the logits of all rows.
+        return logits if len(logits) == len(rows) else logits[rows]
+
+    @torch.inference_mode()
+    def _probe(self, config: ModelConfig) -> list[AttentionCall]:
+        geometry, positions = ProbePass(), torch.arange(min(PROBE_TOKENS, config.max_position_embeddings))
+        self._run(geometry, positions % config.vocab_size, positions, positions[-1:])
+        return geometry.calls
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: object = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        assert self._pass is not None, "attention outside of a pass"
+        return self._pass.attend(query, key, value, attention_mask, options), None
+
+    def _mask(self, *, mask_function: Any, local_size: int | None = None, **_: Any) -> Reach:
+        assert self._pass is not None, "a mask outside of a pass"
+        return self._pass.mask(mask_function, local_size)
+
+
+def layers_of(config: ModelConfig, calls: list[AttentionCall]) -> tuple[LayerSpec, ...]:
+    """Return the layers with the sizes that the probe found, or raise ValueError if the KV pool cannot hold them."""
+    if not calls:
+        raise ValueError("it does not use the attention interface of transformers")
+    if len(calls) != config.num_layers:
+        raise ValueError(
+            f"{len(calls)} of {config.num_layers} layers have attention: layers with recurrent states are not supported"
+        )
+    heads, kv_heads = {call.heads for call in calls}, max(call.kv_heads for call in calls)
+    if len(heads) > 1 or max(heads) % kv_heads or any(kv_heads % call.kv_heads for call in calls):
+        raise ValueError(f"its layers have {sorted(heads)} query heads and at most {kv_heads} key heads")
+    dim = max(max(call.key_dim, call.value_dim) for call in calls)
+    dim += dim % 2
+    specs = (
+        AttentionSpec(call.heads, kv_heads, dim, None, call.window, softcap=call.softcap, sinks=call.sinks is not None)
+        for call in calls
+    )
+    return tuple(LayerSpec(spec, MlpSpec(1)) for spec in specs)

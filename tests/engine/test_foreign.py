@@ -1,0 +1,195 @@
+"""Test the models that run through transformers' modules: their logits, the check at load, and what is refused."""
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    Cohere2Config,
+    DeepseekV3Config,
+    FalconConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    OPTConfig,
+    PhiConfig,
+    PretrainedConfig,
+    Starcoder2Config,
+)
+
+from engine.components import build
+from engine.cpu import why_not_compiled
+from engine.cpu.selection import attention_on_cpu, linear_on_cpu
+from engine.foreign.check import check
+from engine.foreign.config import choose_config, read_foreign_config
+from engine.foreign.decoder import ForeignDecoder
+from engine.foreign.load import load_foreign
+from engine.kv_pool import KVPool
+from engine.options import BuildOptions, check_options
+from engine.startup import EngineComponents
+from tests.engine.build import Blocks, generate
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+GROUPED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 52}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "gpt neox": GPTNeoXConfig(**SIZES, intermediate_size=52),
+    "opt": OPTConfig(**SIZES, ffn_dim=52, word_embed_proj_dim=48),
+    "gpt2": GPT2Config(**SIZES),
+    "phi": PhiConfig(**SIZES, intermediate_size=52),
+    "starcoder2, windows": Starcoder2Config(**GROUPED, sliding_window=9),
+    "cohere2, windows": Cohere2Config(**GROUPED | {"num_hidden_layers": 4}, sliding_window=6),
+    "llama": LlamaConfig(**GROUPED),
+    "gpt oss, sinks": GptOssConfig(
+        **GROUPED, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=6
+    ),
+    "gemma2, soft cap": Gemma2Config(
+        **GROUPED, head_dim=16, sliding_window=6, query_pre_attn_scalar=24, attn_logit_softcapping=2.0
+    ),
+    "deepseek, keys larger than values": DeepseekV3Config(
+        **SIZES, intermediate_size=52, num_key_value_heads=4, kv_lora_rank=24, q_lora_rank=12, qk_nope_head_dim=10,
+        qk_rope_head_dim=8, v_head_dim=14, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=2,
+        moe_intermediate_size=20, n_group=1, topk_group=1,
+    ),
+}  # fmt: skip
+
+
+def save(config: PretrainedConfig, where: Path, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        scale = 0.15 if parameter.ndim > 1 else 0.3
+        parameter.data = torch.randn_like(parameter) * scale + (1.0 if "norm" in name else 0.0)
+    model.to(dtype).save_pretrained(where)
+    return model.float()
+
+
+def backend(pool: KVPool) -> Any:
+    return attention_on_cpu("auto", pool)
+
+
+def load(where: Path) -> ForeignDecoder:
+    return load_foreign(where, read_foreign_config(where), linear_on_cpu("auto", "none"), backend)
+
+
+def built(where: Path, **options: Any) -> EngineComponents:
+    return build(BuildOptions(str(where), threads=1, num_blocks=64, **options))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_requests_in_company_get_the_tokens_of_generate(name: str, tmp_path: Path) -> None:
+    reference = save(CONFIGS[name], tmp_path)
+    prompts = [[Random(seed).randrange(3, 97) for _ in range(length)] for seed, length in enumerate((1, 41, 17))]
+    expected = [
+        reference.generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False)[0].tolist()
+        for prompt in prompts
+    ]
+    components = built(tmp_path, model_impl="transformers", block_size=4)
+    for budget in (7, 64):
+        blocks = Blocks(64, 4)
+        requests = [blocks.request(prompt, max_tokens=12) for prompt in prompts]
+        found = generate(components.runner, requests, budget)
+        assert [prompt + tokens for prompt, tokens in zip(prompts, found, strict=True)] == expected
+
+
+def test_sizes_of_keys_and_values_are_those_that_the_model_has(tmp_path: Path) -> None:
+    save(CONFIGS["deepseek, keys larger than values"], tmp_path)
+    assert read_foreign_config(tmp_path).head_dim == 8
+    config = load(tmp_path).config
+    assert (config.num_kv_heads, config.head_dim) == (4, 18)
+
+
+@pytest.mark.parametrize("flags", [{"quantization": "int8"}, {"weight_dtype": "bfloat16"}])
+def test_weights_may_be_rounded(flags: dict[str, str], tmp_path: Path) -> None:
+    save(CONFIGS["gpt neox"], tmp_path)
+    linear = linear_on_cpu(flags.get("weight_dtype", "auto"), flags.get("quantization", "none"))
+    load_foreign(tmp_path, read_foreign_config(tmp_path), linear, backend)
+
+
+@pytest.mark.skipif(bool(why_not_compiled()), reason="needs compiled kernels")
+def test_sixteen_bit_weights_stay_in_sixteen_bits(tmp_path: Path) -> None:
+    save(CONFIGS["gpt neox"], tmp_path, torch.bfloat16)
+    linear = linear_on_cpu("auto", "none")
+    load_foreign(tmp_path, read_foreign_config(tmp_path), linear, backend)
+    assert linear.name.startswith("bfloat16")
+
+
+def test_a_model_that_depends_on_its_chunks_fails_the_check(tmp_path: Path) -> None:
+    save(CONFIGS["gpt neox"], tmp_path)
+    decoder = load(tmp_path)
+    embed = decoder.module.gpt_neox.embed_in
+    embed.register_forward_hook(lambda _, __, out: out * (1 + 0.01 * (out.shape[1] in {3, 17, 40})))
+    with pytest.raises(ValueError, match="computed in chunks, with other prompts has logits that differ"):
+        check(decoder, backend)
+
+
+REFUSED: dict[str, tuple[PretrainedConfig, dict[str, Any], str]] = {
+    "code": (CONFIGS["opt"], {"auto_map": {"AutoModel": "x.Y"}}, "auto_map is .*never run"),
+    "quantized": (CONFIGS["opt"], {"quantization_config": {"quant_method": "awq"}}, "only on Baton's own families"),
+    "encoder": (CONFIGS["opt"], {"is_encoder_decoder": True}, "only decoders"),
+    "unknown": (CONFIGS["opt"], {"architectures": ["NoSuchForCausalLM"]}, "has no decoder of this name"),
+    "not a decoder": (CONFIGS["opt"], {"architectures": ["OPTModel"]}, "has no decoder of this name"),
+    "rotation": (
+        LlamaConfig(**GROUPED),
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "rope_type is 'dynamic'.*would depend on other requests",
+    ),
+    "own attention": (FalconConfig(**SIZES, alibi=False), {}, "does not use the attention interface"),
+    "states": (
+        MambaConfig(**{key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}),
+        {"eos_token_id": 2},
+        "a size of the decoder is missing|recurrent",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_run_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    config, changes, reason = REFUSED[name]
+    save(config, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ValueError, match=reason) as error:
+        built(tmp_path, model_impl="transformers")
+    assert str(tmp_path) in str(error.value)
+
+
+def test_missing_and_unknown_tensors_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save(CONFIGS["gpt neox"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    moved = {name: tensor for name, tensor in tensors.items() if not name.endswith("layers.1.mlp.dense_4h_to_h.bias")}
+    save_file(moved, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 tensors are missing, such as .*dense_4h_to_h.bias"):
+        load(tmp_path)
+    save_file(tensors | {"extra": torch.ones(2)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match="1 tensors are not part of the model, such as extra"):
+        load(tmp_path)
+
+
+def test_auto_prefers_a_family_of_baton_and_nodes_of_both_ways_do_not_exchange_kv(tmp_path: Path) -> None:
+    save(CONFIGS["llama"], tmp_path)
+    assert choose_config(tmp_path, "auto").transformers == ""
+    native, foreign = built(tmp_path), built(tmp_path, model_impl="transformers")
+    assert native.layout == foreign.layout
+    assert native.fingerprint != foreign.fingerprint
+    assert native.attributes["model_impl"] == "baton"
+    assert foreign.attributes["model_impl"] == f"transformers {transformers.__version__}"
+
+
+def test_only_a_model_without_a_family_runs_through_transformers_by_default(tmp_path: Path) -> None:
+    save(CONFIGS["gpt neox"], tmp_path)
+    assert check_options(BuildOptions(str(tmp_path)))[1].transformers == transformers.__version__
+    with pytest.raises(ValueError, match=r"architectures is .*GPTNeoXForCausalLM.*must be one of"):
+        check_options(BuildOptions(str(tmp_path), model_impl="baton"))

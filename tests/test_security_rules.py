@@ -116,11 +116,14 @@ def test_the_rule_detects_each_forbidden_import_and_call(source: str, what: str)
     assert what in set(forbidden(ast.parse(source)))
 
 
-def test_only_the_config_reader_mentions_remote_code() -> None:
-    """The names of options for remote code occur only in the file that rejects these options."""
-    naming = {str(file.relative_to(ROOT)) for file in python_files(*PRODUCT)
-              if re.search("trust_remote|auto_map|remote_code", file.read_text())}  # fmt: skip
-    assert naming == {"engine/models/config.py"}
+def test_only_the_config_readers_mention_remote_code() -> None:
+    """The names of options for remote code occur only in the files that reject these options or turn them off."""
+    texts = {str(file.relative_to(ROOT)): file.read_text() for file in python_files(*PRODUCT)}
+    naming = {name for name, text in texts.items() if re.search("trust_remote|auto_map|remote_code", text)}
+    assert naming == {"engine/models/config.py", "engine/foreign/config.py", "engine/foreign/load.py"}
+    for name in naming:
+        off = texts[name].replace("trust_remote_code=False", "")
+        assert not re.search("trust_remote|remote_code", off), f"{name} may turn remote code on"
 
 
 # ---- what clients receive --------------------------------------------------------------------------------------------

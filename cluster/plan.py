@@ -1,10 +1,12 @@
 """Plans a local cluster: checks the settings of `baton up` on this machine, and lists the processes to start."""
 
+import random
 import re
 import socket
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -232,7 +234,14 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _free_port(name: str, host: str, port: int) -> int:
-    """Return `port`, or any free port if it is 0. Raises ConfigError if `port` is in use."""
+    """Return `port`, or any free port if it is 0. Raises ConfigError if `port` is in use.
+
+    Free ports are sought below those of outgoing connections first, so that none takes the port before the router.
+    """
+    if port == 0:
+        for candidate in random.sample(range(20_000, 32_000), 20):
+            with suppress(ConfigError):
+                return _free_port(name, host, candidate)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

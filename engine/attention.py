@@ -4,6 +4,7 @@ The keys and values of the current step are stored before attention runs. The re
 and cuts them to its context, so a NaN in the unused tail of a block or in another request's blocks cannot spread.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +27,7 @@ class AttentionLayer:
     of the layout's first heads, and their values in the places of the heads that follow.
     """
 
-    index: int
+    index: int  # among the layers that keep KV
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
@@ -59,6 +60,26 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: Batch) -> AttentionPlan:
         """Compute the data that all layers of a step share (splits, tables, masks) from the batch's host copies."""
+
+
+class TablesPlan:
+    """The attention of one step with several block tables: a plan for each table."""
+
+    def __init__(self, plans: list[AttentionPlan], tables: Sequence[int]) -> None:
+        """`tables` are the tables of the layers."""
+        self.plans = plans
+        self._tables = tables
+
+    def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
+        return self.plans[self._tables[layer.index]].attend(layer, q)
+
+
+def plan_tables(backend: AttentionBackend, pool: KVPool, batch: Batch) -> AttentionPlan:
+    """Return the plan of a step whose layers may be in several tables."""
+    if not batch.others:
+        return backend.plan(batch)
+    numbers = range(len(batch.others) + 1)
+    return TablesPlan([backend.plan(batch.with_table(number)) for number in numbers], pool.places.tables)
 
 
 @dataclass(slots=True)
@@ -94,6 +115,7 @@ class TorchPlan:
         # A (block, head) piece of a layer is contiguous, so gathering head by head needs no second copy.
         self._pieces = pool.tensor.view(-1, *layout.shape[2:])
         self._layout = layout
+        self._places = pool.places.places
         self._batch = batch
         self._reaches: dict[int, list[_Reach]] = {}
 
@@ -106,7 +128,7 @@ class TorchPlan:
         return out
 
     def _attend(self, layer: AttentionLayer, q: Tensor, reach: _Reach) -> Tensor:
-        pieces = self._pieces[:, layer.index]
+        pieces = self._pieces[:, self._places[layer.index]]
         both = pieces.index_select(0, reach.pieces).view(self._layout.kv_heads, -1, 2 * self._layout.head_dim)
         both = both[:, : reach.length].to(q.dtype)
         if layer.latent:

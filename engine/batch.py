@@ -4,7 +4,7 @@ The time that Python spends on a slice does not grow with its context, except fo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv_pool import DUMMY_BLOCK
-from scheduler.request import Request, RequestState, Slice
+from engine.models.kv_places import KVPlaces, all_in_one_row
+from scheduler.request import Request, RequestState, Slice, StateUse, cdiv
 
 IntArray = NDArray[np.int32]
 KEPT_ROWS = 1024  # number of cached rows beyond which the rows of ended requests are dropped
@@ -33,6 +34,14 @@ class StateBatch:
 
 
 @dataclass(slots=True)
+class KVTable:
+    """The blocks of the slices in one table of a model with several, and the slots of the tokens (see `Batch`)."""
+
+    block_table: Tensor
+    slots: Tensor
+
+
+@dataclass(slots=True)
 class Batch:
     """A step's input: T tokens of S slices, one slice after another.
 
@@ -41,6 +50,9 @@ class Batch:
 
     `carried` is used while the previous step is pending. Its entry (t, d) means that token t of this batch is draw d of
     the previous step, in the order of that step's `sampled`. `tokens[t]` is 0 until the runner inserts the draw.
+
+    `slots` and `block_table` are those of the layers of the first table (see `KVPlaces`), and `others` has those of the
+    other tables. An entry for a block that the layers no longer see may be any row.
     """
 
     tokens: Tensor  # int64 [T]
@@ -55,11 +67,24 @@ class Batch:
     sampled: list[int]  # indices of the slices that sample, ascending
     scored: list[tuple[int, int]]  # (slice, n): the first n rows of the slice need prompt logprobs
     carried: list[tuple[int, int]] = field(default_factory=list)
+    others: list[KVTable] = field(default_factory=list)
     states: StateBatch | None = None  # only for models with recurrent layers
 
     @property
     def counts(self) -> list[int]:
         return [end - start for start, end in zip(self.starts, self.kv_lens, strict=True)]
+
+    def with_table(self, number: int) -> "Batch":
+        """Return the batch as the layers of a table see it."""
+        if number == 0:
+            return self
+        table = self.others[number - 1]
+        return replace(self, block_table=table.block_table, slots=table.slots, others=[])
+
+    @property
+    def all_slots(self) -> list[Tensor]:
+        """The slots of each table."""
+        return [self.slots, *(table.slots for table in self.others)]
 
     def drawing(self) -> "Batch | None":
         """Return a batch that contains only the last token of each sampling slice, in the order of `logit_rows`.
@@ -82,6 +107,7 @@ class Batch:
             kv_lens=kv_lens,
             sampled=list(range(len(rows))),
             scored=[],
+            others=[KVTable(table.block_table[slices], table.slots[rows]) for table in self.others],
         )
 
 
@@ -92,29 +118,76 @@ def num_scored(slice_: Slice) -> int:
 
 
 class BlockRows:
-    """Caches the block lists of requests as int32 arrays, and extends the arrays as the lists grow."""
+    """Makes the block tables and the places of states of a step's slices.
 
-    def __init__(self) -> None:
-        self._rows: dict[str, tuple[Request, list[int], IntArray]] = {}  # by request id
+    The lists of rows of requests are cached as int32 arrays, which are extended as the lists grow.
+    """
 
-    def table(self, slices: Sequence[Slice], block_tokens: int) -> IntArray:
-        """Return the block table, int32 [slices, largest number of blocks], of the blocks that each slice reads."""
-        counts = [-(-slice_.end // block_tokens) for slice_ in slices]
-        table = np.full((len(slices), max(counts, default=0)), DUMMY_BLOCK, np.int32)
-        for index, (slice_, count) in enumerate(zip(slices, counts, strict=True)):
-            table[index, :count] = self._row(slice_.request, count)[:count]
-        if len(self._rows) > KEPT_ROWS + 2 * len(slices):
-            self._rows = {name: row for name, row in self._rows.items() if row[0].state is not RequestState.DONE}
-        return table
+    def __init__(self, places: KVPlaces | None = None, row_bytes: int = 0) -> None:
+        """`row_bytes` is the size of the pool's rows, for models with states."""
+        places = places or all_in_one_row(1)
+        self._groups = [group for group in places.groups if group.kind != "state"]
+        self._state_rows = sum(group.rows for group in places.groups if group.kind == "state")
+        self._units = np.array(places.units, np.int64).reshape(-1, 2).T
+        self._row_size = row_bytes // 4
+        self._rows: list[dict[str, tuple[Request, list[int], IntArray]]] = [{} for _ in self._groups]  # by request id
 
-    def _row(self, request: Request, count: int) -> IntArray:
-        """Return the first `count` or more blocks of a request. A list of blocks only grows; preemption replaces it."""
-        kept = self._rows.get(request.id)
-        row = kept[2] if kept is not None and kept[1] is request.tables[0] else _NONE
+    def covered(self, request: Request) -> int:
+        """Return the number of blocks for which the request has rows."""
+        return len(request.tables[0]) // self._groups[0].rows
+
+    def tables(self, slices: Sequence[Slice], block_tokens: int) -> list[IntArray]:
+        """Return the block tables, int32 [slices, largest number of blocks], of the blocks that each slice reads."""
+        counts = [cdiv(slice_.end, block_tokens) for slice_ in slices]
+        tables: list[IntArray] = []
+        for number, group in enumerate(self._groups):
+            table = np.full((len(slices), max(counts, default=0) * group.rows), DUMMY_BLOCK, np.int32)
+            for index, (slice_, count) in enumerate(zip(slices, counts, strict=True)):
+                table[index, : count * group.rows] = self._row(slice_.request, number, count * group.rows)
+            tables += [table] if group.rows == 1 else [table[:, row :: group.rows].copy() for row in range(group.rows)]
+        for number, rows in enumerate(self._rows):
+            if len(rows) > KEPT_ROWS + 2 * len(slices):
+                kept = {name: row for name, row in rows.items() if row[0].state is not RequestState.DONE}
+                self._rows[number] = kept
+        return tables
+
+    def _row(self, request: Request, number: int, count: int) -> IntArray:
+        """Return the first `count` rows in a request's table. A table only grows; preemption replaces it.
+
+        Rows that were released stay in the cached array. No slice reads them.
+        """
+        table, kept = request.tables[number], self._rows[number].get(request.id)
+        row = kept[2] if kept is not None and kept[1] is table else _NONE
         if len(row) < count:
-            row = np.concatenate((row, np.array(request.tables[0][len(row) :], np.int32)))
-            self._rows[request.id] = (request, request.tables[0], row)
-        return row
+            row = np.concatenate((row, np.array(table[len(row) :], np.int32)))
+            self._rows[number][request.id] = (request, table, row)
+        return row[:count]
+
+    def states(self, slices: Sequence[Slice]) -> StateBatch | None:
+        """Return the places of the slices' states, or None if the model has none."""
+        if not self._state_rows:
+            return None
+        uses = [slice_.state or StateUse(None, ()) for slice_ in slices]
+        read, write, save = (
+            torch.from_numpy(np.stack([self._places(rows) for rows in every]))
+            for every in zip(*((use.read or (), use.write, use.save) for use in uses), strict=True)
+        )
+        ends = [use.save_at - slice_.start if use.save else 0 for use, slice_ in zip(uses, slices, strict=True)]
+        return StateBatch(read, write, save, torch.tensor(ends))
+
+    def _places(self, rows: Sequence[int]) -> NDArray[np.int64]:
+        """Return the offset of each unit of the state in `rows`, or -1 for each if there are none."""
+        if not rows:
+            return np.full(self._units.shape[1], -1)
+        places: NDArray[np.int64] = np.array(rows, np.int64)[self._units[0]] * self._row_size + self._units[1]
+        return places
+
+    def use_dummy(self, slice_: Slice, block_tokens: int) -> Slice:
+        """Give a slice of a warm-up the dummy block for its KV and its state."""
+        count = cdiv(len(slice_.request.tokens), block_tokens)
+        slice_.request.tables = [[DUMMY_BLOCK] * (count * group.rows) for group in self._groups]
+        slice_.state = StateUse(None, (DUMMY_BLOCK,) * self._state_rows) if self._state_rows else None
+        return slice_
 
 
 _NONE: IntArray = np.zeros(0, np.int32)
@@ -132,6 +205,7 @@ def build(
     `before` contains the slices of the pending step, whose draws may be `carried`. Raises ValueError if a slice ends
     after its request's last token or block, which would be a bug of the scheduler.
     """
+    rows = rows or BlockRows()
     tokens: list[int] = []
     cu_q = [0]
     carried: list[tuple[int, int]] = []
@@ -144,7 +218,7 @@ def build(
             draws = draws or _draws_of(before)
             carried.append((len(tokens), draws.get(id(request), -1)))
             tokens.append(0)
-        if missing > (id(request) in draws) or end > len(request.tables[0]) * block_tokens:
+        if missing > (id(request) in draws) or end > rows.covered(request) * block_tokens:
             raise ValueError(f"request {request.id}: a slice ends at {end}, beyond the request's tokens or blocks")
         cu_q.append(len(tokens))
     sampled = [index for index, slice_ in enumerate(slices) if slice_.samples]
@@ -153,8 +227,8 @@ def build(
     for index, count in scored:
         logit_rows += range(cu_q[index], cu_q[index] + count)
     starts, kv_lens = [slice_.start for slice_ in slices], [slice_.end for slice_ in slices]
-    table = (rows or BlockRows()).table(slices, block_tokens)
-    positions, slots = _places(np.array(starts, np.int64), np.array(cu_q, np.int64), table, block_tokens)
+    tables = rows.tables(slices, block_tokens)
+    positions, slots = _places(np.array(starts, np.int64), np.array(cu_q, np.int64), tables, block_tokens)
 
     def on_device(values: NDArray[np.int64] | IntArray) -> Tensor:
         tensor = torch.from_numpy(values)
@@ -163,16 +237,18 @@ def build(
     return Batch(
         tokens=on_device(np.array(tokens, np.int64)),
         positions=on_device(positions),
-        slots=on_device(slots),
+        slots=on_device(slots[0]),
         cu_q=on_device(np.array(cu_q, np.int32)),
         kv_len=on_device(np.array(kv_lens, np.int32)),
-        block_table=on_device(table),
+        block_table=on_device(tables[0]),
         logit_rows=on_device(np.array(logit_rows, np.int64)),
         starts=starts,
         kv_lens=kv_lens,
         sampled=sampled,
         scored=scored,
         carried=carried,
+        others=[KVTable(on_device(one), on_device(other)) for one, other in zip(tables[1:], slots[1:], strict=True)],
+        states=rows.states(slices),
     )
 
 
@@ -182,11 +258,11 @@ def _draws_of(before: Sequence[Slice]) -> dict[int, int]:
 
 
 def _places(
-    starts: NDArray[np.int64], cu_q: NDArray[np.int64], table: IntArray, block_tokens: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the position and the KV slot of every token."""
+    starts: NDArray[np.int64], cu_q: NDArray[np.int64], tables: list[IntArray], block_tokens: int
+) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+    """Return the position of every token, and its KV slot in each table."""
     counts = np.diff(cu_q)
     slices = np.repeat(np.arange(len(starts)), counts)
     positions = np.arange(cu_q[-1]) + np.repeat(starts - cu_q[:-1], counts)
     blocks, offsets = np.divmod(positions, block_tokens)
-    return positions, table[slices, blocks].astype(np.int64) * block_tokens + offsets
+    return positions, [table[slices, blocks].astype(np.int64) * block_tokens + offsets for table in tables]

@@ -16,9 +16,10 @@ from engine.hash_model import EmulatedRunner, HashRunner
 from engine.kv_pool import KVPool
 from engine.linear import LinearFormat
 from engine.models.decoder import LanguageModel
+from engine.models.kv_places import all_in_one_row, kv_places
 from engine.models.load import load_model
 from engine.models.spec import ModelConfig
-from engine.options import BuildOptions, check_holds, check_options, cpu_layout
+from engine.options import BuildOptions, check_holds, check_options, check_shared_pool, cpu_layout
 from engine.runner import Runner, TorchRunner
 from engine.startup import EngineComponents, exchange_fingerprint, stage
 from engine.weights import weight_bytes
@@ -48,7 +49,9 @@ def _build(options: BuildOptions, borrowed: PoolClient | None) -> EngineComponen
 
         gpu = CudaAccelerator("cuda" if options.device == "auto" else options.device, borrowed)
         components = build_on_cuda(replace(options, max_model_len=max_model_len), config, path, gpu)
-        check_holds(components.layout, options.max_model_len)
+        check_holds(components.layout, components.groups, options)
+        if borrowed is not None:
+            check_shared_pool(components.groups)
         return components
     return _build_on_cpu(options, config, path, max_model_len, borrowed)
 
@@ -65,7 +68,10 @@ def _build_on_cpu(
         loaded = _loaded_on_cpu(options, config, path)
         config = loaded[1].config
     layout = cpu_layout(options, config)
-    check_holds(layout, options.max_model_len)
+    places = kv_places(config, layout.block_bytes) if runs_model else all_in_one_row(1)
+    if borrowed is not None:
+        check_shared_pool(places.groups)
+    check_holds(layout, places.groups, options)
     memory = (
         HostMemory(layout.num_blocks, layout.block_bytes) if borrowed is None else borrowed.fitting(layout.block_bytes)
     )
@@ -78,12 +84,14 @@ def _build_on_cpu(
         runner = HashRunner(memory.rows, layout.block_tokens, config.vocab_size)
     else:
         loaded = loaded or _loaded_on_cpu(options, config, path)
-        runner, parts = _torch_runner(options, *loaded, KVPool(layout, memory))
+        runner, parts = _torch_runner(options, *loaded, KVPool(layout, memory, places))
         attributes |= parts
         name += f" transformers {config.transformers}" if config.transformers else ""
-    digest = exchange_fingerprint(name, path, layout, memory.sums)
+    digest = exchange_fingerprint(name, path, layout, memory.sums, places.groups)
     attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
-    return EngineComponents(runner, memory, layout, max_model_len, config.vocab_size, digest, attributes, emulation)
+    return EngineComponents(
+        runner, memory, layout, max_model_len, config.vocab_size, digest, attributes, emulation, places.groups
+    )
 
 
 def _torch_runner(

@@ -89,14 +89,13 @@ class TorchStep:
         self._config = kernels.config
         self._kernels = kernels
         self._batch = batch
-        self._slots = batch.slots
+        self._slots = batch.all_slots
         self._pool = kernels.pool.tensor
         angles = [rotation.angles(batch.positions) for rotation in kernels.rotations]
         self._angles = [angles[number] for number in kernels.rotation_of]
         size = kernels.pool.layout.block_tokens
-        slots = batch.slots.clamp(min=0)  # the KV of padding goes to block 0, the dummy block, which is never read
-        self._blocks = slots // size
-        self._offsets = slots % size
+        # The KV of padding goes to block 0, the dummy block, which is never read.
+        self._targets = [(slots.clamp(min=0) // size, slots.clamp(min=0) % size) for slots in self._slots]
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(rows, weight.shape, weight, self._config.rms_norm_eps)
@@ -109,7 +108,8 @@ class TorchStep:
         config = self._config
         if self._kernels.norms_values[layer]:
             angles = self._angles[layer]
-            return rotate_and_store_normed(self._kernels, self._slots, angles, layer, qkv, q_norm, k_norm)
+            slots = self._slots[self._kernels.pool.places.tables[layer]]
+            return rotate_and_store_normed(self._kernels, slots, angles, layer, qkv, q_norm, k_norm)
         heads = qkv.view(len(qkv), -1, config.head_dim)
         q, k, v = heads.tensor_split((config.num_heads, config.num_heads + config.num_kv_heads), dim=1)
         if q_norm is not None and k_norm is not None:
@@ -117,11 +117,14 @@ class TorchStep:
         cosine, sine = (part.to(qkv.dtype) for part in self._angles[layer])
         # Store K and V with one `index_put`, because this operation takes most of the time of a small step.
         both = torch.stack((rotate(k, cosine, sine), v), dim=2)
-        self._pool[:, :, layer][self._blocks, :, self._offsets] = both.to(self._pool.dtype)
+        places = self._kernels.pool.places
+        blocks, offsets = self._targets[places.tables[layer]]
+        self._pool[:, :, places.places[layer]][blocks, :, offsets] = both.to(self._pool.dtype)
         return rotate(q, cosine, sine)
 
     def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
-        return rotate_and_store_latent(self._kernels.pool, self._slots, self._angles[layer], layer, q, latent)
+        slots = self._slots[self._kernels.pool.places.tables[layer]]
+        return rotate_and_store_latent(self._kernels.pool, slots, self._angles[layer], layer, q, latent)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated(gate_up, activation)
@@ -160,7 +163,7 @@ def rotate_and_store_normed(
         rows = torch.cat((keys, values), dim=1).view(len(qkv), -1, 2, layout.head_dim)
     slots, size = slots.clamp(min=0), layout.block_tokens
     pool = kernels.pool.tensor
-    pool[:, : rows.shape[1], layer][slots // size, :, slots % size] = rows.to(pool.dtype)
+    pool[:, : rows.shape[1], kernels.pool.places.places[layer]][slots // size, :, slots % size] = rows.to(pool.dtype)
     return rotate(norm(q, q_norm), cosine, sine)
 
 
@@ -173,7 +176,7 @@ def rotate_and_store_latent(
     key = rotate(latent[:, None, -dims:], cosine, sine)[:, 0]
     rows = torch.cat((latent[:, :-dims], key), dim=-1).view(len(latent), 2, -1)
     slots = slots.clamp(min=0)
-    pool.tensor[:, 0, layer][slots // size, slots % size] = rows.to(pool.tensor.dtype)
+    pool.tensor[:, 0, pool.places.places[layer]][slots // size, slots % size] = rows.to(pool.tensor.dtype)
     return torch.cat((q[..., :-dims], rotate(q[..., -dims:], cosine, sine)), dim=-1)
 
 

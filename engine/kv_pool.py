@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.models.kv_places import KVPlaces, all_in_one_row
 from shared.kv.layout import KVLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,14 +25,16 @@ class PoolMemory(Protocol):
 class KVPool:
     """A view of `memory` as a tensor of shape `layout.shape`. It shares the memory that peers write to.
 
-    Raises ValueError if the memory's rows do not match the layout's blocks.
+    `places` are the places of the model's layers. By default, a row holds all layers. Raises ValueError if the memory's
+    rows do not match the layout's blocks.
     """
 
-    def __init__(self, layout: KVLayout, memory: PoolMemory) -> None:
+    def __init__(self, layout: KVLayout, memory: PoolMemory, places: KVPlaces | None = None) -> None:
         wanted = (layout.num_blocks, layout.block_bytes)
         if tuple(memory.rows.shape) != wanted:
             raise ValueError(f"KV memory has {tuple(memory.rows.shape)} rows x bytes, but the layout needs {wanted}")
         self.layout = layout
+        self.places = places or all_in_one_row(layout.layers)
         self.memory = memory  # a reference, so that the mapping exists as long as the view
         rows = memory.rows if isinstance(memory.rows, Tensor) else torch.from_numpy(memory.rows)
         self.tensor = rows.view(DTYPES[layout.dtype]).view(layout.shape)
@@ -42,6 +45,9 @@ class KVPool:
         return self.tensor.view(-1).view(torch.float32)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the K and V of one layer as strided views [num_blocks, kv_heads, block_tokens, head_dim]."""
-        both = self.tensor[:, :, index]
+        """Return the K and V of one layer as strided views [num_blocks, kv_heads, block_tokens, head_dim].
+
+        Only the blocks in the layer's table belong to it.
+        """
+        both = self.tensor[:, :, self.places.places[index]]
         return both[..., 0, :], both[..., 1, :]

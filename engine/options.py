@@ -9,13 +9,17 @@ from pathlib import Path
 
 from engine.emulation import load_emulation
 from engine.foreign.config import choose_config
-from engine.models.spec import ModelConfig, state_units
+from engine.models.kv_places import kv_places
+from engine.models.spec import ModelConfig
 from engine.weights import tensor_files
+from scheduler.geometry import UNIFORM, Geometry, Group
 from shared.kv.layout import HOST_KV_BYTES, KVLayout
 from shared.kv.memory import available_bytes
 from shared.model_files import resolve
 
 CPU_BLOCK_TOKENS = 16
+DEFAULT_STATES = 24  # recurrent states for which the default size of a pool has room
+LARGE_ROW = 1 << 30  # bytes: any unit of a state fits into such a row
 HASH_LANES = 4  # 64-bit integers that the hash model stores for a token
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one exists where CUDA works: on Linux, in WSL and on Jetson
 
@@ -79,11 +83,6 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
         raise ValueError("--num-blocks 1: must be at least 2, because one block is a dummy")
     if (options.emulate or options.runner == "hash") and options.device.startswith("cuda"):
         raise ValueError(f"--device {options.device}: --emulate and --runner hash need no GPU; use --device cpu")
-    if state_units(config) and options.runner == "torch" and not options.emulate:
-        raise ValueError(
-            f"{path}: {config.architecture} has layers with a recurrent state, which nodes cannot keep yet; use a "
-            "model in which all layers have attention"
-        )
     tensor_files(path)
     if options.on_gpu:
         if config.transformers:
@@ -111,6 +110,14 @@ def check_channel(name: str, options: BuildOptions) -> None:
         raise ValueError(f"--kv-channel {name}: not available for KV on --device {options.device}: use {local} or tcp")
 
 
+def check_shared_pool(groups: tuple[Group, ...]) -> None:
+    """Raise ValueError if another node cannot compute in a pool with these groups."""
+    if groups != UNIFORM:
+        raise ValueError(
+            "--kv-channel pool: not supported for models with sliding windows or recurrent states; use auto"
+        )
+
+
 def _check_cpu(options: BuildOptions, config: ModelConfig, num_pools: int) -> None:
     if options.dtype not in {"auto", "float32"}:
         raise ValueError(
@@ -125,7 +132,7 @@ def _check_cpu(options: BuildOptions, config: ModelConfig, num_pools: int) -> No
         raise ValueError(f"--weight-dtype {options.weight_dtype}: omit it with --quantization {options.quantization}")
     layout = cpu_layout(options, config)
     # The pool need not have room for a request of the model's maximum length, which few requests reach.
-    check_holds(layout, options.max_model_len)
+    check_holds(layout, groups_of(options, config, layout.block_bytes), options)
     size, available = num_pools * layout.num_blocks * layout.block_bytes, available_bytes()
     if size > available:
         flag = "--num-blocks" if options.num_blocks else "--kv-cache-memory"
@@ -141,23 +148,32 @@ def cpu_layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
     if dtype == "auto":  # a user who chooses int8 weights prefers speed to exactness
         dtype = "float16" if options.quantization == "int8" else "float32"
     size = options.block_size or CPU_BLOCK_TOKENS
-    one = KVLayout(1, config.num_kv_heads, config.num_kv_layers, size, config.head_dim, dtype)
+    one = KVLayout(1, config.num_kv_heads, kv_places(config).row_layers, size, config.head_dim, dtype)
     num_blocks = options.num_blocks
     if options.emulate or options.runner == "hash":
         one = KVLayout(1, 1, 1, size, HASH_LANES, "float32")
     if options.emulate:
         num_blocks = num_blocks or 1 + load_emulation(options.emulate).kv_tokens // size
-    return replace(one, num_blocks=num_blocks or blocks_for(options.kv_cache_memory or HOST_KV_BYTES, one))
+    states = Geometry(size, groups_of(options, config, one.block_bytes)).state_rows * DEFAULT_STATES * one.block_bytes
+    return replace(one, num_blocks=num_blocks or blocks_for(options.kv_cache_memory or HOST_KV_BYTES + states, one))
 
 
-def check_holds(layout: KVLayout, max_model_len: int) -> None:
-    """Raise ValueError unless a request of `max_model_len` tokens fits into the pool."""
-    room = (layout.num_blocks - 1) * layout.block_tokens
-    if max_model_len > room:
-        needed = 1 + -(-max_model_len // layout.block_tokens)
+def groups_of(options: BuildOptions, config: ModelConfig, row_bytes: int) -> tuple[Group, ...]:
+    """Return the groups of what a request keeps in a pool with rows of this size."""
+    is_model = options.runner == "torch" and not options.emulate
+    return kv_places(config, row_bytes).groups if is_model else UNIFORM
+
+
+def check_holds(layout: KVLayout, groups: tuple[Group, ...], options: BuildOptions) -> None:
+    """Raise ValueError unless a request of the given maximum length, or of one token, fits into the pool."""
+    geometry, chunk = Geometry(layout.block_tokens, groups), options.max_step_tokens
+    room = geometry.capacity(layout.num_blocks, chunk) * layout.block_tokens
+    if (options.max_model_len or 1) > room:
+        needed = 1 + geometry.rows_for(options.max_model_len or 1, chunk)
         raise ValueError(
-            f"--max-model-len {max_model_len}: the KV pool holds {room} tokens ({layout.num_blocks - 1} blocks of "
-            f"{layout.block_tokens}); use --num-blocks {needed} or --kv-cache-memory {needed * layout.block_bytes}"
+            f"--max-model-len {options.max_model_len}: the KV pool holds {max(0, room)} tokens "
+            f"({layout.num_blocks - 1} blocks of {layout.block_tokens}); use --num-blocks {needed} or "
+            f"--kv-cache-memory {needed * layout.block_bytes}"
         )
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend
+from engine.attention import AttentionBackend, plan_tables
 from engine.batch import Batch, BlockRows, build
 from engine.kernels import Kernels
-from engine.kv_pool import DUMMY_BLOCK, KVPool
+from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder, LanguageModel
 from engine.sampling import NUMERICAL, DrawResult, SamplingRow, describe, is_penalized, sample
-from scheduler.request import Request, Slice, Step, cdiv
+from scheduler.request import Request, Slice, Step
 from shared.rpc.messages import Logprobs, SamplingParams
 
 if TYPE_CHECKING:  # numba may be missing
@@ -102,7 +102,7 @@ class TorchRunner(Runner):
     ) -> None:
         config, layout = model.config, pool.layout
         wanted = (config.num_kv_layers, config.num_kv_heads, config.head_dim)
-        if (layout.layers, layout.kv_heads, layout.head_dim) != wanted:
+        if (pool.places.num_layers, layout.kv_heads, layout.head_dim) != wanted:
             raise ValueError(f"the KV pool has the layout of another model: {layout}; this model needs {wanted}")
         self._model = model
         self._block_tokens = layout.block_tokens
@@ -110,7 +110,8 @@ class TorchRunner(Runner):
         self._kernels = kernels
         self._device = device
         self._whole_pass = _whole_pass(model, kernels, backend)
-        self._block_rows = BlockRows()
+        self._pool = pool
+        self._block_rows = BlockRows(pool.places, layout.block_bytes)
         self._worker: ThreadPoolExecutor | None = None
         self._draws: list[DrawResult] | None = None  # draws of the last step; None if it failed
 
@@ -128,9 +129,9 @@ class TorchRunner(Runner):
         """Run a chunk and a decode on the thread that runs passes. Their KV is stored in the dummy block."""
         count = min(WARM_TOKENS, self._model.config.max_position_embeddings)
         request = Request("warm-up", [0] * count, count, 1, sampling=SamplingParams(seed=0))
-        request.tables[0] = [DUMMY_BLOCK] * cdiv(count, self._block_tokens)
         for start in (0, count - 1):
-            self.launch(Step(0, [Slice(request, start, count - start, True, 0)], []))()
+            slice_ = self._block_rows.use_dummy(Slice(request, start, count - start, True, 0), self._block_tokens)
+            self.launch(Step(0, [slice_], []))()
 
     def _build(self, step: Step, before: Step | None = None) -> Batch:
         slices = before.slices if before is not None else ()
@@ -154,8 +155,8 @@ class TorchRunner(Runner):
         """Return the logits of the slices that sample, and the hidden states of the rows in `batch.scored`."""
         if self._whole_pass is not None and self._whole_pass.takes(batch):
             return self._whole_pass.logits(batch), torch.empty(0)
-        attention, drawing = self._backend.plan(batch), batch.drawing()
-        last = self._backend.plan(drawing) if drawing is not None else None
+        attention, drawing = plan_tables(self._backend, self._pool, batch), batch.drawing()
+        last = plan_tables(self._backend, self._pool, drawing) if drawing is not None else None
         hidden = self._model.forward(batch, self._kernels.begin(batch), attention, last)
         return self._model.logits(hidden[: len(batch.sampled)]), hidden[len(batch.sampled) :]
 

@@ -15,6 +15,7 @@ from engine.cuda.memory import DeviceMemory
 from engine.emulation import Emulation
 from engine.runner import Runner
 from engine.weights import fingerprint
+from scheduler.geometry import UNIFORM, Group
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 
@@ -41,14 +42,17 @@ class EngineComponents:
     fingerprint: str
     attributes: dict[str, str]
     emulation: Emulation | None = None
+    groups: tuple[Group, ...] = UNIFORM
 
 
-def exchange_fingerprint(runner: str, path: Path, layout: KVLayout, sums: str) -> str:
+def exchange_fingerprint(
+    runner: str, path: Path, layout: KVLayout, sums: str, groups: tuple[Group, ...] = UNIFORM
+) -> str:
     """Return a digest (24 hex digits) of all properties that must be equal for two nodes to exchange KV.
 
     `sums` is the name of the checksum that the KV memory computes for each row.
     """
-    parts = (runner, fingerprint(path), layout.describe(), sums)
+    parts = (runner, fingerprint(path), layout.describe(), sums, *(() if groups == UNIFORM else map(str, groups)))
     return hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
 
 

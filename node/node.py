@@ -49,6 +49,7 @@ class RoleAdapter:
     def __init__(self, node: "Node", memory: KVMemory, channels: Sequence[KVChannel], reserve_timeout_s: float) -> None:
         """`channels` lists the best channel first. A reservation waits up to `reserve_timeout_s` for free blocks."""
         self._info = node.state.info
+        self._geometry = node.geometry
         self._requests, self._engine = node.requests, node.engine
         self._recorder, self._counters = node.recorder, node.counters
         self._memory, self._channels, self._reserve_timeout_s = memory, channels, reserve_timeout_s
@@ -118,6 +119,7 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self.fatal_error: asyncio.Future[BaseException] = self._loop.create_future()
         self._scheduler, self._runner = scheduler, runner
+        self.geometry = scheduler.geometry
         self._make_adapter = make_adapter
         self._adapters: dict[str, RoleAdapter] = {}
         self._heartbeat_s = heartbeat_s

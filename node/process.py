@@ -22,7 +22,7 @@ from engine.cuda.kv.pool import NAME as POOL
 from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
 from engine.engine import Engine
-from engine.options import BuildOptions, check_channel
+from engine.options import BuildOptions, check_channel, check_shared_pool
 from engine.runner import set_ahead
 from engine.startup import EngineComponents, stage
 from node.active_requests import RequestRules
@@ -114,6 +114,7 @@ async def open_channels(
     if wanted != "tcp":
         inner = local(memory, incarnation_id, on_writer_lost, settings.kv_directory, timeout_s)
         if wanted == POOL:
+            check_shared_pool(components.groups)
             gpu = memory.region.gpu if isinstance(memory, DeviceMemory) else None
             return [PoolOwner(inner, descriptor_file(settings.kv_directory, gpu))]
         channels.append(inner)
@@ -216,7 +217,14 @@ class NodeProcess:
         given = components.memory, channels, settings.reserve_timeout_s
         return Node(
             describe(settings, self.role, components, budget, self.incarnation_id, owner),
-            Scheduler(limits, num_blocks, components.layout.block_tokens, POLICIES[settings.policy], budget),
+            Scheduler(
+                limits,
+                num_blocks,
+                components.layout.block_tokens,
+                POLICIES[settings.policy],
+                budget,
+                groups=components.groups,
+            ),
             components.runner,
             RequestRules(components.vocab_size, settings.enable_prefix_caching, settings.kv_channel == POOL),
             lambda node, role: self.factories[role.name](node, *given),

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from engine.startup import EngineComponents
 from node.output_publisher import OutputPublisher
 from scheduler.budget import Budget
+from scheduler.geometry import Geometry
 from scheduler.role import Role
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
 from shared.lifecycle import in_container
@@ -64,6 +65,7 @@ def describe(
     `shared_pool_owner` is the incarnation id of the decode node in whose KV pool this node computes.
     """
     layout = components.layout
+    geometry = Geometry(layout.block_tokens, components.groups)
     return NodeInfo(
         id=settings.id or _default_id(role),
         incarnation_id=incarnation_id,
@@ -73,7 +75,7 @@ def describe(
         fingerprint=components.fingerprint,
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,
-        num_blocks=layout.num_blocks,
+        num_blocks=1 + geometry.capacity(layout.num_blocks, settings.max_num_batched_tokens),
         max_model_len=components.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         version=package_version(),

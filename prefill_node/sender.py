@@ -15,6 +15,7 @@ from statistics import median
 from node.node import Node, RoleAdapter
 from node.output_publisher import PrefillProgress
 from prefill_node.decode_peers import CorruptBlocksError, DecodePeer, DecodePeers, HandoffTiming, PeerRefusedError
+from scheduler.geometry import Geometry, RowPlace
 from scheduler.request import Request, cdiv
 from scheduler.role import PREFILL
 from shared import failpoints
@@ -65,23 +66,24 @@ class TransferTimeModel:
 
 @dataclass(slots=True)
 class OutgoingHandoff:
-    """A request whose KV is sent, and the state of its handoff. Numbers of blocks refer to logical blocks of the
-    prompt.
+    """A request whose KV is sent, and the state of its handoff.
 
-    Each block is pushed once, and in order, except that the last push may be repeated once. After `cancel`, the call in
-    progress is completed, and the next call is a stop.
+    Each row is pushed once, in landing order (see `Geometry`), except that the last push may be repeated once. After
+    `cancel`, the call in progress is completed, and the next call is a stop.
     """
 
     submit: SubmitRequest
     request: Request
     num_prompt: int
-    block_tokens: int
+    geometry: Geometry
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_computed: int = 0  # prompt tokens that have KV
     first_token: int | None = None
     reservation_id: bytes | None = None
-    targets: list[int] = field(default_factory=list)  # the reserved blocks, for the last blocks of the prompt
-    num_pushed: int = 0  # blocks that the decode node has, including cached ones
+    num_held: int = 0  # the prompt's first blocks, which the decode node has in its prefix cache
+    order: list[RowPlace] = field(default_factory=list)  # the rows to push
+    targets: list[int] = field(default_factory=list)  # the reserved rows of the decode node, in the same order
+    num_pushed: int = 0  # rows
     channel: KVChannel | None = None  # not changed after the grant, like `descriptor`, because the grant refers to it
     descriptor: bytes = b""
     checksums: bytes = b""  # of the pushed rows whose checksums the peer does not have yet
@@ -91,9 +93,28 @@ class OutgoingHandoff:
     is_admitted: bool = False  # its first step has begun
     is_silent: bool = False  # do not report its outcome: the request was aborted, or has finished on this node
 
-    @property
-    def num_blocks(self) -> int:
-        return cdiv(self.num_prompt, self.block_tokens)
+    def grant(self, num_held: int, targets: list[int]) -> None:
+        """Set what the decode node has and what it has reserved. Raises ValueError if these do not fit the prompt."""
+        num_blocks = cdiv(self.num_prompt, self.geometry.block_tokens)
+        if not 0 <= num_held <= num_blocks:
+            raise ValueError(f"the grant has {num_held} blocks, but the prompt has {num_blocks}")
+        self.num_held, self.targets = num_held, targets
+        self.order = self.geometry.landing_order(self.num_prompt, num_held)
+        if len(targets) != len(self.order):
+            raise ValueError(f"the grant has {len(targets)} rows, but {len(self.order)} are to be sent")
+
+    def sources(self, count: int) -> list[int]:
+        """Return the next `count` rows to push, or fewer if the request has been aborted."""
+        tables, states = self.request.tables, self.request.states
+        rows = []
+        for group, block, row in self.order[self.num_pushed :][:count]:
+            if group == len(self.geometry.attention):
+                table, at = states[0] if states else [], row
+            else:
+                table, at = tables[group], block * self.geometry.attention[group].rows + row
+            if at < len(table) and table[at]:
+                rows.append(table[at])
+        return rows
 
     def cancel(self, reason: str) -> None:
         self.reason = self.reason or reason or "unknown error"
@@ -105,10 +126,9 @@ class OutgoingHandoff:
         self.changed.clear()
 
     def next_targets(self) -> list[int]:
-        """Return the reserved blocks to fill now: those for the prompt's complete blocks that were not pushed yet."""
-        num_held = self.num_blocks - len(self.targets)
-        ready = self.num_blocks if self.num_computed == self.num_prompt else self.num_computed // self.block_tokens
-        return self.targets[self.num_pushed - num_held : max(0, ready - num_held)]
+        """Return the reserved rows to fill now: those for complete rows that were not pushed yet."""
+        ready = self.geometry.num_final(self.num_prompt, self.num_held, self.num_computed)
+        return self.targets[self.num_pushed : ready]
 
 
 class HandoffSender(RoleAdapter):
@@ -153,7 +173,7 @@ class HandoffSender(RoleAdapter):
     def on_submit(self, submit: SubmitRequest, request: Request) -> None:
         # Do not use len(request.tokens): the engine already has the request, and may have appended a token.
         num_prompt = len(unpack_ids(submit.tokens))
-        outgoing = self._outgoing[request.id] = OutgoingHandoff(submit, request, num_prompt, self._info.block_tokens)
+        outgoing = self._outgoing[request.id] = OutgoingHandoff(submit, request, num_prompt, self._geometry)
         if request.borrows_blocks:
             self._start(outgoing)  # the prompt is computed in the decode node's blocks
 
@@ -233,16 +253,16 @@ class HandoffSender(RoleAdapter):
             if reply.error:
                 raise PeerRefusedError(f"{peer.address} refused: {reply.error}")
             outgoing.reservation_id = reply.reservation_id
-            held, outgoing.targets = unpack_ids(reply.held), unpack_ids(reply.targets)
-            outgoing.num_pushed = reply.num_held
+            held, targets = unpack_ids(reply.held), unpack_ids(reply.targets)
             peer.reservations[reply.reservation_id] = outgoing.cancel
             if reply.reservation_id in peer.void:
                 raise ValueError(f"{peer.address} gave up the reservation before its reply arrived")
-            self._check_grant(outgoing, reply, held + outgoing.targets)
+            outgoing.grant(reply.num_held, targets)
+            self._check_grant(outgoing, reply, held + targets)
             outgoing.channel = self.peers.choose_channel(peer, reply.descriptors)
             outgoing.descriptor = reply.descriptors[outgoing.channel.name]
             if outgoing.request.borrows_blocks and not outgoing.reason:
-                outgoing.request.tables = [held + outgoing.targets]
+                outgoing.request.tables = [held + targets]
                 outgoing.request.num_computed = reply.num_held * self._info.block_tokens
                 self._requests.enqueue(outgoing.request)
         except (PeerError, ChannelError, ValueError) as error:
@@ -266,9 +286,7 @@ class HandoffSender(RoleAdapter):
     def _check_grant(self, outgoing: OutgoingHandoff, reply: ReserveReply, blocks: list[int]) -> None:
         """Raise ValueError if the reply's grant is invalid. In a shared pool, no channel would check the blocks
         later."""
-        num_held, num_targets, num_blocks = reply.num_held, len(outgoing.targets), outgoing.num_blocks
-        if num_held < 0 or num_held + num_targets != num_blocks:
-            raise ValueError(f"the grant has {num_held} + {num_targets} blocks, but the prompt has {num_blocks}")
+        num_blocks = cdiv(outgoing.num_prompt, self._info.block_tokens)
         if len(reply.reservation_id) != RESERVATION_ID_BYTES or len(set(blocks)) < len(blocks):
             raise ValueError("the grant names a block twice, or its reservation id is malformed")
         is_whole = len(blocks) == num_blocks and 0 < min(blocks) <= max(blocks) < self._memory.num_rows
@@ -287,7 +305,7 @@ class HandoffSender(RoleAdapter):
                     await self._push(peer, outgoing, targets)
                     failpoints.reach("prefill.after_push", request_id)
                     outgoing.num_pushed = first + len(targets)
-                elif outgoing.num_pushed == outgoing.num_blocks and outgoing.first_token is not None:
+                elif outgoing.num_pushed == len(outgoing.targets) and outgoing.first_token is not None:
                     failpoints.reach("prefill.before_commit", request_id)
                     await self._commit(peer, outgoing, outgoing.first_token)
                     failpoints.reach("prefill.after_commit", request_id)
@@ -310,7 +328,7 @@ class HandoffSender(RoleAdapter):
         if outgoing.request.borrows_blocks:
             await channel.push(descriptor, reservation_id, (), ())
             return
-        source = outgoing.request.tables[0][outgoing.num_pushed :][: len(targets)]
+        source = outgoing.sources(len(targets))
         if len(source) < len(targets):
             raise ChannelError("the request's blocks are gone")  # the request has just been aborted
         began_ns = now_ns()
@@ -326,7 +344,7 @@ class HandoffSender(RoleAdapter):
         self._record(outgoing, "transfer", began_ns, peer, **moved)
         self._counters.transfer = self._transfer_time.observe(num_bytes, (now_ns() - began_ns) / 1e9)
         outgoing.checksums += await asyncio.to_thread(self._memory.checksums, source)
-        if outgoing.num_pushed + len(targets) < outgoing.num_blocks:
+        if outgoing.num_pushed + len(targets) < len(outgoing.targets):
             notice = PushedNotice(reservation_id, outgoing.checksums)
             outgoing.checksums = b""
             _check(await PUSHED.call(peer.rpc, notice, self._timing.call_s))

@@ -4,6 +4,7 @@ A row is the pool's unit of allocation, transfer and checksums. A group is a set
 together. A block holds the KV of `block_tokens` tokens for one group, in one or more rows.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -29,6 +30,9 @@ class Group:
         return position // self.size * self.size if self.kind == "chunk" else 0
 
 
+UNIFORM = (Group("full"),)
+
+
 class RowPlace(NamedTuple):
     """A row of a request: row `row` of block `block` in group `group`, or of the state, whose `block` is 0."""
 
@@ -45,7 +49,7 @@ class Geometry:
     """
 
     block_tokens: int
-    groups: tuple[Group, ...] = (Group("full"),)
+    groups: tuple[Group, ...] = UNIFORM
 
     @cached_property
     def attention(self) -> tuple[Group, ...]:
@@ -65,7 +69,7 @@ class Geometry:
     @property
     def is_uniform(self) -> bool:
         """Whether a block is one row that is kept as long as its request."""
-        return self.groups == (Group("full"),)
+        return self.groups == UNIFORM
 
     def first_block(self, group: Group, position: int) -> int:
         """Return the first block of `group` that a query at `position` or later sees."""
@@ -82,6 +86,11 @@ class Geometry:
     def rows_for(self, tokens: int, chunk: int) -> int:
         """Return the most rows that a running request of `tokens` tokens occupies, with both of its states."""
         return self.rows_of(-(-tokens // self.block_tokens), chunk) + 2 * self.state_rows
+
+    def capacity(self, num_rows: int, chunk: int) -> int:
+        """Return the length in blocks of the longest request that a pool of `num_rows` rows holds, apart from row 0."""
+        fits = range(num_rows)
+        return bisect_right(fits, num_rows - 1, key=lambda blocks: self.rows_for(blocks * self.block_tokens, chunk)) - 1
 
     def landing_order(self, num_prompt: int, held: int) -> list[RowPlace]:
         """Return the rows of a prompt that a peer needs, in the order of transfer.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from scheduler.blocks import BlockPool, Ledger
 from scheduler.budget import Budget
 from scheduler.cost import CostModel
-from scheduler.geometry import Geometry, Group
+from scheduler.geometry import UNIFORM, Geometry, Group
 from scheduler.policy import STALL_FREE, Policy
 from scheduler.prefix import extend_hashes
 from scheduler.request import Request, RequestState, Slice, StateUse, Step, cdiv
@@ -94,7 +94,7 @@ class Scheduler:
         block_tokens: int,
         policy: Policy = STALL_FREE,
         budget: Budget | None = None,
-        groups: tuple[Group, ...] = (Group("full"),),
+        groups: tuple[Group, ...] = UNIFORM,
         state_interval: int = 4096,
     ) -> None:
         """If `budget` is None, every step may have up to `limits.max_num_batched_tokens` tokens.

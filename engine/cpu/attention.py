@@ -118,7 +118,7 @@ class NumbaAttention:
 
     def layer_address(self, layer: int) -> int:
         """Return the address of the layer's keys and values in the first block."""
-        return self.pool.tensor.data_ptr() + layer * self.pool.layout.layer_bytes
+        return self.pool.tensor.data_ptr() + self.pool.places.places[layer] * self.pool.layout.layer_bytes
 
     def memory(self, threads: int, group: int, head_dim: int = 0) -> PoolMemoryView:
         """Return the working memory for keys of `head_dim` dimensions, by default those of the layout."""

@@ -61,6 +61,7 @@ class FusedDecode:
     def __init__(self, model: Decoder, kernels: NumbaKernels, attention: NumbaAttention) -> None:
         self._model, self._kernels, self._attention = model, kernels, attention
         config = model.config
+        self._tables = list(kernels.pool.places.tables)
         heads = config.num_heads
         (inner,) = {spec.mlp.inner for spec in config.layers if isinstance(spec.mlp, MlpSpec)}
         sizes = {
@@ -80,7 +81,8 @@ class FusedDecode:
         )
         self._at = {name: tensor.data_ptr() for name, tensor in self._memory.items()}
         self._calls: list[tuple[Kernel, list[int]]] = []
-        self._windows: dict[int, list[int]] = {}  # indices of the calls of `attend`, by window; `merge` follows each
+        # Indices of the calls of `attend`, by table and window; `merge` follows each.
+        self._attends_of: dict[tuple[int, int], list[int]] = {}
         self._write(model)
         numbers = {kernel: [n for n, call in enumerate(self._calls) if call[0] is kernel] for kernel, _ in self._calls}
         self._rotations = numbers[rotate_and_store]
@@ -100,12 +102,14 @@ class FusedDecode:
         """Store the batch's KV and return the tokens' logits, float32 [S, vocab_size]. Requires `takes(batch)`."""
         rows, values = len(batch.tokens), self._values
         self._memory["hidden"][:rows] = self._model.embed(batch.tokens)
-        step, plan = self._kernels.begin(batch), self._attention.plan(batch)
+        step = self._kernels.begin(batch)
+        plans = [self._attention.plan(batch.with_table(number)) for number in range(len(batch.others) + 1)]
         values[self._of_rows, 0] = rows
         ((cosine, sine),) = step.angles
-        values[self._rotations, 3:6] = (cosine.data_ptr(), sine.data_ptr(), step.slots.data_ptr())
-        for window, numbers in self._windows.items():
-            self._attends(plan, window, numbers)
+        values[self._rotations, 3:5] = (cosine.data_ptr(), sine.data_ptr())
+        values[self._rotations, 5] = np.array([slots.data_ptr() for slots in step.slots])[self._tables]
+        for (table, window), numbers in self._attends_of.items():
+            self._attends(plans[table], window, numbers)
         head = _panels(self._model)[-1]
         logits = torch.empty(rows, head.padded)
         values[-1, 3] = logits.data_ptr()
@@ -150,7 +154,8 @@ class FusedDecode:
         norms = [0 if weight is None else weight.data_ptr() for weight in (layer.q_norm, layer.k_norm)]
         pool = self._attention.layer_address(index)
         self._call(rotate_and_store, 0, at["qkv"], at["q"], 0, 0, 0, *shape, *norms, pool, *kernels.pool_shape)
-        self._windows.setdefault(layer.attention.window, []).append(len(self._calls))
+        key = self._tables[index], layer.attention.window
+        self._attends_of.setdefault(key, []).append(len(self._calls))
         self._call(attend, 0, 0, 0, at["q"], at["attended"], pool)
         group = config.num_heads // config.num_kv_heads
         self._call(merge, 0, 0, 0, at["attended"], 0, config.num_kv_heads, group, config.head_dim)

@@ -45,7 +45,7 @@ class NumbaStep:
         self._kernels = kernels
         self._batch = batch
         self.angles = [rotation.angles(batch.positions) for rotation in kernels.rotations]
-        self.slots = batch.slots.contiguous()
+        self.slots = [slots.contiguous() for slots in batch.all_slots]
         self._pool = kernels.pool.tensor.data_ptr()
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
@@ -69,24 +69,27 @@ class NumbaStep:
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         kernels, config, qkv = self._kernels, self._kernels.config, _checked(qkv)
+        places = kernels.pool.places
+        slots = self.slots[places.tables[layer]]
         if kernels.norms_values[layer]:
             angles = self.angles[kernels.rotation_of[layer]]
-            return rotate_and_store_normed(kernels, self.slots, angles, layer, qkv, q_norm, k_norm)
+            return rotate_and_store_normed(kernels, slots, angles, layer, qkv, q_norm, k_norm)
         q = empty(len(qkv), config.num_heads, config.head_dim)
         cosine, sine = self.angles[kernels.rotation_of[layer]]
         numba_kernels.rotate_and_store(
             2 * qkv.numel(), len(qkv), qkv.data_ptr(), q.data_ptr(),
-            cosine.data_ptr(), sine.data_ptr(), self.slots.data_ptr(),
+            cosine.data_ptr(), sine.data_ptr(), slots.data_ptr(),
             config.num_heads, config.num_kv_heads, config.head_dim,
             0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(),
-            self._pool + layer * kernels.pool.layout.layer_bytes, *kernels.pool_shape,
+            self._pool + places.places[layer] * kernels.pool.layout.layer_bytes, *kernels.pool_shape,
         )  # fmt: skip
         return q
 
     def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
         kernels = self._kernels
         angles = self.angles[kernels.rotation_of[layer]]
-        return rotate_and_store_latent(kernels.pool, self.slots, angles, layer, q, latent)
+        slots = self.slots[kernels.pool.places.tables[layer]]
+        return rotate_and_store_latent(kernels.pool, slots, angles, layer, q, latent)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate_up = _checked(gate_up)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.batch import BlockRows
 from engine.cuda.device import CudaAccelerator
 from engine.cuda.runner import CudaRunner, Sampler
 from engine.cuda.selection import (
@@ -20,6 +21,7 @@ from engine.cuda.selection import (
 from engine.cuda.staging import StepCapacity
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
+from engine.models.kv_places import kv_places
 from engine.models.load import load_model
 from engine.models.spec import ModelConfig
 from engine.options import BuildOptions, blocks_for
@@ -62,7 +64,8 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
     layout = replace(one_block, num_blocks=num_blocks)
     with _stage(gpu, f"allocating {_gib(layout.num_blocks * layout.block_bytes)} for KV", LESS_KV):
         memory = gpu.allocate(layout.num_blocks, layout.block_bytes)
-        runner = _runner(options, model, KVPool(layout, memory), gpu, triton)
+        places = kv_places(config, layout.block_bytes)
+        runner = _runner(options, model, KVPool(layout, memory, places), gpu, triton)
     if not options.enforce_eager and model.can_be_captured:
         with _stage(gpu, "capturing CUDA graphs", f"{LESS_KV}, or use --enforce-eager", "try --enforce-eager"):
             _capture(runner, gpu)
@@ -77,8 +80,10 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
     }
-    digest = exchange_fingerprint("torch", path, layout, memory.sums)
-    return EngineComponents(runner, memory, layout, options.max_model_len, config.vocab_size, digest, attributes)
+    digest = exchange_fingerprint("torch", path, layout, memory.sums, places.groups)
+    return EngineComponents(
+        runner, memory, layout, options.max_model_len, config.vocab_size, digest, attributes, groups=places.groups
+    )
 
 
 def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
@@ -95,19 +100,20 @@ def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
     return dtype
 
 
-def _capacity(options: BuildOptions, block_tokens: int) -> StepCapacity:
+def _capacity(options: BuildOptions, block_tokens: int, tables: int) -> StepCapacity:
     return StepCapacity(
         slices=min(options.max_num_seqs, options.max_step_tokens),  # the scheduler's own limit
         tokens=options.max_step_tokens,
         blocks=cdiv(options.max_model_len, block_tokens),
         block_tokens=block_tokens,
+        tables=tables,
     )
 
 
 def _runner(options: BuildOptions, model: Decoder, pool: KVPool, gpu: CudaAccelerator, triton: bool) -> CudaRunner:
     attention = attention_on_cuda(options.attention_backend, pool, triton, model.dtype)
     kernels = kernels_on_cuda(model.config, pool, triton)
-    capacity = _capacity(options, pool.layout.block_tokens)
+    capacity = _capacity(options, pool.layout.block_tokens, pool.places.num_tables)
     return CudaRunner(model, pool, attention, kernels, gpu.device, capacity, _sampler(triton))
 
 
@@ -142,7 +148,7 @@ def _one_block(options: BuildOptions, model: Decoder) -> KVLayout:
     config = model.config
     dtype = str(model.dtype).removeprefix("torch.") if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     size = options.block_size or block_tokens_on_cuda(options.attention_backend, model.device)
-    return KVLayout(1, config.num_kv_heads, config.num_kv_layers, size, config.head_dim, dtype)
+    return KVLayout(1, config.num_kv_heads, kv_places(config).row_layers, size, config.head_dim, dtype)
 
 
 def _room(options: BuildOptions, one: KVLayout, held: int, gpu: CudaAccelerator) -> int:
@@ -173,14 +179,15 @@ class _Scratch:
 
 
 def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: CudaAccelerator, triton: bool) -> None:
-    """Run a step with the maximum number of tokens and of requests. The KV of all tokens is stored in one block."""
+    """Run a step with the maximum number of tokens and of requests. Its KV is stored in the dummy block."""
     rows = torch.zeros((2, one.block_bytes), dtype=torch.uint8, device=gpu.device)
-    runner = _runner(options, model, KVPool(replace(one, num_blocks=2), _Scratch(rows)), gpu, triton)
+    places = kv_places(model.config, one.block_bytes)
+    runner = _runner(options, model, KVPool(replace(one, num_blocks=2), _Scratch(rows), places), gpu, triton)
+    block_rows = BlockRows(places, one.block_bytes)
     count = min(options.max_num_seqs, options.max_step_tokens)
     longest = min(options.max_step_tokens - count + 1, options.max_model_len)
     slices = []
     for length in (longest, *[1] * (count - 1)):
         request = Request("largest", [0] * length, length, 1, sampling=SamplingParams(top_p=0.9))
-        request.tables[0] = [1] * cdiv(length, one.block_tokens)
-        slices.append(Slice(request, 0, length, samples=True, epoch=0))
+        slices.append(block_rows.use_dummy(Slice(request, 0, length, samples=True, epoch=0), one.block_tokens))
     runner.run(Step(0, slices, []))

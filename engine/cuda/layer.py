@@ -32,6 +32,7 @@ class TritonStep:
     def __init__(self, kernels: TritonKernels, batch: Batch) -> None:
         self._kernels = kernels
         self._batch = batch
+        self._slots = batch.all_slots
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
@@ -55,9 +56,10 @@ class TritonStep:
         """Return the queries as a view of `qkv`, where they are rotated in place."""
         kernels, batch, config = self._kernels, self._batch, self._kernels.config
         rotation = kernels.rotations[kernels.rotation_of[layer]]
+        slots = self._slots[kernels.pool.places.tables[layer]]
         if kernels.norms_values[layer]:
             angles = rotation.angles(batch.positions)
-            return rotate_and_store_normed(kernels, batch.slots, angles, layer, qkv, q_norm, k_norm)
+            return rotate_and_store_normed(kernels, slots, angles, layer, qkv, q_norm, k_norm)
         keys, values = kernels.pool.layer(layer)
         group = config.num_heads // config.num_kv_heads
         block_g, block_h = triton.next_power_of_2(group), triton.next_power_of_2(config.head_dim // 2)
@@ -65,7 +67,7 @@ class TritonStep:
         if len(qkv):
             triton_rows.rotate_and_store[(len(qkv), config.num_kv_heads)](
                 qkv, q_norm if normed else qkv, k_norm if normed else qkv, keys, values,
-                batch.positions, batch.slots, rotation.frequencies, rotation.magnitudes, config.rms_norm_eps,
+                batch.positions, slots, rotation.frequencies, rotation.magnitudes, config.rms_norm_eps,
                 qkv.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
                 GROUP=group, PAGE=kernels.pool.layout.block_tokens, HEAD_DIM=config.head_dim,
                 BLOCK_G=block_g, BLOCK_H=block_h, NORMED=normed, num_warps=_warps(block_g * block_h, 1),
@@ -75,7 +77,8 @@ class TritonStep:
     def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
         kernels, batch = self._kernels, self._batch
         angles = kernels.rotations[kernels.rotation_of[layer]].angles(batch.positions)
-        return rotate_and_store_latent(kernels.pool, batch.slots, angles, layer, q, latent)
+        slots = self._slots[kernels.pool.places.tables[layer]]
+        return rotate_and_store_latent(kernels.pool, slots, angles, layer, q, latent)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         if activation != "silu":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionLayer, AttentionPlan
+from engine.attention import AttentionBackend, AttentionLayer, AttentionPlan, plan_tables
 from engine.batch import Batch
 from engine.cuda.graphs import CudaGraphPool, GraphRecording
 from engine.cuda.staging import StepBuffers, StepShape
@@ -83,11 +83,14 @@ class Passes:
     def run(self, step: Batch, captured: Captured | None) -> Tensor:
         """Run a step, whose tensors are on the device without padding. Return the result of `Decoder.forward`."""
         if captured is None:
-            return self._model.forward(step, self._kernels.begin(step), self._attention.plan(step))
+            return self._model.forward(step, self._kernels.begin(step), self._planned(step))
         if not captured.decodes:
-            self._plan, self._num_tokens = self._attention.plan(step), len(step.tokens)
+            self._plan, self._num_tokens = self._planned(step), len(step.tokens)
         captured.recording.replay()
         return captured.hidden[: len(step.logit_rows)]
+
+    def _planned(self, step: Batch) -> AttentionPlan:
+        return plan_tables(self._attention, self._kernels.pool, step)
 
     def attend(self, layer: AttentionLayer) -> None:
         """Compute attention for the current step's `queries`, and store it in `attended`. Skip rows of padding."""
@@ -135,7 +138,7 @@ class Passes:
         batch = replace(batch, starts=[most - 1] * size, kv_lens=[most] * size, sampled=list(range(size)))
 
         def work() -> Tensor:
-            return self._model.forward(batch, self._kernels.begin(batch), self._attention.plan(batch))
+            return self._model.forward(batch, self._kernels.begin(batch), self._planned(batch))
 
         recording = GraphRecording(pool)
         pool.run(work)  # compiles kernels and allocates permanent memory, which a capture may not do

@@ -19,11 +19,11 @@ from engine.cuda.graphs import CudaGraphPool
 from engine.cuda.passes import Passes
 from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
 from engine.kernels import Kernels
-from engine.kv_pool import DUMMY_BLOCK, KVPool
+from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.runner import PendingStep, SliceOutput, TorchRunner, row_of
 from engine.sampling import NO_TOKEN, NUMERICAL, SamplingRow, adjust, describe, draw
-from scheduler.request import Request, Slice, Step, cdiv
+from scheduler.request import Request, Slice, Step
 from shared.rpc.messages import SamplingParams
 
 # Takes the logits, float32 [R, vocab], the output of `parameters_of`, and the logits after bans, bias and penalties
@@ -123,8 +123,7 @@ class CudaRunner(TorchRunner):
     def _warm_slice(self, start: int, count: int) -> Slice:
         end = start + count
         request = Request("warm-up", [0] * end, end, 1, sampling=SamplingParams(seed=0, top_p=0.9, logit_bias={0: 1.0}))
-        request.tables[0] = [DUMMY_BLOCK] * cdiv(end, self._block_tokens)
-        return Slice(request, start, count, True, 0)
+        return self._block_rows.use_dummy(Slice(request, start, count, True, 0), self._block_tokens)
 
     def run(self, step: Step) -> list[SliceOutput]:
         return self.launch(step)()
@@ -167,7 +166,8 @@ class CudaRunner(TorchRunner):
         if self._capacity.holds(built):
             return self._buffers
         slices, blocks = built.block_table.shape
-        return StepBuffers(StepCapacity(slices, len(built.tokens), blocks, self._block_tokens), self._device)
+        own = replace(self._capacity, slices=slices, tokens=len(built.tokens), blocks=blocks)
+        return StepBuffers(own, self._device)
 
     def _draw(self, logits: Tensor, rows: list[SamplingRow], parameters: Tensor, launched: Launched) -> None:
         """Draw tokens, keep them on the device for the next step, and start copying them to the host."""

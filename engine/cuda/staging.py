@@ -4,18 +4,19 @@ A captured graph reads fixed addresses, so the layout of the block on the device
 step is padded with tokens whose KV is not stored, and with slices whose context is empty.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, build
+from engine.batch import Batch, KVTable, build
 from engine.counter_rng import WORDS
 from engine.sampling import SamplingRow, parameters_of
 
 NOWHERE = -1  # slot of a padding token
 ALIGNED_WORDS = 2  # alignment of a region, in words of 8 bytes
-NUM_REGIONS = 9  # regions of a block: six tensors of a batch, carried tokens, sampling parameters, the block table
+NUM_REGIONS = 7  # regions of a block: five tensors of a batch, carried tokens, sampling parameters; two per table
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class StepCapacity:
     tokens: int
     blocks: int  # maximum of one request
     block_tokens: int
+    tables: int = 1
 
     def holds(self, step: Batch) -> bool:
         slices, blocks = step.block_table.shape
@@ -47,9 +49,10 @@ class StepCapacity:
     @property
     def words(self) -> int:
         rows = self.tokens + self.slices
-        fixed = 3 * self.tokens + rows + 2 * self.slices + 2
-        regions = (2 + WORDS) * self.slices + self.slices * (self.blocks + 1) // 2 + 1
-        return fixed + regions + NUM_REGIONS * (ALIGNED_WORDS - 1)
+        fixed = 2 * self.tokens + rows + 2 * self.slices + 2
+        regions = (2 + WORDS) * self.slices
+        table = self.tokens + self.slices * (self.blocks + 1) // 2 + 1 + 2 * ALIGNED_WORDS
+        return fixed + regions + self.tables * table + NUM_REGIONS * (ALIGNED_WORDS - 1)
 
 
 class BufferCarver:
@@ -68,13 +71,17 @@ class BufferCarver:
         self.used += -(-words // ALIGNED_WORDS) * ALIGNED_WORDS
         return self._words[start : start + words].view(dtype)[:count]
 
-    def batch(self, shape: StepShape, table: Tensor) -> Batch:
+    def batch(self, shape: StepShape, tables: Sequence[Tensor]) -> Batch:
         """Return views for a shape. They are allocated before others, since graphs need them at fixed addresses."""
+        cut = [table[: shape.slices] for table in tables]
+        tokens, positions = self.take(shape.tokens), self.take(shape.tokens)
+        slots = [self.take(shape.tokens) for _ in tables]
         return Batch(
-            tokens=self.take(shape.tokens), positions=self.take(shape.tokens), slots=self.take(shape.tokens),
+            tokens=tokens, positions=positions, slots=slots[0],
             logit_rows=self.take(shape.rows), cu_q=self.take(shape.slices + 1, torch.int32),
-            kv_len=self.take(shape.slices, torch.int32), block_table=table[: shape.slices],
+            kv_len=self.take(shape.slices, torch.int32), block_table=cut[0],
             starts=[], kv_lens=[], sampled=[], scored=[],
+            others=[KVTable(table, each) for table, each in zip(cut[1:], slots[1:], strict=True)],
         )  # fmt: skip
 
 
@@ -86,7 +93,8 @@ class StepBuffers:
         self.capacity = capacity
         self._host = [torch.zeros(capacity.words, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._words = torch.zeros(capacity.words, dtype=torch.int64, device=device)
-        self._table = torch.zeros((capacity.slices, capacity.blocks), dtype=torch.int32, device=device)
+        shape = (capacity.tables, capacity.slices, capacity.blocks)
+        self._tables = torch.zeros(shape, dtype=torch.int32, device=device).unbind()
 
     @property
     def most_tokens(self) -> int:
@@ -95,7 +103,7 @@ class StepBuffers:
 
     def clear(self, shape: StepShape) -> Batch:
         """Fill the device's tensors for a shape with padding, and return them, at their fixed addresses."""
-        batch = BufferCarver(self._words).batch(shape, self._table)
+        batch = BufferCarver(self._words).batch(shape, self._tables)
         _fill(batch, _NOTHING)
         return batch
 
@@ -106,17 +114,18 @@ class StepBuffers:
         """
         self._host.reverse()
         host, device = BufferCarver(self._host[0]), BufferCarver(self._words)
-        _fill(host.batch(shape, self._table), step)
-        padded = device.batch(shape, self._table)
-        width = step.block_table.shape[1]
+        _fill(host.batch(shape, self._tables), step)
+        padded = device.batch(shape, self._tables)
+        slices, width = step.block_table.shape
         drawn_by = torch.from_numpy(parameters_of(rows)) if rows else _NO_WORDS
-        for values in (_carried(step), drawn_by, step.block_table):
+        tables = [step.block_table, *(other.block_table for other in step.others)]
+        for values in (_carried(step), drawn_by, *tables):
             host.take(values.numel(), values.dtype).copy_(values.flatten())
         self._words[: host.used].copy_(self._host[0][: host.used], non_blocking=True)
         carried = device.take(2 * len(step.carried)).view(2, -1)
         parameters = device.take(WORDS * len(rows)).view(-1, WORDS)
-        table = device.take(step.block_table.numel(), torch.int32)
-        self._table[: len(step.starts), :width].copy_(table.view(-1, width))
+        for table in self._tables:
+            table[:slices, :width].copy_(device.take(slices * width, torch.int32).view(slices, width))
         if step.carried:  # a failed draw is negative; its request has ended, so any token will do
             padded.tokens.index_copy_(0, carried[0], draws[carried[1]].clamp(min=0))
         return _own(padded, step), parameters
@@ -131,6 +140,10 @@ def _fill(views: Batch, step: Batch) -> None:
         view, values = getattr(views, name), getattr(step, name)
         view[: len(values)] = values
         view[len(values) :] = padding
+    for view in views.others:
+        view.slots.fill_(NOWHERE)
+    for view, table in zip(views.others, step.others, strict=False):  # a step without tokens has no other tables
+        view.slots[: len(table.slots)] = table.slots
     view, last = views.cu_q, len(step.cu_q)
     view[:last] = step.cu_q
     # Each padding slice has one token. Only steps of decodes have padding slices.
@@ -147,4 +160,6 @@ def _own(padded: Batch, step: Batch) -> Batch:
     width = step.block_table.shape[1]
     tensors = ("tokens", "positions", "slots", "logit_rows", "cu_q", "kv_len")
     own = {name: getattr(padded, name)[: len(getattr(step, name))] for name in tensors}
-    return replace(step, block_table=padded.block_table[: len(step.starts), :width], **own)
+    slices, tokens = len(step.starts), len(step.tokens)
+    others = [KVTable(other.block_table[:slices, :width], other.slots[:tokens]) for other in padded.others]
+    return replace(step, block_table=padded.block_table[:slices, :width], others=others, **own)

@@ -65,25 +65,25 @@ class NodeLoad:
 
     def view(self, info: NodeInfo, stats: NodeStats, num_requests: int) -> NodeView:
         """Return the values that placement reads. `num_requests` counts this router's requests on the node."""
-        in_blocks = (stats.blocks_owned + stats.blocks_reserved) * info.block_tokens
+        capacity, rows = kv_capacity_tokens(info), max(1, stats.blocks_total or info.num_blocks - 1)
         return NodeView(
             id=info.id,
             role=info.role,
             outstanding_tokens=max(self.outstanding_tokens, stats.waiting_tokens),
             running=max(num_requests, stats.running + stats.waiting),
             max_num_seqs=info.max_num_seqs,
-            kv_tokens=max(self.kv_tokens, in_blocks),
-            kv_capacity_tokens=kv_capacity_tokens(info),
+            kv_tokens=max(self.kv_tokens, (stats.blocks_owned + stats.blocks_reserved) * capacity // rows),
+            kv_capacity_tokens=capacity,
             placed=self.num_placed,
             outstanding_pairs=self.outstanding_pairs,
-            decode_context=stats.blocks_owned * info.block_tokens,
+            decode_context=stats.blocks_owned * capacity // rows,
             budget_tokens=step_tokens(info),
             tbt_slo_s=attribute(info, "tbt_slo_ms", 0) / 1000,
             cost=self.cost,
             cost_is_learnt=stats.prompt_tokens >= LEARNT_PROMPT_TOKENS,
             push_s=self.push_s,
             byte_s=self.byte_s,
-            token_bytes=info.block_bytes // info.block_tokens,
+            token_bytes=info.block_bytes * rows // capacity,
             prefilling=self.prefilling,
             incarnation_id=info.incarnation_id,
             shared_pool_owner=info.shared_pool_owner,
@@ -97,6 +97,7 @@ def step_tokens(info: NodeInfo) -> int:
 
 
 def kv_capacity_tokens(info: NodeInfo) -> int:
+    """Return the length of the longest request that the node's KV pool holds."""
     return max(1, (info.num_blocks - 1) * info.block_tokens)
 
 

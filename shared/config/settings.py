@@ -292,7 +292,11 @@ class ComputingSettings(CommonSettings):
     kv_cache_memory: Size = setting(
         0, "Memory for KV blocks: bytes, or as in 4GiB and 2GB.", "512MiB on the CPU, the free memory on a GPU"
     )
-    num_blocks: CountOrNone = setting(0, "Number of KV blocks.", "as many as fit into --kv-cache-memory")
+    num_blocks: CountOrNone = setting(
+        0,
+        "Number of rows in the KV pool: one per block, except for models with sliding windows.",
+        "as many as fit into --kv-cache-memory",
+    )
     block_size: Annotated[int, Field(ge=0, le=1024)] = setting(0, "Tokens per KV block.", "16 on the CPU, 64 on a GPU")
     max_num_batched_tokens: Count = setting(512, "Maximum tokens computed in one step.")
     max_num_seqs: Count = setting(64, "Maximum requests that run at the same time.")

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import DeepseekV3Config, Gemma4Config, GPTNeoXConfig, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma4Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteMoeHybridConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from tests.cluster.harness import DATA, DEMO, Cluster, cluster
 
@@ -72,6 +81,16 @@ GEMMA4 = {
     "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 2048,
 }  # fmt: skip
+DELTA = {
+    "intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+STATE_SPACE = {
+    "intermediate_size": 96, "shared_intermediate_size": 96, "num_local_experts": 0, "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2,
+    "layer_types": ["mamba", "attention", "mamba", "mamba"], "tie_word_embeddings": False,
+}  # fmt: skip
 VISION = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
     "num_key_value_heads": 2, "patch_size": 4,
@@ -92,8 +111,10 @@ VISION = {
             initializer_range=0.15,
         ),
         GPTNeoXConfig(**SIZES, intermediate_size=96),  # runs through transformers
+        Qwen3NextConfig(**SIZES, **DELTA),
+        GraniteMoeHybridConfig(**SIZES, **STATE_SPACE),
     ],
-    ids=["qwen3 moe", "gpt oss", "deepseek v3", "gemma 4 of text and images", "gpt neox"],
+    ids=["qwen3 moe", "gpt oss", "deepseek v3", "gemma 4 of text and images", "gpt neox", "qwen3 next", "granite 4"],
 )
 def test_models_of_several_kinds_give_the_tokens_of_transformers(config: PretrainedConfig, tmp_path: Path) -> None:
     torch.manual_seed(3)

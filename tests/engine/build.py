@@ -17,8 +17,10 @@ from engine.cpu.selection import attention_on_cpu, kernels_on_cpu
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
+from engine.models.kv_places import kv_places
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, state_units
 from engine.runner import Runner, SliceOutput, TorchRunner
+from scheduler.geometry import UNIFORM, Group
 from scheduler.request import Request, Slice, Step
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
@@ -75,8 +77,9 @@ def device_code(model: Decoder, pool: KVPool) -> tuple[AttentionBackend, Kernels
 class Blocks:
     """An allocator that returns blocks in random order, so that no test passes only because its blocks are adjacent."""
 
-    def __init__(self, num_blocks: int, block_tokens: int, seed: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_tokens: int, groups: tuple[Group, ...] = UNIFORM, seed: int = 0) -> None:
         self.block_tokens = block_tokens
+        self._groups = groups
         self._free = list(range(1, num_blocks))
         Random(seed).shuffle(self._free)
 
@@ -86,7 +89,7 @@ class Blocks:
         """Return a request with blocks for its prompt and `max_tokens` more tokens."""
         request = Request(f"r{len(self._free)}", list(tokens), len(tokens), max_tokens, sampling=sampling, **more)
         num_blocks = -(-(len(tokens) + max_tokens) // self.block_tokens)
-        request.tables[0] = [self._free.pop() for _ in range(num_blocks)]
+        request.tables = [[self._free.pop() for _ in range(num_blocks * group.rows)] for group in self._groups]
         return request
 
 
@@ -121,19 +124,28 @@ class States:
 
 
 def layout_of(model: Decoder, num_blocks: int, block_tokens: int) -> KVLayout:
-    config = model.config
-    return KVLayout(num_blocks, config.num_kv_heads, config.num_kv_layers, block_tokens, config.head_dim, "float32")
+    """Return the layout of a pool with the number of blocks of one request that it holds, with a dummy block."""
+    config, places = model.config, kv_places(model.config)
+    rows = 1 + (num_blocks - 1) * sum(group.rows for group in places.groups)
+    return KVLayout(rows, config.num_kv_heads, places.row_layers, block_tokens, config.head_dim, "float32")
+
+
+def pool_of(model: Decoder, layout: KVLayout, with_states: bool = False) -> KVPool:
+    """Return a pool. Unwritten KV is NaN, so that a wrong read makes the result NaN."""
+    places = kv_places(model.config, layout.block_bytes if with_states else 0)
+    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes), places)
+    pool.tensor.fill_(torch.nan)
+    return pool
 
 
 def torch_runner(model: Decoder, num_blocks: int = 64, block_tokens: int = 4) -> tuple[TorchRunner, KVPool, Blocks]:
-    """Return a runner, its pool and its blocks. Unwritten KV is NaN, so that a wrong read makes the result NaN."""
+    """Return a runner, its pool and its blocks."""
     layout = layout_of(model, num_blocks, block_tokens)
-    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
-    pool.tensor.fill_(torch.nan)
+    pool = pool_of(model, layout)
     return (
         TorchRunner(model, pool, *device_code(model, pool), CPU),
         pool,
-        Blocks(num_blocks, block_tokens),
+        Blocks(layout.num_blocks, block_tokens, pool.places.groups),
     )
 
 

@@ -12,7 +12,7 @@ from tests.engine.build import GREEDY, VOCABULARY, Blocks
 
 NUM_BLOCKS, BLOCK_TOKENS = 240, 4
 
-CAPACITY = StepCapacity(slices=9, tokens=40, blocks=16, block_tokens=BLOCK_TOKENS)
+CAPACITY = StepCapacity(slices=9, tokens=40, blocks=16, block_tokens=BLOCK_TOKENS, tables=2)
 
 SAMPLINGS = [
     GREEDY,

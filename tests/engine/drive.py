@@ -9,12 +9,13 @@ import torch
 
 from engine.engine import Engine, EngineListener, StepTiming
 from engine.models.decoder import Decoder
+from engine.models.kv_places import kv_places
 from engine.runner import PendingStep, SliceOutput, TorchRunner
 from scheduler.policy import POLICIES
 from scheduler.request import Request, RequestState, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import CPU, GREEDY, VOCABULARY, device_code, torch_runner
+from tests.engine.build import CONFIG, CPU, GREEDY, VOCABULARY, device_code, torch_runner
 
 torch.set_num_threads(1)
 BLOCK_TOKENS = 4
@@ -175,7 +176,8 @@ def driven(model: Decoder, rows: list[Request], seed: int, num_blocks: int, *, a
 
 
 def scheduler_of(num_blocks: int, budget: int = 64) -> Scheduler:
-    return Scheduler(StepLimits(max_num_batched_tokens=budget), num_blocks, BLOCK_TOKENS, POLICIES["stall_free"])
+    limits, groups = StepLimits(max_num_batched_tokens=budget), kv_places(CONFIG).groups
+    return Scheduler(limits, 1 + (num_blocks - 1) * len(groups), BLOCK_TOKENS, POLICIES["stall_free"], groups=groups)
 
 
 def runner_of(model: Decoder, num_blocks: int) -> Ahead:

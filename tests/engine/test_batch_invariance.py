@@ -107,17 +107,19 @@ def test_preemption_and_handoff_do_not_change_tokens(model: Decoder, alone: list
         for _ in range(5):
             run_step(runner, [piece(request)])
         # Preempt the request: its blocks are lost, and all its tokens are computed again in chunks, in other blocks.
-        request.tables[0] = blocks.request(prompt, sampling, NUM_TOKENS).tables[0]
+        request.tables = blocks.request(prompt, sampling, NUM_TOKENS).tables
         request.num_computed = 0
-        pool.tensor[blocks.request(prompt).tables[0]] = torch.nan
+        for table in blocks.request(prompt).tables:
+            pool.tensor[table] = torch.nan
         while request.num_computed < len(request.tokens) - 3:
             run_step(runner, [piece(request, 3)])
         run_step(runner, [piece(request)])
         # Hand the request over: its rows are copied to other blocks of another pool.
         other, target, others = torch_runner(model)
         landed = others.request(prompt, sampling, NUM_TOKENS)
-        landed.tables[0].reverse()
-        target.tensor[landed.tables[0]] = pool.tensor[request.tables[0]]
+        for ours, theirs in zip(request.tables, landed.tables, strict=True):
+            theirs.reverse()
+            target.tensor[theirs] = pool.tensor[ours]
         landed.tokens, landed.num_computed = list(request.tokens), request.num_computed
         assert generate(other, [landed], 64)[0] == alone[index]
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionLayer, TorchAttention, TorchPlan
-from engine.batch import Batch, build
+from engine.batch import Batch, BlockRows, build
 from engine.cuda.graphs import GraphRecording
 from engine.cuda.runner import CudaRunner
 from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
 from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
+from engine.models.kv_places import kv_places
 from scheduler.request import Request, Slice, Step
-from shared.kv.memory import HostMemory
 from shared.rpc.messages import SamplingParams
 from tests.engine import drive as overlap
 from tests.engine.build import (  # noqa: F401
@@ -32,6 +32,7 @@ from tests.engine.build import (  # noqa: F401
     layout_of,
     model_fixture,
     piece,
+    pool_of,
     run_step,
     thinned,
     torch_runner,
@@ -88,13 +89,12 @@ class StaticPlan:
 
 def cuda_runner(model: Decoder, captures: str) -> tuple[CudaRunner, Blocks, KVPool]:
     layout = layout_of(model, NUM_BLOCKS, BLOCK_TOKENS)
-    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
-    pool.tensor.fill_(torch.nan)
+    pool = pool_of(model, layout)
     attention: AttentionBackend = StaticAttention(pool) if captures == "decodes whole" else TorchAttention(pool)
     runner = CudaRunner(model, pool, attention, TorchKernels(CONFIG, pool), CPU, CAPACITY)
     if captures != "nothing":
         runner.capture(FakeGraphPool())
-    return runner, Blocks(NUM_BLOCKS, BLOCK_TOKENS), pool
+    return runner, Blocks(layout.num_blocks, BLOCK_TOKENS, pool.places.groups), pool
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +134,8 @@ def test_the_real_engine_gives_the_same_tokens_with_preemption_and_aborts(
             todo.setdefault(at + random.randrange(1, 12), []).append(("abort", row))
     num_blocks = 18 if tight else NUM_BLOCKS
     layout = replace(layout_of(model, num_blocks, BLOCK_TOKENS), block_tokens=overlap.BLOCK_TOKENS)
-    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
-    pool.tensor.fill_(torch.nan)
-    capacity = StepCapacity(slices=64, tokens=64, blocks=64, block_tokens=layout.block_tokens)
+    pool = pool_of(model, layout)
+    capacity = StepCapacity(slices=64, tokens=64, blocks=64, block_tokens=layout.block_tokens, tables=2)
     runner = CudaRunner(model, pool, StaticAttention(pool), TorchKernels(CONFIG, pool), CPU, capacity)
     runner.capture(FakeGraphPool())
     drive = overlap.Drive(overlap.scheduler_of(num_blocks, random.choice([6, 16, 64])), runner, todo)
@@ -234,7 +233,7 @@ def test_a_step_is_padded_to_the_next_captured_size(model: Decoder) -> None:
 
 
 def _built(slices: list[Slice]) -> Batch:
-    return build(slices, BLOCK_TOKENS, CPU)
+    return build(slices, BLOCK_TOKENS, CPU, rows=BlockRows(kv_places(CONFIG)))
 
 
 # ---- the fake graphs -----------------------------------------------------------------------------------------------

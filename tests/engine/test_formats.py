@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import GptOssConfig, LlamaConfig, Phi3Config, PretrainedConfig, Qwen3MoeConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from engine.batch import build
+from engine.attention import plan_tables
+from engine.batch import BlockRows, build
 from engine.cpu import why_not_compiled
 from engine.cpu.selection import linear_on_cpu
 from engine.formats.forms import E2M1, INTEGERS, GroupedWeight
@@ -49,9 +50,14 @@ def logits(path: Path, linear: LinearFormat | None = None) -> Tensor:
     _, pool, blocks = torch_runner(model)
     backend, kernels = device_code(model, pool)
     prompt = [1, *range(3, 40)]
-    batch = build([piece(blocks.request([*prompt, 0], needs_prompt_logprobs=True), len(prompt))], 4, CPU)
+    batch = build(
+        [piece(blocks.request([*prompt, 0], needs_prompt_logprobs=True), len(prompt))],
+        4,
+        CPU,
+        rows=BlockRows(pool.places),
+    )
     with torch.inference_mode():
-        return model.logits(model.forward(batch, kernels.begin(batch), backend.plan(batch)))
+        return model.logits(model.forward(batch, kernels.begin(batch), plan_tables(backend, pool, batch)))
 
 
 @pytest.mark.parametrize("kind", FORMATS)

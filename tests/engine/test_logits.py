@@ -44,14 +44,13 @@ from transformers import (
     SmolLM3Config,
 )
 
-from engine.batch import build
-from engine.kv_pool import KVPool
+from engine.attention import plan_tables
+from engine.batch import BlockRows, build
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.spec import Rope, state_units
 from engine.runner import TorchRunner
 from scheduler.request import Request
-from shared.kv.memory import HostMemory
 from shared.rpc.messages import SamplingParams
 from tests.engine.build import (
     CPU,
@@ -63,6 +62,7 @@ from tests.engine.build import (
     generate,
     layout_of,
     piece,
+    pool_of,
     run_step,
     thinned,
     torch_runner,
@@ -327,11 +327,10 @@ def all_logits(model: Decoder, rows: list[list[int]], random: Random, block_toke
     """Return the logits of every position. Each step computes random chunks of randomly chosen rows."""
     one = layout_of(model, 96, block_tokens)
     in_states = 8 * len(rows) * sum(state_units(model.config))  # two states of each request, in bytes
-    layout = replace(one, num_blocks=96 + -(-in_states // one.block_bytes))
-    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
-    pool.tensor.fill_(torch.nan)
-    (backend, kernels), blocks = device_code(model, pool), Blocks(96, block_tokens)
-    states = States(model, pool, 96)
+    layout = replace(one, num_blocks=one.num_blocks + -(-in_states // one.block_bytes))
+    pool = pool_of(model, layout)
+    (backend, kernels), blocks = device_code(model, pool), Blocks(one.num_blocks, block_tokens, pool.places.groups)
+    states, rows_of = States(model, pool, one.num_blocks), BlockRows(pool.places)
     # With the extra token, every position of the row is followed by a known prompt token.
     requests = [blocks.request([*row, 0], max_tokens=1, needs_prompt_logprobs=True) for row in rows]
     logits: list[list[torch.Tensor]] = [[] for _ in rows]
@@ -341,10 +340,10 @@ def all_logits(model: Decoder, rows: list[list[int]], random: Random, block_toke
             piece(one, min(random.choice([1, 1, 2, 5, 9, 16]), len(one.tokens) - 1 - one.num_computed))
             for one in chosen
         ]
-        batch = build(slices, block_tokens, CPU)
+        batch = build(slices, block_tokens, CPU, rows=rows_of)
         if in_states:
             batch.states = states.batch(slices)
-        found = model.logits(model.forward(batch, kernels.begin(batch), backend.plan(batch)))
+        found = model.logits(model.forward(batch, kernels.begin(batch), plan_tables(backend, pool, batch)))
         for one, part in zip(slices, found.split([one.count for one in slices]), strict=True):
             logits[requests.index(one.request)].append(part)
             one.request.num_computed = one.end
@@ -441,9 +440,9 @@ def test_the_last_layer_attends_only_for_rows_that_draw(name: str, tmp_path: Pat
     pools = []
     for spares in (False, True):
         layout = layout_of(model, 96, 4)
-        pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
+        pool = pool_of(model, layout)
         pool.tensor.zero_()
-        (backend, kernels), blocks = device_code(model, pool), Blocks(96, 4)
+        (backend, kernels), blocks = device_code(model, pool), Blocks(layout.num_blocks, 4, pool.places.groups)
         whole, half, short = (blocks.request(list(range(count)), max_tokens=4) for count in (41, 30, 9))
         found = []
         for sizes in (
@@ -452,12 +451,12 @@ def test_the_last_layer_attends_only_for_rows_that_draw(name: str, tmp_path: Pat
             {half: 11},
         ):
             slices = [piece(request, size) for request, size in sizes.items()]
-            batch = build(slices, 4, CPU)
+            batch = build(slices, 4, CPU, rows=BlockRows(pool.places))
             drawing = batch.drawing()
             assert drawing is not None
             assert drawing.counts == [1] * len(batch.sampled)
-            plan = backend.plan(drawing) if spares else None
-            hidden = model.forward(batch, kernels.begin(batch), backend.plan(batch), plan)
+            plan = plan_tables(backend, pool, drawing) if spares else None
+            hidden = model.forward(batch, kernels.begin(batch), plan_tables(backend, pool, batch), plan)
             found.append(model.logits(hidden))
             for one in slices:
                 one.request.num_computed = one.end
@@ -522,9 +521,11 @@ def test_a_16_bit_pool_stays_near_the_exact_logits(name: str, tmp_path: Path) ->
     reference_model = save(CONFIGS[name], tmp_path)
     model = load_model(tmp_path, torch.float32, CPU)
     layout = replace(layout_of(model, 16, 4), dtype="bfloat16")
-    pool = KVPool(layout, HostMemory(16, layout.block_bytes))
+    pool = pool_of(model, layout)
     runner = TorchRunner(model, pool, *device_code(model, pool), CPU)
-    request = Blocks(16, 4).request(range(3, 30), SamplingParams(temperature=0.0, logprobs=5), max_tokens=1)
+    request = Blocks(layout.num_blocks, 4, pool.places.groups).request(
+        range(3, 30), SamplingParams(temperature=0.0, logprobs=5), max_tokens=1
+    )
     (output,) = run_step(runner, [piece(request)])
     with torch.inference_mode():
         theirs = reference_model(torch.tensor([request.tokens[:27]])).logits[0, -1].log_softmax(0)

@@ -25,7 +25,6 @@ from engine.models.spec import (
     state_units,
     unit_places,
 )
-from engine.options import BuildOptions, check_options
 from engine.recurrence import RecurrentLayer
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
@@ -200,9 +199,3 @@ def test_a_checkpoint_with_other_models_is_read_as_its_text_model(tmp_path: Path
     rows = torch.randn(3, one.config.hidden_size)
     assert torch.equal(one.layers[0].output(torch.ones(2, 80)), other.layers[0].output(torch.ones(2, 80)))
     assert torch.equal(one.logits(rows), other.logits(rows))
-
-
-def test_a_node_refuses_a_model_with_states(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**QWEN)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="Qwen3_5ForCausalLM has layers with a recurrent state"):
-        check_options(BuildOptions(str(tmp_path)))

@@ -2,24 +2,32 @@
 policy, other requests, cache hits or preemption, nor on the pool in which the prompt's KV was computed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from random import Random
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv_pool import KVPool
+from benchmarks.random_model import random_decoder
 from engine.models.decoder import Decoder
+from engine.models.kv_places import kv_places
+from engine.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec
 from engine.runner import TorchRunner
+from prefill_node.sender import OutgoingHandoff
+from scheduler.geometry import Geometry
 from scheduler.policy import POLICIES, Policy
 from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler, StepLimits
-from shared.rpc.messages import SamplingParams
-from tests.engine.build import VOCABULARY, every_backend, model_fixture, torch_runner
+from shared.rpc.messages import SamplingParams, SubmitRequest
+from tests.engine.build import CONFIG, CPU, VOCABULARY, device_code, every_backend, layout_of, pool_of
 
 torch.set_num_threads(1)
-__all__ = ["every_backend", "model_fixture"]  # fixtures
+__all__ = ["every_backend"]  # a fixture
 LONGEST = 44
+SUBMIT = SubmitRequest("", "", b"", 0, 0, SamplingParams())
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
     SamplingParams(seed=1),
@@ -28,14 +36,35 @@ SAMPLINGS = [
 ]
 
 
-class Node:
-    """A scheduler, a runner, and a pool whose unwritten memory is NaN."""
+DELTA = LayerSpec(DeltaSpec(1, 2, 4, 8, 3), MlpSpec(20))
+ATTENTION, WINDOW = (LayerSpec(AttentionSpec(4, 2, 16, window=size), MlpSpec(20)) for size in (0, 7))
+KINDS = {
+    "attention": (ATTENTION, ATTENTION),
+    "windows": (WINDOW, WINDOW, ATTENTION, WINDOW, WINDOW),  # two groups; a block has a row and two rows
+    "only windows": (WINDOW, WINDOW),
+    "states": (DELTA, ATTENTION, DELTA),
+    "states and windows": (WINDOW, DELTA, ATTENTION),
+}
 
-    def __init__(self, model: Decoder, limits: StepLimits, num_blocks: int, block_tokens: int, policy: Policy) -> None:
-        self.scheduler = Scheduler(limits, num_blocks, block_tokens, policy)
-        self.runner: TorchRunner
-        self.pool: KVPool
-        self.runner, self.pool, _ = torch_runner(model, num_blocks, block_tokens)
+
+@cache
+def model_of(kind: str) -> Decoder:
+    return random_decoder(replace(CONFIG, layers=KINDS[kind]), torch.float32, CPU, deviation=0.3)
+
+
+class Node:
+    """A scheduler, a runner, and a pool whose unwritten memory is NaN. The pool has room for `num_requests`."""
+
+    def __init__(
+        self, model: Decoder, limits: StepLimits, num_requests: float, block_tokens: int, policy: Policy
+    ) -> None:
+        one = layout_of(model, 2, block_tokens)
+        groups = kv_places(model.config, one.block_bytes).groups
+        rows = Geometry(block_tokens, groups).rows_for(LONGEST, min(LONGEST, limits.max_num_batched_tokens))
+        layout = replace(one, num_blocks=2 + int(num_requests * rows))
+        self.scheduler = Scheduler(limits, layout.num_blocks, block_tokens, policy, groups=groups, state_interval=8)
+        self.pool = pool_of(model, layout, with_states=True)
+        self.runner = TorchRunner(model, self.pool, *device_code(model, self.pool), CPU)
 
     def step(self) -> None:
         step = self.scheduler.schedule()
@@ -60,7 +89,7 @@ def answers(rows: Sequence[Request]) -> list[list[int]]:
 
 def run_alone(model: Decoder, rows: Sequence[Request]) -> list[list[int]]:
     for row in rows:
-        node = Node(model, StepLimits(), 1 + LONGEST, 1, POLICIES["stall_free"])
+        node = Node(model, StepLimits(), 1, 1, POLICIES["stall_free"])
         node.scheduler.add(row)
         while node.scheduler.has_work:
             node.step()
@@ -87,8 +116,9 @@ def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> lis
             sending, row = pair
             if sending.state is RequestState.SENDING_KV and row.state is RequestState.RECEIVING_KV:
                 assert there is not None
-                held = row.num_computed // here.scheduler.block_tokens
-                for source, target in zip(sending.tables[0][held:], row.tables[0][held:], strict=True):
+                handoff = OutgoingHandoff(SUBMIT, sending, row.num_prompt, here.scheduler.geometry)
+                handoff.grant(row.num_computed // here.scheduler.block_tokens, row.reserved)
+                for source, target in zip(handoff.sources(len(row.reserved)), row.reserved, strict=True):
                     here.pool.tensor[target] = there.pool.tensor[source]
                 here.scheduler.kv_received(row, sending.tokens[-1])
                 there.scheduler.release(sending)
@@ -98,6 +128,7 @@ def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> lis
     return answers(rows)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12)
 @given(
     budget=st.integers(4, 64),
@@ -109,7 +140,7 @@ def run_together(rows: Sequence[Request], here: Node, there: Node | None) -> lis
     seed=st.integers(0, 9),
 )
 def test_tokens_do_not_depend_on_the_decisions_of_the_scheduler(
-    model: Decoder,
+    kind: str,
     budget: int,
     block_tokens: int,
     tight: bool,
@@ -118,15 +149,30 @@ def test_tokens_do_not_depend_on_the_decisions_of_the_scheduler(
     policy: Policy,
     seed: int,
 ) -> None:
-    # A tight pool has room for one and a half requests, so that running requests are preempted.
-    num_blocks = 2 + -(-LONGEST // block_tokens) * (3 if tight else 10) // 2
-    limits = StepLimits(max_num_batched_tokens=budget, max_num_partial_prefills=2)
-    here, there = (Node(model, limits, num_blocks, block_tokens, policy) for _ in range(2))
+    limits, model = StepLimits(max_num_batched_tokens=budget, max_num_partial_prefills=2), model_of(kind)
+    if not policy.chunked:  # a prompt is then computed in a step of any size
+        limits = replace(limits, max_num_batched_tokens=max(budget, LONGEST))
+    # In a tight pool, running requests are preempted.
+    here, there = (Node(model, limits, 1.5 if tight else 5, block_tokens, policy) for _ in range(2))
     together = run_together(requests_of(seed, shared), here, there if handed_over else None)
     assert together == run_alone(model, requests_of(seed, shared))
+    for node in (here, there):
+        assert not node.scheduler.audit()
+        assert node.scheduler.ledger().owned == 0
 
 
-def test_a_tight_pool_really_preempts(model: Decoder) -> None:
-    here = Node(model, StepLimits(max_num_batched_tokens=64), 2 + LONGEST * 3 // 2, 1, POLICIES["stall_free"])
+@pytest.mark.parametrize("kind", ["attention", "states"])  # with windows, requests shrink
+def test_a_tight_pool_really_preempts(kind: str) -> None:
+    here = Node(model_of(kind), StepLimits(max_num_batched_tokens=64), 1.5, 1, POLICIES["stall_free"])
     run_together(requests_of(0, False), here, None)
     assert here.scheduler.counters.preemptions > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shared_prefix_is_found_in_the_cache(kind: str) -> None:
+    here = Node(model_of(kind), StepLimits(max_num_batched_tokens=64), 5, 4, POLICIES["stall_free"])
+    for row in requests_of(0, True):
+        here.scheduler.add(row)
+        while here.scheduler.has_work:
+            here.step()
+    assert here.scheduler.counters.cache_hits >= 16

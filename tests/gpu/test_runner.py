@@ -16,6 +16,7 @@ from engine.cuda.staging import StepCapacity
 from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
+from engine.models.kv_places import kv_places
 from engine.runner import TorchRunner
 from scheduler.request import Request, Step
 from tests.engine.build import CONFIG, GREEDY, Blocks, layout_of, piece, run_step
@@ -36,7 +37,7 @@ def model(gpu: CudaAccelerator) -> Decoder:
 
 def pool_of(gpu: CudaAccelerator, model: Decoder) -> KVPool:
     layout = layout_of(model, NUM_BLOCKS, BLOCK_TOKENS)
-    pool = KVPool(layout, gpu.allocate(layout.num_blocks, layout.block_bytes))
+    pool = KVPool(layout, gpu.allocate(layout.num_blocks, layout.block_bytes), kv_places(model.config))
     pool.tensor.fill_(torch.nan)
     return pool
 
@@ -44,7 +45,7 @@ def pool_of(gpu: CudaAccelerator, model: Decoder) -> KVPool:
 def reference(gpu: CudaAccelerator, model: Decoder) -> tuple[TorchRunner, Blocks]:
     pool = pool_of(gpu, model)
     runner = TorchRunner(model, pool, TorchAttention(pool), TorchKernels(CONFIG, pool), gpu.device)
-    return runner, Blocks(NUM_BLOCKS, BLOCK_TOKENS)
+    return runner, Blocks(pool.layout.num_blocks, BLOCK_TOKENS, pool.places.groups)
 
 
 def cuda_runner(gpu: CudaAccelerator, model: Decoder, backend: str, capture: bool) -> tuple[CudaRunner, Blocks]:
@@ -62,7 +63,7 @@ def cuda_runner(gpu: CudaAccelerator, model: Decoder, backend: str, capture: boo
     runner = CudaRunner(model, pool, attention, kernels, gpu.device, CAPACITY, sampler)
     if capture:
         runner.capture(gpu.graphs())
-    return runner, Blocks(NUM_BLOCKS, BLOCK_TOKENS)
+    return runner, Blocks(pool.layout.num_blocks, BLOCK_TOKENS, pool.places.groups)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -113,7 +114,7 @@ def test_capturing_at_a_real_size_fits_in_the_reserved_memory(gpu: CudaAccelerat
     config = replace(CONFIG, hidden_size=1024, intermediate_size=3072, num_layers=28, windows=(0,) * 28, head_dim=128)
     decoder = random_decoder(config, torch.bfloat16, gpu.device)
     layout = replace(layout_of(decoder, 64, 64), dtype="bfloat16")
-    pool = KVPool(layout, gpu.allocate(layout.num_blocks, layout.block_bytes))
+    pool = KVPool(layout, gpu.allocate(layout.num_blocks, layout.block_bytes), kv_places(decoder.config))
     triton = gpu.has_triton()
     attention, kernels = attention_on_cuda("auto", pool, triton), kernels_on_cuda(config, pool, triton)
     runner = CudaRunner(decoder, pool, attention, kernels, gpu.device, StepCapacity(256, 512, 32, 64))

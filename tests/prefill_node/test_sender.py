@@ -19,6 +19,7 @@ from engine.runner import SliceOutput
 from node.node import Node
 from prefill_node.decode_peers import HandoffTiming
 from prefill_node.sender import HandoffSender, OutgoingHandoff
+from scheduler.geometry import Geometry
 from scheduler.request import Request, Step
 from scheduler.role import PREFILL
 from shared.kv.channel import ChannelError, KVChannel
@@ -349,7 +350,7 @@ async def test_a_grant_of_the_wrong_size_is_stopped() -> None:
         here.decoder.targets = TARGETS[:4]
         here.submit()
         stop = await here.decoder.receives(StopRequest)
-        assert "the grant has 0 + 4 blocks, but the prompt has 5" in stop.reason
+        assert "the grant has 4 rows, but 5 are to be sent" in stop.reason
         await here.empty()
 
 
@@ -370,15 +371,15 @@ async def test_a_decode_node_that_is_gone_fails_its_handoffs_and_is_forgotten() 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 12), st.integers(0, 6))
 def test_each_complete_block_is_pushed_once_and_in_order(num_prompt: int, block: int, chunk: int, held: int) -> None:
     request = Request("r", [1] * num_prompt, num_prompt, 1)
-    outgoing = OutgoingHandoff(submission(), request, num_prompt, block)
-    outgoing.num_pushed = held = min(held, num_prompt // block)
-    outgoing.targets = list(range(100, 100 + outgoing.num_blocks - held))
+    outgoing = OutgoingHandoff(submission(), request, num_prompt, Geometry(block))
+    held = min(held, num_prompt // block)
+    outgoing.grant(held, list(range(100, 100 - (-num_prompt // block) - held)))
     pushed = []
     while outgoing.num_computed < num_prompt:
         outgoing.num_computed = min(num_prompt, outgoing.num_computed + chunk)
         pushed += outgoing.next_targets()
-        outgoing.num_pushed = held + len(pushed)
+        outgoing.num_pushed = len(pushed)
         is_whole = outgoing.num_computed == num_prompt
-        assert is_whole or outgoing.num_pushed <= max(held, outgoing.num_computed // block), "an incomplete block"
+        assert is_whole or held + len(pushed) <= max(held, outgoing.num_computed // block), "an incomplete block"
         assert outgoing.next_targets() == []
     assert pushed == outgoing.targets

@@ -65,7 +65,8 @@ def _positions_ignored(original: Any, self: Attempt, link: NodeConnection, delta
 
 def _half_blocks(original: Any, self: OutgoingHandoff) -> Any:
     exact = self.num_computed
-    self.num_computed = min(self.block_tokens * cdiv(exact, self.block_tokens), self.num_prompt)
+    size = self.geometry.block_tokens
+    self.num_computed = min(size * cdiv(exact, size), self.num_prompt)
     try:
         return original(self)
     finally:

@@ -1,0 +1,79 @@
+"""Where the pool keeps the KV of each layer and the parts of recurrent states: the groups of a model."""
+
+from dataclasses import dataclass
+
+from engine.models.spec import AttentionSpec, ModelConfig, state_units, unit_places
+from scheduler.geometry import UNIFORM, Group
+
+TYPICAL_TOKENS = 8192  # length of the request for which unused places in rows are counted
+MOST_PADDING = 0.05
+STATE_BYTES = 4  # of a number in a recurrent state
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlaces:
+    """The places of layers in the pool.
+
+    A row holds the KV of `row_layers` layers. `tables[i]` is the block table of KV layer i, and `places[i]` its place
+    in a row. A group whose blocks have several rows has a table for each: table t + r has row r of each block, if t is
+    the first table of the group. `units` are the rows and offsets of the units of a state (see `unit_places`).
+    """
+
+    row_layers: int
+    groups: tuple[Group, ...] = UNIFORM
+    tables: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    units: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.places)
+
+    @property
+    def num_tables(self) -> int:
+        return max(self.tables) + 1
+
+
+def all_in_one_row(layers: int) -> KVPlaces:
+    """Return the places of layers whose KV is kept as long as a request, with a block in one row."""
+    return KVPlaces(layers, UNIFORM, (0,) * layers, tuple(range(layers)))
+
+
+def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
+    """Return the places of a model's layers, and those of its states if `row_bytes` is the size of the pool's rows.
+
+    Layers with the same window form a group. If there are several groups, a row has the largest number of layers with
+    which a typical request wastes little memory on unused places. Raises ValueError if a unit of a state is larger than
+    a row.
+    """
+    windows = [spec.window if isinstance(spec, AttentionSpec) else 0 for spec in config.attention]
+    sizes = sorted(set(windows))
+    found = all_in_one_row(len(windows))
+    if not config.transformers and sizes != [0]:
+        counts = {size: windows.count(size) for size in sizes}
+        row_layers = _row_layers(counts)
+        groups: list[Group] = []
+        tables, places = [0] * len(windows), [0] * len(windows)
+        for size in sizes:
+            first = sum(group.rows for group in groups)
+            groups.append(Group("window" if size else "full", -(-counts[size] // row_layers), size))
+            for number, layer in enumerate(layer for layer, window in enumerate(windows) if window == size):
+                tables[layer], places[layer] = first + number // row_layers, number % row_layers
+        found = KVPlaces(row_layers, tuple(groups), tuple(tables), tuple(places))
+    sizes_of_units = () if config.transformers else state_units(config)
+    if not sizes_of_units or not row_bytes:
+        return found
+    units = tuple(unit_places(sizes_of_units, row_bytes // STATE_BYTES))
+    state = Group("state", units[-1][0] + 1)
+    return KVPlaces(found.row_layers, (*found.groups, state), found.tables, found.places, units)
+
+
+def _row_layers(counts: dict[int, int]) -> int:
+    """Return the number of layers in a row, given the number of layers with each window."""
+    tokens = {size: min(size or TYPICAL_TOKENS, TYPICAL_TOKENS) for size in counts}
+    needed = sum(count * tokens[size] for size, count in counts.items())
+
+    def wasted(layers: int) -> int:
+        return sum(-count % layers * tokens[size] for size, count in counts.items())
+
+    return max(layers for layers in range(1, max(counts.values()) + 1) if wasted(layers) <= MOST_PADDING * needed)

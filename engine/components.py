@@ -16,10 +16,10 @@ from engine.hash_model import EmulatedRunner, HashRunner
 from engine.kv_pool import KVPool
 from engine.linear import LinearFormat
 from engine.models.decoder import LanguageModel
-from engine.models.kv_places import all_in_one_row, kv_places
+from engine.models.kv_places import kv_places
 from engine.models.load import load_model
 from engine.models.spec import ModelConfig
-from engine.options import BuildOptions, check_holds, check_options, check_shared_pool, cpu_layout
+from engine.options import BuildOptions, check_holds, check_options, check_shared_pool, cpu_layout, groups_of
 from engine.runner import Runner, TorchRunner
 from engine.startup import EngineComponents, exchange_fingerprint, stage
 from engine.weights import weight_bytes
@@ -68,10 +68,10 @@ def _build_on_cpu(
         loaded = _loaded_on_cpu(options, config, path)
         config = loaded[1].config
     layout = cpu_layout(options, config)
-    places = kv_places(config, layout.block_bytes) if runs_model else all_in_one_row(1)
+    groups = groups_of(options, config, layout.block_bytes)
     if borrowed is not None:
-        check_shared_pool(places.groups)
-    check_holds(layout, places.groups, options)
+        check_shared_pool(groups)
+    check_holds(layout, groups, options)
     memory = (
         HostMemory(layout.num_blocks, layout.block_bytes) if borrowed is None else borrowed.fitting(layout.block_bytes)
     )
@@ -81,16 +81,16 @@ def _build_on_cpu(
     if emulation is not None:
         runner = EmulatedRunner(memory.rows, layout.block_tokens, config.vocab_size, emulation)
     elif options.runner == "hash":
-        runner = HashRunner(memory.rows, layout.block_tokens, config.vocab_size)
+        runner = HashRunner(memory.rows, layout.block_tokens, config.vocab_size, groups)
     else:
         loaded = loaded or _loaded_on_cpu(options, config, path)
-        runner, parts = _torch_runner(options, *loaded, KVPool(layout, memory, places))
+        runner, parts = _torch_runner(options, *loaded, KVPool(layout, memory, kv_places(config, layout.block_bytes)))
         attributes |= parts
         name += f" transformers {config.transformers}" if config.transformers else ""
-    digest = exchange_fingerprint(name, path, layout, memory.sums, places.groups)
+    digest = exchange_fingerprint(name, path, layout, memory.sums, groups)
     attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
     return EngineComponents(
-        runner, memory, layout, max_model_len, config.vocab_size, digest, attributes, emulation, places.groups
+        runner, memory, layout, max_model_len, config.vocab_size, digest, attributes, emulation, groups
     )
 
 

@@ -7,7 +7,7 @@ depend on the token and its position. A chunk is computed at once, from the KV o
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from engine.emulation import Emulation
 from engine.options import HASH_LANES
 from engine.runner import Runner, SliceOutput
+from scheduler.geometry import UNIFORM, Group
 from scheduler.request import Slice, Step, cdiv
 
 log = logging.getLogger("baton.emulated")
@@ -33,19 +34,27 @@ class HashRunner(Runner):
     The next token is a hash of all KV of the request, read back from the pool. It is therefore
     wrong if any block is stale, incomplete, misplaced or from another request. Sampling parameters are ignored, and
     there are no logprobs.
+
+    With several groups, each row of a block has the KV of its tokens, XORed with a key of its own. Of a group with a
+    window, only the positions that the last token sees are read. The rows of a state have the sum over all tokens.
     """
 
-    def __init__(self, rows: NDArray[np.uint8], block_tokens: int, vocab_size: int) -> None:
+    def __init__(
+        self, rows: NDArray[np.uint8], block_tokens: int, vocab_size: int, groups: tuple[Group, ...] = UNIFORM
+    ) -> None:
         used = block_tokens * LANES * 8
         self._kv: Lanes = rows[:, :used].view(np.uint64).reshape(len(rows), block_tokens, LANES)
         self._vocab_size = vocab_size
+        self._groups = groups
 
     def run(self, step: Step) -> list[SliceOutput]:
-        return [self.run_slice(slice_, slice_.request.tables[0]) for slice_ in step.slices]
+        return [self.run_slice(slice_, slice_.request.tables) for slice_ in step.slices]
 
-    def run_slice(self, slice_: Slice, blocks: list[int]) -> SliceOutput:
-        """Compute a slice, with its KV in `blocks`."""
-        request, row, size = slice_.request, np.asarray(blocks), self._kv.shape[1]
+    def run_slice(self, slice_: Slice, tables: Sequence[Sequence[int]]) -> SliceOutput:
+        """Compute a slice, with its KV in the rows of `tables` (see `Request`)."""
+        if self._groups != UNIFORM:
+            return self._run_in_groups(slice_, tables)
+        request, row, size = slice_.request, np.asarray(tables[0]), self._kv.shape[1]
         positions, before = np.arange(slice_.start, slice_.end), slice_.start - 1
         state: Lanes = self._kv[row[before // size], before % size] if before >= 0 else _root(request.salt)
         states = state + _sums(request.tokens[slice_.start : slice_.end], slice_.start)
@@ -53,6 +62,44 @@ class HashRunner(Runner):
         if not slice_.samples:
             return SliceOutput()
         return SliceOutput(self._hashed(row[: cdiv(slice_.end, size)], slice_.end) % self._vocab_size)
+
+    def _run_in_groups(self, slice_: Slice, tables: Sequence[Sequence[int]]) -> SliceOutput:
+        size, start, end = self._kv.shape[1], slice_.start, slice_.end
+        columns = [
+            (group, np.asarray(table)[row :: group.rows])
+            for group, table in zip(self._groups, tables, strict=False)  # a group of states has no table
+            for row in range(group.rows)
+        ]
+
+        def kv_of(number: int, positions: NDArray[Any]) -> Lanes:
+            blocks = columns[number][1]
+            kv: Lanes = self._kv[blocks[positions // size], positions % size] ^ _key(number)
+            return kv
+
+        def state_of(rows: Sequence[int]) -> list[Lanes]:
+            return [self._kv[row, 0] ^ _key(len(columns) + number) for number, row in enumerate(rows)]
+
+        every, use = range(len(columns)), slice_.state
+        copies = [_root(slice_.request.salt)]
+        if start and use is not None:
+            copies = state_of(use.read or ())
+        elif start:
+            copies = [kv_of(number, np.array([start - 1]))[0] for number in every]
+        # If the copies differ, one of them is wrong. Then all later tokens are to be wrong too.
+        before = copies[0] if all((copy == copies[0]).all() for copy in copies) else _mixed(np.sum(copies, axis=0))
+        states = before + _sums(slice_.request.tokens[start:end], start)
+        positions = np.arange(start, end)
+        for number, (_, blocks) in enumerate(columns):
+            self._kv[blocks[positions // size], positions % size] = states ^ _key(number)
+        if use is not None:
+            saved = [(use.save, use.save_at - start)] if use.save else []
+            for rows, count in ((use.write, len(states)), *saved):
+                for number, row in enumerate(rows):
+                    self._kv[row, 0] = states[count - 1] ^ _key(len(columns) + number)
+        if not slice_.samples:
+            return SliceOutput()
+        seen = [kv_of(number, np.arange(group.first_seen(end - 1), end)) for number, (group, _) in enumerate(columns)]
+        return SliceOutput(_digest_of(seen, state_of(use.write) if use is not None else []) % self._vocab_size)
 
     def _hashed(self, row: NDArray[Any], end: int) -> int:
         """Return a hash of the KV of positions [0, end), read back from the blocks in `row`."""
@@ -105,9 +152,16 @@ class EmulatedRunner(HashRunner):
 
 
 def expected_tokens(
-    prompt: Iterable[int], num_tokens: int, vocab_size: int, salt: bytes = b"", emulated: bool = False
+    prompt: Iterable[int],
+    num_tokens: int,
+    vocab_size: int,
+    salt: bytes = b"",
+    emulated: bool = False,
+    groups: tuple[Group, ...] = UNIFORM,
 ) -> list[int]:
     """Return the tokens that a `HashRunner` (or `EmulatedRunner` if `emulated`) must generate after `prompt`."""
+    if groups != UNIFORM:
+        return _expected_in_groups(list(prompt), num_tokens, vocab_size, salt, groups)
     pending, state, position, read = list(prompt), _root(salt), 0, hashlib.blake2b(digest_size=8)
     generated: list[int] = []
     while len(generated) < num_tokens:
@@ -117,6 +171,34 @@ def expected_tokens(
         pending = [(int(_mixed(state)[0]) if emulated else _digest(read)) % vocab_size]
         generated += pending
     return generated
+
+
+def _expected_in_groups(
+    tokens: list[int], num_tokens: int, vocab_size: int, salt: bytes, groups: tuple[Group, ...]
+) -> list[int]:
+    num_prompt, states = len(tokens), np.zeros((0, LANES), np.uint64)
+    while len(tokens) < num_prompt + num_tokens:
+        end, start = len(tokens), len(states)
+        before = states[-1] if start else _root(salt)
+        states = np.concatenate((states, before + _sums(tokens[start:], start)))
+        kept = [group for group in groups if group.kind != "state" for _ in range(group.rows)]
+        num_states = sum(group.rows for group in groups if group.kind == "state")
+        seen = [states[group.first_seen(end - 1) :] for group in kept]
+        tokens.append(_digest_of(seen, [states[-1]] * num_states) % vocab_size)
+    return tokens[num_prompt:]
+
+
+def _digest_of(seen: list[Lanes], state: list[Lanes]) -> int:
+    """Return a hash of the KV that a token sees in each row of a block, and of the rows of the state."""
+    read = hashlib.blake2b(digest_size=8)
+    for lanes in (*seen, *state):
+        read.update(lanes.tobytes())
+    return _digest(read)
+
+
+def _key(number: int) -> Lanes:
+    """Return the key of a row, [LANES]."""
+    return _mixed(np.arange(number * LANES, (number + 1) * LANES, dtype=np.uint64))
 
 
 def _digest(read: "hashlib.blake2b") -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.emulation import load_emulation
 from engine.foreign.config import choose_config
 from engine.models.kv_places import kv_places
-from engine.models.spec import ModelConfig
+from engine.models.spec import ModelConfig, state_units
 from engine.weights import tensor_files
 from scheduler.geometry import UNIFORM, Geometry, Group
 from shared.kv.layout import HOST_KV_BYTES, KVLayout
@@ -159,9 +159,15 @@ def cpu_layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
 
 
 def groups_of(options: BuildOptions, config: ModelConfig, row_bytes: int) -> tuple[Group, ...]:
-    """Return the groups of what a request keeps in a pool with rows of this size."""
-    is_model = options.runner == "torch" and not options.emulate
-    return kv_places(config, row_bytes).groups if is_model else UNIFORM
+    """Return the groups of what a request keeps in a pool with rows of this size.
+
+    Rows of the hash model are too small for the states of the model, so it has states of two rows.
+    """
+    if options.emulate:
+        return UNIFORM
+    if options.runner != "hash":
+        return kv_places(config, row_bytes).groups
+    return (*kv_places(config).groups, *([Group("state", 2)] if state_units(config) else []))
 
 
 def check_holds(layout: KVLayout, groups: tuple[Group, ...], options: BuildOptions) -> None:

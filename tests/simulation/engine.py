@@ -8,13 +8,15 @@ import asyncio
 import logging
 import queue
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 from engine.engine import Command, Engine, EngineListener
 from engine.hash_model import HashRunner
 from engine.runner import PendingStep, Runner, SliceOutput
 from node.watchdog import TICK_S, Watchdog
-from scheduler.request import RequestState, Step
+from scheduler.geometry import UNIFORM, Group
+from scheduler.request import RequestState, Slice, Step
 from scheduler.scheduler import Scheduler
 from tests.simulation.loop import CURRENT
 
@@ -138,9 +140,15 @@ class SimEngine(Engine):
                 self.world.violate(f"{self.process}: block {block} is free, but the step in flight uses it")
 
     def _blocks_in_flight(self) -> list[int]:
-        """Return the blocks that the step in flight uses."""
-        pending = self._flight.pending if self._flight is not None else None
-        return [row for table in pending.blocks for row in table if row] if isinstance(pending, Launched) else []
+        """Return the rows that the step in flight uses. A slice reads what its first token sees."""
+        pending, geometry = self._flight.pending if self._flight is not None else None, self._scheduler.geometry
+        rows: list[int] = []
+        for slice_, tables in pending.slices_and_tables() if isinstance(pending, Launched) else ():
+            for table, group in zip(tables, geometry.attention, strict=True):
+                rows += table[geometry.first_block(group, slice_.start) * group.rows :]
+            if slice_.state is not None:
+                rows += [*(slice_.state.read or ()), *slice_.state.write, *slice_.state.save]
+        return rows
 
     def _woken(self) -> None:
         self._is_idle = False
@@ -170,25 +178,30 @@ class SimRunner(HashRunner):
 
     can_run_ahead = True
 
-    def __init__(self, rows: Any, block_tokens: int, vocab_size: int, ahead: bool) -> None:
-        super().__init__(rows, block_tokens, vocab_size)
+    def __init__(
+        self, rows: Any, block_tokens: int, vocab_size: int, ahead: bool, groups: tuple[Group, ...] = UNIFORM
+    ) -> None:
+        super().__init__(rows, block_tokens, vocab_size, groups)
         self.ahead = ahead
 
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         if not self.ahead:
             return super().launch(step, before)
-        return Launched(self, step, [list(slice_.request.tables[0]) for slice_ in step.slices])
+        return Launched(self, step, [[list(table) for table in slice_.request.tables] for slice_ in step.slices])
 
 
 class Launched:
     """A step in flight."""
 
-    def __init__(self, runner: SimRunner, step: Step, blocks: list[list[int]]) -> None:
-        self.blocks = blocks
+    def __init__(self, runner: SimRunner, step: Step, tables: list[list[list[int]]]) -> None:
+        self.tables = tables  # of each slice
         self._runner, self._step = runner, step
 
     def __call__(self) -> list[SliceOutput]:
-        return [self._runner.run_slice(*pair) for pair in zip(self._step.slices, self.blocks, strict=True)]
+        return [self._runner.run_slice(*pair) for pair in self.slices_and_tables()]
+
+    def slices_and_tables(self) -> Iterable[tuple[Slice, list[list[int]]]]:
+        return zip(self._step.slices, self.tables, strict=True)
 
 
 def ledger_error(scheduler: Scheduler) -> str:
@@ -198,13 +211,14 @@ def ledger_error(scheduler: Scheduler) -> str:
     for request in scheduler.requests.values():
         if request.borrows_blocks:
             continue
-        if request.state is RequestState.WAITING and request.tables[0]:
+        if request.state is RequestState.WAITING and request.rows:
             return f"{request.id} waits but holds blocks"
-        holders.update(request.tables[0])
-    for _, blocks in scheduler._parked:
+        holders.update(request.rows)
+    for blocks in (*(parked for _, parked in scheduler._parked), *scheduler._saves.values()):
         holders.update(blocks)
     quarantined = set(pool._quarantined)
-    idle = Counter([*pool._empty, *pool._cached])
+    cached = [row for first in pool._cached for row in pool._bundles[pool._name_of[first]]]
+    idle = Counter([*pool._empty, *cached])
     for block in range(1, pool.total + 1):
         owners = holders[block] + (block in quarantined)
         if owners != pool._references[block]:
@@ -217,7 +231,7 @@ def ledger_error(scheduler: Scheduler) -> str:
         block
         for request in scheduler.requests.values()
         if request.state is RequestState.RECEIVING_KV
-        for block in request.tables[0][request.num_computed // scheduler.block_tokens :]
+        for block in request.reserved
     }
     if reserved != set(pool._reserved):
         return f"the pool has reserved {sorted(pool._reserved)}, but requests that receive KV hold {sorted(reserved)}"

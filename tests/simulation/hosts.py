@@ -20,6 +20,7 @@ from router.dispatch.admission import AdmissionQueue
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.nodes.pool import NodePool
 from router.observer import RouterObserver
+from scheduler.geometry import Geometry
 from scheduler.role import ROLES
 from scheduler.scheduler import Scheduler
 from shared.config.settings import NodeSettings
@@ -121,11 +122,14 @@ class NodeHost(Host):
     async def main(self) -> int:
         scenario: Scenario = self.world.scenario
         self.incarnation_id = f"{self.world.random.getrandbits(128):032x}"
-        num_blocks = scenario.num_blocks[self.role]
+        geometry = Geometry(scenario.block_tokens, scenario.groups)
+        num_blocks = 1 + geometry.block_rows * (scenario.num_blocks[self.role] - 1) + 4 * geometry.state_rows
         layout = KVLayout(num_blocks, 1, 1, scenario.block_tokens, LANES, "float32")
         memory: Any = SimMemory(num_blocks, layout.block_bytes)
-        runner = SimRunner(memory.rows, scenario.block_tokens, VOCABULARY, scenario.ahead)
-        computer = EngineComponents(runner, memory, layout, MAX_MODEL_LEN, VOCABULARY, "print", {})
+        runner = SimRunner(memory.rows, scenario.block_tokens, VOCABULARY, scenario.ahead, scenario.groups)
+        computer = EngineComponents(
+            runner, memory, layout, MAX_MODEL_LEN, VOCABULARY, "print", {}, groups=scenario.groups
+        )
         settings = NodeSettings(
             model="sim",
             id=self.name,

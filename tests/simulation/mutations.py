@@ -23,6 +23,7 @@ from router.dispatch.dispatcher import WAIT_UNDER_WAY_S, Dispatcher
 from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool
 from scheduler.blocks import BlockPool
+from scheduler.geometry import Geometry, Group
 from scheduler.prefix import extend_hashes
 from scheduler.request import Request, cdiv
 from scheduler.scheduler import Scheduler
@@ -153,6 +154,23 @@ def _without_salt(hashes: list[bytes], tokens: Any, size: int, _: bytes) -> None
     extend_hashes(hashes, tokens, size, b"")
 
 
+def _one_block_less(original: Any, self: Geometry, group: Group, position: int) -> int:
+    return int(original(self, group, position)) + (group.kind == "window" and position >= group.size)
+
+
+def _older_state(original: Any, self: OutgoingHandoff, count: int) -> Any:
+    kept, self.request.states = self.request.states, self.request.states[::-1]
+    try:
+        return original(self, count)
+    finally:
+        self.request.states = kept
+
+
+def _saved_later(original: Any, self: Scheduler, *given: Any) -> Any:
+    use = original(self, *given)
+    return replace(use, save_at=use.save_at - 1) if use.save_at - given[1].start > 1 else use
+
+
 async def _nothing(*_: Any) -> None:
     return None
 
@@ -196,4 +214,7 @@ MUTATIONS: dict[str, tuple[int, Broken]] = {
     "a preempted request resumes at a later position": (10, _around(Scheduler, "_hold", _block_too_far)),
     "blocks are freed during a step": (1, _around(Scheduler, "_free", _freed_under_a_step)),
     "epochs are not compared": (2, _around(Scheduler, "update", _any_epoch)),
+    "rows are released too early": (6, _around(Geometry, "first_block", _one_block_less)),
+    "the older state is sent": (13, _around(OutgoingHandoff, "sources", _older_state)),
+    "states are saved too early": (13, _around(Scheduler, "_state_use", _saved_later)),
 }  # fmt: skip

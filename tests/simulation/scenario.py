@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from engine.hash_model import expected_tokens
+from scheduler.geometry import UNIFORM, Group
 from shared.failpoints import SITES
 
 VOCABULARY = 97
@@ -68,6 +69,7 @@ class Scenario:
     kv_faults: int
     plans: list[RequestPlan]
     faults: list[Fault] = field(default_factory=list)
+    groups: tuple[Group, ...] = UNIFORM
 
     @property
     def is_outage(self) -> bool:
@@ -91,11 +93,21 @@ class Scenario:
         return any(fault.kind == "raise" for fault in self.faults)
 
 
+GROUPS = (
+    (Group("window", 1, 5),),
+    (Group("full"), Group("window", 2, 9)),
+    (Group("full", 2), Group("window", 1, 2), Group("window", 1, 17)),
+    (Group("full"), Group("state", 2)),
+    (Group("full"), Group("window", 1, 6), Group("state", 1)),
+)
+
+
 def draw(seed: int) -> Scenario:
     """Draw the scenario of a seed."""
     random = Random(f"scenario {seed}")
     block_tokens = random.choice((2, 4, 8))
-    plans = _plans(random, block_tokens)
+    groups = _groups(seed)
+    plans = _plans(random, block_tokens, groups)
     largest = max(-(-(len(plan.prompt) + plan.max_tokens) // block_tokens) for plan in plans)
     is_tiny = random.random() < 0.5
     decode_blocks = 2 + (largest + random.randrange(1 + largest // 2) if is_tiny else 6 * largest)
@@ -120,12 +132,18 @@ def draw(seed: int) -> Scenario:
         random.choice((0, 0, 1, 2, 4, 8)),
         plans,
     )
-    scenario.faults = _faults(random)
+    scenario.faults, scenario.groups = _faults(random), groups
     if seed % OUTAGE_EVERY == OUTAGE_EVERY - 1:
         _freeze_all(scenario)
     if seed % STALL_EVERY == STALL_EVERY // 2:
         _stall(scenario)
     return scenario
+
+
+def _groups(seed: int) -> tuple[Group, ...]:
+    """Return the groups of the model. Seeds with which mutations are found have a model with one group."""
+    has_several = seed % 7 == 6 or (seed > 64 and seed % 2 == 1)
+    return Random(f"groups {seed}").choice(GROUPS) if has_several else UNIFORM
 
 
 def _stall(scenario: Scenario) -> None:
@@ -153,7 +171,7 @@ def _freeze_all(scenario: Scenario) -> None:
     scenario.faults = [Fault(OUTAGE[first], at_s, first_s), Fault(OUTAGE[second], at_s, second_s)]
 
 
-def _plans(random: Random, block_tokens: int) -> list[RequestPlan]:
+def _plans(random: Random, block_tokens: int, groups: tuple[Group, ...]) -> list[RequestPlan]:
     roots = [[random.randrange(VOCABULARY) for _ in range(random.randrange(4, 40))] for _ in range(3)]
     plans = []
     at_s = 0.3
@@ -163,7 +181,7 @@ def _plans(random: Random, block_tokens: int) -> list[RequestPlan]:
         prompt += [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 24))]
         max_tokens = random.choice((1, 2, 5, 12, 30))
         salt = random.choice((b"", b"", b"one", b"two"))
-        expected = expected_tokens(prompt, max_tokens, VOCABULARY, salt)
+        expected = expected_tokens(prompt, max_tokens, VOCABULARY, salt, groups=groups)
         stop_tokens: frozenset[int] = frozenset()
         if random.random() < 0.2:
             stop_tokens = frozenset({random.choice(expected)})

@@ -13,6 +13,7 @@ from benchmarks.result import Cell, Result, Table
 from tests.chaos import cancels, figures, other_clusters, soak
 from tests.chaos.drive import Report, drive
 from tests.chaos.matrix import ROWS
+from tests.cluster.kinds import KINDS
 
 COLUMNS = ["fault", "requests", "lost", "unequal", "moved", "faults", "restarts", "detected ms",
            "longest gap ms", "less detection and prefill", "composition (ms)", "blocks returned"]  # fmt: skip
@@ -26,6 +27,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rows", default="", help="comma-separated names of rows; default: all")
     parser.add_argument("--requests", type=int, default=800, help="minimum requests per row")
     parser.add_argument("--channel", default="", help="KV channel of all rows; default: each row has its own")
+    parser.add_argument("--kind", choices=KINDS, default="", help="kind of the model; default: only full attention")
     parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
     known = [*(row.name for row in ROWS), *other_clusters.NAMES]
@@ -37,7 +39,7 @@ def main(arguments: list[str]) -> int:
     for row in (row for row in ROWS if row.name in names):
         print(f"{row.name}: {row.what}", flush=True)
         try:
-            report = drive(row, chosen.requests, chosen.channel)
+            report = drive(row, chosen.requests, chosen.channel, chosen.kind)
         except AssertionError as error:
             broken.append(f"{row.name}: {error}")
             print(f"  NOT COMPLETED: {error}", flush=True)
@@ -55,7 +57,7 @@ def main(arguments: list[str]) -> int:
             print(f"  NOT COMPLETED: {error}", flush=True)
     bad += [str(row[0]) for row in apart if row[2] or row[4] != "yes"]
     result = document(reports, apart, chosen.requests)
-    if chosen.rows or chosen.no_write or broken:
+    if chosen.rows or chosen.kind or chosen.no_write or broken:
         print(*(table.markdown() for table in result.tables), sep="\n")
     else:
         result.finish()

@@ -6,19 +6,22 @@ The supervisor restarts processes that exit. At the end, the answers are checked
 import contextlib
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shared.clock import now_ns
 from tests.chaos.evidence import Fault, Gap, at_rest, detection_s, fired, gap_of
 from tests.chaos.proxy import NONE, Harm, Proxy, Relays
-from tests.chaos.traffic import Load, Outcome, failures
+from tests.chaos.traffic import Load, Outcome, answer, failures
 from tests.cluster.harness import Cluster, cluster, free_port, wait_for
+from tests.cluster.kinds import model_of
 
 CLIENTS = 8
 POLL_S = 0.02
@@ -203,8 +206,11 @@ def _is_stopped(pid: int) -> bool:
 # ---- a row, from start to end ---------------------------------------------------------------------------------------
 
 
-def drive(row: Row, requests: int, channel: str = "") -> Report:
-    """Run the row. Raises AssertionError if a planned fault does not happen or a node does not come back."""
+def drive(row: Row, requests: int, channel: str = "", kind: str = "") -> Report:
+    """Run the row. Raises AssertionError if a planned fault does not happen or a node does not come back.
+
+    `kind` is one of `tests.cluster.kinds.KINDS`; by default, the model has one group.
+    """
     lives = {name: iter(failpoints) for name, failpoints in row.lives.items()}
     own = {name: armed(next(life)) for name, life in lives.items()}
     with Relays() as relays, contextlib.ExitStack() as cleanup:
@@ -212,9 +218,14 @@ def drive(row: Row, requests: int, channel: str = "") -> Report:
             name: _proxied(relays, own, name) for name in {act.name for act in row.script if isinstance(act, Link)}
         }
         settings = {"kv_channel": channel or row.channel, "heartbeat_s": 0.5, "log_format": "json"} | row.settings
+        right = answer
+        if kind:
+            directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
+            settings["model"], groups = model_of(kind, directory)
+            right = partial(answer, groups=groups)
         running = cleanup.enter_context(cluster(row.prefill, row.decode, own=own, **settings))
         with Supervisor(running, lives, row.thaw_s) as supervisor:
-            with Load([running.url], running.model, CLIENTS, requests) as load:
+            with Load([running.url], running.model, CLIENTS, requests, answer=right) as load:
                 try:
                     faults = _play(row.script, running, proxies)
                     wanted = sum(len(text.split(",")) for texts in row.lives.values() for text in texts if text)

@@ -42,9 +42,9 @@ def nothing_is_lost(report: Report) -> None:
     assert report.status["handoffs"] > REQUESTS / 2, "most prompts were computed on prefill nodes"
 
 
-@pytest.mark.parametrize("channel", ["shm", "tcp"])
-def test_no_token_is_lost_when_nodes_die_and_freeze(channel: str) -> None:
-    report = drive(DEATHS, REQUESTS, channel)
+@pytest.mark.parametrize(("channel", "kind"), [("shm", ""), ("tcp", ""), ("shm", "states"), ("tcp", "windows")])
+def test_no_token_is_lost_when_nodes_die_and_freeze(channel: str, kind: str) -> None:
+    report = drive(DEATHS, REQUESTS, channel, kind)
     nothing_is_lost(report)
     assert {name for name, _ in report.restarts} == {P, D}
     assert {fault.what for fault in report.faults} == {
@@ -54,8 +54,9 @@ def test_no_token_is_lost_when_nodes_die_and_freeze(channel: str) -> None:
     }
 
 
-def test_a_damaged_cut_or_silent_link_causes_no_wrong_token() -> None:
-    report = drive(LINKS, REQUESTS)
+@pytest.mark.parametrize("kind", ["", "states"])
+def test_a_damaged_cut_or_silent_link_causes_no_wrong_token(kind: str) -> None:
+    report = drive(LINKS, REQUESTS, kind=kind)
     nothing_is_lost(report)
     assert report.harms["corrupted"] > 0
     assert report.harms["cut"] > 0

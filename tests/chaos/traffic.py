@@ -18,6 +18,7 @@ from itertools import count, pairwise
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from scheduler.geometry import UNIFORM, Group
 from shared.clock import now_ns
 from tests.cluster.harness import DEMO_VOCABULARY, events, expected, prompt_of
 
@@ -74,8 +75,8 @@ def _tokens(rng: random.Random, length: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def answer(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-    return expected(list(prompt), max_tokens)
+def answer(prompt: tuple[int, ...], max_tokens: int, groups: tuple[Group, ...] = UNIFORM) -> list[int]:
+    return expected(list(prompt), max_tokens, groups)
 
 
 def short(index: int) -> Ask:

@@ -24,6 +24,7 @@ from typing import Any
 
 from cluster.secret import write_secret
 from engine.hash_model import expected_tokens
+from scheduler.geometry import UNIFORM, Group
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "demo" / "model"
@@ -87,9 +88,9 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [rng.randrange(3, DEMO_VOCABULARY) for _ in range(length)]
 
 
-def expected(prompt: list[int], count: int) -> list[int]:
+def expected(prompt: list[int], count: int, groups: tuple[Group, ...] = UNIFORM) -> list[int]:
     """Return the hash model's answer to the prompt, of `count` tokens."""
-    return expected_tokens(prompt, count, DEMO_VOCABULARY)
+    return expected_tokens(prompt, count, DEMO_VOCABULARY, groups=groups)
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> None:

@@ -1,0 +1,72 @@
+"""Test what whole clusters keep, send and find again for models with sliding windows or recurrent layers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from scheduler.geometry import Group
+from tests.cluster.harness import Cluster, cluster, completion, expected, prompt_of
+from tests.cluster.kinds import KINDS, model_of
+
+BLOCK = 16
+
+
+@contextmanager
+def checked(kind: str, prefill: int, directory: Path) -> Iterator["Checked"]:
+    path, groups = model_of(kind, directory)
+    with cluster(prefill, 1, model=path) as running:
+        yield Checked(running, groups)
+
+
+class Checked:
+    """A cluster whose answers are compared with those of the hash model."""
+
+    def __init__(self, running: Cluster, groups: tuple[Group, ...]) -> None:
+        self.running = running
+        self._groups = groups
+
+    def ask(self, prompt: list[int], count: int) -> tuple[list[int], int]:
+        """Return the answer, and the number of prompt tokens that were found in the prefix cache."""
+        body = self.running.post("/v1/completions", completion(self.running.model, prompt, count))
+        tokens = list(body["choices"][0]["token_ids"])
+        assert tokens == expected(prompt, count, self._groups)
+        return tokens, int((body["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+
+
+@pytest.mark.parametrize(("kind", "num_rows"), [("states", 10 + 2), ("windows", 10 + 4)])
+def test_a_handoff_sends_what_later_tokens_need_and_one_state(kind: str, num_rows: int, tmp_path: Path) -> None:
+    """The prompt has 10 blocks. A query at 150 sees the last 40 positions, which are in 4 blocks."""
+    with checked(kind, 1, tmp_path) as here:
+        here.ask(prompt_of(1, 150), 20)
+        status = here.running.settled()
+        sender = next(node for node in status["nodes"] if node["role"] == "prefill")
+        assert (sender["handoffs"], sender["blocks_moved"]) == (1, num_rows)
+        assert sender["bytes_moved"] == num_rows * sender["block_bytes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_turn_computes_at_most_a_block_and_its_new_tokens(kind: str, tmp_path: Path) -> None:
+    with checked(kind, 0, tmp_path) as here:
+        first = prompt_of(2, 150)
+        answer, _ = here.ask(first, 50)
+        second = [*first, *answer, *prompt_of(3, 30)]
+        assert len(second) - here.ask(second, 10)[1] <= BLOCK + 30
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_third_request_with_a_shared_prefix_finds_all_its_blocks(kind: str, tmp_path: Path) -> None:
+    with checked(kind, 0, tmp_path) as here:
+        found = [here.ask([*prompt_of(4, 100), *prompt_of(seed, 40)], 5)[1] for seed in (5, 6, 7)]
+        assert found[2] == 100 // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shared_pool_is_refused(kind: str, tmp_path: Path) -> None:
+    path, _ = model_of(kind, tmp_path)
+    with (
+        pytest.raises(AssertionError, match="--kv-channel pool: not supported"),
+        cluster(0, 1, model=path, kv_channel="pool"),
+    ):
+        pass

@@ -58,6 +58,7 @@ def _app() -> typer.Typer:
     app.command("role", help="Change the role of a node in a running cluster.")(_role)
     app.command("secret", help="Write a new secret for the processes of a cluster (--cluster-secret-file).")(_secret)
     app.command("key", help="Create an API key for a tenant: `baton key NAME >> FILE` for --api-keys-file.")(_key)
+    app.command("models", help="List the models that Baton serves, or show the memory that one takes.")(_models)
     app.command("chat", help="Chat with the model of a running cluster.")(_chat)
     return app
 
@@ -150,6 +151,15 @@ def _key(
     from cluster.secret import make_key
 
     return make_key(tenant, is_admin=admin)
+
+
+def _models(
+    model: Annotated[str, typer.Argument(help="Directory of a model, or its id on a hub.", show_default=False)] = "",
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the list as docs/models.md.")] = False,
+) -> int:
+    from cluster.models import show_models
+
+    return show_models(model, as_markdown=as_markdown)
 
 
 def _chat(

@@ -1,5 +1,6 @@
 """Builds the engine's components: the model, its KV pool, and the runner that uses both."""
 
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +16,7 @@ from engine.emulation import load_emulation
 from engine.hash_model import EmulatedRunner, HashRunner
 from engine.kv_pool import KVPool
 from engine.linear import LinearFormat
+from engine.model_memory import aligned, memory_of
 from engine.models.decoder import LanguageModel
 from engine.models.kv_places import kv_places
 from engine.models.load import load_model
@@ -25,6 +27,7 @@ from engine.startup import EngineComponents, exchange_fingerprint, stage
 from engine.weights import weight_bytes
 from shared.kv.memory import HostMemory
 
+log = logging.getLogger("baton.engine")
 SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-dtype bfloat16, --quantization int8)"
 
 
@@ -72,6 +75,8 @@ def _build_on_cpu(
     if borrowed is not None:
         check_shared_pool(groups)
     check_holds(layout, groups, options)
+    if runs_model:
+        log.info("the model takes:\n%s", aligned(memory_of(path, config, layout, groups, options.max_step_tokens)))
     memory = (
         HostMemory(layout.num_blocks, layout.block_bytes) if borrowed is None else borrowed.fitting(layout.block_bytes)
     )

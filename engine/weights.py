@@ -1,5 +1,7 @@
 """Reads a model's weight files: safetensors or GGUF. Rejects pickled weights, and runs no code from the files."""
 
+import logging
+import time
 from collections.abc import Collection
 from hashlib import blake2b
 from pathlib import Path
@@ -14,6 +16,8 @@ from shared.model_files import is_multimodal
 if TYPE_CHECKING:  # most functions read only headers, and torch takes seconds to import
     import torch
 
+log = logging.getLogger("baton.engine")
+PROGRESS_S = 5.0
 MAX_NAME_BYTES = 255  # the limit that file systems have
 EDGE_BYTES = 2**20  # how much of each end of a file the fingerprint covers
 GGUF = ".gguf"
@@ -130,6 +134,22 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     return files
 
 
+class LoadProgress:
+    """Logs the share of a model's bytes that has been read, at most every `PROGRESS_S` seconds."""
+
+    def __init__(self, directory: Path) -> None:
+        self._total = max(1, weight_bytes(directory))
+        self._read = 0
+        self._logged = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        self._read += num_bytes
+        if time.monotonic() - self._logged >= PROGRESS_S:
+            self._logged = time.monotonic()
+            share, total = min(1.0, self._read / self._total), self._total / 2**20
+            log.info("read %.0f %% of %.0f MiB of weights", 100 * share, total)
+
+
 class Checkpoint:
     """The tensors of a model directory. `take` returns each tensor once, in its stored dtype, on `device`.
 
@@ -140,6 +160,7 @@ class Checkpoint:
         self._directory = directory
         self._device = device
         self._files = tensor_files(directory)
+        self._progress = LoadProgress(directory)
         self._stored = {name: name for name in self._files}
         if is_multimodal(read_json(directory / "config.json")):
             self._stored = {}
@@ -195,6 +216,7 @@ class Checkpoint:
                 self.refuse(name, f"is {dtype}; supported are {', '.join(dtypes)}")
             # Copy the tensor, so that overwriting the file does not change a running model.
             tensor: torch.Tensor = file.get_tensor(self._stored[name])
+            self._progress.add(tensor.nbytes)
             return tensor.to(self._device, copy=True)
 
     def finish(self, known: tuple[str, ...], suffixes: tuple[str, ...], prefixes: tuple[str, ...] = ()) -> None:

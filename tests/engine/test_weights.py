@@ -19,6 +19,18 @@ from shared.model_files import resolve
 from tests.engine.build import CPU
 from tests.engine.checkpoint_files import CONFIG, entry, raw
 
+
+def test_progress_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("engine.weights.PROGRESS_S", 0.0)
+    save_file({"a": torch.ones(1000), "b": torch.ones(3000)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint(tmp_path, CPU)
+    with caplog.at_level("INFO", "baton.engine"):
+        checkpoint.take("a", 1000)
+        checkpoint.take("b", 3000)
+    assert [record.getMessage()[:7] for record in caplog.records] == ["read 25", "read 99"]
+
+
 SHAPES = {
     "model.embed_tokens.weight": (11, 8),
     "model.norm.weight": (8,),

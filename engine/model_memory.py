@@ -1,0 +1,64 @@
+"""What a model's weights, KV and recurrent states take, as a table for users. Reads only headers of files."""
+
+from pathlib import Path
+
+from engine.formats.scheme import read_scheme
+from engine.models.families.listing import parts_of
+from engine.models.spec import ModelConfig
+from engine.weights import GGUF, stored_dtype, weight_bytes, weight_files
+from scheduler.geometry import Geometry, Group
+from shared.kv.layout import KVLayout
+
+LENGTHS = (1024, 8192, 32768)  # of requests, in tokens
+
+
+def memory_of(
+    path: Path, config: ModelConfig, layout: KVLayout, groups: tuple[Group, ...], chunk: int
+) -> dict[str, str]:
+    """Return the rows of the table by name. `chunk` is the largest number of tokens of a request in a step."""
+    geometry = Geometry(layout.block_tokens, groups)
+    row, size = layout.block_bytes, layout.block_tokens
+    rows = {
+        "architecture": f"{config.architecture}, {config.num_layers} layers"
+        + (f", run by transformers {config.transformers}" if config.transformers else ""),
+        "layers contain": ", ".join(parts_of(config)) or "attention and MLPs",
+        "weights": f"{_size(weight_bytes(path))} in files, {_format(path)}",
+        "KV of a token": f"{_size(_rows(groups, 'full') * row / size)} in {layout.dtype}",
+    }
+    for group in groups:
+        if group.kind == "window":
+            most = (group.size // size + 1) * group.rows * row
+            rows[f"KV in windows of {group.size}"] = f"at most {_size(most)} while a request generates"
+    if geometry.state_rows:
+        rows["states of a request"] = f"2 of {_size(geometry.state_rows * row)}"
+    blocks = geometry.capacity(layout.num_blocks, chunk)
+    rows["KV pool"] = f"{_size(layout.num_blocks * row)}, {layout.num_blocks:,} rows of {_size(row)}"
+    rows["longest request"] = f"{min(max(0, blocks) * size, config.max_position_embeddings):,} tokens"
+    for length in LENGTHS:
+        if length <= min(blocks * size, config.max_position_embeddings):
+            count = (layout.num_blocks - 1) // geometry.rows_for(length, min(length, chunk))
+            rows[f"requests of {length:,} tokens"] = f"{count:,} at once, without common prefixes"
+    return rows
+
+
+def aligned(rows: dict[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:{width}}  {text}" for name, text in rows.items())
+
+
+def _rows(groups: tuple[Group, ...], kind: str) -> int:
+    return sum(group.rows for group in groups if group.kind == kind)
+
+
+def _format(path: Path) -> str:
+    if weight_files(path)[0].suffix == GGUF:
+        return "GGUF"
+    scheme = read_scheme(path)
+    return stored_dtype(path) if scheme is None else f"quantized ({scheme.method}, {scheme.bits} bits)"
+
+
+def _size(num_bytes: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes:,.0f} bytes"

@@ -75,8 +75,6 @@ def _build_on_cpu(
     if borrowed is not None:
         check_shared_pool(groups)
     check_holds(layout, groups, options)
-    if runs_model:
-        log.info("the model takes:\n%s", aligned(memory_of(path, config, layout, groups, options.max_step_tokens)))
     memory = (
         HostMemory(layout.num_blocks, layout.block_bytes) if borrowed is None else borrowed.fitting(layout.block_bytes)
     )
@@ -91,6 +89,7 @@ def _build_on_cpu(
         loaded = loaded or _loaded_on_cpu(options, config, path)
         runner, parts = _torch_runner(options, *loaded, KVPool(layout, memory, kv_places(config, layout.block_bytes)))
         attributes |= parts
+        log.info("the model takes:\n%s", aligned(memory_of(path, config, layout, groups, options.max_step_tokens)))
         name += f" transformers {config.transformers}" if config.transformers else ""
     digest = exchange_fingerprint(name, path, layout, memory.sums, groups)
     attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}

@@ -58,8 +58,8 @@ def read_foreign_config(directory: Path) -> ModelConfig:
     check_ropes(found, file)
     try:
         return config_of(found, str(names[0]), release, eos_token_ids(keys, directory, found.vocab_size))
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"{file}: a size of the decoder is missing: {error}") from None
+    except Exception as error:  # the classes of transformers' configurations raise errors of several kinds
+        raise ValueError(f"{file}: a size of the decoder is missing, or differs between layers: {error}") from error
 
 
 def transformers_version() -> str:

@@ -16,6 +16,7 @@ from engine.foreign.decoder import ForeignDecoder
 from engine.kv_pool import KVPool
 from engine.linear import Linear, LinearFormat
 from engine.models.spec import ModelConfig
+from engine.startup import cause, is_out_of_memory
 from engine.weights import stored_dtype
 
 log = logging.getLogger("baton.engine")
@@ -52,8 +53,11 @@ def load_foreign(
         use_products(module, linear, stored)
         rounds = linear.name.startswith("int8") or linear.name.split()[0] in LESS.get(stored, ())
         check(decoder, backend, expected, ROUNDED if rounds else TOLERANCE)
-    except ValueError as error:
-        raise ValueError(f"{path}: {config.architecture} through transformers {config.transformers}: {error}") from None
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        why = str(error) if isinstance(error, ValueError) else f"its code cannot run over a KV pool: {cause(error)}"
+        raise ValueError(f"{path}: {config.architecture} through transformers {config.transformers}: {why}") from error
     return decoder
 
 

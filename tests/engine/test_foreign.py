@@ -193,3 +193,24 @@ def test_only_a_model_without_a_family_runs_through_transformers_by_default(tmp_
     assert check_options(BuildOptions(str(tmp_path)))[1].transformers == transformers.__version__
     with pytest.raises(ValueError, match=r"architectures is .*GPTNeoXForCausalLM.*must be one of"):
         check_options(BuildOptions(str(tmp_path), model_impl="baton"))
+
+
+def test_code_that_reads_the_mask_is_refused_by_name(tmp_path: Path) -> None:
+    config = transformers.DogeConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
+    )  # fmt: skip
+    save(config, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"DogeForCausalLM through transformers .*: its code cannot run over a KV pool"
+    ):
+        load(tmp_path)
+
+
+def test_a_config_whose_layers_differ_in_a_size_is_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    config = transformers.Gemma4TextConfig(**sizes, global_head_dim=32, vocab_size_per_layer_input=97)
+    config.architectures = ["Gemma4ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a size of the decoder is missing, or differs between layers"):
+        read_foreign_config(tmp_path)

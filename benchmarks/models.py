@@ -16,6 +16,13 @@ MAX_POSITIONS = 16_384
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 10_000.0, "rms_norm_eps": 1e-5}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+}
+
 
 def _sizes(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, tied: bool) -> dict[str, Any]:
     return {
@@ -34,15 +41,28 @@ def _sizes(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, voca
     }
 
 
+def _experts(count: int, top_k: int, inner: int) -> dict[str, Any]:
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": inner,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": LLAMA | _sizes(128, 2, 4, 2, 256, 2048, True),
     "110m": LLAMA | _sizes(768, 12, 12, 4, 2048, 8192, False),
     "0.5b": QWEN2 | _sizes(896, 24, 14, 2, 4864, 151_936, True),
+    "1b-moe": QWEN3_MOE | _sizes(1024, 14, 16, 4, 3072, 32_768, False) | _experts(128, 8, 192),
 }
 
 
 def checkpoint(shape: str, directory: Path = CACHE) -> Path:
-    """Return the path of a float32 checkpoint in `directory`, which is made if it does not exist (0.5b takes 2 GB).
+    """Return the path of a float32 checkpoint in `directory`, which is made if it does not exist (0.5b takes 2 GB,
+    1b-moe takes 5 GB).
 
     Raises ValueError if the shape is unknown.
     """
@@ -73,4 +93,13 @@ def _weights(config: dict[str, Any]) -> dict[str, Tensor]:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
     weights: dict[str, Tensor] = model.state_dict()
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
-    return {name: weight.contiguous() for name, weight in weights.items() if name not in tied}
+    named: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if name.endswith("experts.gate_up_proj"):  # transformers has the experts in one tensor, and files separately
+            for number, (gate, up) in enumerate(one.chunk(2) for one in weight):
+                named |= {f"{name[:-12]}{number}.gate_proj.weight": gate, f"{name[:-12]}{number}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            named |= {f"{name[:-9]}{number}.down_proj.weight": one for number, one in enumerate(weight)}
+        elif name not in tied:
+            named[name] = weight
+    return {name: weight.clone() for name, weight in named.items()}

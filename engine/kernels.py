@@ -40,6 +40,13 @@ class StepKernels(Protocol):
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up, [T, n], where gate and up are the halves of `gate_up` [T, 2 * n]."""
 
+    def combine(self, outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of each token's experts, [T, n], added in the order of its choice.
+
+        The outputs of token t are the rows places[t] of `outputs` [T * top_k, n]. `places` is int64 [T, top_k], and
+        `weights` is float32 [T, top_k].
+        """
+
     def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
         """Return rows * sigmoid(gate), [T, n]."""
 
@@ -129,6 +136,9 @@ class TorchStep:
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated(gate_up, activation)
 
+    def combine(self, outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        return combine(outputs, places, weights)
+
     def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
         return rows * gate.sigmoid()
 
@@ -178,6 +188,15 @@ def rotate_and_store_latent(
     slots = slots.clamp(min=0)
     pool.tensor[:, 0, pool.places.places[layer]][slots // size, slots % size] = rows.to(pool.tensor.dtype)
     return torch.cat((q[..., :-dims], rotate(q[..., -dims:], cosine, sine)), dim=-1)
+
+
+def combine(outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Return `StepKernels.combine`."""
+    weighted = outputs[places] * weights[..., None].to(outputs.dtype)
+    total = weighted[:, 0]
+    for place in range(1, places.shape[1]):
+        total = total + weighted[:, place]
+    return total
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:

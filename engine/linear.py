@@ -22,6 +22,16 @@ class Linear(Protocol):
         """Return a lookup of the weights for a tied embedding, or None if the weights are rounded."""
 
 
+class ExpertLinear(Protocol):
+    """The matrices of a layer's experts, all of one shape."""
+
+    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply each of `rows` [N, in] by its expert's matrix and add the bias, if any. Return [N, out].
+
+        Rows are sorted by expert. `counts`, int64 [num_experts], is the number of rows of each expert.
+        """
+
+
 class LinearFormat(Protocol):
     """A way to store and multiply weights. `name` is shown to users, for example "float32 packed"."""
 
@@ -35,6 +45,20 @@ class LinearFormat(Protocol):
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Convert a float32 matrix and multiply it in float32: that of a router, where rounding changes the experts."""
+
+    def of_experts(self, each: list[Linear]) -> ExpertLinear:
+        """Combine the matrices of a layer's experts, which this format made."""
+
+
+@dataclass(slots=True)
+class SeparateExperts:
+    """The matrices of experts, multiplied one after another."""
+
+    each: list[Linear]
+
+    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+        parts = torch.split(rows, counts.tolist())
+        return torch.cat([linear(part) for linear, part in zip(self.each, parts, strict=True) if len(part)])
 
 
 @dataclass(slots=True)
@@ -62,3 +86,6 @@ class Plain:
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
         return PlainLinear(weight, None if bias is None else bias.float())
+
+    def of_experts(self, each: list[Linear]) -> ExpertLinear:
+        return SeparateExperts(each)

@@ -44,9 +44,9 @@ class Stopwatch(EngineListener):
 
     def on_receiving(self, requests: list[Request]) -> None:
         def land(scheduler: Scheduler) -> None:
-            for request in requests:
+            for index, request in enumerate(requests):
                 self._write(request.tables[0])
-                scheduler.kv_received(request, TOKEN)
+                scheduler.kv_received(request, TOKEN + index)  # different tokens, which choose different experts
 
         assert self.engine is not None
         self.engine.post(land)

@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
+Array = np.ndarray[Any, np.dtype[np.float32]]
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -26,8 +27,13 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
-
 
 FIELDS = {
     "context_length": "max_position_embeddings",
@@ -39,32 +45,54 @@ FIELDS = {
     "layer_norm_rms_eps": "rms_norm_eps",
     "rope_freq_base": "rope_theta",
     "rope_dimension_count": "head_dim",
+    "key_length": "head_dim",
+    "value_length": "head_dim",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
     "vocab_size": "vocab_size",
 }
 
 
 def write(model: Path, kind: str, out: Path) -> None:
-    """Convert a float32 Llama or Qwen2 checkpoint. Norms and biases stay float32, as in llama.cpp's conversion."""
+    """Convert a float32 checkpoint of Llama, Qwen2 or Qwen3 MoE.
+
+    Norms, biases and routers stay float32, as in llama.cpp's conversion.
+    """
     config = json.loads((model / "config.json").read_text())
-    architecture = config["model_type"]
+    architecture = config["model_type"].replace("_", "")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    # For Llama, llama.cpp rotates pairs of adjacent rows; for Qwen2, rows i and i + d/2, as the checkpoint does.
+    # For Llama, llama.cpp rotates pairs of adjacent rows; for others, rows i and i + d/2, as the checkpoint does.
     rotated = {"q_proj": heads, "k_proj": kv_heads} if architecture == "llama" else {}
     target = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(out, architecture)
     for field, key in FIELDS.items():
-        getattr(writer, f"add_{field}")(config[key])
+        if key in config:
+            getattr(writer, f"add_{field}")(config[key])
     writer.add_tokenizer_model("none")  # no tokenizer, because inputs and outputs are token ids
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}" if kind != "F32" else "ALL_F32"])
-    for name, weight in load_file(model / "model.safetensors").items():
+    for name, weight in _with_experts_in_one(load_file(model / "model.safetensors")).items():
         paired = rotated.get(name.split(".")[-2], 0)
-        to = target if weight.ndim > 1 else gguf.GGMLQuantizationType.F32
+        to = target if weight.ndim > 1 and not name.endswith("mlp.gate.weight") else gguf.GGMLQuantizationType.F32
         values = gguf.quantize(_interleaved(weight, paired) if paired else weight, to)
         writer.add_tensor(_renamed(name), values, raw_dtype=to)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _with_experts_in_one(weights: dict[str, Array]) -> dict[str, Array]:
+    """Stack the matrices of a layer's experts."""
+    found: dict[str, Array] = {}
+    stacks: dict[str, list[Array]] = {}
+    for name in sorted(weights, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
+        layer, is_expert, rest = name.partition(".experts.")
+        if is_expert:
+            stacks.setdefault(f"{layer}.experts.{rest.split('.', 1)[1]}", []).append(weights[name])
+        else:
+            found[name] = weights[name]
+    return found | {name: np.stack(parts) for name, parts in stacks.items()}
 
 
 def _renamed(name: str) -> str:
@@ -75,9 +103,7 @@ def _renamed(name: str) -> str:
     return f"{NAMES[stem]}.{kind}"
 
 
-def _interleaved(
-    weight: "np.ndarray[Any, np.dtype[np.float32]]", heads: int
-) -> "np.ndarray[Any, np.dtype[np.float32]]":
+def _interleaved(weight: Array, heads: int) -> Array:
     """Make the two rows of each rotary pair (i, i + d/2) adjacent."""
     rows, width = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)

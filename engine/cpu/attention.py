@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention import AttentionLayer, TorchPlan
+from engine.attention import AttentionLayer
 from engine.batch import Batch
 from engine.cpu.attention_kernels import AREAS, attend, merge
 from engine.cpu.attention_tiles import FEW_ROWS, FIELDS, TILE
@@ -112,6 +112,7 @@ class NumbaAttention:
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self._memory: dict[tuple[int, int, int], PoolMemoryView] = {}
+        self._numbers: dict[float, Tensor] = {}
 
     def plan(self, batch: Batch) -> "NumbaPlan":
         return NumbaPlan(self, batch)
@@ -119,6 +120,10 @@ class NumbaAttention:
     def layer_address(self, layer: int) -> int:
         """Return the address of the layer's keys and values in the first block."""
         return self.pool.tensor.data_ptr() + self.pool.places.places[layer] * self.pool.layout.layer_bytes
+
+    def address_of(self, value: float) -> int:
+        """Return the address of `value` in float32."""
+        return self._numbers.setdefault(value, torch.tensor([value])).data_ptr()
 
     def memory(self, threads: int, group: int, head_dim: int = 0) -> PoolMemoryView:
         """Return the working memory for keys of `head_dim` dimensions, by default those of the layout."""
@@ -140,14 +145,10 @@ class NumbaPlan:
         self._batch = batch
         self._threads = torch.get_num_threads()
         self._prepared: dict[tuple[int, int, int], PreparedAttention] = {}  # by the last arguments of `prepared`
-        self._reference: TorchPlan | None = None  # for layers with a soft cap or sinks
         layout = backend.pool.layout
         self._strides = (layout.block_bytes, layout.layers * layout.layer_bytes, layout.block_tokens)
 
     def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
-        if layer.softcap or layer.sinks is not None:
-            self._reference = self._reference or TorchPlan(self._backend.pool, self._batch)
-            return self._reference.attend(layer, q)
         if q.dtype != torch.float32:
             raise ValueError(f"numba attention computes in float32, but the queries are {q.dtype}")
         q = q.contiguous()
@@ -155,10 +156,14 @@ class NumbaPlan:
         out = empty(*q.shape)
         rest = (self._backend.layer_address(layer.index), *prepared.rest)
         memory = self._backend.memory(torch.get_num_threads(), prepared.group, q.shape[2])  # one area per thread
-        attend(prepared.operations, 0, *prepared.units, q.data_ptr(), out.data_ptr(), *rest, memory.address)
+        sinks = 0 if layer.sinks is None else layer.sinks.data_ptr()
+        softcap = self._backend.address_of(layer.softcap) if layer.softcap else 0
+        attend(
+            prepared.operations, 0, *prepared.units, q.data_ptr(), out.data_ptr(), *rest, memory.address, sinks, softcap
+        )
         if prepared.merged:
             units, items, parts, *shape = prepared.merged
-            merge(prepared.merge_operations, 0, units, items, out.data_ptr(), parts, *shape)
+            merge(prepared.merge_operations, 0, units, items, out.data_ptr(), parts, *shape, sinks)
         return out[..., : layer.latent] if layer.latent else out
 
     def prepared(self, num_heads: int, window: int, head_dim: int = 0, wide: int = 0) -> "PreparedAttention":

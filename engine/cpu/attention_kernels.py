@@ -9,6 +9,8 @@ contexts may be divided into parts that are merged afterwards (Flash-Decoding).
 import math
 from typing import Any
 
+import numpy as np
+
 from engine.cpu.attention_panels import add_product, add_times_listed, dots, listed_times, transpose_block
 from engine.cpu.attention_tiles import (
     FEW_ROWS,
@@ -26,7 +28,7 @@ from engine.cpu.attention_tiles import (
     weigh_columns,
     widen,
 )
-from engine.cpu.jit import kernel, part, thread_number
+from engine.cpu.jit import inlined, kernel, part, thread_number
 from engine.cpu.simd import (
     FLOAT32,
     LANES,
@@ -123,23 +125,34 @@ def add_values(
         )  # fmt: skip
 
 
+@inlined
+def sink_of(sinks: int, head: int) -> Any:
+    """Return a head's sink, a score without a value, for a softmax with base 2."""
+    return splat(number_at(sinks + 4 * head) * np.float32(math.log2(math.e)))
+
+
 @part
 def finish(
-    sums: int, summed: int, most: int, target: int, shape: tuple[int, int, int, int, int, int], is_part: bool
-) -> None:
+    sums: int, summed: int, most: int, target: int, shape: tuple[int, int, int, int, int, int], is_part: bool,
+    sinks: int,
+) -> None:  # fmt: skip
     """Write the rows' results to `target`. For a part of a context, write the input of `merge` instead: each row's
     weighted sum, its largest score and the sum of its weights."""
     row, rows, head, kv_heads, group, head_dim = shape
     padded = (head_dim + LANES - 1) // LANES * LANES
     for r in range(rows):
         to = target + 4 * head_dim * (((row + r // group) * kv_heads + head) * group + r % group)
-        divisor = splat(number_at(summed + 4 * r))
+        divisor, scale = splat(number_at(summed + 4 * r)), splat(1.0)
         if is_part:
             to, divisor = target + (4 * head_dim + 8) * r, splat(1.0)
             put_number(number_at(most + 4 * r), to + 4 * head_dim)
             put_number(number_at(summed + 4 * r), to + 4 * head_dim + 4)
+        elif sinks:
+            sink, top = sink_of(sinks, head * group + r % group), splat(number_at(most + 4 * r))
+            scale = two_to_the(top - larger(top, sink))
+            divisor = multiply_add(divisor, scale, two_to_the(sink - larger(top, sink)))
         for at in range(0, head_dim, LANES):
-            x = load(sums + 4 * (r * padded + at))
+            x = load(sums + 4 * (r * padded + at)) * scale
             store_some(x / divisor, to + 4 * at, head_dim - at, FLOAT32)
 
 
@@ -152,7 +165,7 @@ def attend(values: Any) -> None:
         values[7], values[8], values[9], values[10], values[11], values[12], values[13], values[14], values[15],
         values[16]
     )  # fmt: skip
-    value_at, token_bytes = values[17], values[18]
+    value_at, token_bytes, sinks, softcap = values[17], values[18], values[20], values[21]
     area = values[19] + 8 * AREAS * thread_number()
     rows_q, scores, sums, most, summed, found, turned, ends, wide = (
         address_at(area), address_at(area + 8), address_at(area + 16), address_at(area + 24), address_at(area + 32),
@@ -195,7 +208,7 @@ def attend(values: Any) -> None:
                 fill_up(keys, tokens, columns, turned - 4 * padded)
                 score(rows_q, rows, keys, kind, columns, padded, scores, ahead, tokens_ahead, by_keys)
                 fetch(ahead + 8 * columns, tokens_ahead - columns, sizes[1])
-                weigh(scores, rows, group, start - low, tokens, columns, window, most, summed, sums, padded)
+                weigh(scores, rows, group, start - low, tokens, columns, window, softcap, most, summed, sums, padded)
                 add_values(
                     scores, rows, keys, kind, value_from, tokens, sums, padded, ahead, tokens_ahead, by_values,
                     LINE * by_keys * rows * padded // LANES,
@@ -203,12 +216,12 @@ def attend(values: Any) -> None:
             else:
                 listed_times(keys, turned, stride, scores, stride, tokens, padded, width, ahead, tokens_ahead, sizes[1])
                 weigh_columns(
-                    scores, stride, rows, start - low, tokens, window, ends, most, summed, sums, padded, listed
+                    scores, stride, rows, start - low, tokens, window, softcap, ends, most, summed, sums, padded, listed
                 )
                 add_times_listed(scores, 4, stride, keys, value_from, sums, 4 * padded, rows, tokens, padded)
             low += tile
         target = out if place < 0 else parts + (place + head * rows) * (4 * head_dim + 8)
-        finish(sums, summed, most, target, shape, place >= 0)
+        finish(sums, summed, most, target, shape, place >= 0, sinks)
         unit = following
 
 
@@ -216,7 +229,7 @@ def attend(values: Any) -> None:
 def merge(values: Any) -> None:
     """Merge the results of the parts of each divided item, head by head, into the results of its rows."""
     units, items, out, parts = values[1], values[2], values[3], values[4]
-    kv_heads, group, head_dim = values[5], values[6], values[7]
+    kv_heads, group, head_dim, sinks = values[5], values[6], values[7], values[8]
     part_bytes = 4 * head_dim + 8
     unit = take_next(values)
     while unit < units:
@@ -231,6 +244,10 @@ def merge(values: Any) -> None:
             for index in range(num_parts):
                 most = larger(splat(number_at(source + index * step + 4 * head_dim)), most)
             summed = splat(0.0)
+            if sinks:
+                sink = sink_of(sinks, head * group + r % group)
+                most = larger(sink, most)
+                summed = two_to_the(sink - most)
             for index in range(num_parts):
                 scale = two_to_the(splat(number_at(source + index * step + 4 * head_dim)) - most)
                 summed = multiply_add(scale, splat(number_at(source + index * step + 4 * head_dim + 4)), summed)

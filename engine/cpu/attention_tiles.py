@@ -4,11 +4,14 @@ scaled accordingly."""
 
 import math
 
+import numpy as np
+
 from engine.cpu.jit import part
 from engine.cpu.simd import (
     FLOAT32,
     LANES,
     address_at,
+    exponential,
     index_at,
     keep_range,
     larger,
@@ -146,11 +149,25 @@ def softmax(scores: int, low: int, high: int, columns: int, most_at: int, sum_at
 
 
 @part
+def cap(scores: int, rows: int, row_bytes: int, columns: int, softcap: float) -> None:
+    """Replace each score x by cap * tanh(x / cap), where `softcap` is the cap for scores of a softmax with base e."""
+    limit, one = softcap * np.float32(math.log2(math.e)), splat(1.0)
+    steps, twice = splat(np.float32(2.0) / limit), splat(np.float32(2.0) * limit)
+    for row in range(rows):
+        for at in range(scores + row * row_bytes, scores + row * row_bytes + 4 * columns, 4 * LANES):
+            # tanh(y) = 1 - 2 / (exp(2 y) + 1)
+            store(splat(limit) - twice / (exponential(load(at) * steps) + one), at)
+
+
+@part
 def weigh(
-    scores: int, rows: int, group: int, start: int, tokens: int, columns: int, window: int, most: int, summed: int,
-    sums: int, padded: int,
+    scores: int, rows: int, group: int, start: int, tokens: int, columns: int, window: int, softcap: int, most: int,
+    summed: int, sums: int, padded: int,
 ) -> None:  # fmt: skip
-    """Apply `softmax` to every row of a tile. `start` is the first query's position relative to the tile's start."""
+    """Apply `softmax` to every row of a tile, after a soft cap if its address is not 0. `start` is the first query's
+    position relative to the tile's start."""
+    if softcap:
+        cap(scores, rows, 4 * TILE, columns, number_at(softcap))
     for r in range(rows):
         end = start + r // group + 1
         softmax(
@@ -161,12 +178,14 @@ def weigh(
 
 @part
 def weigh_columns(
-    scores: int, stride: int, rows: int, start: int, tokens: int, window: int, ends: int, most: int, summed: int,
-    sums: int, padded: int, scales: int,
+    scores: int, stride: int, rows: int, start: int, tokens: int, window: int, softcap: int, ends: int, most: int,
+    summed: int, sums: int, padded: int, scales: int,
 ) -> None:  # fmt: skip
     """Apply `softmax` to transposed scores: a row for each token, and a column for each of the `rows`. LANES
     columns are processed at once, without operations across lanes. `ends` has the number of tokens that each of the
     `rows` sees, counted from the first query's position. `scales` is the address of working memory for one vector."""
+    if softcap:
+        cap(scores, tokens, stride, (rows + LANES - 1) // LANES * LANES, number_at(softcap))
     for row in range(0, rows, LANES):
         column = scores + 4 * row
         if start + number_at(ends + 4 * row) < tokens or (

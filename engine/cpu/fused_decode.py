@@ -19,7 +19,7 @@ from engine.cpu.attention import NumbaAttention, NumbaPlan
 from engine.cpu.attention_kernels import attend, merge
 from engine.cpu.jit import PARALLEL_WORK, Kernel, kernel, wait_for_all
 from engine.cpu.layer import NumbaKernels
-from engine.cpu.layer_kernels import add_norm, norm, rotate_and_store, silu_mul
+from engine.cpu.layer_kernels import add_norm, gated, norm, rotate_and_store
 from engine.cpu.panels import PanelLinear
 from engine.cpu.simd import address_at, emit_pointer, written
 from engine.linear import Linear
@@ -28,7 +28,7 @@ from engine.models.mlp import Mlp
 from engine.models.spec import MlpSpec
 
 MAX_ROWS = 64  # with more rows, Python's share of a step is negligible
-VALUES = 20  # maximum number of arguments of a kernel
+VALUES = 22  # maximum number of arguments of a kernel
 _LONG = ir.IntType(64)
 
 
@@ -141,7 +141,7 @@ class FusedDecode:
             self._call(add_norm, 0, size, epsilon, *added, layer.mlp_norm.data_ptr(), at["normed"])
             mlp = _mlp(layer)
             self._multiply(mlp.gate_up, "normed", "gate_up")
-            self._call(silu_mul, 0, self._memory["product"].shape[1], at["gate_up"], at["product"])
+            self._call(gated, 0, self._memory["product"].shape[1], at["gate_up"], at["product"])
             self._multiply(mlp.down, "product", "update")
             self._call(add_norm, 0, size, epsilon, *added, norm_after.data_ptr(), at["normed"])
         self._multiply(model.head, "normed", "hidden")  # each step replaces the address of the result

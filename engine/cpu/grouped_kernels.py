@@ -13,11 +13,20 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from engine.cpu.jit import cpu_features, kernel, num_threads, part, thread_number, wait_for_all
-from engine.cpu.matmul_kernels import BLOCK_ROWS, FETCHED_AHEAD, LINE, PANEL, TILE_ROWS
+from engine.cpu.matmul_kernels import (
+    BLOCK_ROWS,
+    FETCHED_AHEAD,
+    LINE,
+    PANEL,
+    TILE_ROWS,
+    cost_of_experts,
+    own_panels,
+)
 from engine.cpu.simd import (
     FLOAT32,
     LANES,
     PANEL_VECTORS,
+    address_at,
     cases,
     emit_load,
     emit_multiply_add,
@@ -148,6 +157,22 @@ def sum_groups(rows: int, x: int, x_stride: int, groups: int, group_bytes: int, 
             put_number(total(added), sums + 4 * (row * groups + group))
 
 
+@part
+def multiply_grouped_panel(
+    first: int, last: int, x: int, x_stride: int, weights: int, groups: int, words: int, has_zeros: int, start: int,
+    result: int, stride: int, sums: int, table: int,
+) -> None:  # fmt: skip
+    """Multiply rows first <= i < last by one panel, whose first column of the result is at `result`."""
+    tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
+    for tile in range(tiles):
+        row = first + (last - first) * tile // tiles
+        count = first + (last - first) * (tile + 1) // tiles - row
+        _multiply(
+            x + row * x_stride, x_stride, weights, groups, words, has_zeros, start, result + row * stride, stride,
+            sums + 4 * row * groups, table, count,
+        )  # fmt: skip
+
+
 @kernel
 def grouped_product(values: Any) -> None:
     """`values`: number of rows, x, its stride, result, its stride, memory for the sums of groups, and the constants of
@@ -166,12 +191,35 @@ def grouped_product(values: Any) -> None:
     for item in range(work * thread // threads, work * (thread + 1) // threads):
         block, panel = item // panels, item % panels
         first, last = rows * block // blocks, rows * (block + 1) // blocks
-        tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
-        for tile in range(tiles):
-            row = first + (last - first) * tile // tiles
-            count = first + (last - first) * (tile + 1) // tiles - row
-            _multiply(
-                x + row * x_stride, x_stride, weights + panel * panel_bytes, groups, words, has_zeros,
-                bias + panel * PANEL * 4, result + row * stride + panel * PANEL * 4, stride, sums + 4 * row * groups,
-                table, count,
-            )  # fmt: skip
+        multiply_grouped_panel(
+            first, last, x, x_stride, weights + panel * panel_bytes, groups, words, has_zeros,
+            bias + panel * PANEL * 4, result + panel * PANEL * 4, stride, sums, table,
+        )  # fmt: skip
+
+
+@kernel
+def expert_grouped_product(values: Any) -> None:
+    """Multiply rows that are sorted by expert. `values`: those of `grouped_product`, except that a list of the
+    addresses of the weights and bias of each expert, and the address of the number of rows of each expert, take the
+    place of the addresses of weights and bias. The number of experts follows."""
+    rows, x, x_stride, result, stride, sums = values[0], values[1], values[2], values[3], values[4], values[5]
+    groups, words, has_zeros, panels = values[6], values[7], values[8], values[9]
+    matrices, counts, table, experts = values[10], values[11], values[12], values[13]
+    if has_zeros:
+        sum_groups(rows, x, x_stride, groups, words * CODES_PER_WORD * 4, sums)
+        wait_for_all()
+    panel_bytes = groups * (1 + has_zeros + words) * PANEL * 4
+    total_cost, done, row = cost_of_experts(experts, counts, panels), 0, 0
+    for expert in range(experts):
+        count = address_at(counts + 8 * expert)
+        if count == 0:
+            continue
+        low, high = own_panels(count + TILE_ROWS, panels, done, total_cost)
+        weights, bias = address_at(matrices + 16 * expert), address_at(matrices + 16 * expert + 8)
+        for first in range(row, row + count, BLOCK_ROWS):
+            for panel in range(low, high):
+                multiply_grouped_panel(
+                    first, min(first + BLOCK_ROWS, row + count), x, x_stride, weights + panel * panel_bytes, groups,
+                    words, has_zeros, bias + panel * PANEL * 4, result + panel * PANEL * 4, stride, sums, table,
+                )  # fmt: skip
+        done, row = done + panels * (count + TILE_ROWS), row + count

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.formats.forms import QuantizedWeight
-from engine.linear import Linear, Plain
+from engine.linear import ExpertLinear, Linear, Plain, SeparateExperts
 
 ENGINE = "fbgemm"
 LEVELS = 127  # largest rounded weight and activation
@@ -83,6 +83,9 @@ class Int8:
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return Plain(torch.float32).make(weight, bias)
+
+    def of_experts(self, each: list[Linear]) -> ExpertLinear:
+        return SeparateExperts(each)
 
 
 def rounded_weights(weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ def cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
 
     The directory's name depends on all sources of kernels, since numba checks only the kernel's own file and the CPU.
     """
-    others = ("counter_rng.py",)  # its constants are compiled into kernels
+    others = ("counter_rng.py", "kernels.py")  # their constants are compiled into kernels
     files = {*HERE.glob("*.py"), *(HERE.parent / name for name in others), source}
     made_of = repr(GREEDY_BELOW).encode() + b"".join(file.read_bytes() for file in sorted(files))
     name = f"kernels-{hashlib.blake2b(made_of, digest_size=8).hexdigest()}"

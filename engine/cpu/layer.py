@@ -9,12 +9,12 @@ from engine.cpu import layer_kernels as numba_kernels
 from engine.cpu.malloc import empty
 from engine.cpu.recurrence import recur, sigmoid_gated
 from engine.cpu.simd import CODES
-from engine.kernels import Kernels, gated, rotate_and_store_latent, rotate_and_store_normed
+from engine.kernels import Kernels, rotate_and_store_latent, rotate_and_store_normed
 from engine.kv_pool import KVPool
 from engine.models.spec import Activation, ModelConfig
 from engine.recurrence import RecurrentLayer
 
-SILU_WORK = 8  # cost per element relative to a multiplication, because of the exponential
+ACTIVATION_WORK = 8  # cost per element relative to a multiplication, because of the exponential
 
 
 class NumbaKernels(Kernels):
@@ -93,12 +93,23 @@ class NumbaStep:
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate_up = _checked(gate_up)
-        if activation != "silu":
-            return gated(gate_up, activation)
         rows, size = len(gate_up), gate_up.shape[1] // 2
         product = empty(rows, size)
-        numba_kernels.silu_mul(SILU_WORK * product.numel(), rows, size, gate_up.data_ptr(), product.data_ptr())
+        numba_kernels.gated(
+            ACTIVATION_WORK * product.numel(), rows, size, gate_up.data_ptr(), product.data_ptr(),
+            numba_kernels.ACTIVATIONS.index(activation),
+        )  # fmt: skip
         return product
+
+    def combine(self, outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        outputs, places, weights = _checked(outputs), places.contiguous(), _checked(weights)
+        (rows, top_k), size = places.shape, outputs.shape[1]
+        combined = empty(rows, size)
+        numba_kernels.combine(
+            outputs.numel(), rows, top_k, size, outputs.data_ptr(), places.data_ptr(), weights.data_ptr(),
+            combined.data_ptr(),
+        )  # fmt: skip
+        return combined
 
     def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
         return sigmoid_gated(rows, gate)

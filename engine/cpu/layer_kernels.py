@@ -18,7 +18,11 @@ from engine.cpu.simd import (
     splat,
     store_some,
     total,
+    where_less,
 )
+from engine.kernels import SWIGLU_ALPHA, SWIGLU_LIMIT
+
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
 @part
@@ -59,18 +63,47 @@ def add_norm(values: Any) -> None:
         norm_row(hidden + skipped, weight, target + skipped, size, epsilon)
 
 
+@inlined
+def activated(gate: Any, up: Any, code: int) -> Any:
+    """Return activation(gate) * up; `code` is an index of ACTIVATIONS. All have the form x / (1 + exp(-y))."""
+    one, limit, y = splat(1.0), splat(SWIGLU_LIMIT), gate
+    if code == 1:  # the tanh form of GELU: 0.5 (1 + tanh(y / 2)) = 1 / (1 + exp(-y))
+        y = gate * multiply_add(gate * gate, splat(0.0713548162716), splat(1.5957691216057))
+    if code == 2:
+        gate = where_less(limit, gate, limit, gate)
+        least = splat(-SWIGLU_LIMIT)
+        up = where_less(limit, up, limit, where_less(up, least, least, up)) + one
+        y = gate * splat(SWIGLU_ALPHA)
+    return gate / (one + exponential(splat(0.0) - y)) * up
+
+
 @kernel
-def silu_mul(values: Any) -> None:
-    """`values`: number of rows, half the size of a row, and the addresses of source [rows, 2 * size] and target."""
-    rows, size, source, target = values[0], values[1], values[2], values[3]
-    one = splat(1.0)
+def gated(values: Any) -> None:
+    """`values`: number of rows, half the size of a row, the addresses of source [rows, 2 * size] and target, and the
+    code of the activation."""
+    rows, size, source, target, code = values[0], values[1], values[2], values[3], values[4]
     for row in range(thread_number(), rows, num_threads()):
         gate, up, to = source + 8 * row * size, source + 8 * row * size + 4 * size, target + 4 * row * size
         for at in range(0, size, LANES):
             left = size - at
-            x = load_some(gate + 4 * at, left, FLOAT32)
-            x = x / (one + exponential(splat(0.0) - x))
-            store_some(x * load_some(up + 4 * at, left, FLOAT32), to + 4 * at, left, FLOAT32)
+            x, y = load_some(gate + 4 * at, left, FLOAT32), load_some(up + 4 * at, left, FLOAT32)
+            store_some(activated(x, y, code), to + 4 * at, left, FLOAT32)
+
+
+@kernel
+def combine(values: Any) -> None:
+    """`values`: number of tokens, outputs per token, size of a row, and the addresses of outputs, places, weights and
+    target."""
+    tokens, top_k, size, outputs, places = values[0], values[1], values[2], values[3], values[4]
+    weights, target = values[5], values[6]
+    for token in range(thread_number(), tokens, num_threads()):
+        for at in range(0, size, LANES):
+            left, added = size - at, splat(0.0)
+            for index in range(token * top_k, (token + 1) * top_k):
+                row = outputs + 4 * size * address_at(places + 8 * index)
+                factor = splat(number_at(weights + 4 * index))
+                added = multiply_add(load_some(row + 4 * at, left, FLOAT32), factor, added)
+            store_some(added, target + 4 * (token * size + at), left, FLOAT32)
 
 
 @inlined

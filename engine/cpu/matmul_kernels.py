@@ -25,6 +25,7 @@ from engine.cpu.simd import (
     LANES,
     PANEL_ROWS,
     PANEL_VECTORS,
+    address_at,
     cases,
     emit_fetch,
     emit_load,
@@ -166,6 +167,55 @@ def round_rows(rows: int, size: int, source: int, source_stride: int, target: in
             put_low_bytes(multiply_add(load_some(x + 4 * at, size - at, FLOAT32), inverse, rounder), to + at)
 
 
+@part
+def multiply_panel(
+    first: int, last: int, x: int, x_stride: int, weights: int, start: int, result: int, stride: int, row_scales: int,
+    code: int, steps: int,
+) -> None:  # fmt: skip
+    """Multiply rows first <= i < last by one panel. `weights`, `start` and `result` are the addresses of the panel's
+    weights and initial sums, and of its columns of the result."""
+    step_bytes = PANEL * (2 if code in (BFLOAT16, FLOAT16) else 4)
+    cached = steps if code == INT8 else CACHED_STEPS
+    tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
+    pace = 0 if tiles == 2 else PACE
+    lines = ((step_bytes << pace) // LINE + tiles - 1) // tiles
+    for step in range(0, steps, cached):
+        depth = min(cached, steps - step)
+        here = weights + step * step_bytes
+        for tile in range(tiles):
+            row = first + (last - first) * tile // tiles
+            count = first + (last - first) * (tile + 1) // tiles - row
+            fetches = (depth + (1 << pace) - 1) >> pace
+            ahead = here + (FETCHED_AHEAD if tiles == 1 else depth * step_bytes + tile * fetches * lines * LINE)
+            due = lines if tile * lines * LINE < step_bytes << pace else 0
+            target = result + row * stride
+            begin, begin_stride = (start, 0) if step == 0 else (target, stride)
+            _multiply(
+                code, x + row * x_stride + 4 * step, x_stride, here, depth, begin, begin_stride, target, stride,
+                row_scales + 4 * row, ahead, pace, due, count,
+            )  # fmt: skip
+
+
+@part
+def own_panels(cost: int, panels: int, done: int, total: int) -> tuple[int, int]:
+    """Return which panels of an expert this thread multiplies: those that begin in its share of the `total` cost.
+
+    A panel of this expert costs `cost`, and all panels of earlier experts cost `done`."""
+    threads, thread = num_threads(), thread_number()
+    begin, end = total * thread // threads - done, total * (thread + 1) // threads - done
+    return max(0, (begin + cost - 1) // cost), min(panels, (end + cost - 1) // cost)
+
+
+@part
+def cost_of_experts(experts: int, counts: int, panels: int) -> int:
+    """Return the cost of a product: that of a panel is its expert's rows, and as much as a tile for its weights."""
+    cost = 0
+    for expert in range(experts):
+        if address_at(counts + 8 * expert):
+            cost += panels * (address_at(counts + 8 * expert) + TILE_ROWS)
+    return cost
+
+
 @kernel
 def product(values: Any) -> None:
     """`values`: number of rows, x, its stride, result, its stride, memory for the rows rounded to 8 bits and their
@@ -181,29 +231,43 @@ def product(values: Any) -> None:
         round_rows(rows, size, x, x_stride, levels, levels_stride, row_scales)
         wait_for_all()
         x, x_stride = levels, levels_stride
-    step_bytes = PANEL * (2 if code in (BFLOAT16, FLOAT16) else 4)
-    cached = steps if code == INT8 else CACHED_STEPS
+    panel_bytes = steps * PANEL * (2 if code in (BFLOAT16, FLOAT16) else 4)
     blocks = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
     work, threads, thread = blocks * panels, num_threads(), thread_number()
     for item in range(work * thread // threads, work * (thread + 1) // threads):
         block, panel = item // panels, item % panels
         first, last = rows * block // blocks, rows * (block + 1) // blocks
-        tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
-        pace = 0 if tiles == 2 else PACE
-        lines = ((step_bytes << pace) // LINE + tiles - 1) // tiles
-        start = columns + panel * column_bytes
-        for step in range(0, steps, cached):
-            depth = min(cached, steps - step)
-            here = weights + (panel * steps + step) * step_bytes
-            for tile in range(tiles):
-                row = first + (last - first) * tile // tiles
-                count = first + (last - first) * (tile + 1) // tiles - row
-                fetches = (depth + (1 << pace) - 1) >> pace
-                ahead = here + (FETCHED_AHEAD if tiles == 1 else depth * step_bytes + tile * fetches * lines * LINE)
-                due = lines if tile * lines * LINE < step_bytes << pace else 0
-                target = result + row * stride + panel * 4 * PANEL
-                begin, begin_stride = (start, 0) if step == 0 else (target, stride)
-                _multiply(
-                    code, x + row * x_stride + 4 * step, x_stride, here, depth, begin, begin_stride, target, stride,
-                    row_scales + 4 * row, ahead, pace, due, count,
+        multiply_panel(
+            first, last, x, x_stride, weights + panel * panel_bytes, columns + panel * column_bytes,
+            result + panel * 4 * PANEL, stride, row_scales, code, steps,
+        )  # fmt: skip
+
+
+@kernel
+def expert_product(values: Any) -> None:
+    """Multiply rows that are sorted by expert. `values`: those of `product`, except that a list of the addresses of the
+    weights and columns of each expert, and the address of the number of rows of each expert, take the place of the
+    addresses of weights and columns. The number of experts follows."""
+    rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
+    code, size, steps, panels, matrices, counts = values[6], values[7], values[8], values[9], values[10], values[11]
+    column_bytes, experts = values[12], values[13]
+    if code == INT8:
+        levels, levels_stride = row_scales + 4 * rows, (size + LANES - 1) // LANES * LANES
+        round_rows(rows, size, x, x_stride, levels, levels_stride, row_scales)
+        wait_for_all()
+        x, x_stride = levels, levels_stride
+    panel_bytes = steps * PANEL * (2 if code in (BFLOAT16, FLOAT16) else 4)
+    total_cost, done, row = cost_of_experts(experts, counts, panels), 0, 0
+    for expert in range(experts):
+        count = address_at(counts + 8 * expert)
+        if count == 0:
+            continue
+        low, high = own_panels(count + TILE_ROWS, panels, done, total_cost)
+        weights, columns = address_at(matrices + 16 * expert), address_at(matrices + 16 * expert + 8)
+        for first in range(row, row + count, BLOCK_ROWS):
+            for panel in range(low, high):
+                multiply_panel(
+                    first, min(first + BLOCK_ROWS, row + count), x, x_stride, weights + panel * panel_bytes,
+                    columns + panel * column_bytes, result + panel * 4 * PANEL, stride, row_scales, code, steps,
                 )  # fmt: skip
+        done, row = done + panels * (count + TILE_ROWS), row + count

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.cpu.grouped_kernels import grouped_product
+from engine.cpu.grouped_kernels import expert_grouped_product, grouped_product
 from engine.cpu.int8 import LEVELS, ZERO_POINT, rounded_weights
 from engine.cpu.malloc import empty
-from engine.cpu.matmul_kernels import INT8, PANEL, product
+from engine.cpu.matmul_kernels import INT8, PANEL, expert_product, product
 from engine.cpu.simd import CODES, LANES
 from engine.formats.forms import ChannelWeight, GroupedWeight, QuantizedWeight
+from engine.linear import ExpertLinear, Linear, SeparateExperts
 
 KERNEL_INPUTS = 16  # groups of a multiple of this many inputs have a product that reads codes
 IN_STEP = 4  # int8 weights per column that one instruction multiplies
@@ -29,13 +31,14 @@ class PanelLinear:
     def __init__(
         self, code: int, depth: int, width: int, panels: Tensor, columns: Tensor, *, is_exact: bool = False
     ) -> None:
-        self.kernel = product
+        self.kernel, self.expert_kernel = product, expert_product
         self.panels, self.columns = panels, columns  # references, since the kernel gets only addresses
         self.width = width
         self.is_exact = is_exact
         self.padded = len(panels) * PANEL
         steps, column_bytes = panels.shape[1], 4 * columns.stride(0)
-        # The kernel's constant arguments; below, the work and the bytes of scratch memory per row.
+        # The kernel's constant arguments, which for the matrices of experts differ only in the two addresses; below,
+        # the work and the bytes of scratch memory per row.
         self.fixed = (code, depth, steps, len(panels), panels.data_ptr(), columns.data_ptr(), column_bytes)
         self.row_work = steps * self.padded
         self.row_scratch = 4 + -(-depth // LANES) * LANES if code == INT8 else 0
@@ -68,15 +71,48 @@ class GroupedPanels(PanelLinear):
         panels = torch.cat([*parts, words], dim=2).flatten(1, 2)
         columns = in_columns(torch.zeros(width) if bias is None else bias.float()).contiguous()
         super().__init__(0, depth, width, panels, columns)
-        self.kernel = grouped_product
-        self._table = torch.tensor(weight.table)
+        self.kernel, self.expert_kernel = grouped_product, expert_grouped_product
         fixed = (groups, words.shape[2], len(parts) - 1, len(panels), panels.data_ptr(), columns.data_ptr())
-        self.fixed = (*fixed, self._table.data_ptr())
+        self.fixed = (*fixed, _table(weight.table).data_ptr())
         self.row_work = depth * self.padded
         self.row_scratch = 4 * groups if weight.zeros is not None else 0
 
     def lookup(self) -> None:
         return None
+
+
+@cache
+def _table(values: tuple[float, ...]) -> Tensor:
+    return torch.tensor(values)
+
+
+class ExpertPanels:
+    """The matrices of a layer's experts in panels, multiplied by one call."""
+
+    def __init__(self, each: list[PanelLinear]) -> None:
+        """All of `each` must have the same kernel and constant arguments, except for addresses."""
+        self._each, self._like = each, each[0]
+        self._matrices = torch.tensor([one.fixed[4:6] for one in each])
+
+    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+        assert rows.dtype == torch.float32, f"panels are multiplied by float32, but the activations are {rows.dtype}"
+        like, count = self._like, len(rows)
+        rows, counts = rows.contiguous(), counts.contiguous()
+        result = empty(count, like.padded)
+        scratch = torch.empty(count * like.row_scratch, dtype=torch.uint8) if like.row_scratch else result
+        like.expert_kernel(
+            count * like.row_work, count, rows.data_ptr(), 4 * rows.stride(0), result.data_ptr(), 4 * like.padded,
+            scratch.data_ptr(), *like.fixed[:4], self._matrices.data_ptr(), counts.data_ptr(), like.fixed[6],
+            len(self._each),
+        )  # fmt: skip
+        return result if like.width == like.padded else result[:, : like.width].contiguous()
+
+
+def experts_in_panels(each: list[Linear]) -> ExpertLinear:
+    """Return a product by one call, or by one call for each expert if they have different formats."""
+    panels = [one for one in each if isinstance(one, PanelLinear)]
+    kinds = {(one.kernel.address, *one.fixed[:4], one.fixed[6]) for one in panels}
+    return ExpertPanels(panels) if len(panels) == len(each) and len(kinds) == 1 else SeparateExperts(each)
 
 
 @dataclass(slots=True)
@@ -140,6 +176,9 @@ class Panels:
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
         return Panels(torch.float32).make(weight, bias)
 
+    def of_experts(self, each: list[Linear]) -> ExpertLinear:
+        return experts_in_panels(each)
+
 
 class Int8Panels:
     """The format of int8 weights with a scale per output channel, for CPUs with AVX-512 VNNI.
@@ -170,3 +209,6 @@ class Int8Panels:
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
         return Panels(torch.float32).make(weight, bias)
+
+    def of_experts(self, each: list[Linear]) -> ExpertLinear:
+        return experts_in_panels(each)

@@ -8,7 +8,7 @@ from engine.cpu import why_not_compiled
 from engine.formats.forms import GroupedWeight, QuantizedWeight
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
-from engine.linear import Linear, LinearFormat, Plain
+from engine.linear import ExpertLinear, Linear, LinearFormat, Plain
 from engine.models.spec import ModelConfig
 
 SIXTEEN_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -102,3 +102,6 @@ class AsStored:
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return self._floats.make(weight, bias)
+
+    def of_experts(self, each: list[Linear]) -> ExpertLinear:
+        return self._floats.of_experts(each)

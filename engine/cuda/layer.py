@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.cuda import layer_kernels as triton_rows
-from engine.kernels import Kernels, gated, rotate_and_store_latent, rotate_and_store_normed
+from engine.kernels import Kernels, combine, gated, rotate_and_store_latent, rotate_and_store_normed
 from engine.models.spec import Activation
 from engine.recurrence import RecurrentLayer, recur
 
@@ -90,6 +90,9 @@ class TritonStep:
                 gate_up, out, gate_up.stride(0), width, BLOCK=SILU_BLOCK, num_warps=4
             )
         return out
+
+    def combine(self, outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        return combine(outputs, places, weights)
 
     def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
         return rows * gate.sigmoid()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import StepKernels
-from engine.linear import Linear
+from engine.linear import ExpertLinear, Linear
 from engine.models.mlp import Mlp
 from engine.models.spec import MoeSpec
 
@@ -16,7 +16,8 @@ class Experts:
     spec: MoeSpec
     router: Linear  # float32 [num_experts, hidden_size]
     correction: Tensor | None  # float32 [num_experts]: added to the scores for the choice only
-    each: list[Mlp]
+    gate_up: ExpertLinear
+    down: ExpertLinear
     shared: Mlp | None
     shared_gate: Linear | None
     scales: Tensor | None = None  # float32 [num_experts]
@@ -26,18 +27,15 @@ class Experts:
 
         The router multiplies `routed`, by default `rows`.
         """
+        if not len(rows):
+            return rows
         weights, chosen = self.route(rows if routed is None else routed)
-        outputs = rows.new_empty(len(rows), self.spec.top_k, rows.shape[1])
-        # The rows of each expert, in ascending order, as places in [T * top_k].
-        places = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=self.spec.num_experts).tolist()
-        for expert, own in zip(self.each, torch.split(places, counts), strict=True):
-            if len(own):
-                outputs.view(-1, rows.shape[1])[own] = expert(rows[own // self.spec.top_k], kernels)
-        weighted = outputs * weights[..., None].to(rows.dtype)
-        total = weighted[:, 0]
-        for place in range(1, self.spec.top_k):  # in the order of the row's own choice, not of the experts
-            total = total + weighted[:, place]
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)  # sorted by expert
+        counts = flat.new_zeros(self.spec.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        products = self.gate_up(rows[order // self.spec.top_k], counts)
+        outputs = self.down(kernels.gated(products, self.spec.expert.activation), counts)
+        total = kernels.combine(outputs, order.argsort().view_as(chosen), weights)
         return total if self.shared is None else total + self._shared(self.shared, rows, kernels)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -281,7 +281,8 @@ class _Loader:
             ]
         shared = self.mlp(f"{prefix}{names.shared}.", spec.shared) if spec.shared is not None else None
         gate = self.matrix([prefix + names.shared_gate], [1], hidden, False) if spec.gates_shared else None
-        return Experts(spec, self.linear.make_exact(router, bias), correction, each, shared, gate, scales)
+        gate_up, down = (self.linear.of_experts(some) for some in ([m.gate_up for m in each], [m.down for m in each]))
+        return Experts(spec, self.linear.make_exact(router, bias), correction, gate_up, down, shared, gate, scales)
 
     def stacked(self, prefix: str, spec: MoeSpec) -> list[Mlp]:
         count, inner, hidden = spec.num_experts, spec.expert.inner, self.config.hidden_size

@@ -16,7 +16,7 @@ from engine.batch import BlockRows, build
 from engine.cpu import why_not_compiled
 from engine.cpu.selection import linear_on_cpu
 from engine.formats.forms import E2M1, INTEGERS, GroupedWeight
-from engine.linear import LinearFormat
+from engine.linear import LinearFormat, SeparateExperts
 from engine.models.families import read_model_config
 from engine.models.load import load_model
 from engine.options import BuildOptions, check_options
@@ -111,7 +111,7 @@ def test_mxfp4_experts_of_gpt_oss_equal_transformers(tmp_path: Path) -> None:
 def test_a_grouped_product_equals_the_dense_one(
     out: int, width: int, group: int, zeros: bool, table: tuple[float, ...], threads: int
 ) -> None:
-    from engine.cpu.panels import grouped_linear
+    from engine.cpu.panels import experts_in_panels, grouped_linear
 
     generator = torch.Generator().manual_seed(out)
     codes = torch.randint(0, 256, (out, width // 2), dtype=torch.uint8, generator=generator)
@@ -126,6 +126,10 @@ def test_a_grouped_product_equals_the_dense_one(
         found = linear(rows[:count])
         assert torch.equal(found, alone[:count])  # no bit of a row depends on the other rows
         assert float(((found - wanted[:count]).norm(dim=1) / wanted[:count].norm(dim=1)).max()) <= 1e-5
+    unlike = grouped_linear(GroupedWeight(255 - codes, table, scales, offsets if zeros else None), bias)
+    counts = torch.tensor([3, 0, 37])
+    wanted = SeparateExperts([linear, linear, unlike])(rows, counts)
+    assert torch.equal(experts_in_panels([linear, linear, unlike])(rows, counts), wanted)
     torch.set_num_threads(1)
 
 

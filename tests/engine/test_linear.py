@@ -11,7 +11,7 @@ from benchmarks.random_model import random_decoder
 from engine.cpu import why_not_compiled
 from engine.cpu.int8 import LEVELS, LEVELS_OF_7_BITS, Int8, has_fbgemm
 from engine.cpu.selection import AsStored, linear_on_cpu
-from engine.linear import LinearFormat, Plain
+from engine.linear import LinearFormat, Plain, SeparateExperts
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from tests.engine.build import CPU, generate, thinned, torch_runner
 
@@ -167,6 +167,22 @@ def test_a_broken_row_spoils_only_itself() -> None:
         finite = linear.make(matrix(16, 32), None)(rows).isfinite()
         assert finite[[0, 2, 3, 5]].all()
         assert not finite[[1, 4]].any()
+
+
+@pytest.mark.parametrize("linear", [*FLOATS, *EIGHT_BITS], ids=lambda linear: type(linear).__name__ + linear.name)
+def test_experts_multiply_their_own_rows(linear: LinearFormat) -> None:
+    """Some experts have no rows, and some more than a block of rows. A row's bits do not depend on other rows."""
+    each = [linear.make(matrix(70, 40, seed), matrix(1, 70, seed + 9)[0]) for seed in range(7)]
+    counts = torch.tensor([0, 3, 1, 0, 140, 17, 0])
+    rows = matrix(int(counts.sum()), 40, 2, 1.0)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found = linear.of_experts(each)(rows, counts)
+        torch.testing.assert_close(found, SeparateExperts(each)(rows, counts))
+        some = torch.tensor([0, 0, 0, 0, 60, 1, 0])
+        if linear in PANELS:
+            assert torch.equal(linear.of_experts(each)(rows[84:145], some), found[84:145])
+    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("linear", [*FLOATS, *EIGHT_BITS], ids=lambda linear: type(linear).__name__ + linear.name)

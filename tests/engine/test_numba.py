@@ -85,6 +85,19 @@ def test_few_long_contexts_are_divided_and_merged(dtype: torch.dtype, window: in
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (0.0, True), (2.0, True)])
+def test_scores_are_capped_and_sinks_take_a_share(name: str, softcap: float, sinks: bool) -> None:
+    """The spans are decodes, chunks of few and of many rows, and a context that is divided among threads."""
+    batch = batch_of([(1499, 1500), (0, 90), (2000, 2011), (3, 4)], 16, 300, CPU)
+    pool = pool_of(1, 64, 16, torch.float32, 300, CPU)
+    values = random((6,), torch.float32, CPU, 7) + 3 if sinks else None
+    for window in (0, 100):
+        check_attention(
+            attention_on_cpu(name, pool), pool, batch, 6, torch.float32, window, softcap=softcap, sinks=values
+        )
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("broken", [1, 2])
 def test_a_broken_context_spoils_only_its_own_request(name: str, broken: int) -> None:
     batch = batch_of([(59, 60), (10, 50), (79, 80), (0, 30)], 16, 20, CPU)
@@ -100,7 +113,7 @@ def test_a_broken_context_spoils_only_its_own_request(name: str, broken: int) ->
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("width", [64, 52, 768])
-def test_norms_and_silu_equal_their_definitions(name: str, width: int) -> None:
+def test_norms_activations_and_sums_equal_their_definitions(name: str, width: int) -> None:
     pool = pool_of(2, 16, 4, torch.float32, 9, CPU)
     config, batch = config_of(width, 4, 2, 16), batch_of([(0, 5)], 4, 9, CPU)
     kernels = TorchKernels(config, pool) if name == "torch" else kernels_on_cpu(config, pool)

@@ -7,6 +7,7 @@ from random import Random
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from engine.attention import AttentionBackend, AttentionLayer
 from engine.batch import Batch
@@ -84,26 +85,41 @@ def fill(pool: KVPool, batch: Batch, layer: int) -> list[Tensor]:
     return contexts
 
 
-def attended(q: Tensor, context: Tensor, start: int, window: int) -> Tensor:
+def attended(
+    q: Tensor, context: Tensor, start: int, window: int, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
     """Return attention, by its definition, in float64. Row i of q [n, heads, head_dim] is at position `start` + i."""
     group = q.shape[1] // context.shape[1]
     keys, values = (context[:, :, which].repeat_interleave(group, dim=1) for which in (0, 1))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[2] ** -0.5
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     position = torch.arange(start, start + len(q), device=q.device)[:, None]
     key = torch.arange(len(context), device=q.device)
     seen = (key <= position) & ((key > position - window) if window else True)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(context)], values)
 
 
 def check_attention(
-    backend: AttentionBackend, pool: KVPool, batch: Batch, heads: int, dtype: torch.dtype, window: int = 0, pad: int = 0
+    backend: AttentionBackend,
+    pool: KVPool,
+    batch: Batch,
+    heads: int,
+    dtype: torch.dtype,
+    window: int = 0,
+    pad: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Check attention over a batch. `pad` rows of NaN follow the last slice, and their output must be zero."""
     contexts = fill(pool, batch, layer=1)
     rows = len(batch.tokens)
     q = random((rows + pad, heads, pool.layout.head_dim), dtype, pool.tensor.device, 99)
     q[rows:] = torch.nan
-    out = backend.plan(batch).attend(AttentionLayer(1, window), q)
+    out = backend.plan(batch).attend(AttentionLayer(1, window, softcap, sinks), q)
     assert out.dtype == dtype
     assert out.shape == q.shape
     assert not out[rows:].any()
@@ -113,7 +129,7 @@ def check_attention(
         if end == 0:
             assert not got.any()
             continue
-        expected = attended(q[first : first + end - start], contexts[index], start, window)
+        expected = attended(q[first : first + end - start], contexts[index], start, window, softcap, sinks)
         worst = (got - expected).abs().max().item()
         assert worst <= TOLERANCE[dtype] * max(1.0, expected.abs().max().item()), (index, start, end, worst)
 
@@ -149,6 +165,13 @@ def check_norms(kernels: Kernels, batch: Batch, width: int, dtype: torch.dtype, 
     gate_up = random((3, 2 * width), dtype, device, 4)
     gate, up = gate_up.double().chunk(2, dim=1)
     close(step.gated(gate_up, "silu"), gate * gate.sigmoid() * up, dtype)
+    close(step.gated(gate_up, "gelu_tanh"), gelu(gate, approximate="tanh") * up, dtype)
+    gate, up = (3 * gate).clamp(max=7.0), (3 * up).clamp(-7.0, 7.0)  # the limit of gpt-oss
+    close(step.gated(3 * gate_up, "clamped_swiglu"), gate * (1.702 * gate).sigmoid() * (up + 1), dtype)
+    outputs, weights = random((8, width), dtype, device, 5), random((4, 2), torch.float32, device, 6)
+    places = torch.tensor([[3, 0], [7, 1], [2, 5], [6, 4]], device=device)
+    expected = (outputs.double()[places] * weights.double()[..., None]).sum(1)
+    close(step.combine(outputs, places, weights), expected, dtype)
 
 
 def check_rotation(

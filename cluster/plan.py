@@ -185,17 +185,15 @@ def checked(settings: LocalSettings) -> LocalSettings:
 
 def _check_nodes(settings: LocalSettings) -> None:
     """Make the checks that each node makes at its start and that need no torch. Raises ConfigError."""
-    from engine.options import LARGE_ROW, BuildOptions, check_channel, check_options, check_shared_pool, groups_of
+    from engine.options import BuildOptions, check_channel, check_options
 
     places = settings.places()
     pools = Counter(places[settings.num_nodes()[0] :] if settings.kv_channel == "pool" else places)
     try:
         for place in dict.fromkeys(places):
             options = BuildOptions.from_settings(settings, device=place)
-            _, config = check_options(options, pools[place])
+            check_options(options, pools[place])
             check_channel(settings.kv_channel, options)
-            if settings.kv_channel == "pool":
-                check_shared_pool(groups_of(options, config, LARGE_ROW))
     except ValueError as error:
         text = str(error)
         raise ConfigError(text if text.startswith("--") else f"--model: {text}") from None

@@ -129,8 +129,12 @@ class HandoffReceiver(RoleAdapter):
         for channel in self._channels:
             channel.grant(reservation_id, rows)
         descriptors = {channel.name: channel.descriptor() for channel in self._channels}
-        held = pack_ids(request.tables[0][:num_held])  # of a shared pool, which has one group
-        return ReserveReply(reservation_id, num_held, pack_ids(rows), descriptors, held=held)
+        held: list[int] = []
+        if request.shared_pool:
+            for table, group in zip(request.tables, self._geometry.attention, strict=True):
+                held += [row for row in table[: num_held * group.rows] if row]
+            held += request.snapshot
+        return ReserveReply(reservation_id, num_held, pack_ids(rows), descriptors, held=pack_ids(held))
 
     async def pushed(self, message: PushedNotice) -> Ack:
         """Check rows while the prefill node computes the next chunk, so that few rows are left for the commit."""
@@ -167,7 +171,8 @@ class HandoffReceiver(RoleAdapter):
         self._table.accept(reservation)
         self._recorder.event(request.id, "received")
         self._requests.send(TokenDelta(request.id, handed_off=True))
-        self._requests.post_for(request, lambda scheduler: scheduler.kv_received(request, message.first_token))
+        token, current_state = message.first_token, message.current_state
+        self._requests.post_for(request, lambda scheduler: scheduler.kv_received(request, token, current_state))
         failpoints.reach("decode.received", request.id)
         return Ack()
 
@@ -196,6 +201,8 @@ class HandoffReceiver(RoleAdapter):
             return f"{len(reservation.rows) - reservation.num_checked} rows have no checksums"
         if not 0 <= message.first_token < self._vocab_size:
             return f"token id {message.first_token} is not in the vocabulary of {self._vocab_size}"
+        if not 0 <= message.current_state < (2 if reservation.request.shared_pool else 1):
+            return f"the current state is {message.current_state}, which was not reserved"
         return ""
 
     async def stop(self, message: StopRequest) -> Ack:

@@ -21,7 +21,7 @@ from engine.models.decoder import LanguageModel
 from engine.models.kv_places import kv_places
 from engine.models.load import load_model
 from engine.models.spec import ModelConfig
-from engine.options import BuildOptions, check_holds, check_options, check_shared_pool, cpu_layout, groups_of
+from engine.options import BuildOptions, check_holds, check_options, cpu_layout, groups_of
 from engine.runner import Runner, TorchRunner
 from engine.startup import EngineComponents, exchange_fingerprint, stage
 from engine.weights import weight_bytes
@@ -53,8 +53,6 @@ def _build(options: BuildOptions, borrowed: PoolClient | None) -> EngineComponen
         gpu = CudaAccelerator("cuda" if options.device == "auto" else options.device, borrowed)
         components = build_on_cuda(replace(options, max_model_len=max_model_len), config, path, gpu)
         check_holds(components.layout, components.groups, options)
-        if borrowed is not None:
-            check_shared_pool(components.groups)
         return components
     return _build_on_cpu(options, config, path, max_model_len, borrowed)
 
@@ -72,8 +70,6 @@ def _build_on_cpu(
         config = loaded[1].config
     layout = cpu_layout(options, config)
     groups = groups_of(options, config, layout.block_bytes)
-    if borrowed is not None:
-        check_shared_pool(groups)
     check_holds(layout, groups, options)
     memory = (
         HostMemory(layout.num_blocks, layout.block_bytes) if borrowed is None else borrowed.fitting(layout.block_bytes)

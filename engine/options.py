@@ -110,14 +110,6 @@ def check_channel(name: str, options: BuildOptions) -> None:
         raise ValueError(f"--kv-channel {name}: not available for KV on --device {options.device}: use {local} or tcp")
 
 
-def check_shared_pool(groups: tuple[Group, ...]) -> None:
-    """Raise ValueError if another node cannot compute in a pool with these groups."""
-    if groups != UNIFORM:
-        raise ValueError(
-            "--kv-channel pool: not supported for models with sliding windows or recurrent states; use auto"
-        )
-
-
 def _check_cpu(options: BuildOptions, config: ModelConfig, num_pools: int) -> None:
     if options.dtype not in {"auto", "float32"}:
         raise ValueError(

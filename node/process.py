@@ -22,7 +22,7 @@ from engine.cuda.kv.pool import NAME as POOL
 from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
 from engine.engine import Engine
-from engine.options import BuildOptions, check_channel, check_shared_pool
+from engine.options import BuildOptions, check_channel
 from engine.runner import set_ahead
 from engine.startup import EngineComponents, stage
 from node.active_requests import RequestRules
@@ -114,7 +114,6 @@ async def open_channels(
     if wanted != "tcp":
         inner = local(memory, incarnation_id, on_writer_lost, settings.kv_directory, timeout_s)
         if wanted == POOL:
-            check_shared_pool(components.groups)
             gpu = memory.region.gpu if isinstance(memory, DeviceMemory) else None
             return [PoolOwner(inner, descriptor_file(settings.kv_directory, gpu))]
         channels.append(inner)

@@ -99,6 +99,8 @@ class OutgoingHandoff:
         if not 0 <= num_held <= num_blocks:
             raise ValueError(f"the grant has {num_held} blocks, but the prompt has {num_blocks}")
         self.num_held, self.targets = num_held, targets
+        if self.request.borrows_blocks:
+            return
         self.order = self.geometry.landing_order(self.num_prompt, num_held)
         if len(targets) != len(self.order):
             raise ValueError(f"the grant has {len(targets)} rows, but {len(self.order)} are to be sent")
@@ -127,7 +129,10 @@ class OutgoingHandoff:
 
     def next_targets(self) -> list[int]:
         """Return the reserved rows to fill now: those for complete rows that were not pushed yet."""
-        ready = self.geometry.num_final(self.num_prompt, self.num_held, self.num_computed)
+        if self.request.borrows_blocks:  # nothing is sent, but it is checked whether the reservation is still open
+            ready = len(self.targets) * self.num_computed // self.num_prompt
+        else:
+            ready = self.geometry.num_final(self.num_prompt, self.num_held, self.num_computed)
         return self.targets[self.num_pushed : ready]
 
 
@@ -258,13 +263,15 @@ class HandoffSender(RoleAdapter):
             if reply.reservation_id in peer.void:
                 raise ValueError(f"{peer.address} gave up the reservation before its reply arrived")
             outgoing.grant(reply.num_held, targets)
-            self._check_grant(outgoing, reply, held + targets)
+            self._check_grant(outgoing, reply, held, targets)
             outgoing.channel = self.peers.choose_channel(peer, reply.descriptors)
             outgoing.descriptor = reply.descriptors[outgoing.channel.name]
             if outgoing.request.borrows_blocks and not outgoing.reason:
-                outgoing.request.tables = [held + targets]
-                outgoing.request.num_computed = reply.num_held * self._info.block_tokens
-                self._requests.enqueue(outgoing.request)
+                request = outgoing.request
+                borrowed = self._geometry.borrow(reply.num_held, held, targets)
+                request.tables, request.states, request.snapshot = borrowed
+                request.num_computed = reply.num_held * self._info.block_tokens
+                self._requests.enqueue(request)
         except (PeerError, ChannelError, ValueError) as error:
             outgoing.cancel(str(error))
         finally:
@@ -283,15 +290,15 @@ class HandoffSender(RoleAdapter):
         self._record(outgoing, "reserving", began_ns, peer)
         return reply
 
-    def _check_grant(self, outgoing: OutgoingHandoff, reply: ReserveReply, blocks: list[int]) -> None:
-        """Raise ValueError if the reply's grant is invalid. In a shared pool, no channel would check the blocks
-        later."""
-        num_blocks = cdiv(outgoing.num_prompt, self._info.block_tokens)
-        if len(reply.reservation_id) != RESERVATION_ID_BYTES or len(set(blocks)) < len(blocks):
-            raise ValueError("the grant names a block twice, or its reservation id is malformed")
-        is_whole = len(blocks) == num_blocks and 0 < min(blocks) <= max(blocks) < self._memory.num_rows
-        if outgoing.request.borrows_blocks and not is_whole:
-            raise ValueError(f"the {len(blocks)} granted blocks are not {num_blocks} valid blocks of the pool")
+    def _check_grant(self, outgoing: OutgoingHandoff, reply: ReserveReply, held: list[int], targets: list[int]) -> None:
+        """Raise ValueError if the reply's grant is invalid. In a shared pool, no channel would check the rows later."""
+        rows = held + targets
+        if len(reply.reservation_id) != RESERVATION_ID_BYTES or len(set(rows)) < len(rows):
+            raise ValueError("the grant names a row twice, or its reservation id is malformed")
+        if outgoing.request.borrows_blocks:
+            due = self._geometry.lent_rows(outgoing.num_prompt, reply.num_held)
+            if (len(held), len(targets)) != due or not 0 < min(rows) <= max(rows) < self._memory.num_rows:
+                raise ValueError(f"{len(held)} and {len(targets)} rows were granted: must be {due} rows of the pool")
 
     async def _send(self, peer: DecodePeer, outgoing: OutgoingHandoff) -> None:
         """Push each block once it is complete, then commit. Return without a commit if the handoff fails or is
@@ -354,6 +361,9 @@ class HandoffSender(RoleAdapter):
     async def _commit(self, peer: DecodePeer, outgoing: OutgoingHandoff, first_token: int) -> None:
         assert outgoing.reservation_id is not None
         commit = CommitRequest(outgoing.reservation_id, first_token, outgoing.checksums)
+        if outgoing.request.borrows_blocks and outgoing.request.states:
+            first_state = outgoing.targets[-2 * self._geometry.state_rows]
+            commit.current_state = int(outgoing.request.states[0][0] != first_state)
         began_ns = now_ns()
         _check(await COMMIT.call(peer.rpc, commit, self._timing.call_s))
         peer.failed_at.clear()

@@ -7,6 +7,7 @@ together. A block holds the KV of `block_tokens` tokens for one group, in one or
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Literal, NamedTuple
 
 
@@ -105,6 +106,33 @@ class Geometry:
                 if block >= firsts[index]:
                     places += [RowPlace(index, block, row) for row in range(group.rows)]
         return places + [RowPlace(len(self.attention), 0, row) for row in range(self.state_rows)]
+
+    def lent_rows(self, num_prompt: int, held: int) -> tuple[int, int]:
+        """Return how many rows a node lends to a peer that computes a prompt in its pool: those that hold the first
+        `held` blocks and their state, and those for the other blocks and two states.
+
+        Blocks of every group are lent until the end of the prompt, because the peer releases none.
+        """
+        held_rows, rest = self.state_rows if held else 0, -(-num_prompt // self.block_tokens) - held
+        for group in self.attention:
+            held_rows += (held - self.first_block(group, held * self.block_tokens)) * group.rows
+        return held_rows, rest * self.block_rows + 2 * self.state_rows
+
+    def borrow(
+        self, held: int, held_rows: list[int], rows: list[int]
+    ) -> tuple[list[list[int]], list[list[int]], list[int]]:
+        """Return the tables, the two states and the snapshot of a request that has the rows of `lent_rows`.
+
+        The rows are in the order of groups, blocks and rows. Those of states follow.
+        """
+        before, after, tables = iter(held_rows), iter(rows), []
+        blocks = (len(rows) - 2 * self.state_rows) // self.block_rows if self.block_rows else 0
+        for group in self.attention:
+            hidden = self.first_block(group, held * self.block_tokens)
+            table = [0] * (hidden * group.rows)
+            tables.append([*table, *islice(before, (held - hidden) * group.rows), *islice(after, blocks * group.rows)])
+        states = [list(islice(after, self.state_rows)) for _ in range(2 if self.state_rows else 0)]
+        return tables, states, list(before)
 
     def num_final(self, num_prompt: int, held: int, computed: int) -> int:
         """Return how many rows of `landing_order` are complete when `computed` tokens of the prompt have KV."""

@@ -140,13 +140,16 @@ class Scheduler:
         self.requests[request.id] = request
         self._wait(request)
 
-    def kv_received(self, request: Request, token: int) -> None:
+    def kv_received(self, request: Request, token: int, current_state: int = 0) -> None:
         """Continue a request after a peer has written the KV of its prompt and sampled `token`.
 
-        Does nothing if the request was aborted in the meantime.
+        `current_state` is the number of the recurrent state, of those reserved, that the peer wrote last. Does nothing
+        if the request was aborted in the meantime.
         """
         if request.state is not RequestState.RECEIVING_KV:
             return
+        if current_state:
+            request.states.reverse()
         self.pool.settle(request.reserved)
         request.reserved = []
         self._advance(request, len(request.tokens))
@@ -435,9 +438,10 @@ class Scheduler:
         """Reserve the rows that the peer will write, and take those that the request needs besides."""
         geometry, held, num_prompt = self.geometry, request.num_computed // self.block_tokens, len(request.tokens)
         if request.shared_pool:  # the peer computes the prompt, so it needs every row that a computing request needs
-            self._take_blocks(request, cdiv(num_prompt, self.block_tokens) - held)
+            self._allot(request, num_prompt - request.num_computed)
             tables = zip(request.tables, geometry.attention, strict=True)
             order = [row for table, group in tables for row in table[held * group.rows :]]
+            order += [row for rows in request.states for row in rows]
             self.pool.lend(order)
             request.reserved = order
         else:
@@ -497,7 +501,9 @@ class Scheduler:
 
     def _rows_needed(self, request: Request, num_held: int) -> int:
         """Return how many rows a waiting request needs for its tokens, besides those of its cached prefix."""
-        if request.receive_kv and not request.shared_pool:
+        if request.receive_kv:
+            if request.shared_pool:
+                return self.geometry.lent_rows(len(request.tokens), num_held)[1]
             return len(self.geometry.landing_order(len(request.tokens), num_held)) + self.geometry.state_rows
         blocks = cdiv(request.num_tokens, self.block_tokens) - num_held
         return self.geometry.rows_of(blocks, self._largest_chunk(request)) + 2 * self.geometry.state_rows
@@ -596,7 +602,8 @@ class Scheduler:
         request.states.reverse()
         save_at = self._save_at(request, slice_)
         save: tuple[int, ...] = ()
-        if save_at and self.pool.available >= self.geometry.state_rows + self._growth_of_running():
+        may_save = save_at > 0 and not request.borrows_blocks
+        if may_save and self.pool.available >= self.geometry.state_rows + self._growth_of_running():
             save = self._saves[id(slice_)] = tuple(self.pool.take(self.geometry.state_rows))
         return StateUse(read, tuple(request.states[0]), save_at if save else 0, save)
 
@@ -643,11 +650,10 @@ class Scheduler:
         first = request.num_computed // self.block_tokens
         request.num_computed = end
         request.num_scheduled = max(request.num_scheduled, end)
+        snapshot, request.snapshot = request.snapshot, []
         if request.borrows_blocks:
             return
-        if request.snapshot:
-            self.pool.release(request.snapshot)
-            request.snapshot = []
+        self.pool.release(snapshot)
         full = end // self.block_tokens
         if full > first:
             extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
@@ -697,6 +703,8 @@ class Scheduler:
     def _check_fits(self, request: Request) -> None:
         tokens = len(request.tokens) if request.send_kv else len(request.tokens) + request.remaining_tokens
         needed = self.geometry.rows_for(tokens, min(tokens, self._largest_chunk(request)))
+        if request.receive_kv and request.shared_pool:
+            needed = max(needed, self.geometry.lent_rows(len(request.tokens), 0)[1])
         if needed > self.pool.total:
             what = f"blocks of {self.block_tokens} tokens" if self.geometry.is_uniform else "rows"
             raise ValueError(

@@ -236,7 +236,7 @@ class ReserveReply:
     targets: bytes = b""
     descriptors: dict[str, bytes] = field(default_factory=dict)  # channel name -> descriptor of the decode node's pool
     error: str = ""
-    held: bytes = b""  # ids of the first `num_held` blocks, for a prefill node that computes in this pool
+    held: bytes = b""  # rows of the first `num_held` blocks and their state, for a writer that computes in this pool
 
 
 @dataclass(slots=True)
@@ -257,6 +257,7 @@ class CommitRequest:
     reservation_id: bytes
     first_token: int
     checksums: bytes
+    current_state: int = 0  # which of the two recurrent states is that of the prompt's end, if they were lent
 
 
 @dataclass(slots=True)

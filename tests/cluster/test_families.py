@@ -15,7 +15,7 @@ import torch
 from engine.models.families import read_model_config
 from engine.models.kv_places import kv_places
 from engine.options import BuildOptions, cpu_layout
-from scheduler.geometry import UNIFORM, Geometry
+from scheduler.geometry import Geometry
 from tests.cluster.harness import DEMO, DEMO_VOCABULARY, cluster
 from tests.engine.build import thinned
 from tests.engine.families import CONFIGS, save
@@ -52,9 +52,13 @@ def test_a_family_gives_the_tokens_of_transformers(name: str, tmp_path: Path) ->
     sizes = read_model_config(tmp_path)
     groups = kv_places(sizes, cpu_layout(BuildOptions(str(tmp_path), num_blocks=2), sizes).block_bytes).groups
     small = 2 + int(2.5 * Geometry(16, groups).rows_for(LONGEST + COUNT, 64))
-    ways = [(1, "shm", 7, 4096), (1, "tcp", 64, 4096), (0, "auto", 512, 4096), (0, "auto", 64, small)]
-    if groups == UNIFORM:
-        ways.append((1, "pool", 64, 4096))
+    ways = [
+        (1, "shm", 7, 4096),
+        (1, "tcp", 64, 4096),
+        (1, "pool", 64, 4096),
+        (0, "auto", 512, 4096),
+        (0, "auto", 64, small),
+    ]
     for prefill, channel, budget, num_blocks in ways:
         settings = {
             "model": tmp_path, "runner": "torch", "kv_channel": channel, "max_num_batched_tokens": budget,

@@ -14,9 +14,9 @@ BLOCK = 16
 
 
 @contextmanager
-def checked(kind: str, prefill: int, directory: Path) -> Iterator["Checked"]:
+def checked(kind: str, prefill: int, directory: Path, **settings: object) -> Iterator["Checked"]:
     path, groups = model_of(kind, directory)
-    with cluster(prefill, 1, model=path) as running:
+    with cluster(prefill, 1, model=path, **settings) as running:
         yield Checked(running, groups)
 
 
@@ -63,10 +63,14 @@ def test_the_third_request_with_a_shared_prefix_finds_all_its_blocks(kind: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_shared_pool_is_refused(kind: str, tmp_path: Path) -> None:
-    path, _ = model_of(kind, tmp_path)
-    with (
-        pytest.raises(AssertionError, match="--kv-channel pool: not supported"),
-        cluster(0, 1, model=path, kv_channel="pool"),
-    ):
-        pass
+def test_a_prefill_node_computes_in_the_pool_of_a_decode_node(kind: str, tmp_path: Path) -> None:
+    """The second turn starts from a state or from window blocks that the decode node kept."""
+    with checked(kind, 1, tmp_path, kv_channel="pool", max_num_batched_tokens=48) as here:
+        first = prompt_of(2, 150)
+        answer, _ = here.ask(first, 50)
+        second = [*first, *answer, *prompt_of(3, 30)]
+        assert len(second) - here.ask(second, 10)[1] <= BLOCK + 30
+        here.ask(prompt_of(5, 77), 30)
+        status = here.running.settled()
+        sender = next(node for node in status["nodes"] if node["role"] == "prefill")
+        assert (sender["handoffs"], sender["bytes_moved"]) == (3, 0)

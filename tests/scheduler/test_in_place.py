@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.geometry import Geometry
+from scheduler.geometry import Geometry, Group
 from scheduler.request import Request, RequestState, Step
 from scheduler.scheduler import Scheduler, StepLimits
-from tests.scheduler.drive import Copied, Device, expected
+from tests.scheduler.drive import GROUPS, Copied, Device, expected
 
 BLOCK_TOKENS = 4
 
@@ -22,9 +22,15 @@ def hand_over(client: Scheduler, owner: Scheduler, received: Request) -> Request
     borrowing = Request(
         received.id, list(received.tokens), received.num_prompt, received.max_tokens, send_kv=True, shared_pool=True
     )
-    borrowing.tables[0], borrowing.num_computed = list(received.tables[0]), received.num_computed
+    geometry, held = owner.geometry, received.num_computed // owner.block_tokens
+    tables = zip(received.tables, geometry.attention, strict=True)
+    held_rows = [row for table, group in tables for row in table[: held * group.rows] if row] + received.snapshot
+    assert geometry.lent_rows(received.num_prompt, held) == (len(held_rows), len(received.reserved))
+    borrowed = geometry.borrow(held, held_rows, received.reserved)
+    assert borrowed == (received.tables, received.states, received.snapshot)
+    borrowing.tables, borrowing.states, borrowing.snapshot = borrowed
+    borrowing.num_computed = received.num_computed
     client.add(borrowing)
-    assert len(borrowing.tables[0]) * owner.block_tokens >= len(borrowing.tokens)
     return borrowing
 
 
@@ -32,13 +38,16 @@ def hand_over(client: Scheduler, owner: Scheduler, received: Request) -> Request
     prompts=st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=30), min_size=1, max_size=6),
     budget=st.integers(1, 9),
     aborted=st.sets(st.integers(0, 5)),
+    groups=GROUPS,
 )
 def test_borrowed_requests_take_no_block_of_the_computing_node_and_tokens_are_right(
-    prompts: list[list[int]], budget: int, aborted: set[int]
+    prompts: list[list[int]], budget: int, aborted: set[int], groups: tuple[Group, ...]
 ) -> None:
-    device = Device(Geometry(BLOCK_TOKENS))
-    client = Scheduler(StepLimits(max_num_batched_tokens=budget), 2, BLOCK_TOKENS)
-    owner = Scheduler(StepLimits(max_num_batched_tokens=8), 40, BLOCK_TOKENS)
+    geometry = Geometry(BLOCK_TOKENS, groups)
+    device = Device(geometry)
+    client = Scheduler(StepLimits(max_num_batched_tokens=budget), 2, BLOCK_TOKENS, groups=groups)
+    num_rows = 40 * geometry.block_rows + 12 * geometry.state_rows
+    owner = Scheduler(StepLimits(max_num_batched_tokens=8), num_rows, BLOCK_TOKENS, groups=groups)
     rows = [Request(str(i), list(p), len(p), 5, receive_kv=True, shared_pool=True) for i, p in enumerate(prompts)]
     for row in rows:
         owner.add(row)
@@ -65,7 +74,8 @@ def test_borrowed_requests_take_no_block_of_the_computing_node_and_tokens_are_ri
                 owner.abort(row)
             elif borrowing.state is RequestState.SENDING_KV:
                 client.abort(borrowing)
-                owner.kv_received(row, borrowing.tokens[-1])
+                is_second = geometry.state_rows > 0 and borrowing.states[0] != row.states[0]
+                owner.kv_received(row, borrowing.tokens[-1], int(is_second))
         answers = {row.id: row.tokens[row.num_prompt :] for row in rows if row.finish is not None}
         if all(row.state is RequestState.DONE for row in rows):
             break

@@ -25,6 +25,8 @@ class AttentionLayer:
 
     If `wide` is not 0, the layer has that number of key heads, of twice the layout's size. Their keys are in the places
     of the layout's first heads, and their values in the places of the heads that follow.
+
+    In a pool of float8, stored keys and values are multiplied by `key_scale` and `value_scale`.
     """
 
     index: int  # among the layers that keep KV
@@ -33,6 +35,8 @@ class AttentionLayer:
     sinks: Tensor | None = None
     latent: int = 0
     wide: int = 0
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
     @property
     def is_plain(self) -> bool:

@@ -21,16 +21,15 @@ KEPT_ROWS = 1024  # number of cached rows beyond which the rows of ended request
 
 @dataclass(slots=True)
 class StateBatch:
-    """Where the recurrent states of S slices are in the KV pool, as a flat tensor of float32 elements.
+    """The rows of the KV pool with the recurrent states of S slices, R rows for each state.
 
-    `read`, `write` and `save` are int64 [S, units]: the offset of each unit of `engine.models.spec.state_units`, or -1
-    for none. A state that is not read begins with zeros. A state that is read is not written in the same step.
+    `rows` is int64 [3, S, R]: the states that are read, written and saved, or -1 for none. A state that is not read
+    begins with zeros. A state that is read is not written in the same step.
     """
 
-    read: Tensor
-    write: Tensor
-    save: Tensor
+    rows: Tensor
     save_at: Tensor  # int64 [S]: number of the slice's tokens after which its state is also saved, or 0 for never
+    places: Tensor | None = None  # `KVPool.state_places` of the rows, once a layer needed it
 
 
 @dataclass(slots=True)
@@ -118,18 +117,15 @@ def num_scored(slice_: Slice) -> int:
 
 
 class BlockRows:
-    """Makes the block tables and the places of states of a step's slices.
+    """Makes the block tables and the rows of states of a step's slices.
 
     The lists of rows of requests are cached as int32 arrays, which are extended as the lists grow.
     """
 
-    def __init__(self, places: KVPlaces | None = None, row_bytes: int = 0) -> None:
-        """`row_bytes` is the size of the pool's rows, for models with states."""
+    def __init__(self, places: KVPlaces | None = None) -> None:
         places = places or all_in_one_row(1)
         self._groups = [group for group in places.groups if group.kind != "state"]
-        self._state_rows = sum(group.rows for group in places.groups if group.kind == "state")
-        self._units = np.array(places.units, np.int64).reshape(-1, 2).T
-        self._row_size = row_bytes // 4
+        self._state_rows = places.state_rows
         self._rows: list[dict[str, tuple[Request, list[int], IntArray]]] = [{} for _ in self._groups]  # by request id
 
     def covered(self, request: Request) -> int:
@@ -164,23 +160,17 @@ class BlockRows:
         return row[:count]
 
     def states(self, slices: Sequence[Slice]) -> StateBatch | None:
-        """Return the places of the slices' states, or None if the model has none."""
+        """Return the rows of the slices' states, or None if the model has none."""
         if not self._state_rows:
             return None
-        uses = [slice_.state or StateUse(None, ()) for slice_ in slices]
-        read, write, save = (
-            torch.from_numpy(np.stack([self._places(rows) for rows in every]))
-            for every in zip(*((use.read or (), use.write, use.save) for use in uses), strict=True)
-        )
-        ends = [use.save_at - slice_.start if use.save else 0 for use, slice_ in zip(uses, slices, strict=True)]
-        return StateBatch(read, write, save, torch.tensor(ends))
-
-    def _places(self, rows: Sequence[int]) -> NDArray[np.int64]:
-        """Return the offset of each unit of the state in `rows`, or -1 for each if there are none."""
-        if not rows:
-            return np.full(self._units.shape[1], -1)
-        places: NDArray[np.int64] = np.array(rows, np.int64)[self._units[0]] * self._row_size + self._units[1]
-        return places
+        rows, ends = np.full((3, len(slices), self._state_rows), -1, np.int64), np.zeros(len(slices), np.int64)
+        for index, slice_ in enumerate(slices):
+            use = slice_.state or StateUse(None, ())
+            for which, given in enumerate((use.read, use.write, use.save)):
+                if given:
+                    rows[which, index] = given
+            ends[index] = use.save_at - slice_.start if use.save else 0
+        return StateBatch(torch.from_numpy(rows), torch.from_numpy(ends))
 
     def use_dummy(self, slice_: Slice, block_tokens: int) -> Slice:
         """Give a slice of a warm-up the dummy block for its KV and its state."""

@@ -9,8 +9,9 @@ from torch.nn.functional import gelu, rms_norm, silu
 from engine.batch import Batch
 from engine.kv_pool import KVPool
 from engine.models.rope import Rotation, rotate
-from engine.models.spec import Activation, AttentionSpec, ModelConfig
+from engine.models.spec import Activation, AttentionSpec, ModelConfig, MoeSpec
 from engine.recurrence import RecurrentLayer, recur
+from engine.routing import by_expert, route
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
@@ -40,6 +41,22 @@ class StepKernels(Protocol):
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up, [T, n], where gate and up are the halves of `gate_up` [T, 2 * n]."""
 
+    def route(
+        self, spec: MoeSpec, logits: Tensor, correction: Tensor | None, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weights, float32, and the numbers, int64, of each token's experts, both [T, top_k], best first.
+
+        `logits` are those of the router, float32 [T, num_experts]. For `correction` and `scales`, float32
+        [num_experts], see `MoeSpec`. Among experts with equal scores, the lowest number comes first.
+        """
+
+    def by_expert(self, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the order of rows by expert: `sources`, int64 [T * top_k], the token of each row; `places`, int64
+        [T, top_k], the row of each choice; and the number of rows of each expert, int64 [num_experts].
+
+        `chosen` is int64 [T, top_k].
+        """
+
     def combine(self, outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, [T, n], added in the order of its choice.
 
@@ -60,9 +77,13 @@ class StepKernels(Protocol):
 
 
 class Kernels:
-    """A set of kernels for one model and KV pool. `name` is shown to users."""
+    """A set of kernels for one model and KV pool. `name` is shown to users.
+
+    `captures_states` is true if a CUDA graph may contain recurrent layers.
+    """
 
     name: ClassVar[str]
+    captures_states: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, pool: KVPool) -> None:
         self.config = config
@@ -85,7 +106,14 @@ class TorchKernels(Kernels):
         return TorchStep(self, batch)
 
 
-class TorchStep:
+class TorchRouting:
+    """The choice of experts in plain torch."""
+
+    route = staticmethod(route)
+    by_expert = staticmethod(by_expert)
+
+
+class TorchStep(TorchRouting):
     """The element-wise work of one step in plain torch.
 
     `TorchKernels.begin` creates this object for one batch, and the decoder uses it on the engine's thread. It owns the
@@ -143,7 +171,7 @@ class TorchStep:
         return rows * gate.sigmoid()
 
     def recur(self, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor) -> Tensor:
-        return recur(self._kernels.pool.floats, self._batch, layer, inputs, gate, steps, self._config.rms_norm_eps)
+        return recur(self._kernels.pool, self._batch, layer, inputs, gate, steps, self._config.rms_norm_eps)
 
 
 def rotate_and_store_normed(

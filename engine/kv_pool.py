@@ -38,11 +38,19 @@ class KVPool:
         self.memory = memory  # a reference, so that the mapping exists as long as the view
         rows = memory.rows if isinstance(memory.rows, Tensor) else torch.from_numpy(memory.rows)
         self.tensor = rows.view(DTYPES[layout.dtype]).view(layout.shape)
+        # int64 [2, units]: the row of each unit of a state, and the unit's offset in the row
+        self.units = torch.tensor(self.places.units, dtype=torch.int64, device=rows.device).view(-1, 2).T.contiguous()
 
     @property
     def floats(self) -> Tensor:
         """The pool as a flat float32 tensor, for recurrent states."""
         return self.tensor.view(-1).view(torch.float32)
+
+    def state_places(self, rows: Tensor) -> Tensor:
+        """Return the offset in `floats` of each unit of states, int64 [..., units], from the rows of the states,
+        int64 [..., R]. Offsets of rows of -1 are -1."""
+        own = rows[..., self.units[0]]
+        return torch.where(own < 0, own, own * (self.layout.block_bytes // 4) + self.units[1])
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the K and V of one layer as strided views [num_blocks, kv_heads, block_tokens, head_dim].

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from engine.batch import Batch, StateBatch
+from engine.kv_pool import KVPool
 from engine.models.spec import DeltaSpec, SsmSpec
 
 NORM_EPSILON = 1e-6  # of the norms of queries and keys
@@ -47,27 +48,35 @@ def states_of(batch: Batch) -> StateBatch:
     return batch.states
 
 
+def places_of(pool: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the offsets of the units that are read, written and saved, and the numbers of tokens before saving."""
+    states = states_of(batch)
+    if states.places is None:
+        states.places = pool.state_places(states.rows)
+    return states.places, states.save_at
+
+
 def recur(
-    pool: Tensor, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon: float
+    pool: KVPool, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon: float
 ) -> Tensor:
-    """Return `StepKernels.recur`. `pool` is a flat float32 tensor, and `epsilon` is that of the norm of results."""
-    states, spec = states_of(batch), layer.spec
+    """Return `StepKernels.recur`. `epsilon` is that of the norm of results."""
+    (places, saves), spec, floats = places_of(pool, batch), layer.spec, pool.floats
     strengths, decays = _strengths_and_decays(layer, steps.float())
     out = torch.empty(len(inputs), spec.inner, dtype=torch.float32, device=inputs.device)
     row = 0
     for index, count in enumerate(batch.counts):
         rows = slice(row, row + count)
         row += count
-        read, write, save = (places[index].tolist() for places in (states.read, states.write, states.save))
-        save_at = int(states.save_at[index])
-        mixed, kept = _convolve(layer, _past_inputs(pool, layer, read), inputs[rows].float())
-        state = _past_state(pool, layer, read)
+        read, write, save = places[:, index].tolist()
+        save_at = int(saves[index])
+        mixed, kept = _convolve(layer, _past_inputs(floats, layer, read), inputs[rows].float())
+        state = _past_state(floats, layer, read)
         for token in range(count):
             at = row - count + token
             state, out[at] = _advance(layer, state, mixed[token], strengths[at], decays[at])
             if token + 1 == save_at:
-                _store(pool, layer, save, kept[token + 1 : token + spec.conv], state)
-        _store(pool, layer, write, kept[count : count + spec.conv - 1], state)
+                _store(floats, layer, save, kept[token + 1 : token + spec.conv], state)
+        _store(floats, layer, write, kept[count : count + spec.conv - 1], state)
     return _normed(layer, out, gate.float(), epsilon).to(inputs.dtype)
 
 

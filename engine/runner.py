@@ -111,7 +111,7 @@ class TorchRunner(Runner):
         self._device = device
         self._whole_pass = _whole_pass(model, kernels, backend)
         self._pool = pool
-        self._block_rows = BlockRows(pool.places, layout.block_bytes)
+        self._block_rows = BlockRows(pool.places)
         self._worker: ThreadPoolExecutor | None = None
         self._draws: list[DrawResult] | None = None  # draws of the last step; None if it failed
 

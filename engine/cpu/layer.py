@@ -9,7 +9,7 @@ from engine.cpu import layer_kernels as numba_kernels
 from engine.cpu.malloc import empty
 from engine.cpu.recurrence import recur, sigmoid_gated
 from engine.cpu.simd import CODES
-from engine.kernels import Kernels, rotate_and_store_latent, rotate_and_store_normed
+from engine.kernels import Kernels, TorchRouting, rotate_and_store_latent, rotate_and_store_normed
 from engine.kv_pool import KVPool
 from engine.models.spec import Activation, ModelConfig
 from engine.recurrence import RecurrentLayer
@@ -34,7 +34,7 @@ class NumbaKernels(Kernels):
         return NumbaStep(self, batch)
 
 
-class NumbaStep:
+class NumbaStep(TorchRouting):
     """The element-wise kernels of one step on a CPU.
 
     `NumbaKernels.begin` creates this object for one batch. The decoder uses it on the engine's thread and drops it
@@ -116,7 +116,7 @@ class NumbaStep:
 
     def recur(self, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor) -> Tensor:
         kernels = self._kernels
-        return recur(kernels.pool.floats, self._batch, layer, inputs, gate, steps, kernels.epsilon_at)
+        return recur(kernels.pool, self._batch, layer, inputs, gate, steps, kernels.epsilon_at)
 
 
 def _checked(rows: Tensor) -> Tensor:

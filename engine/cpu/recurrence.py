@@ -6,21 +6,22 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.cpu import recurrence_kernels as numba_kernels
 from engine.cpu.malloc import empty
+from engine.kv_pool import KVPool
 from engine.models.spec import DeltaSpec
-from engine.recurrence import RecurrentLayer, states_of
+from engine.recurrence import RecurrentLayer, places_of
 
 EXPONENTIAL = 8  # cost of an exponential, relative to a multiplication
 
 
 def recur(
-    pool: Tensor, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon_at: int
+    pool: KVPool, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon_at: int
 ) -> Tensor:
-    """Return `StepKernels.recur`. `pool` is a flat float32 tensor."""
+    """Return `StepKernels.recur`. `epsilon_at` is the address of the epsilon of norms."""
     assert {(one.dtype, one.stride(1)) for one in (inputs, gate, steps)} == {(torch.float32, 1)}
-    spec, states, rows, count = layer.spec, states_of(batch), len(inputs), len(batch.starts)
+    spec, rows, count = layer.spec, len(inputs), len(batch.starts)
     is_delta, width = int(isinstance(spec, DeltaSpec)), spec.conv
-    places = [one.contiguous() for one in (states.read, states.write, states.save, states.save_at)]
-    given = [pool.data_ptr(), *(one.data_ptr() for one in places), places[0].shape[1]]
+    places, save_at = places_of(pool, batch)
+    given = [pool.tensor.data_ptr(), *(one.data_ptr() for one in (*places, save_at)), places.shape[2]]
     cu_q = batch.cu_q.contiguous()
     table, zeros = _units(layer), torch.zeros((width - 1) * max(size for _, size in spec.parts))
     mixed, sizes, out = empty(rows, spec.channels), empty(rows, spec.value_heads, 2), empty(rows, spec.inner)

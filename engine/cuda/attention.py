@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.attention import AttentionLayer, TorchPlan
+from engine.attention import AttentionLayer
 from engine.batch import Batch
 from engine.cuda.attention_kernels import attend, merge
 from engine.kv_pool import KVPool
@@ -22,6 +22,8 @@ SPLIT_TOKENS = 256  # minimum tokens per split; a smaller split costs more time 
 FEW_SPLITS, MAX_SPLITS = 16, 64  # numbers of splits that a merge holds in registers
 PROGRAMS_PER_PROCESSOR = 2
 H200_PROCESSORS = 132
+LARGEST_HEAD = 512
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +38,22 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How the heads of a layer are divided: programs per item, query heads per program, and sizes of parts of a key."""
+    """How the heads of a layer are divided: programs per item, query heads per program, sizes of parts of a key, and
+    programs per key head."""
 
     programs: int
     group: int
     size: int
     rope: int = 0
+    share: int = 1
+
+    @property
+    def is_large(self) -> bool:
+        return self.rope > 0 or self.size > 256
 
 
-def latent_tile(dtype: torch.dtype) -> Tile:
-    """Return the tile for latent attention, whose sums are four times as wide as those of most models."""
+def large_tile(dtype: torch.dtype) -> Tile:
+    """Return the tile for latents and heads of 512, whose sums are four times as wide as those of most models."""
     return Tile(16, 16, 8, 2) if dtype == torch.float32 else Tile(32, 32, 8, 2)
 
 
@@ -124,8 +132,7 @@ class TritonPlan:
         self._chunks = [(index, count) for index, count in enumerate(counts) if count > SHORT]
         self._queries = SHORT if any(counts[index] > 1 for index in short) else 1
         self._decodes = self._listed(short)
-        self._reference: TorchPlan | None = None  # for layers with a soft cap or sinks
-        self._tiles: tuple[int, Tile, Tensor] | None = None  # None until the number of heads is known
+        self._tiles: dict[Heads, tuple[int, Tile, Tensor]] = {}
 
     def _listed(self, short: list[int]) -> Tensor:
         """Return the work list of decodes, int32 [decodes, 2]: a preallocated one if no chunk precedes a decode."""
@@ -141,35 +148,37 @@ class TritonPlan:
 
     def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         size = layer.latent or q.shape[2]
-        if not ((layer.is_plain and size <= 256) or (layer.latent and size <= 512)):
-            self._reference = self._reference or TorchPlan(self._backend.pool, self._batch)
-            return self._reference.attend(layer, q)
+        if size > LARGEST_HEAD:
+            raise ValueError(f"--attention-backend triton: heads of {size} are larger than {LARGEST_HEAD}; use torch")
         out = q.new_empty(*q.shape[:2], size)
         out[self._covered :].zero_()  # padding after the last slice
         if len(self._decodes):
             self._attend_decodes(layer, q, out)
         if self._chunks:
             heads = self._heads(layer, q, 1)
-            queries, tile, work = self._tiles = self._tiles or self._cut(heads, q.dtype)
+            if heads not in self._tiles:
+                self._tiles[heads] = self._cut(heads, q.dtype)
+            queries, tile, work = self._tiles[heads]
             self._launch(layer, q, out, None, work, queries, tile, 1, heads)
         return out
 
     def _heads(self, layer: AttentionLayer, q: Tensor, queries: int) -> Heads:
-        """Return the division of heads for items of this number of queries. Latents are the key of all heads, but sums
-        for more rows than a tile has would not fit into a program."""
-        layout, count = self._backend.pool.layout, q.shape[1]
-        if not layer.latent:
-            return Heads(layout.kv_heads, count // layout.kv_heads, layout.head_dim)
-        most = max(1, min(16, latent_tile(q.dtype).block_m // queries))
-        group = max(number for number in range(1, most + 1) if count % number == 0)
-        return Heads(count // group, group, layer.latent, q.shape[2] - layer.latent)
+        """Return the division of heads for items of this number of queries. If heads are large, sums for more rows than
+        a tile has would not fit into a program, so several programs use the same key head."""
+        kv_heads, count, size = layer.wide or self._backend.pool.layout.kv_heads, q.shape[1], layer.latent or q.shape[2]
+        whole = Heads(kv_heads, count // kv_heads, size, q.shape[2] - size)
+        if not whole.is_large:
+            return whole
+        most = max(1, min(16, large_tile(q.dtype).block_m // queries))
+        group = max(number for number in range(1, most + 1) if whole.group % number == 0)
+        return replace(whole, programs=count // group, group=group, share=whole.group // group)
 
     def _cut(self, heads: Heads, dtype: torch.dtype) -> tuple[int, Tile, Tensor]:
         """Return the queries per tile, the tile's shape, and a work list of tiles, int32 [N, 2], longest context first.
 
         Tiles with long contexts start first, so that all processors finish at about the same time.
         """
-        tile = self._backend.chunk or (latent_tile(dtype) if heads.rope else self._chunk_tile(heads.group, dtype))
+        tile = self._backend.chunk or (large_tile(dtype) if heads.is_large else self._chunk_tile(heads, dtype))
         queries = tile.block_m // heads.group
         pieces = [
             (self._batch.starts[index] + first, index, first)
@@ -178,12 +187,11 @@ class TritonPlan:
         ]
         return queries, tile, self._on_device([(index, first) for _, index, first in sorted(pieces, reverse=True)])
 
-    def _chunk_tile(self, group: int, dtype: torch.dtype) -> Tile:
-        layout = self._backend.pool.layout
-        tile = chunk_tile(layout.head_dim, dtype, few=False)
-        programs = layout.kv_heads * sum(-(-count * group // tile.block_m) for _, count in self._chunks)
-        tile = chunk_tile(layout.head_dim, dtype, few=programs < self._backend.processors)
-        return replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(group)))
+    def _chunk_tile(self, heads: Heads, dtype: torch.dtype) -> Tile:
+        tile = chunk_tile(heads.size, dtype, few=False)
+        programs = heads.programs * sum(-(-count * heads.group // tile.block_m) for _, count in self._chunks)
+        tile = chunk_tile(heads.size, dtype, few=programs < self._backend.processors)
+        return replace(tile, block_m=max(tile.block_m, triton.next_power_of_2(heads.group)))
 
     def _attend_decodes(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
         layout, work, queries = self._backend.pool.layout, self._decodes, self._queries
@@ -191,7 +199,7 @@ class TritonPlan:
         group = heads.group
         most = self._batch.block_table.shape[1] * layout.block_tokens
         splits = self._backend.splits(len(work), min(most, layer.window) if layer.window else most, heads.programs)
-        own = latent_tile(q.dtype) if heads.rope else decode_tile(heads.size, q.dtype, queries * group)
+        own = large_tile(q.dtype) if heads.is_large else decode_tile(heads.size, q.dtype, queries * group)
         tile = self._backend.decode or own
         if splits == 1:
             self._launch(layer, q, out, None, work, queries, tile, 1, heads)
@@ -220,14 +228,18 @@ class TritonPlan:
     ) -> None:
         layout, batch = self._backend.pool.layout, self._batch
         keys, values = self._backend.pool.layer(layer.index)
+        values = keys[:, layer.wide :] if layer.wide else values
         heads = heads or self._heads(layer, q, queries)
+        scale, cap = q.shape[2] ** -0.5 * layer.key_scale, layer.softcap * LOG2_E
         attend[(len(work), heads.programs, splits)](
-            out, weight_of if weight_of is not None else out, q, keys, values, work,
-            batch.cu_q, batch.kv_len, batch.block_table, layer.window, q.shape[2] ** -0.5 * math.log2(math.e),
+            out, weight_of if weight_of is not None else out, q, keys, values,
+            layer.sinks if layer.sinks is not None else out, work, batch.cu_q, batch.kv_len, batch.block_table,
+            layer.window, scale / layer.softcap if layer.softcap else scale * LOG2_E, cap, layer.value_scale,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), batch.block_table.stride(0),
-            keys.stride(0), 0 if heads.rope else keys.stride(1), keys.stride(2),
-            GROUP=heads.group, QUERIES=queries, PAGE=layout.block_tokens, HEAD_DIM=heads.size,
-            SPLIT=splits > 1, WINDOWED=layer.window > 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            keys.stride(0), keys.stride(1), keys.stride(2),
+            GROUP=heads.group, QUERIES=queries, SHARE=heads.share, PAGE=layout.block_tokens, HEAD_DIM=heads.size,
+            SPLIT=splits > 1, WINDOWED=layer.window > 0, CAPPED=layer.softcap > 0, SINKS=layer.sinks is not None,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             BLOCK_D=max(16, triton.next_power_of_2(heads.size)), ROPE=heads.rope,
             BLOCK_R=max(16, triton.next_power_of_2(heads.rope)), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -19,9 +19,9 @@ def _absorb(
     table,  # this slice's row of the block table
     first,  # the first of the BLOCK_N positions to process
     at,  # int32 [BLOCK_M]: positions of the queries
-    context, window, scale, block_stride, token_stride,
+    context, window, scale, softcap, block_stride, token_stride,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     q_rope,  # [BLOCK_M, BLOCK_R]: the rotated part of the queries, if ROPE > 0 (latent attention)
     ROPE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -54,6 +54,8 @@ def _absorb(
         r = tl.load(keys + HEAD_DIM + rows[:, None] + turned[None, :], mask=known, other=0.0)
         scores += tl.dot(q_rope, tl.trans(r.to(q.dtype)), input_precision="ieee")
     scores *= scale
+    if CAPPED:  # tanh
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
     if MASKED:
         allowed = seen[None, :] <= at[:, None]
         if WINDOWED:
@@ -73,36 +75,38 @@ def attend(
     weight_of,  # float32 [items, kv_heads, splits, QUERIES * GROUP]: log2 of a split's sum of weights; used if SPLIT
     q,  # [T, heads, HEAD_DIM]
     keys, values,
+    sinks,  # float32 [heads]: the score of a term of the softmax without a value; used if SINKS
     work,  # int32 [items, 2]: index of the slice, and first query that the item computes
     cu_q, kv_len, block_table, window,
-    scale,  # head_dim ** -0.5 * log2(e)
+    scale,  # head_dim ** -0.5 * log2(e), or head_dim ** -0.5 / soft cap if CAPPED
+    softcap,  # the soft cap * log2(e)
+    value_scale,  # factor of the result
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride, block_stride, head_stride,
     token_stride,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,  # queries per item; QUERIES * GROUP <= BLOCK_M
-    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROPE: tl.constexpr = 0,  # rotated dimensions after the HEAD_DIM dimensions of a latent; 0 without latents
-    BLOCK_R: tl.constexpr = 16,
+    SHARE: tl.constexpr,  # programs with heads of the same KV head
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROPE: tl.constexpr,  # rotated dimensions after the HEAD_DIM dimensions of a latent; 0 without latents
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for the grid items x kv heads x splits.
+    """Compute attention for the grid items x groups of heads x splits.
 
     The grid depends only on shapes, so a CUDA graph may contain the launch. The number of splits is not a compile-time
     constant, because requests would have to wait while the kernel is compiled for each number.
     """
-    item, kv_head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    which = tl.load(work + 2 * item)
-    first_query = tl.load(work + 2 * item + 1)
+    item, heads, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    which, first_query = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)
     start = tl.load(cu_q + which)
     count = tl.load(cu_q + which + 1) - start
     context = tl.load(kv_len + which)
-    fold = tl.arange(0, BLOCK_M)
+    fold, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query = first_query + fold // GROUP
     real = (fold < QUERIES * GROUP) & (query < count)
     at = context - count + query
     token = (start + query).to(tl.int64)
-    head = kv_head * GROUP + fold % GROUP
-    dims = tl.arange(0, BLOCK_D)
+    head = heads * GROUP + fold % GROUP
     held = real[:, None] & (dims < HEAD_DIM)[None, :]
     rows = tl.load(q + (token * q_token_stride + head * q_head_stride)[:, None] + dims[None, :], mask=held, other=0.0)
     turned = rows
@@ -110,8 +114,8 @@ def attend(
         part = tl.arange(0, BLOCK_R)
         places = (token * q_token_stride + head * q_head_stride + HEAD_DIM)[:, None] + part[None, :]
         turned = tl.load(q + places, mask=real[:, None] & (part < ROPE)[None, :], other=0.0)
-    keys += kv_head.to(tl.int64) * head_stride
-    values += kv_head.to(tl.int64) * head_stride
+    shared = (heads // SHARE).to(tl.int64) * head_stride
+    keys, values = keys + shared, values + shared
     table = block_table + which.to(tl.int64) * table_stride
 
     lowest = context - count + first_query  # position of the item's first query, which sees the fewest positions
@@ -128,24 +132,26 @@ def attend(
         whole = tl.maximum(low, tl.minimum(lowest + 1, high) // BLOCK_N * BLOCK_N)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    peak, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=real, other=0.0) * 1.4426950408889634
+        peak, total = tl.where(split == 0, sink, peak), tl.where(split == 0, 1.0, total)
     for first in range(low, whole, BLOCK_N):
         acc, peak, total = _absorb(
-            acc, peak, total, rows, keys, values, table, first, at, context, window, scale, block_stride,
-            token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, False, WINDOWED, turned, ROPE, BLOCK_R,
+            acc, peak, total, rows, keys, values, table, first, at, context, window, scale, softcap, block_stride,
+            token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, False, WINDOWED, CAPPED, turned, ROPE, BLOCK_R,
         )  # fmt: skip
     for first in range(whole, high, BLOCK_N):
         acc, peak, total = _absorb(
-            acc, peak, total, rows, keys, values, table, first, at, context, window, scale, block_stride,
-            token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, True, WINDOWED, turned, ROPE, BLOCK_R,
+            acc, peak, total, rows, keys, values, table, first, at, context, window, scale, softcap, block_stride,
+            token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, True, WINDOWED, CAPPED, turned, ROPE, BLOCK_R,
         )  # fmt: skip
 
     # For an empty context (a row of padding), store zeros instead of NaN.
     divisor = tl.where(total == 0.0, 1.0, total)
-    acc = acc / divisor[:, None]
+    acc = acc / divisor[:, None] * value_scale
     if SPLIT:
-        row = ((item * tl.num_programs(1) + kv_head) * splits + split) * (QUERIES * GROUP) + fold
+        row = ((item * tl.num_programs(1) + heads) * splits + split) * (QUERIES * GROUP) + fold
         tl.store(out + (row * HEAD_DIM)[:, None] + dims[None, :], acc, mask=held)
         tl.store(weight_of + row, tl.where(total == 0.0, float("-inf"), peak + tl.log2(divisor)), mask=real)
     else:

@@ -69,7 +69,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
         memory = gpu.allocate(layout.num_blocks, layout.block_bytes)
         places = kv_places(config, layout.block_bytes)
         runner = _runner(options, model, KVPool(layout, memory, places), gpu, triton)
-    if not options.enforce_eager and model.can_be_captured:
+    if not options.enforce_eager and model.can_be_captured(runner.kernels):
         with _stage(gpu, "capturing CUDA graphs", f"{LESS_KV}, or use --enforce-eager", "try --enforce-eager"):
             _capture(runner, gpu)
     attributes = {
@@ -103,21 +103,22 @@ def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
     return dtype
 
 
-def _capacity(options: BuildOptions, block_tokens: int, tables: int) -> StepCapacity:
+def _capacity(options: BuildOptions, pool: KVPool) -> StepCapacity:
+    block_tokens = pool.layout.block_tokens
     return StepCapacity(
         slices=min(options.max_num_seqs, options.max_step_tokens),  # the scheduler's own limit
         tokens=options.max_step_tokens,
         blocks=cdiv(options.max_model_len, block_tokens),
         block_tokens=block_tokens,
-        tables=tables,
+        tables=pool.places.num_tables,
+        state_rows=pool.places.state_rows,
     )
 
 
 def _runner(options: BuildOptions, model: Decoder, pool: KVPool, gpu: CudaAccelerator, triton: bool) -> CudaRunner:
     attention = attention_on_cuda(options.attention_backend, pool, triton, model.dtype)
     kernels = kernels_on_cuda(model.config, pool, triton)
-    capacity = _capacity(options, pool.layout.block_tokens, pool.places.num_tables)
-    return CudaRunner(model, pool, attention, kernels, gpu.device, capacity, _sampler(triton))
+    return CudaRunner(model, pool, attention, kernels, gpu.device, _capacity(options, pool), _sampler(triton))
 
 
 def _sampler(triton: bool) -> Sampler | None:
@@ -186,7 +187,7 @@ def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: Cud
     rows = torch.zeros((2, one.block_bytes), dtype=torch.uint8, device=gpu.device)
     places = kv_places(model.config, one.block_bytes)
     runner = _runner(options, model, KVPool(replace(one, num_blocks=2), _Scratch(rows), places), gpu, triton)
-    block_rows = BlockRows(places, one.block_bytes)
+    block_rows = BlockRows(places)
     count = min(options.max_num_seqs, options.max_step_tokens)
     longest = min(options.max_step_tokens - count + 1, options.max_model_len)
     slices = []

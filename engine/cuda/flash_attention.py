@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionLayer, AttentionPlan, TorchPlan
+from engine.attention import AttentionBackend, AttentionLayer, AttentionPlan, TorchAttention
 from engine.batch import Batch
 from engine.kv_pool import KVPool
 from engine.startup import cause
@@ -132,11 +132,12 @@ def load(name: str) -> list[Callable[..., Any]]:
 class FlashAttention:
     """Attention over `pool` by the FlashAttention generation `name`.
 
-    If the package is slow for slices of one token, these are computed by `decoding`. Raises ValueError if the package
-    cannot be loaded, or does not support the pool's dtype, head size or block size.
+    Layers that the package does not support are computed by `ours`, and so are slices of one token if the package is
+    slow for them. Raises ValueError if the package cannot be loaded, or does not support the pool's dtype, head size or
+    block size.
     """
 
-    def __init__(self, pool: KVPool, name: str, decoding: AttentionBackend | None = None) -> None:
+    def __init__(self, pool: KVPool, name: str, ours: AttentionBackend | None = None) -> None:
         layout = pool.layout
         if layout.dtype == "float32" or layout.head_dim % 8 or layout.head_dim > 256:
             raise ValueError(
@@ -148,11 +149,12 @@ class FlashAttention:
             raise ValueError(f"--attention-backend flash_attn: {version.limit} (it is {layout.block_tokens})")
         self._pool = pool
         self._attend: FlashAttend = partial(version.attend, functions)
-        self._decoding = None if version.decodes else decoding
+        self._ours = ours or TorchAttention(pool)
+        self._decoding = None if version.decodes else ours
         self.name = name if self._decoding is None else f"{name}, {self._decoding.name} for decodes"
 
     def plan(self, batch: Batch) -> "FlashPlan":
-        return FlashPlan(self._pool, self._attend, self._decoding, batch)
+        return FlashPlan(self._pool, self._attend, self._ours, self._decoding, batch)
 
 
 def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
@@ -172,10 +174,18 @@ def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
 class FlashPlan:
     """The attention of one step. The leading slices of one token are computed separately from the later slices."""
 
-    def __init__(self, pool: KVPool, attend: FlashAttend, decoding: AttentionBackend | None, batch: Batch) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        attend: FlashAttend,
+        ours: AttentionBackend,
+        decoding: AttentionBackend | None,
+        batch: Batch,
+    ) -> None:
         self._pool = pool
         self._attend = attend
-        self._reference = TorchPlan(pool, batch)  # for layers with a soft cap or sinks
+        self._others, self._batch = ours, batch
+        self._other: AttentionPlan | None = None
         counts = batch.counts
         num_decodes = next((at for at, count in enumerate(counts) if count > 1), len(counts))
         self._decoding: tuple[AttentionPlan, slice] | None = None
@@ -192,7 +202,8 @@ class FlashPlan:
 
     def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         if not layer.is_plain:
-            return self._reference.attend(layer, q)
+            self._other = self._other or self._others.plan(self._batch)
+            return self._other.attend(layer, q)
         window = layer.window
         k, v = (half.transpose(1, 2) for half in self._pool.layer(layer.index))
         if self._decoding is None and len(self._parts) == 1:

@@ -6,16 +6,22 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.cuda import layer_kernels as triton_rows
-from engine.kernels import Kernels, combine, gated, rotate_and_store_latent, rotate_and_store_normed
-from engine.models.spec import Activation
-from engine.recurrence import RecurrentLayer, recur
+from engine.cuda import routing_kernels as triton_routing
+from engine.cuda.recurrence import recur
+from engine.kernels import Kernels, rotate_and_store_latent, rotate_and_store_normed
+from engine.models.spec import Activation, MoeSpec
+from engine.recurrence import RecurrentLayer
+from engine.routing import by_expert
 
-SILU_BLOCK = 1024
+COLUMNS = 1024  # that a program of an element-wise kernel computes
+FEW_CHOICES = 8192  # of experts in a step, for which comparing all pairs is faster than torch's sort
+CHOICES = 64  # that a program compares with others
 ELEMENTS_PER_WARP = 256  # fewer would leave lanes idle; more would not fit into registers
 
 
 class TritonKernels(Kernels):
     name = "triton"
+    captures_states = True
 
     def begin(self, batch: Batch) -> "TritonStep":
         """Return the step's kernels. Nothing is computed from the batch here, so a graph can replay them."""
@@ -26,7 +32,7 @@ class TritonStep:
     """The element-wise kernels of one step on a GPU.
 
     `TritonKernels.begin` creates this object for one batch, and the decoder uses it on the engine's thread. It writes
-    KV directly into the pool. Recurrent layers run the reference, one token after another.
+    KV directly into the pool.
     """
 
     def __init__(self, kernels: TritonKernels, batch: Batch) -> None:
@@ -81,25 +87,61 @@ class TritonStep:
         return rotate_and_store_latent(kernels.pool, slots, angles, layer, q, latent)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        if activation != "silu":
-            return gated(gate_up, activation)
-        width = gate_up.shape[1] // 2
-        out = gate_up.new_empty((len(gate_up), width))
-        if len(gate_up):
-            triton_rows.silu_mul[(len(gate_up), triton.cdiv(width, SILU_BLOCK))](
-                gate_up, out, gate_up.stride(0), width, BLOCK=SILU_BLOCK, num_warps=4
+        gate, up = gate_up.chunk(2, dim=1)
+        return self._gated(gate, up, activation)
+
+    def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
+        return self._gated(gate, rows, "sigmoid")
+
+    def _gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        count, width = gate.shape
+        out = torch.empty(count, width, dtype=up.dtype, device=up.device)
+        if count:
+            triton_rows.gated[(count, triton.cdiv(width, COLUMNS))](
+                gate, up, out, gate.stride(0), up.stride(0), width, BLOCK=COLUMNS, ACTIVATION=activation, num_warps=4
             )
         return out
 
-    def combine(self, outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        return combine(outputs, places, weights)
+    def route(
+        self, spec: MoeSpec, logits: Tensor, correction: Tensor | None, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        count, alone = len(logits), spec.scores_chosen
+        weights = torch.empty(count, spec.top_k, dtype=torch.float32, device=logits.device)
+        chosen = torch.empty(count, spec.top_k, dtype=torch.int64, device=logits.device)
+        groups = 1 if alone else spec.groups
+        triton_routing.route[(count,)](
+            logits, logits if correction is None else correction, logits if scales is None else scales, weights, chosen,
+            1.0 if alone else spec.scale, EXPERTS=spec.num_experts, TOP_K=spec.top_k,
+            SCORE="chosen" if alone else spec.score, CORRECTS=correction is not None and not alone,
+            RENORMALIZES=alone or spec.renormalizes, SCALED=scales is not None and not alone, GROUPS=groups,
+            TOP_GROUPS=spec.top_groups, GROUP_SCORES=min(spec.group_scores, spec.num_experts // groups),
+            BLOCK_E=triton.next_power_of_2(spec.num_experts), BLOCK_K=triton.next_power_of_2(spec.top_k),
+            BLOCK_G=triton.next_power_of_2(groups), num_warps=1,
+        )  # fmt: skip
+        return weights, chosen
 
-    def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
-        return rows * gate.sigmoid()
+    def by_expert(self, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        count = chosen.numel()
+        if count > FEW_CHOICES:
+            return by_expert(chosen, num_experts)
+        sources, places, counts = chosen.new_empty(count), torch.empty_like(chosen), chosen.new_empty(num_experts)
+        triton_routing.sort_by_expert[(triton.cdiv(count + num_experts, CHOICES),)](
+            chosen, sources, places, counts, count, TOP_K=chosen.shape[1], EXPERTS=num_experts, BLOCK=CHOICES,
+            num_warps=4,
+        )  # fmt: skip
+        return sources, places, counts
+
+    def combine(self, outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        (count, top_k), width = places.shape, outputs.shape[1]
+        out = torch.empty(count, width, dtype=outputs.dtype, device=outputs.device)
+        triton_rows.combine[(count, triton.cdiv(width, COLUMNS))](
+            outputs, places, weights, out, width, TOP_K=top_k, BLOCK=COLUMNS, num_warps=4
+        )
+        return out
 
     def recur(self, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor) -> Tensor:
         kernels = self._kernels
-        return recur(kernels.pool.floats, self._batch, layer, inputs, gate, steps, kernels.config.rms_norm_eps)
+        return recur(kernels.pool, self._batch, layer, inputs, gate, steps, kernels.config.rms_norm_eps)
 
 
 def _warps(elements: int, least: int) -> int:

@@ -5,6 +5,10 @@
 import triton
 import triton.language as tl
 
+from engine.kernels import SWIGLU_ALPHA, SWIGLU_LIMIT
+
+ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
+
 
 @triton.jit
 def norm_rows(
@@ -84,12 +88,35 @@ def rotate_and_store(
 
 
 @triton.jit
-def silu_mul(gate_up, out, gate_up_stride, WIDTH, BLOCK: tl.constexpr):
-    """Compute silu(gate) * up. Grid: rows x pieces of BLOCK columns."""
+def gated(gates, ups, out, gate_stride, up_stride, WIDTH, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Compute activation(gate) * up. Grid: rows x pieces of BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < WIDTH
-    place = gate_up + row * gate_up_stride + column
-    gate = tl.load(place, mask=held, other=0.0).to(tl.float32)
-    up = tl.load(place + WIDTH, mask=held, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=held)
+    gate = tl.load(gates + row * gate_stride + column, mask=held, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * up_stride + column, mask=held, other=0.0).to(tl.float32)
+    if ACTIVATION == "gelu_tanh":  # 0.5 * (1 + tanh(x)) = sigmoid(2 * x)
+        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    elif ACTIVATION == "clamped_swiglu":  # unlike tl.clamp, this keeps NaN
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        active = gate * tl.sigmoid(gate * ALPHA)
+    elif ACTIVATION == "sigmoid":
+        active = tl.sigmoid(gate)
+    else:
+        active = gate * tl.sigmoid(gate)
+    tl.store(out + row * WIDTH + column, (active * up).to(out.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def combine(outputs, places, weights, out, WIDTH, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the outputs of a token's experts in the order of its choice. Grid: tokens x pieces of BLOCK columns."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = column < WIDTH
+    total = tl.zeros([BLOCK], tl.float32)
+    for which in range(TOP_K):
+        row = tl.load(places + token * TOP_K + which)
+        weight = tl.load(weights + token * TOP_K + which)
+        total += weight * tl.load(outputs + row * WIDTH + column, mask=held, other=0.0).to(tl.float32)
+    tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=held)

@@ -19,6 +19,7 @@ from engine.cuda.graphs import CudaGraphPool, GraphRecording
 from engine.cuda.staging import StepBuffers, StepShape
 from engine.kernels import Kernels
 from engine.models.decoder import Decoder
+from engine.models.spec import LatentSpec
 
 log = logging.getLogger("baton.engine")
 # Sizes in tokens. The sizes for decodes are vLLM's. Mixed steps have fewer sizes, because each size needs a graph per
@@ -46,10 +47,10 @@ class BrokenAttention:
         self._pause = pause
 
     def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
-        passes = self._passes
-        passes.queries[: self._tokens].copy_(q)
-        self._pause(lambda: passes.attend(layer))
-        return passes.attended[: self._tokens]
+        passes, shape = self._passes, q.shape
+        passes.queries_of(shape).copy_(q)
+        self._pause(lambda: passes.attend(layer, shape))
+        return passes.attended_of(layer, shape)
 
 
 class Passes:
@@ -65,7 +66,7 @@ class Passes:
         self._mixed: list[Captured] = []
         self._plan: AttentionPlan | None = None  # attention plan of the step being replayed
         self._num_tokens = 0
-        self.queries = self.attended = torch.empty(0)
+        self._queries = self._attended = torch.empty(0)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class Passes:
         if own.tokens == own.slices and (found := _least(self._decodes, own.tokens)) is not None:
             return found.shape, found
         if (found := _least(self._mixed, own.tokens)) is not None:
-            return replace(found.shape, slices=own.slices), found
+            return found.shape, found
         return own, None
 
     def run(self, step: Batch, captured: Captured | None) -> Tensor:
@@ -92,11 +93,18 @@ class Passes:
     def _planned(self, step: Batch) -> AttentionPlan:
         return plan_tables(self._attention, self._kernels.pool, step)
 
-    def attend(self, layer: AttentionLayer) -> None:
-        """Compute attention for the current step's `queries`, and store it in `attended`. Skip rows of padding."""
+    def queries_of(self, shape: torch.Size) -> Tensor:
+        return self._queries[: shape.numel()].view(shape)
+
+    def attended_of(self, layer: AttentionLayer, shape: torch.Size) -> Tensor:
+        shape = torch.Size((*shape[:2], layer.latent or shape[2]))
+        return self._attended[: shape.numel()].view(shape)
+
+    def attend(self, layer: AttentionLayer, shape: torch.Size) -> None:
+        """Compute attention for the current step's queries, padded to `shape`, and store it. Skip rows of padding."""
         assert self._plan is not None, "replayed without a plan"
         rows = slice(self._num_tokens)
-        self.attended[rows].copy_(self._plan.attend(layer, self.queries[rows]))
+        self.attended_of(layer, shape)[rows].copy_(self._plan.attend(layer, self.queries_of(shape)[rows]))
 
     # ---- capturing -------------------------------------------------------------------------------------------------
 
@@ -106,12 +114,12 @@ class Passes:
         The largest pass is captured first, so that the others can reuse its memory. `captures_attention` is true if a
         graph may contain the attention of decodes, which requires that their plan depends only on shapes.
         """
-        began, config = time.monotonic(), self._model.config
+        began, model = time.monotonic(), self._model
         sizes = _sizes(MIXED, tokens)
-        buffer = torch.zeros(
-            (2, sizes[-1], config.num_heads, config.head_dim), dtype=self._model.dtype, device=self._model.device
+        widest = max(
+            one.heads * (one.width if isinstance(one, LatentSpec) else one.head_dim) for one in model.config.attention
         )
-        self.queries, self.attended = buffer.unbind()
+        self._queries, self._attended = torch.zeros(2, sizes[-1] * widest, dtype=model.dtype, device=model.device)
         self._mixed = [self._mixed_at(pool, size, min(size, slices)) for size in reversed(sizes)][::-1]
         if captures_attention:
             decodes = _sizes(DECODES, slices)
@@ -145,7 +153,7 @@ class Passes:
         return Captured(shape, True, recording, recording.capture(work))
 
     def _mixed_at(self, pool: CudaGraphPool, size: int, rows: int) -> Captured:
-        shape = StepShape(size, 0, rows)
+        shape = StepShape(size, rows, rows)
         batch = self._buffers.clear(shape)
 
         def work(pause: Callable[[Callable[[], None]], None]) -> Tensor:

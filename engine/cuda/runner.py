@@ -83,6 +83,7 @@ class CudaRunner(TorchRunner):
         self._capacity = capacity
         self._sampler = sampler
         self._buffers = StepBuffers(capacity, device)
+        self.kernels = kernels
         self.passes = Passes(model, kernels, backend, self._buffers)
         self._tokens = torch.zeros(capacity.slices, dtype=torch.int64, device=device)  # tokens drawn by the last step
         self._cuda = cuda = device.type == "cuda"
@@ -115,7 +116,8 @@ class CudaRunner(TorchRunner):
         of these steps is stored in the dummy block."""
         far = min(self._buffers.most_tokens, FAR) - WARM_COUNT
         many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
-        mixes = ([(0, 1), (0, WARM_COUNT)], [(far, 1), (0, WARM_COUNT)], [(0, 2)], [(far, 2)], [(0, WARM_COUNT)] * many)
+        chunk = (0, WARM_COUNT)
+        mixes = ([(0, 1)], [(0, 1), chunk], [(far, 1), chunk], [(0, 2)], [(far, 2)], [chunk] * many)
         for spans in mixes:
             slices = [self._warm_slice(max(0, start), count) for start, count in spans[: self._capacity.slices]]
             self.run(Step(0, slices, []))

@@ -102,9 +102,9 @@ def kernels_on_cuda(config: ModelConfig, pool: KVPool, triton: bool) -> Kernels:
 
 
 def weights_on_cuda(dtype: torch.dtype, triton: bool) -> Plain:
-    """Return the format of plain tensors. If `triton` is true, it keeps 4-bit codes."""
+    """Return the format of plain tensors. If `triton` is true, it keeps 4-bit codes, and multiplies experts at once."""
     if not triton:
         return Plain(dtype)
-    from engine.cuda.grouped import PlainOrGrouped
+    from engine.cuda.products import TritonFormat
 
-    return PlainOrGrouped(dtype)
+    return TritonFormat(dtype)

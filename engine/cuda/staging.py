@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, KVTable, build
+from engine.batch import Batch, KVTable, StateBatch, build
 from engine.counter_rng import WORDS
 from engine.sampling import SamplingRow, parameters_of
 
 NOWHERE = -1  # slot of a padding token
 ALIGNED_WORDS = 2  # alignment of a region, in words of 8 bytes
-NUM_REGIONS = 7  # regions of a block: five tensors of a batch, carried tokens, sampling parameters; two per table
+NUM_REGIONS = 9  # regions of a block: seven tensors of a batch, carried tokens, sampling parameters; two per table
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class StepCapacity:
     blocks: int  # maximum of one request
     block_tokens: int
     tables: int = 1
+    state_rows: int = 0  # of a request's recurrent state
 
     def holds(self, step: Batch) -> bool:
         slices, blocks = step.block_table.shape
@@ -49,7 +50,7 @@ class StepCapacity:
     @property
     def words(self) -> int:
         rows = self.tokens + self.slices
-        fixed = 2 * self.tokens + rows + 2 * self.slices + 2
+        fixed = 2 * self.tokens + rows + (3 + 3 * self.state_rows) * self.slices + 2
         regions = (2 + WORDS) * self.slices
         table = self.tokens + self.slices * (self.blocks + 1) // 2 + 1 + 2 * ALIGNED_WORDS
         return fixed + regions + self.tables * table + NUM_REGIONS * (ALIGNED_WORDS - 1)
@@ -71,17 +72,21 @@ class BufferCarver:
         self.used += -(-words // ALIGNED_WORDS) * ALIGNED_WORDS
         return self._words[start : start + words].view(dtype)[:count]
 
-    def batch(self, shape: StepShape, tables: Sequence[Tensor]) -> Batch:
+    def batch(self, shape: StepShape, tables: Sequence[Tensor], state_rows: int) -> Batch:
         """Return views for a shape. They are allocated before others, since graphs need them at fixed addresses."""
         cut = [table[: shape.slices] for table in tables]
         tokens, positions = self.take(shape.tokens), self.take(shape.tokens)
         slots = [self.take(shape.tokens) for _ in tables]
+        states = None
+        if state_rows:
+            rows = self.take(3 * shape.slices * state_rows).view(3, shape.slices, state_rows)
+            states = StateBatch(rows, self.take(shape.slices))
         return Batch(
             tokens=tokens, positions=positions, slots=slots[0],
             logit_rows=self.take(shape.rows), cu_q=self.take(shape.slices + 1, torch.int32),
             kv_len=self.take(shape.slices, torch.int32), block_table=cut[0],
             starts=[], kv_lens=[], sampled=[], scored=[],
-            others=[KVTable(table, each) for table, each in zip(cut[1:], slots[1:], strict=True)],
+            others=[KVTable(table, each) for table, each in zip(cut[1:], slots[1:], strict=True)], states=states,
         )  # fmt: skip
 
 
@@ -103,7 +108,7 @@ class StepBuffers:
 
     def clear(self, shape: StepShape) -> Batch:
         """Fill the device's tensors for a shape with padding, and return them, at their fixed addresses."""
-        batch = BufferCarver(self._words).batch(shape, self._tables)
+        batch = BufferCarver(self._words).batch(shape, self._tables, self.capacity.state_rows)
         _fill(batch, _NOTHING)
         return batch
 
@@ -114,8 +119,8 @@ class StepBuffers:
         """
         self._host.reverse()
         host, device = BufferCarver(self._host[0]), BufferCarver(self._words)
-        _fill(host.batch(shape, self._tables), step)
-        padded = device.batch(shape, self._tables)
+        _fill(host.batch(shape, self._tables, self.capacity.state_rows), step)
+        padded = device.batch(shape, self._tables, self.capacity.state_rows)
         slices, width = step.block_table.shape
         drawn_by = torch.from_numpy(parameters_of(rows)) if rows else _NO_WORDS
         tables = [step.block_table, *(other.block_table for other in step.others)]
@@ -144,10 +149,16 @@ def _fill(views: Batch, step: Batch) -> None:
         view.slots.fill_(NOWHERE)
     for view, table in zip(views.others, step.others, strict=False):  # a step without tokens has no other tables
         view.slots[: len(table.slots)] = table.slots
-    view, last = views.cu_q, len(step.cu_q)
+    view, last, end = views.cu_q, len(step.cu_q), len(step.tokens)
     view[:last] = step.cu_q
-    # Each padding slice has one token. Only steps of decodes have padding slices.
-    view[last:] = torch.arange(last, len(view), dtype=torch.int32)
+    # Each padding slice has one token of the padding, as long as there are any.
+    view[last:] = torch.arange(end + 1, end + 1 + len(view) - last, dtype=torch.int32).clamp(max=len(views.tokens))
+    if views.states is not None:
+        views.states.rows.fill_(NOWHERE)
+        views.states.save_at.fill_(0)
+        if step.states is not None:
+            views.states.rows[:, : last - 1] = step.states.rows
+            views.states.save_at[: last - 1] = step.states.save_at
 
 
 def _carried(step: Batch) -> Tensor:
@@ -162,4 +173,7 @@ def _own(padded: Batch, step: Batch) -> Batch:
     own = {name: getattr(padded, name)[: len(getattr(step, name))] for name in tensors}
     slices, tokens = len(step.starts), len(step.tokens)
     others = [KVTable(other.block_table[:slices, :width], other.slots[:tokens]) for other in padded.others]
-    return replace(step, block_table=padded.block_table[:slices, :width], others=others, **own)
+    states = padded.states
+    if states is not None:
+        states = StateBatch(states.rows[:, :slices], states.save_at[:slices])
+    return replace(step, block_table=padded.block_table[:slices, :width], others=others, states=states, **own)

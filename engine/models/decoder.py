@@ -8,8 +8,8 @@ from torch import Tensor
 
 from engine.attention import AttentionLayer, AttentionPlan
 from engine.batch import Batch
-from engine.kernels import StepKernels
-from engine.linear import Linear, Lookup
+from engine.kernels import Kernels, StepKernels
+from engine.linear import Linear, Lookup, SeparateExperts
 from engine.models.experts import Experts, ExpertsAlongside
 from engine.models.latent import LatentProducts
 from engine.models.mlp import Mlp
@@ -78,19 +78,19 @@ class Decoder:
         self.layers = layers
         self.norm = norm
         self.head = head
+        # As in transformers, the factor is rounded to the dtype of activations.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=norm.dtype))
 
-    @property
-    def can_be_captured(self) -> bool:
-        """Whether a CUDA graph can contain the pass. With experts it cannot, because launches depend on the choice.
+    def can_be_captured(self, kernels: Kernels) -> bool:
+        """Return whether a CUDA graph can contain the pass.
 
-        Nor can it with latent attention or wide heads, because the buffers of graphs have heads of the layout's size,
-        and with recurrent layers, because these buffers contain no states.
+        It cannot if experts are multiplied one after another, because launches then depend on the choice of experts.
         """
-        return not any(
-            isinstance(layer.mlp, Experts) or layer.alongside is not None
-            or not isinstance(layer, AttentionDecoderLayer) or layer.attention.latent or layer.attention.wide
-            for layer in self.layers
-        )  # fmt: skip
+        experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        experts += [layer.alongside.experts for layer in self.layers if layer.alongside is not None]
+        if any(isinstance(each, SeparateExperts) for one in experts for each in (one.gate_up, one.down)):
+            return False
+        return kernels.captures_states or all(isinstance(layer, AttentionDecoderLayer) for layer in self.layers)
 
     @torch.inference_mode()
     def forward(
@@ -174,9 +174,7 @@ class Decoder:
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return the hidden states before the first layer, [T, hidden_size]."""
         hidden = self.embed(tokens).to(self.dtype)
-        scale = self.config.embedding_scale
-        # As in transformers, the factor is rounded to the dtype of activations.
-        return hidden if scale == 1 else hidden * torch.tensor(scale, dtype=self.dtype, device=self.device)
+        return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

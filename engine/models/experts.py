@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine.kernels import StepKernels
@@ -29,36 +28,13 @@ class Experts:
         """
         if not len(rows):
             return rows
-        weights, chosen = self.route(rows if routed is None else routed)
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)  # sorted by expert
-        counts = flat.new_zeros(self.spec.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
-        products = self.gate_up(rows[order // self.spec.top_k], counts)
+        logits = self.router((rows if routed is None else routed).float())
+        weights, chosen = kernels.route(self.spec, logits, self.correction, self.scales)
+        sources, places, counts = kernels.by_expert(chosen, self.spec.num_experts)
+        products = self.gate_up(rows[sources], counts)
         outputs = self.down(kernels.gated(products, self.spec.expert.activation), counts)
-        total = kernels.combine(outputs, order.argsort().view_as(chosen), weights)
+        total = kernels.combine(outputs, places, weights)
         return total if self.shared is None else total + self._shared(self.shared, rows, kernels)
-
-    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights, float32, and the numbers, int64, of each row's experts, both [T, top_k], best first."""
-        spec = self.spec
-        logits = self.router(rows.float())
-        if spec.scores_chosen:
-            values, chosen = _best(logits, spec.top_k)
-            return values.softmax(-1), chosen
-        scores = logits.softmax(-1) if spec.score == "softmax" else logits.sigmoid()
-        candidates = scores if self.correction is None else scores + self.correction
-        if spec.groups > 1:
-            grouped = candidates.view(-1, spec.groups, spec.num_experts // spec.groups)
-            group_scores = grouped.topk(min(spec.group_scores, grouped.shape[-1]), dim=-1).values.sum(-1)
-            _, kept = _best(group_scores, spec.top_groups)
-            outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
-            candidates = grouped.masked_fill(outside[..., None], -torch.inf).flatten(1)
-        _, chosen = _best(candidates, spec.top_k)
-        weights = scores.gather(1, chosen)
-        if spec.renormalizes:
-            weights = weights / weights.sum(-1, keepdim=True)
-        weights = weights * spec.scale
-        return weights if self.scales is None else weights * self.scales[chosen], chosen
 
     def _shared(self, shared: Mlp, rows: Tensor, kernels: StepKernels) -> Tensor:
         gate = None if self.shared_gate is None else self.shared_gate(rows).sigmoid()  # first: `shared` overwrites rows
@@ -80,9 +56,3 @@ class ExpertsAlongside:
         """Return the sum of the normed outputs of the MLP, `from_mlp`, and of the experts for the `hidden` states."""
         output = self.experts(kernels.norm(hidden, self.norm), kernels, kernels.norm(hidden, self.router_norm))
         return kernels.norm(from_mlp, self.post_mlp_norm) + kernels.norm(output, self.post_norm)
-
-
-def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest scores of each row and their indices; among equal scores, the lowest index comes first."""
-    values, indices = scores.sort(dim=-1, descending=True, stable=True)
-    return values[:, :count], indices[:, :count]

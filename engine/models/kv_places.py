@@ -33,6 +33,11 @@ class KVPlaces:
     def num_tables(self) -> int:
         return max(self.tables) + 1
 
+    @property
+    def state_rows(self) -> int:
+        """The number of rows of a state, or 0 if there are none."""
+        return sum(group.rows for group in self.groups if group.kind == "state")
+
 
 def all_in_one_row(layers: int) -> KVPlaces:
     """Return the places of layers whose KV is kept as long as a request, with a block in one row."""

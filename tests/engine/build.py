@@ -3,7 +3,8 @@
 import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from itertools import count
+from dataclasses import replace
+from itertools import accumulate, count
 from random import Random
 from typing import Any
 
@@ -12,16 +13,15 @@ import torch
 
 from benchmarks.random_model import random_decoder
 from engine.attention import AttentionBackend
-from engine.batch import StateBatch
 from engine.cpu.selection import attention_on_cpu, kernels_on_cpu
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.kv_places import kv_places
+from engine.models.kv_places import KVPlaces, kv_places
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, state_units
 from engine.runner import Runner, SliceOutput, TorchRunner
 from scheduler.geometry import UNIFORM, Group
-from scheduler.request import Request, Slice, Step
+from scheduler.request import Request, Slice, StateUse, Step
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 from shared.rpc.messages import SamplingParams
@@ -79,7 +79,7 @@ class Blocks:
 
     def __init__(self, num_blocks: int, block_tokens: int, groups: tuple[Group, ...] = UNIFORM, seed: int = 0) -> None:
         self.block_tokens = block_tokens
-        self._groups = groups
+        self._groups = [group for group in groups if group.kind != "state"]
         self._free = list(range(1, num_blocks))
         Random(seed).shuffle(self._free)
 
@@ -93,34 +93,39 @@ class Blocks:
         return request
 
 
+def state_size(config: ModelConfig, row_bytes: int) -> int:
+    """Return the number of rows of a state that `in_one_piece` places."""
+    return -(-4 * sum(state_units(config)) // row_bytes)
+
+
+def in_one_piece(config: ModelConfig) -> KVPlaces:
+    """Return the places of a model in a pool whose rows may be smaller than a unit of its states. The units of a state
+    follow each other from the beginning of its first row."""
+    places, starts = kv_places(config), accumulate(state_units(config), initial=0)
+    units = tuple((0, start) for start in starts)[:-1]
+    return replace(places, groups=(*places.groups, *([Group("state", 1)] if units else [])), units=units)
+
+
 class States:
-    """Places for the two states of each request in `pool`, behind the blocks from `first_block` on.
+    """The two states of each request, in the rows of the pool from `first_row` on.
 
     A request reads its current state and writes the other one, as in the scheduler.
     """
 
-    def __init__(self, model: Decoder, pool: KVPool, first_block: int) -> None:
-        sizes = state_units(model.config)
-        self._starts = torch.tensor([0, *sizes[:-1]]).cumsum(0) if sizes else torch.zeros(0, dtype=torch.int64)
-        self._size, self._next = sum(sizes), first_block * pool.layout.block_bytes // 4
-        self._end = len(pool.floats)
+    def __init__(self, first_row: int, rows: int) -> None:
+        """`rows` is the number of rows of a state."""
+        self._next, self._size = first_row, rows
         self._sets: dict[str, tuple[int, int]] = {}
 
-    def batch(self, slices: Sequence[Slice]) -> StateBatch:
-        """Return the states of a step, and swap the two states of its requests."""
-        none = torch.full_like(self._starts, -1)
-        read, write = [], []
+    def use(self, slices: Sequence[Slice]) -> None:
+        """Give each slice its states, and swap the two states of its request."""
         for one in slices:
-            current, other = self._sets.pop(one.request.id, (-1, -1))
-            if other < 0:
-                current, other = self._next, self._next + self._size
+            if one.request.id not in self._sets:
+                self._sets[one.request.id] = self._next, self._next + self._size
                 self._next += 2 * self._size
-                assert self._next <= self._end, "the test's pool is too small"
-            read.append(self._starts + current if one.start else none)
-            write.append(self._starts + other)
+            current, other = self._sets[one.request.id]
+            one.state = StateUse((current,) if one.start else None, (other,))
             self._sets[one.request.id] = other, current
-        save = torch.stack([none] * len(slices))
-        return StateBatch(torch.stack(read), torch.stack(write), save, torch.zeros(len(slices), dtype=torch.int64))
 
 
 def layout_of(model: Decoder, num_blocks: int, block_tokens: int) -> KVLayout:
@@ -130,10 +135,9 @@ def layout_of(model: Decoder, num_blocks: int, block_tokens: int) -> KVLayout:
     return KVLayout(rows, config.num_kv_heads, places.row_layers, block_tokens, config.head_dim, "float32")
 
 
-def pool_of(model: Decoder, layout: KVLayout, with_states: bool = False) -> KVPool:
+def pool_of(model: Decoder, layout: KVLayout, places: KVPlaces | None = None) -> KVPool:
     """Return a pool. Unwritten KV is NaN, so that a wrong read makes the result NaN."""
-    places = kv_places(model.config, layout.block_bytes if with_states else 0)
-    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes), places)
+    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes), places or kv_places(model.config))
     pool.tensor.fill_(torch.nan)
     return pool
 

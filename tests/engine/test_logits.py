@@ -29,10 +29,12 @@ from tests.engine.build import (
     device_code,
     every_backend,
     generate,
+    in_one_piece,
     layout_of,
     piece,
     pool_of,
     run_step,
+    state_size,
     thinned,
     torch_runner,
 )
@@ -48,11 +50,11 @@ __all__ = ["every_backend"]  # applies to every test here
 def all_logits(model: Decoder, rows: list[list[int]], random: Random, block_tokens: int) -> list[torch.Tensor]:
     """Return the logits of every position. Each step computes random chunks of randomly chosen rows."""
     one = layout_of(model, 96, block_tokens)
-    in_states = 8 * len(rows) * sum(state_units(model.config))  # two states of each request, in bytes
-    layout = replace(one, num_blocks=one.num_blocks + -(-in_states // one.block_bytes))
-    pool = pool_of(model, layout)
+    size = state_size(model.config, one.block_bytes)
+    layout = replace(one, num_blocks=one.num_blocks + 2 * len(rows) * size)
+    pool = pool_of(model, layout, in_one_piece(model.config))
     (backend, kernels), blocks = device_code(model, pool), Blocks(one.num_blocks, block_tokens, pool.places.groups)
-    states, rows_of = States(model, pool, one.num_blocks), BlockRows(pool.places)
+    states, rows_of = States(one.num_blocks, size), BlockRows(pool.places)
     # With the extra token, every position of the row is followed by a known prompt token.
     requests = [blocks.request([*row, 0], max_tokens=1, needs_prompt_logprobs=True) for row in rows]
     logits: list[list[torch.Tensor]] = [[] for _ in rows]
@@ -62,9 +64,8 @@ def all_logits(model: Decoder, rows: list[list[int]], random: Random, block_toke
             piece(one, min(random.choice([1, 1, 2, 5, 9, 16]), len(one.tokens) - 1 - one.num_computed))
             for one in chosen
         ]
+        states.use(slices)
         batch = build(slices, block_tokens, CPU, rows=rows_of)
-        if in_states:
-            batch.states = states.batch(slices)
         found = model.logits(model.forward(batch, kernels.begin(batch), plan_tables(backend, pool, batch)))
         for one, part in zip(slices, found.split([one.count for one in slices]), strict=True):
             logits[requests.index(one.request)].append(part)

@@ -10,13 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
-from engine.batch import StateBatch, build
 from engine.cpu.selection import kernels_on_cpu
-from engine.kernels import Kernels, TorchKernels
-from engine.kv_pool import KVPool
+from engine.kernels import TorchKernels
 from engine.models.load import load_model
 from engine.models.spec import (
-    AttentionSpec,
     DeltaSpec,
     LayerSpec,
     MlpSpec,
@@ -25,103 +22,16 @@ from engine.models.spec import (
     state_units,
     unit_places,
 )
-from engine.recurrence import RecurrentLayer
-from shared.kv.layout import KVLayout
-from shared.kv.memory import HostMemory
-from tests.engine.build import CPU, Blocks, piece
+from tests.engine.build import CPU
+from tests.engine.recurrent_scene import LENGTHS, SPECS, Scene
 
 torch.set_num_threads(1)
-LENGTHS = (23, 1, 9)
+BACKENDS = {"torch": TorchKernels, "numba": kernels_on_cpu}
 QWEN = {
     "hidden_size": 48, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97,
     "max_position_embeddings": 256, "num_key_value_heads": 2, "head_dim": 16, "linear_key_head_dim": 12,
     "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 3,
 }  # fmt: skip
-SPECS = {
-    "delta": DeltaSpec(2, 4, 12, 20, 4),
-    "delta, a head wider than a tile": DeltaSpec(1, 1, 8, 72, 2),
-    "state space": SsmSpec(2, 6, 10, 16, 3),
-    "state space, no bias": SsmSpec(1, 2, 16, 9, 4, conv_bias=False),
-}
-
-
-class Scene:
-    """A recurrent layer with random weights, and random inputs of three requests, over a pool of NaN."""
-
-    def __init__(self, spec: DeltaSpec | SsmSpec, backend: str) -> None:
-        random = torch.Generator().manual_seed(5)
-
-        def numbers(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=random)
-
-        heads, is_ssm = spec.value_heads, isinstance(spec, SsmSpec)
-        self.layer = RecurrentLayer(
-            spec, 0, numbers(spec.conv, spec.channels), numbers(spec.channels) if isinstance(spec, SsmSpec) and spec.conv_bias else None,
-            -numbers(heads).exp(), numbers(heads), numbers(heads) if is_ssm else torch.zeros(heads),
-            numbers(spec.inner), spec.inner // spec.key_heads if is_ssm else spec.value_dim,
-        )  # fmt: skip
-        config = ModelConfig(
-            "Test", 8, 9, (LayerSpec(spec, MlpSpec(8)), LayerSpec(AttentionSpec(1, 1, 8), MlpSpec(8))), 1e-6, False, 64
-        )
-        self.units = torch.tensor([0, *state_units(config)]).cumsum(0)
-        self.size = int(self.units[-1])
-        self.inputs = [
-            (numbers(n, spec.channels), numbers(n, spec.inner), numbers(n, heads if is_ssm else 2 * heads))
-            for n in LENGTHS
-        ]
-        layout = KVLayout(64 + -(-9 * self.size // 64), 1, 1, 4, 8, "float32")
-        self.pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
-        self.pool.tensor.fill_(torch.nan)
-        self.kernels: Kernels = (
-            TorchKernels(config, self.pool) if backend == "torch" else kernels_on_cpu(config, self.pool)
-        )
-
-    def place(self, request: int, which: int) -> int:
-        """Return the offset of one of the three states of a request: two that it uses, and a saved one."""
-        return 64 * 64 + (3 * request + which) * self.size
-
-    def state(self, request: int, which: int) -> Tensor:
-        start = self.place(request, which)
-        return self.pool.floats[start : start + self.size].clone()
-
-    def run(self, random: Random, steps: list[dict[int, int]], saved: dict[int, int]) -> tuple[list[Tensor], list[int]]:
-        """Compute the requests, a dict per step from requests to numbers of tokens, and save states after `saved`.
-
-        Return the results of each request, and which of its states is the last.
-        """
-        blocks = Blocks(64, 4)
-        requests = [blocks.request(range(length), max_tokens=0) for length in LENGTHS]
-        found: list[list[Tensor]] = [[] for _ in LENGTHS]
-        current = [random.randrange(2) for _ in LENGTHS]
-        none = torch.full_like(self.units[:-1], -1)
-        for step in steps:
-            slices = [piece(requests[index], count) for index, count in step.items()]
-            batch = build(slices, 4, CPU)
-            at = [saved.get(index, 0) - one.start for index, one in zip(step, slices, strict=True)]
-            at = [count if 0 < count <= one.count else 0 for count, one in zip(at, slices, strict=True)]
-            units = self.units[:-1]
-            batch.states = StateBatch(
-                torch.stack([
-                    units + self.place(index, current[index]) if one.start else none
-                    for index, one in zip(step, slices, strict=True)
-                ]),
-                torch.stack([units + self.place(index, 1 - current[index]) for index in step]),
-                torch.stack([
-                    units + self.place(index, 2) if count else none for index, count in zip(step, at, strict=True)
-                ]),
-                torch.tensor(at),
-            )  # fmt: skip
-            parts = [
-                [part[one.start : one.end] for part in self.inputs[index]]
-                for index, one in zip(step, slices, strict=True)
-            ]
-            joined = [torch.cat(some) for some in zip(*parts, strict=True)]
-            results = self.kernels.begin(batch).recur(self.layer, *joined)
-            for index, one, result in zip(step, slices, results.split(batch.counts), strict=True):
-                found[index].append(result)
-                requests[index].num_computed = one.end
-                current[index] = 1 - current[index]
-        return [torch.cat(parts) for parts in found], current
 
 
 def equal(one: Tensor, other: Tensor) -> None:
@@ -133,15 +43,15 @@ def close(one: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SPECS)
 def test_results_and_states_have_the_same_bits_for_all_cuts(name: str, backend: str) -> None:
-    whole, check = Scene(SPECS[name], backend), close if backend == "torch" else equal
+    whole, check = Scene(SPECS[name], BACKENDS[backend]), close if backend == "torch" else equal
     found, last = whole.run(Random(0), [{index: length} for index, length in enumerate(LENGTHS)], {})
     states = [whole.state(index, last[index]) for index in range(3)]
     assert all(bool(one.isfinite().all()) for one in (*found, *states))
     for seed in (1, 2, 3):
-        random, cut, steps, left = Random(seed), Scene(SPECS[name], backend), [], dict(enumerate(LENGTHS))
+        random, cut, steps, left = Random(seed), Scene(SPECS[name], BACKENDS[backend]), [], dict(enumerate(LENGTHS))
         while left:
             chosen = random.sample(sorted(left), random.randint(1, len(left)))
             steps.append({index: min(left[index], random.choice([1, 1, 2, 3, 7, 16])) for index in chosen})
@@ -151,7 +61,7 @@ def test_results_and_states_have_the_same_bits_for_all_cuts(name: str, backend: 
         for index in range(3):
             check(again[index], found[index])
             check(cut.state(index, last[index]), states[index])
-        at_cut = Scene(SPECS[name], backend)
+        at_cut = Scene(SPECS[name], BACKENDS[backend])
         _, last = at_cut.run(random, [{0: 8, 1: 1, 2: 1}], {})
         for index in (0, 2):
             check(cut.state(index, 2), at_cut.state(index, last[index]))
@@ -160,8 +70,8 @@ def test_results_and_states_have_the_same_bits_for_all_cuts(name: str, backend: 
 @pytest.mark.parametrize("name", SPECS)
 def test_compiled_results_equal_the_reference(name: str) -> None:
     steps = [{0: 5, 1: 1, 2: 9}, {0: 18}]
-    expected, _ = Scene(SPECS[name], "torch").run(Random(0), steps, {})
-    found, _ = Scene(SPECS[name], "numba").run(Random(0), steps, {})
+    expected, _ = Scene(SPECS[name], TorchKernels).run(Random(0), steps, {})
+    found, _ = Scene(SPECS[name], kernels_on_cpu).run(Random(0), steps, {})
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other, one, atol=2e-5, rtol=2e-5)
 

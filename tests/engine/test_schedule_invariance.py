@@ -63,7 +63,7 @@ class Node:
         rows = Geometry(block_tokens, groups).rows_for(LONGEST, min(LONGEST, limits.max_num_batched_tokens))
         layout = replace(one, num_blocks=2 + int(num_requests * rows))
         self.scheduler = Scheduler(limits, layout.num_blocks, block_tokens, policy, groups=groups, state_interval=8)
-        self.pool = pool_of(model, layout, with_states=True)
+        self.pool = pool_of(model, layout, kv_places(model.config, layout.block_bytes))
         self.runner = TorchRunner(model, self.pool, *device_code(model, self.pool), CPU)
 
     def step(self) -> None:

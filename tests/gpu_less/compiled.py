@@ -17,14 +17,17 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from engine.attention import AttentionLayer
-from engine.batch import Batch
+from engine.batch import Batch, StateBatch
 from engine.cuda.attention import Tile, TritonAttention, TritonPlan
 from engine.cuda.attention_kernels import attend
 from engine.cuda.draw import draw
-from engine.cuda.grouped import TritonGroupedLinear
 from engine.cuda.layer import TritonKernels
+from engine.cuda.products import TritonExperts, TritonGroupedLinear
 from engine.formats.forms import INTEGERS, GroupedWeight
 from engine.kv_pool import KVPool
+from engine.models.kv_places import kv_places
+from engine.models.spec import DeltaSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, SsmSpec
+from engine.recurrence import RecurrentLayer
 from shared.kv.layout import KVLayout
 from tests.gpu_less.contract import NAMES, TensorMemory, batch_of, config_of
 
@@ -39,6 +42,8 @@ FEW = {
     "elementwise bf16, 32 heads of 128",
     "sampling",
     "grouped bf16",
+    "experts bf16",
+    "delta bf16",
 }
 NUM_BLOCKS = 60_000  # so many that the offset of a block needs 64 bits
 
@@ -118,12 +123,15 @@ def attention(
     window: int = 0,
     spans: tuple[tuple[int, int], ...] = ((1000, 1001), (0, 4096)),
     held: torch.dtype | None = None,
+    softcap: float = 0.0,
+    wide: int = 0,
 ) -> None:
+    """Compile attention. With a soft cap, there are sinks too."""
     pool = pool_of(8, head_dim, page, held or dtype)
     plan = TritonAttention(pool).plan(without_memory(batch_of(spans, page, NUM_BLOCKS, CPU)))
-    plan.attend(
-        AttentionLayer(1, window), empty(sum(end - start for start, end in spans), 8 * group, head_dim, dtype=dtype)
-    )
+    sinks = empty(8 * group, dtype=torch.float32) if softcap else None
+    q = empty(sum(end - start for start, end in spans), 8 * group, head_dim * (2 if wide else 1), dtype=dtype)
+    plan.attend(AttentionLayer(1, window, softcap, sinks, wide=wide), q)
 
 
 def elementwise(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -133,7 +141,9 @@ def elementwise(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) ->
     rows, weight, head = empty(50, hidden, dtype=dtype), empty(hidden, dtype=dtype), empty(head_dim, dtype=dtype)
     step.norm(rows, weight)
     step.add_norm(rows, rows, weight)
-    step.gated(empty(50, 7 * hidden, dtype=dtype), "silu")
+    for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
+        step.gated(empty(50, 7 * hidden, dtype=dtype), activation)
+    step.sigmoid_gated(rows, rows)
     for norm in (head, None):
         step.rotate_and_store(1, empty(50, (heads + 2 * kv_heads) * head_dim, dtype=dtype), norm, norm)
 
@@ -151,6 +161,49 @@ def grouped(dtype: torch.dtype, zeros: bool, group: int = 128) -> None:
     linear = TritonGroupedLinear(weight, empty(16, dtype=torch.float32), empty(out, dtype=dtype) if zeros else None)
     for rows in (1, 300):
         linear(empty(rows, width, dtype=dtype))
+
+
+def experts(dtype: torch.dtype, quantized: bool) -> None:
+    """Compile a layer of gpt-oss-20b, and the choice of experts as in DeepSeek V3."""
+    count, out, width = 32, 5760, 2880
+    weight: Tensor | GroupedWeight = empty(count, out, width, dtype=dtype)
+    if quantized:
+        scales, order = empty(count, out, width // 32, dtype=torch.float32), empty(count, width, dtype=torch.int64)
+        weight = GroupedWeight(empty(count, out, width // 2, dtype=torch.uint8), INTEGERS, scales, scales, order)
+    linear = TritonExperts(weight, empty(16, dtype=torch.float32), empty(count, out, dtype=dtype))
+    step = TritonKernels(config_of(64, 2, 1, 32), pool_of(1, 32, 64, dtype)).begin(batch_of([(0, 1)], 64, 9, CPU))
+    grouped = MoeSpec(256, 8, MlpSpec(64), "sigmoid", groups=8, top_groups=4, corrects=True)
+    for spec in (MoeSpec(count, 4, MlpSpec(64), scores_chosen=True), grouped):
+        correction = empty(spec.num_experts, dtype=torch.float32) if spec.corrects else None
+        weights, chosen = step.route(spec, empty(9, spec.num_experts, dtype=torch.float32), correction, None)
+        _, places, _ = step.by_expert(chosen, spec.num_experts)
+        step.combine(empty(9 * spec.top_k, width, dtype=dtype), places, weights)
+    for rows in (4, 3000):
+        linear(empty(rows, width, dtype=dtype), empty(count, dtype=torch.int64))
+
+
+def recurrent(spec: DeltaSpec | SsmSpec, dtype: torch.dtype) -> None:
+    layers = LayerSpec(spec, MlpSpec(64)), *config_of(64, 2, 1, 128).layers[:1]
+    config = ModelConfig("Test", 64, 100, layers, 1e-6, False, 4096)
+    layout = KVLayout(NUM_BLOCKS, 1, 1, 1024, 128, NAMES[dtype])
+    pool = KVPool(layout, TensorMemory(layout, META), kv_places(config, layout.block_bytes))
+    heads, delta = spec.value_heads, isinstance(spec, DeltaSpec)
+
+    def numbers(*shape: int) -> Tensor:
+        return empty(*shape, dtype=torch.float32)
+
+    layer = RecurrentLayer(
+        spec, 0, numbers(spec.conv, spec.channels), None if delta else numbers(spec.channels), numbers(heads),
+        numbers(heads), numbers(heads), numbers(spec.inner), spec.value_dim if delta else spec.inner // spec.key_heads,
+    )  # fmt: skip
+    for spans in ([(99, 100), (7, 8)], [(0, 50), (7, 8)]):
+        batch, count = without_memory(batch_of(spans, 64, NUM_BLOCKS, CPU)), sum(end - start for start, end in spans)
+        rows = empty(3, 2, pool.places.state_rows, dtype=torch.int64)
+        batch.states = StateBatch(rows, empty(2, dtype=torch.int64))
+        both = empty(count, spec.channels + spec.inner, dtype=dtype)
+        steps = empty(count, heads * (2 if delta else 1), dtype=dtype)
+        step = TritonKernels(config, pool).begin(batch)
+        step.recur(layer, both[:, : spec.channels], both[:, spec.channels :], steps)
 
 
 def too_large() -> None:
@@ -188,6 +241,16 @@ def configurations() -> dict[str, Callable[[], None]]:
         "grouped bf16": lambda: grouped(bf16, zeros=True),
         "grouped fp16, 16 a group": lambda: grouped(fp16, zeros=False, group=16),
         "grouped fp32": lambda: grouped(fp32, zeros=True),
+        "experts bf16": lambda: experts(bf16, quantized=False),
+        "experts of codes bf16": lambda: experts(bf16, quantized=True),
+        "experts fp32": lambda: experts(fp32, quantized=False),
+        "delta bf16": lambda: recurrent(DeltaSpec(16, 32, 128, 128, 4), bf16),  # Qwen3.5 9B
+        "state space bf16": lambda: recurrent(SsmSpec(1, 48, 128, 64, 4), bf16),  # Granite 4 H-Tiny
+        "delta fp32": lambda: recurrent(DeltaSpec(16, 32, 128, 128, 4), fp32),
+        "attention bf16 128, soft cap": lambda: attention(bf16, 128, softcap=50.0, window=1000),
+        "attention fp32 128, soft cap": lambda: attention(fp32, 128, softcap=50.0),
+        "attention bf16 of heads of 512": lambda: attention(bf16, 256, wide=4, spans=(*few, (1000, 1005))),
+        "attention fp32 of heads of 512": lambda: attention(fp32, 256, wide=4, spans=few),
     }
     for head_dim in (64, 128, 256):
         found[f"attention fp32 {head_dim}"] = lambda h=head_dim: attention(fp32, h)

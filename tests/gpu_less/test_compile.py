@@ -85,6 +85,6 @@ def test_float32_is_never_rounded_to_19_bits(kernels: list[dict[str, Any]]) -> N
 
 def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
     assert {kernel["kernel"] for kernel in kernels} == {
-        "attend", "merge", "norm_rows", "rotate_and_store", "silu_mul", "find_least", "draw_part", "choose_part",
-        "grouped_product",
+        "attend", "merge", "norm_rows", "rotate_and_store", "gated", "find_least", "draw_part", "choose_part",
+        "product", "route", "sort_by_expert", "combine", "convolve", "recur", "norm_gated",
     }  # fmt: skip

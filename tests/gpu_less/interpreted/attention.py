@@ -81,6 +81,31 @@ def test_latents(dtype: torch.dtype, heads: int, sizes: tuple[int, int]) -> None
         torch.testing.assert_close(found, wanted, atol=20 * TOLERANCE[dtype], rtol=20 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "window", "softcap", "sinks"),
+    [(torch.float32, 0, 5.0, True), (torch.float32, 13, 0.0, True), (torch.bfloat16, 13, 2.0, False)],
+)
+def test_soft_caps_and_sinks(dtype: torch.dtype, window: int, softcap: float, sinks: bool) -> None:
+    given = torch.linspace(-3.0, 4.0, 6) if sinks else None
+    for spans in (MIXED, SPANS[0]):
+        pool = pool_of(2, 16, 16, dtype, NUM_BLOCKS, CPU)
+        backend, batch = TritonAttention(pool, split_tokens=16), batch_of(spans, 16, NUM_BLOCKS, CPU)
+        check_attention(backend, pool, batch, 6, dtype, window, softcap=softcap, sinks=given)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "heads"), [(torch.float32, 16, 4), (torch.bfloat16, 160, 20)])
+def test_heads_of_twice_the_size(dtype: torch.dtype, head_dim: int, heads: int) -> None:
+    """If heads of 320 are large, several programs use a key head."""
+    pool = pool_of(4, head_dim, 16, dtype, NUM_BLOCKS, CPU)
+    pool.tensor.normal_(generator=torch.Generator().manual_seed(2))
+    batch = batch_of([(39, 40), (0, 11), (7, 9)], 16, NUM_BLOCKS, CPU)
+    plan, known = TritonAttention(pool, split_tokens=16).plan(batch), TorchAttention(pool).plan(batch)
+    for layer, width in ((AttentionLayer(1, wide=2), 2 * head_dim), (AttentionLayer(0), head_dim)):
+        q = torch.randn(len(batch.positions), heads, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+        found, wanted = plan.attend(layer, q).float(), known.attend(layer, q).float()
+        torch.testing.assert_close(found, wanted, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+
+
 def test_the_contract_detects_a_missing_key() -> None:
     pool = pool_of(2, 16, 16, torch.float32, NUM_BLOCKS, CPU)
     batch = batch_of([(39, 40), (0, 20)], 16, NUM_BLOCKS, CPU)

@@ -3,7 +3,7 @@ from itertools import product
 import pytest
 import torch
 
-from engine.cuda.grouped import PlainOrGrouped, TritonGroupedLinear
+from engine.cuda.products import TritonFormat, TritonGroupedLinear
 from engine.formats.forms import E2M1, INTEGERS, GroupedWeight
 from tests.gpu_less.contract import TOLERANCE
 
@@ -21,7 +21,7 @@ def test_a_grouped_product_equals_the_dense_one(dtype: torch.dtype, shape: tuple
     order = torch.randperm(width, generator=generator) if out == 5 else None
     weight = GroupedWeight(codes, INTEGERS if zeros else E2M1, scales, offsets if zeros else None, order)
     bias = torch.randn(out, generator=generator).to(dtype) if zeros else None
-    linear = PlainOrGrouped(dtype).make_quantized(weight, bias)
+    linear = TritonFormat(dtype).make_quantized(weight, bias)
     assert isinstance(linear, TritonGroupedLinear)
     for count in (1, 3, 20):
         rows = torch.randn(count, width, generator=generator).to(dtype)
@@ -32,4 +32,4 @@ def test_a_grouped_product_equals_the_dense_one(dtype: torch.dtype, shape: tuple
 
 def test_a_group_that_the_kernel_does_not_support_becomes_dense() -> None:
     weight = GroupedWeight(torch.zeros(4, 12, dtype=torch.uint8), INTEGERS, torch.ones(4, 3))
-    assert not isinstance(PlainOrGrouped(torch.float32).make_quantized(weight, None), TritonGroupedLinear)
+    assert not isinstance(TritonFormat(torch.float32).make_quantized(weight, None), TritonGroupedLinear)

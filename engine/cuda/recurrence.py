@@ -1,0 +1,57 @@
+"""Recurrent layers on a GPU: three launches for a layer and all slices of a step. Experimental: no GPU has run them."""
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.cuda import recurrence_kernels as triton_states
+from engine.kv_pool import KVPool
+from engine.models.spec import DeltaSpec
+from engine.recurrence import RecurrentLayer, states_of
+
+COLUMNS = 16  # of a recurrent matrix that a program keeps in the registers of one warp
+CHUNK = 16  # tokens that a program of the convolution computes at once
+PROGRAMS = 4  # of the convolution for a slice and a head, if there are chunks
+
+
+def recur(
+    pool: KVPool, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon: float
+) -> Tensor:
+    """Return `StepKernels.recur`. `epsilon` is that of the norm of results.
+
+    The launches depend only on shapes, so a CUDA graph may contain them. Slices without tokens are padding.
+    """
+    spec, states, rows, slices = layer.spec, states_of(batch), len(inputs), len(batch.cu_q) - 1
+    is_delta, device = isinstance(spec, DeltaSpec), inputs.device
+    mixed = torch.empty(rows, spec.channels, dtype=torch.float32, device=device)
+    out = torch.empty(rows, spec.inner, dtype=torch.float32, device=device)
+    result = torch.empty(rows, spec.inner, dtype=inputs.dtype, device=device)
+    if not rows:
+        return result
+    given = (
+        pool.floats, states.rows, states.rows.stride(0), states.save_at, pool.units, pool.units.shape[1],
+        pool.layout.block_bytes // 4, states.rows.shape[2], batch.cu_q, spec.channels,
+    )  # fmt: skip
+    (heads_0, size_0), (heads_1, size_1), (_, size_2) = spec.parts
+    chunk, programs, warps = (1, 1, 1) if max(batch.counts, default=CHUNK) == 1 else (CHUNK, PROGRAMS, 8)
+    triton_states.convolve[(layer.num_inputs, programs, slices)](
+        mixed, inputs, inputs.stride(0), layer.conv, layer.conv if layer.conv_bias is None else layer.conv_bias, *given,
+        layer.first_unit, HEADS_0=heads_0, SIZE_0=size_0, HEADS_1=heads_1, SIZE_1=size_1, SIZE_2=size_2,
+        CONV=spec.conv, DELTA=is_delta, HAS_BIAS=layer.conv_bias is not None, BLOCK_T=chunk,
+        BLOCK_C=triton.next_power_of_2(max(size_0, size_1, size_2)), BLOCK_K=triton.next_power_of_2(spec.conv - 1),
+        num_warps=warps,
+    )  # fmt: skip
+    query_at, key_at, value_at = spec.columns
+    triton_states.recur[(spec.value_heads, triton.cdiv(spec.value_dim, COLUMNS), slices)](
+        out, mixed, steps, steps.stride(0), layer.rates, layer.step_bias, layer.skip, *given,
+        layer.first_unit + layer.num_inputs, HEADS=spec.value_heads, SHARED=spec.value_heads // spec.key_heads,
+        KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, QUERY_AT=query_at, KEY_AT=key_at, VALUE_AT=value_at,
+        DELTA=is_delta, BLOCK_K=triton.next_power_of_2(spec.key_dim), BLOCK_V=COLUMNS, num_warps=1,
+    )  # fmt: skip
+    block = triton.next_power_of_2(layer.group)
+    triton_states.norm_gated[(rows, spec.inner // layer.group)](
+        out, gate, gate.stride(0), layer.norm, result, epsilon, WIDTH=spec.inner, GROUP=layer.group, BLOCK=block,
+        GATES_FIRST=not is_delta, num_warps=min(8, max(1, block // 256)),
+    )  # fmt: skip
+    return result

@@ -25,8 +25,6 @@ class AttentionLayer:
 
     If `wide` is not 0, the layer has that number of key heads, of twice the layout's size. Their keys are in the places
     of the layout's first heads, and their values in the places of the heads that follow.
-
-    In a pool of float8, stored keys and values are multiplied by `key_scale` and `value_scale`.
     """
 
     index: int  # among the layers that keep KV
@@ -35,8 +33,6 @@ class AttentionLayer:
     sinks: Tensor | None = None
     latent: int = 0
     wide: int = 0
-    key_scale: float = 1.0
-    value_scale: float = 1.0
 
     @property
     def is_plain(self) -> bool:
@@ -120,6 +116,7 @@ class TorchPlan:
         self._pieces = pool.tensor.view(-1, *layout.shape[2:])
         self._layout = layout
         self._places = pool.places.places
+        self._scales = pool.scales
         self._batch = batch
         self._reaches: dict[int, list[_Reach]] = {}
 
@@ -141,6 +138,8 @@ class TorchPlan:
             keys, values = both[: layer.wide], both[layer.wide : 2 * layer.wide]
         else:
             keys, values = both.chunk(2, dim=-1)
+            if self._scales[layer.index] != (1.0, 1.0):
+                keys, values = keys * self._scales[layer.index][0], values * self._scales[layer.index][1]
         if layer.softcap or layer.sinks is not None:
             return _attend_slowly(layer, q, keys, values, reach)
         return scaled_dot_product_attention(

@@ -154,7 +154,7 @@ class TorchStep(TorchRouting):
         both = torch.stack((rotate(k, cosine, sine), v), dim=2)
         places = self._kernels.pool.places
         blocks, offsets = self._targets[places.tables[layer]]
-        self._pool[:, :, places.places[layer]][blocks, :, offsets] = both.to(self._pool.dtype)
+        self._pool[:, :, places.places[layer]][blocks, :, offsets] = self._kernels.pool.stored(layer, both)
         return rotate(q, cosine, sine)
 
     def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
@@ -200,8 +200,8 @@ def rotate_and_store_normed(
     else:
         rows = torch.cat((keys, values), dim=1).view(len(qkv), -1, 2, layout.head_dim)
     slots, size = slots.clamp(min=0), layout.block_tokens
-    pool = kernels.pool.tensor
-    pool[:, : rows.shape[1], kernels.pool.places.places[layer]][slots // size, :, slots % size] = rows.to(pool.dtype)
+    pool, place = kernels.pool, kernels.pool.places.places[layer]
+    pool.tensor[:, : rows.shape[1], place][slots // size, :, slots % size] = pool.stored(layer, rows)
     return rotate(norm(q, q_norm), cosine, sine)
 
 
@@ -214,7 +214,7 @@ def rotate_and_store_latent(
     key = rotate(latent[:, None, -dims:], cosine, sine)[:, 0]
     rows = torch.cat((latent[:, :-dims], key), dim=-1).view(len(latent), 2, -1)
     slots = slots.clamp(min=0)
-    pool.tensor[:, 0, pool.places.places[layer]][slots // size, slots % size] = rows.to(pool.tensor.dtype)
+    pool.tensor[:, 0, pool.places.places[layer]][slots // size, slots % size] = pool.stored(layer, rows)
     return torch.cat((q[..., :-dims], rotate(q[..., -dims:], cosine, sine)), dim=-1)
 
 

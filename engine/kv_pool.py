@@ -1,5 +1,6 @@
 """The KV pool of a device, which is a typed view of memory to which peers may also write."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +10,10 @@ from torch import Tensor
 from engine.models.kv_places import KVPlaces, all_in_one_row
 from shared.kv.layout import KVLayout
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn
+}  # fmt: skip
+FLOAT8_LIMIT = 448.0  # the largest number of float8_e4m3fn
 
 # Block 0 is never allocated to a request. The padding of block tables refers to it.
 DUMMY_BLOCK = 0
@@ -25,11 +29,18 @@ class PoolMemory(Protocol):
 class KVPool:
     """A view of `memory` as a tensor of shape `layout.shape`. It shares the memory that peers write to.
 
-    `places` are the places of the model's layers. By default, a row holds all layers. Raises ValueError if the memory's
-    rows do not match the layout's blocks.
+    `places` are the places of the model's layers. By default, a row holds all layers. If the pool's dtype is float8,
+    the keys and values of a layer are divided by the layer's `scales`, by default 1, and limited to the dtype's range.
+    Raises ValueError if the memory's rows do not match the layout's blocks.
     """
 
-    def __init__(self, layout: KVLayout, memory: PoolMemory, places: KVPlaces | None = None) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        memory: PoolMemory,
+        places: KVPlaces | None = None,
+        scales: Sequence[tuple[float, float]] = (),
+    ) -> None:
         wanted = (layout.num_blocks, layout.block_bytes)
         if tuple(memory.rows.shape) != wanted:
             raise ValueError(f"KV memory has {tuple(memory.rows.shape)} rows x bytes, but the layout needs {wanted}")
@@ -38,6 +49,8 @@ class KVPool:
         self.memory = memory  # a reference, so that the mapping exists as long as the view
         rows = memory.rows if isinstance(memory.rows, Tensor) else torch.from_numpy(memory.rows)
         self.tensor = rows.view(DTYPES[layout.dtype]).view(layout.shape)
+        self.is_float8 = self.tensor.dtype == torch.float8_e4m3fn
+        self.scales = scales or ((1.0, 1.0),) * self.places.num_layers
         # int64 [2, units]: the row of each unit of a state, and the unit's offset in the row
         self.units = torch.tensor(self.places.units, dtype=torch.int64, device=rows.device).view(-1, 2).T.contiguous()
 
@@ -45,6 +58,14 @@ class KVPool:
     def floats(self) -> Tensor:
         """The pool as a flat float32 tensor, for recurrent states."""
         return self.tensor.view(-1).view(torch.float32)
+
+    def stored(self, layer: int, rows: Tensor) -> Tensor:
+        """Return keys and values, [..., 2, n], as the pool stores them."""
+        if self.is_float8:
+            key_scale, value_scale = self.scales[layer]
+            rows = torch.stack((rows[..., 0, :] / key_scale, rows[..., 1, :] / value_scale), dim=-2)
+            rows = rows.clamp(-FLOAT8_LIMIT, FLOAT8_LIMIT)
+        return rows.to(self.tensor.dtype)
 
     def state_places(self, rows: Tensor) -> Tensor:
         """Return the offset in `floats` of each unit of states, int64 [..., units], from the rows of the states,

@@ -116,6 +116,8 @@ def _check_cpu(options: BuildOptions, config: ModelConfig, num_pools: int) -> No
             f"--dtype {options.dtype}: the CPU computes in float32; omit --dtype, and use --weight-dtype "
             f"{options.dtype} to store weights in that type"
         )
+    if options.kv_cache_dtype == "fp8":
+        raise ValueError("--kv-cache-dtype fp8: runs only on GPUs; use float16 or bfloat16 on a CPU")
     if options.attention_backend not in {"auto", "numba", "torch"}:
         raise ValueError(
             f"--attention-backend {options.attention_backend}: does not run on a CPU; use auto, numba or torch"

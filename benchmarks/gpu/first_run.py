@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.gpu.attention import GpuScene, GpuSection, decode, prefill
 from benchmarks.gpu.handoff import handoff
+from benchmarks.gpu.layers import layers
 from benchmarks.gpu.model import model
 from benchmarks.process import ROOT
 from benchmarks.result import RESULTS, Cell, Result, Table, versions
@@ -35,7 +36,7 @@ from benchmarks.result import RESULTS, Cell, Result, Table, versions
 NAME = "gpu_first_run"
 PYTEST = "[pytest]\naddopts = --import-mode=importlib\nmarkers = gpu: needs a CUDA device\n"
 SUITES = ("test_kernels.py", "test_runner.py")
-CHECKS_S = 400.0  # timeout of one suite
+CHECKS_S = 900.0  # timeout of one suite
 LAST_LINES = 6
 
 
@@ -63,7 +64,7 @@ def _count(printed: str, words: str) -> int:
 
 
 SECTIONS: dict[str, Callable[[GpuScene], GpuSection]] = {
-    "checks": checks, "decode": decode, "prefill": prefill, "model": model, "handoff": handoff
+    "checks": checks, "decode": decode, "prefill": prefill, "layers": layers, "model": model, "handoff": handoff
 }  # fmt: skip
 
 

@@ -230,11 +230,12 @@ class TritonPlan:
         keys, values = self._backend.pool.layer(layer.index)
         values = keys[:, layer.wide :] if layer.wide else values
         heads = heads or self._heads(layer, q, queries)
-        scale, cap = q.shape[2] ** -0.5 * layer.key_scale, layer.softcap * LOG2_E
+        key_scale, value_scale = self._backend.pool.scales[layer.index]
+        scale, cap = q.shape[2] ** -0.5 * key_scale, layer.softcap * LOG2_E
         attend[(len(work), heads.programs, splits)](
             out, weight_of if weight_of is not None else out, q, keys, values,
             layer.sinks if layer.sinks is not None else out, work, batch.cu_q, batch.kv_len, batch.block_table,
-            layer.window, scale / layer.softcap if layer.softcap else scale * LOG2_E, cap, layer.value_scale,
+            layer.window, scale / layer.softcap if layer.softcap else scale * LOG2_E, cap, value_scale,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), batch.block_table.stride(0),
             keys.stride(0), keys.stride(1), keys.stride(2),
             GROUP=heads.group, QUERIES=queries, SHARE=heads.share, PAGE=layout.block_tokens, HEAD_DIM=heads.size,

@@ -15,10 +15,12 @@ from engine.cuda.selection import (
     attention_on_cuda,
     block_tokens_on_cuda,
     kernels_on_cuda,
+    kv_dtype_on_cuda,
     usable_on_cuda,
     weights_on_cuda,
 )
 from engine.cuda.staging import StepCapacity
+from engine.formats.kv_scales import read_kv_scales
 from engine.kv_pool import KVPool
 from engine.model_memory import aligned, memory_of
 from engine.models.decoder import Decoder
@@ -68,7 +70,8 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
     with _stage(gpu, f"allocating {_gib(layout.num_blocks * layout.block_bytes)} for KV", LESS_KV):
         memory = gpu.allocate(layout.num_blocks, layout.block_bytes)
         places = kv_places(config, layout.block_bytes)
-        runner = _runner(options, model, KVPool(layout, memory, places), gpu, triton)
+        scales = read_kv_scales(path, config) if options.kv_cache_dtype == "fp8" else ()
+        runner = _runner(options, model, KVPool(layout, memory, places, scales), gpu, triton)
     if not options.enforce_eager and model.can_be_captured(runner.kernels):
         with _stage(gpu, "capturing CUDA graphs", f"{LESS_KV}, or use --enforce-eager", "try --enforce-eager"):
             _capture(runner, gpu)
@@ -150,7 +153,7 @@ def _gib(size: int) -> str:
 
 def _one_block(options: BuildOptions, model: Decoder) -> KVLayout:
     config = model.config
-    dtype = str(model.dtype).removeprefix("torch.") if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    dtype = kv_dtype_on_cuda(options.kv_cache_dtype, model.dtype, model.device)
     size = options.block_size or block_tokens_on_cuda(options.attention_backend, model.device)
     return KVLayout(1, config.num_kv_heads, kv_places(config).row_layers, size, config.head_dim, dtype)
 

@@ -139,7 +139,7 @@ class FlashAttention:
 
     def __init__(self, pool: KVPool, name: str, ours: AttentionBackend | None = None) -> None:
         layout = pool.layout
-        if layout.dtype == "float32" or layout.head_dim % 8 or layout.head_dim > 256:
+        if pool.tensor.itemsize != 2 or layout.head_dim % 8 or layout.head_dim > 256:
             raise ValueError(
                 f"--attention-backend flash_attn needs 16-bit KV and a head_dim of up to 256 that is a multiple of 8, "
                 f"not {layout.dtype} and {layout.head_dim}: use triton"

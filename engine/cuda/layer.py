@@ -67,6 +67,7 @@ class TritonStep:
             angles = rotation.angles(batch.positions)
             return rotate_and_store_normed(kernels, slots, angles, layer, qkv, q_norm, k_norm)
         keys, values = kernels.pool.layer(layer)
+        key_scale, value_scale = kernels.pool.scales[layer]
         group = config.num_heads // config.num_kv_heads
         block_g, block_h = triton.next_power_of_2(group), triton.next_power_of_2(config.head_dim // 2)
         normed = q_norm is not None and k_norm is not None
@@ -74,9 +75,10 @@ class TritonStep:
             triton_rows.rotate_and_store[(len(qkv), config.num_kv_heads)](
                 qkv, q_norm if normed else qkv, k_norm if normed else qkv, keys, values,
                 batch.positions, slots, rotation.frequencies, rotation.magnitudes, config.rms_norm_eps,
-                qkv.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
+                1 / key_scale, 1 / value_scale, qkv.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
                 GROUP=group, PAGE=kernels.pool.layout.block_tokens, HEAD_DIM=config.head_dim,
-                BLOCK_G=block_g, BLOCK_H=block_h, NORMED=normed, num_warps=_warps(block_g * block_h, 1),
+                BLOCK_G=block_g, BLOCK_H=block_h, NORMED=normed, FLOAT8=kernels.pool.is_float8,
+                num_warps=_warps(block_g * block_h, 1),
             )  # fmt: skip
         return qkv[:, : config.num_heads * config.head_dim].view(len(qkv), config.num_heads, config.head_dim)
 

@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 
 from engine.kernels import SWIGLU_ALPHA, SWIGLU_LIMIT
+from engine.kv_pool import FLOAT8_LIMIT
 
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
+LARGEST = tl.constexpr(FLOAT8_LIMIT)
 
 
 @triton.jit
@@ -47,13 +49,23 @@ def _turned(places, held, weight, half, cosine, sine, eps, HEAD_DIM: tl.constexp
 
 
 @triton.jit
+def _stored(values, factor, FLOAT8: tl.constexpr):
+    """Return the values as the pool stores them (see `KVPool.stored`), before the conversion to its dtype."""
+    if FLOAT8:
+        values = values.to(tl.float32) * factor
+        values = tl.where(values > LARGEST, LARGEST, tl.where(values < -LARGEST, -LARGEST, values))
+    return values
+
+
+@triton.jit
 def rotate_and_store(
     qkv,  # [T, (heads + 2 * kv_heads) * HEAD_DIM]; the queries are rotated in place
     q_norm, k_norm,
     keys,  # [num_blocks, kv_heads, PAGE, HEAD_DIM], strided; `values` has the same strides
-    values, positions, slots, frequencies, magnitudes, eps, qkv_stride, block_stride, head_stride, token_stride,
+    values, positions, slots, frequencies, magnitudes, eps, key_factor, value_factor, qkv_stride, block_stride,
+    head_stride, token_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
-    NORMED: tl.constexpr,
+    NORMED: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens x KV heads. A program rotates one key head and its query heads, and stores keys and values."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -80,11 +92,12 @@ def rotate_and_store(
     block, offset = slot // PAGE, slot % PAGE
     target = block * block_stride + kv_head.to(tl.int64) * head_stride + offset * token_stride + only + half[None, :]
     kept = keys.dtype.element_ty
-    tl.store(keys + target, left.to(kept), mask=held)
-    tl.store(keys + target + HEAD_DIM // 2, right.to(kept), mask=held)
+    tl.store(keys + target, _stored(left, key_factor, FLOAT8).to(kept), mask=held)
+    tl.store(keys + target + HEAD_DIM // 2, _stored(right, key_factor, FLOAT8).to(kept), mask=held)
     places += kv_heads * HEAD_DIM
-    tl.store(values + target, tl.load(places, mask=held).to(kept), mask=held)
-    tl.store(values + target + HEAD_DIM // 2, tl.load(places + HEAD_DIM // 2, mask=held).to(kept), mask=held)
+    left, right = tl.load(places, mask=held), tl.load(places + HEAD_DIM // 2, mask=held)
+    tl.store(values + target, _stored(left, value_factor, FLOAT8).to(kept), mask=held)
+    tl.store(values + target + HEAD_DIM // 2, _stored(right, value_factor, FLOAT8).to(kept), mask=held)
 
 
 @triton.jit

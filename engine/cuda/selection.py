@@ -13,6 +13,7 @@ from engine.models.spec import ModelConfig
 
 log = logging.getLogger("baton.engine")
 OWN = "own"  # Baton's Triton kernels if they run here, otherwise torch's
+FLOAT8_CAPABILITY = (8, 9)
 MAX_HEAD_DIM = 256  # of the Triton kernels
 BLOCK_TOKENS = 64  # tokens per KV block on a GPU: one head's keys and values then take 32 KiB
 NO_FLASH_ATTN = (
@@ -56,6 +57,18 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
             "--kv-cache-dtype, or use triton"
         )
     return FlashAttention(pool, found[0], ours)
+
+
+def kv_dtype_on_cuda(name: str, computed: torch.dtype, device: torch.device) -> str:
+    """Return the dtype of the layout for `--kv-cache-dtype name`. Raises ValueError if the GPU has no float8."""
+    if name != "fp8":
+        return str(computed).removeprefix("torch.") if name == "auto" else name
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+        raise ValueError(
+            f"--kv-cache-dtype fp8: {torch.cuda.get_device_name(device)} has no float8; use auto, or a GPU of the "
+            "generations Ada, Hopper or later"
+        )
+    return "float8_e4m3fn"
 
 
 def usable_on_cuda(name: str, device: torch.device) -> str:

@@ -108,9 +108,13 @@ class StepBuffers:
 
     def clear(self, shape: StepShape) -> Batch:
         """Fill the device's tensors for a shape with padding, and return them, at their fixed addresses."""
-        batch = BufferCarver(self._words).batch(shape, self._tables, self.capacity.state_rows)
+        batch = self.view(shape)
         _fill(batch, _NOTHING)
         return batch
+
+    def view(self, shape: StepShape) -> Batch:
+        """Return the device's tensors for a shape."""
+        return BufferCarver(self._words).batch(shape, self._tables, self.capacity.state_rows)
 
     def load(self, step: Batch, rows: list[SamplingRow], shape: StepShape, draws: Tensor) -> tuple[Batch, Tensor]:
         """Copy a step, padded to `shape`, from the host to the device, and set its carried tokens from `draws`.

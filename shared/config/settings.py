@@ -276,8 +276,8 @@ class ComputingSettings(CommonSettings):
     quantization: Literal["none", "int8"] = setting(
         "none", "int8: compute matrix products with 8-bit weights and activations (CPU only)."
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Data type of the KV cache.", "--dtype, or float16 on the CPU with --quantization int8"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = setting(
+        "auto", "Data type of the KV cache (fp8: GPU only).", "--dtype, or float16 on the CPU with --quantization int8"
     )
     attention_backend: Literal["auto", "torch", "numba", "triton", "flash_attn"] = setting(
         "auto", "Attention backend.", "the fastest that this machine supports"

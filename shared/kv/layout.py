@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import prod
 
 HOST_KV_BYTES = 512 << 20  # default size of the KV pool of a node on the CPU
-BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("gpu") / "gpu_first_run.json"
     command = [sys.executable, "-c", BARE, "--device", "cpu", "--toy", "--out", str(out), "--only"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}  # tests.gpu imports Triton
-    for only in ("decode", "prefill,model,handoff"):
+    for only in ("decode", "prefill,layers,model,handoff"):
         run = subprocess.run([*command, only], cwd=ROOT, env=environment, timeout=600, capture_output=True, check=False)
         assert run.returncode == 0, run.stderr.decode()[-2000:]
     found: dict[str, Any] = json.loads(out.read_text())
@@ -48,8 +48,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_section_measures_without_a_failure(report: dict[str, Any]) -> None:
-    assert [name for name in script.SECTIONS if name in report["runs"]] == ["decode", "prefill", "model", "handoff"]
-    assert len(report["tables"]) == 4
+    names = ["decode", "prefill", "layers", "model", "handoff"]
+    assert [name for name in script.SECTIONS if name in report["runs"]] == names
+    assert len(report["tables"]) == 6
     for table in report["tables"]:
         assert table["rows"]
         assert "ailed" not in table["title"] + table["note"]

@@ -179,7 +179,7 @@ def run_step(runner: Runner, slices: Sequence[Slice]) -> list[SliceOutput]:
     return outputs
 
 
-def generate(runner: Runner, requests: Sequence[Request], budget: int) -> list[list[int]]:
+def generate(runner: Runner, requests: Sequence[Request], budget: int, states: States | None = None) -> list[list[int]]:
     """Run requests to their end, decodes first, with at most `budget` tokens per step. Return the generated tokens."""
     while running := [request for request in requests if request.finish is None]:
         running.sort(key=lambda request: len(request.tokens) - request.num_computed > 1)
@@ -188,6 +188,8 @@ def generate(runner: Runner, requests: Sequence[Request], budget: int) -> list[l
             if left > 0:
                 slices.append(piece(request, left))
                 left -= slices[-1].count
+        if states is not None:
+            states.use(slices)
         for output in run_step(runner, slices):
             assert not output.error
         for request in running:

@@ -8,7 +8,7 @@ from engine.cuda.staging import StepCapacity
 from engine.runner import PendingStep, Runner, SliceOutput
 from scheduler.request import Request, Slice, Step
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import GREEDY, VOCABULARY, Blocks
+from tests.engine.build import GREEDY, VOCABULARY, Blocks, States
 
 NUM_BLOCKS, BLOCK_TOKENS = 240, 4
 
@@ -40,10 +40,12 @@ def requests_of(blocks: Blocks, seed: int, samplings: Sequence[SamplingParams] =
     ]
 
 
-def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -> list[list[SliceOutput]]:
+def drive(
+    runner: Runner, requests: Sequence[Request], seed: int, ahead: bool, states: States | None = None
+) -> list[list[SliceOutput]]:
     """Run steps of random slices in random order and return each request's outputs.
 
-    With `ahead`, each step is launched before the previous one has ended.
+    With `ahead`, each step is launched before the previous one has ended. `states` are needed for recurrent layers.
     """
     random = Random(seed)
     outputs_of: dict[str, list[SliceOutput]] = {request.id: [] for request in requests}
@@ -72,6 +74,8 @@ def drive(runner: Runner, requests: Sequence[Request], seed: int, ahead: bool) -
                 request.num_sampling += samples
                 left -= count
         before, pending = pending, None
+        if states is not None:
+            states.use(slices)
         if slices:
             step = Step(number, slices, [])
             pending = step, runner.launch(step, before[0] if before is not None else None)

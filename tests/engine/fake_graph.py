@@ -6,12 +6,13 @@ therefore wrong if an input is not updated, the host read a number that changed 
 replay began, or padding leaks into a sum. As with CUDA, an operation that waits for the device raises an error.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
@@ -36,16 +37,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class FakeGraph:
+    capturing: ClassVar["FakeGraph | None"] = None
+
     def __init__(self) -> None:
         self._operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         self._made: list[Tensor] = []
         self._recorder = _Recorder(self)
 
     def capture_begin(self) -> None:
+        FakeGraph.capturing = self
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
         self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        FakeGraph.capturing = None
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         results = _tensors(result)
@@ -62,6 +67,24 @@ class FakeGraph:
             for old, new in zip(results, _tensors(func(*args, **kwargs)), strict=True):
                 if _storage(old) != _storage(new):  # the result is neither a view nor written in place
                     old.copy_(new)
+
+
+@contextmanager
+def recorded_launches(launcher: type) -> Iterator[None]:
+    """Record kernel launches too: calls of `launcher`, the class of Triton's interpreter that runs a kernel."""
+    launch = launcher.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if FakeGraph.capturing is not None:
+            FakeGraph.capturing.record(lambda *a, **k: launch(self, *a, **k), args, kwargs, None)
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            launch(self, *args, **kwargs)
+
+    launcher.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        launcher.__call__ = launch  # type: ignore[method-assign]
 
 
 class FakeGraphPool:

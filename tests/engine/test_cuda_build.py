@@ -19,6 +19,8 @@ from engine.cuda.build import CONTEXT_BYTES, GIB, GRAPH_BYTES, build_on_cuda
 from engine.cuda.device import CudaAccelerator
 from engine.cuda.graphs import GraphRecording
 from engine.cuda.kv.driver import CudaError
+from engine.cuda.selection import kv_dtype_on_cuda
+from engine.formats.kv_scales import read_kv_scales
 from engine.models.families import read_model_config
 from engine.models.spec import ModelConfig
 from engine.options import BuildOptions
@@ -86,6 +88,37 @@ def test_a_node_on_a_gpu_generates_the_tokens_of_one_on_a_cpu() -> None:
         "float32",
         "torch",
     )
+
+
+def test_keys_and_values_in_float8_take_half_the_memory_and_have_the_scales_of_the_checkpoint(tmp_path: Path) -> None:
+    shape = config()
+    tensors = load_file(MODEL / "model.safetensors")
+    options = replace(OPTIONS, num_blocks=40, enforce_eager=True, kv_cache_dtype="fp8")
+    answers, fingerprints = [], set()
+    for scale, message in ((0.5, ""), (2.0, ""), (0.0, "k_scale.*is not one positive number")):
+        names = ("k_scale", "v_scale") if scale == 0.5 else ("k_proj.k_scale", "v_proj.v_scale")
+        scales = {f"model.layers.1.self_attn.{name}": torch.tensor(scale) for name in names}
+        save_file(tensors | scales, tmp_path / "model.safetensors")
+        quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # no matrix is quantized
+        values = json.loads((MODEL / "config.json").read_text()) | {"quantization_config": quantization}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        if message:
+            with pytest.raises(ValueError, match=message):
+                build_on_cuda(options, shape, tmp_path, HostGpu())
+            continue
+        assert read_kv_scales(tmp_path, shape)[:3] == [(1.0, 1.0), (scale, scale), (1.0, 1.0)]
+        gpu = HostGpu()
+        computer = build_on_cuda(options, shape, tmp_path, gpu)
+        assert computer.layout.dtype == computer.attributes["kv_cache_dtype"] == "float8_e4m3fn"
+        assert gpu.rows[1] == 64 * shape.num_kv_heads * shape.num_layers * shape.head_dim * 2
+        fingerprints.add(computer.fingerprint)
+        request = Request("r", list(range(3, 60)), 57, 12, sampling=GREEDY)
+        request.tables[0] = [7, 3]
+        answers.append(generate(computer.runner, [request], 24))
+    # Scales of powers of 2 do not change the rounding of numbers within the range.
+    assert answers[0] == answers[1]
+    other = build_on_cuda(replace(options, kv_cache_dtype="auto"), shape, MODEL, HostGpu())
+    assert other.fingerprint not in fingerprints
 
 
 def test_kv_gets_the_memory_that_weights_and_steps_leave() -> None:
@@ -231,6 +264,15 @@ def test_a_capture_that_fails_is_not_hidden_by_the_end_of_its_graph() -> None:
         GraphRecording(Pool()).capture(work)
     with pytest.raises(RuntimeError, match="previous error"):
         GraphRecording(Pool()).capture(lambda: None)
+
+
+def test_float8_is_refused_on_a_cpu_and_on_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8: runs only on GPUs; use float16 or bfloat16"):
+        build(replace(OPTIONS, device="cpu", attention_backend="auto", kv_cache_dtype="fp8"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8: A100 has no float8; use auto"):
+        kv_dtype_on_cuda("fp8", torch.bfloat16, torch.device("cuda"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

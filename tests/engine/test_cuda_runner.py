@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.random_model import random_decoder
 from engine.attention import AttentionBackend, AttentionLayer, TorchAttention, TorchPlan
 from engine.batch import Batch, BlockRows, build
 from engine.cuda.graphs import GraphRecording
@@ -18,8 +19,10 @@ from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
 from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.kv_places import kv_places
-from scheduler.request import Request, Slice, Step
+from engine.models.kv_places import all_in_one_row, kv_places
+from engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec
+from scheduler.geometry import Group
+from scheduler.request import Request, Slice, StateUse, Step
 from shared.rpc.messages import SamplingParams
 from tests.engine import drive as overlap
 from tests.engine.build import (  # noqa: F401
@@ -227,7 +230,7 @@ def test_a_step_is_padded_to_the_next_captured_size(model: Decoder) -> None:
         assert passes.choose(step)[0] == StepShape(size, size, size)
     requests[0].num_computed = 0
     long = piece(requests[0], 30)
-    assert passes.choose(_built([long]))[0] == StepShape(32, 1, 9)
+    assert passes.choose(_built([long]))[0] == StepShape(32, 9, 9)
     # One graph each for 1, 2, 4, 8 and 9 decodes, and three graphs for each mixed size (16, 32 and 40).
     assert passes.num_graphs == 5 + 3 * 3
 
@@ -277,3 +280,55 @@ def test_tensors_on_the_device_are_aligned_to_16_bytes(tokens: int) -> None:
     names = ("tokens", "positions", "slots", "logit_rows", "cu_q", "kv_len", "block_table")
     assert {getattr(batch, name).data_ptr() % 16 for name in names} == {0}
     assert len(batch.cu_q) == tokens + 1
+
+
+def test_slices_of_padding_have_no_states() -> None:
+    """Nor have they tokens of requests. Earlier steps with more slices leave nothing behind."""
+    buffers, tokens = StepBuffers(replace(CAPACITY, tables=1, state_rows=2), CPU), torch.zeros(9, dtype=torch.int64)
+    groups = (Group("full", 1), Group("state", 2))
+    rows, blocks = BlockRows(replace(all_in_one_row(1), groups=groups)), Blocks(NUM_BLOCKS, BLOCK_TOKENS)
+    requests = requests_of(blocks, 1)[:4]
+    for count in (4, 4, 1, 2):
+        slices = [piece(request, 1) for request in requests[:count]]
+        for at, one in enumerate(slices):
+            one.state = StateUse(None if at == 0 else (7, at), (8, at), 1, (9, at))
+        step = build(slices, BLOCK_TOKENS, CPU, rows=rows)
+        shape = StepShape(5, 6, 6)
+        own, _ = buffers.load(step, [], shape, tokens)
+        padded = buffers.view(shape)
+        assert own.states is not None
+        assert padded.states is not None
+        assert step.states is not None
+        assert torch.equal(own.states.rows, step.states.rows)
+        assert torch.equal(padded.states.rows[:, :count], step.states.rows)
+        assert padded.states.save_at.tolist() == [1] * count + [0] * (6 - count)
+        assert bool((padded.states.rows[:, count:] == -1).all())
+        assert padded.cu_q.tolist() == [0, 1, 2, 3, 4, 5, 5]
+
+
+# Layers whose heads differ from the pool's layout, and scaled embeddings
+OTHER_LAYERS = {
+    "latents": tuple(LayerSpec(LatentSpec(3, size, 12, 6, 4, 10), MlpSpec(20)) for size in (0, 8)),
+    "heads of twice the size": (
+        LayerSpec(AttentionSpec(4, 2, 8, norms_values=True), MlpSpec(20, "gelu_tanh")),
+        LayerSpec(AttentionSpec(4, 1, 16, norms_values=True, values_are_keys=True), MlpSpec(20)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_LAYERS)
+def test_graphs_contain_layers_with_other_heads(kind: str) -> None:
+    config = replace(CONFIG, layers=OTHER_LAYERS[kind], embedding_scale=3.3)
+    decoder = random_decoder(config, torch.float32, CPU, deviation=0.3)
+    layout = layout_of(decoder, NUM_BLOCKS, BLOCK_TOKENS)
+    answers = []
+    for captures in (False, True):
+        pool = pool_of(decoder, layout)
+        kernels, capacity = TorchKernels(config, pool), replace(CAPACITY, tables=1)
+        assert decoder.can_be_captured(kernels)
+        runner = CudaRunner(decoder, pool, TorchAttention(pool), kernels, CPU, capacity)
+        if captures:
+            runner.capture(FakeGraphPool())
+        requests = requests_of(Blocks(layout.num_blocks, BLOCK_TOKENS), 2)
+        answers.append(answer(requests, drive(runner, requests, 2, ahead=captures)))
+    assert answers[0][0] == answers[1][0]

@@ -48,7 +48,7 @@ def pool_of(block_tokens: int, dtype: str = "float16", head_dim: int = 32) -> KV
     """Return a pool of random values, with NaN in the dummy block."""
     layout = KVLayout(24, 2, 2, block_tokens, head_dim, dtype)
     pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
-    pool.tensor.normal_(generator=torch.Generator().manual_seed(1))
+    pool.tensor.copy_(torch.randn(layout.shape, generator=torch.Generator().manual_seed(1)))
     pool.tensor[0] = torch.nan
     return pool
 
@@ -92,6 +92,7 @@ def test_every_generation_gives_the_reference_result(name: str, mix: str, window
     [
         ("flash_attn 2", (64, "float16", 32), "multiple of 256 .it is 64."),
         ("flash_attn 3", (16, "float32", 32), "16-bit.*use triton"),
+        ("flash_attn 3", (16, "float8_e4m3fn", 32), "16-bit.*use triton"),
         ("flash_attn 3", (16, "bfloat16", 20), "multiple of 8"),
         ("flash_attn 4", (128, "bfloat16", 32), "128: use another"),
     ],

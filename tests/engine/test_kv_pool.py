@@ -2,10 +2,14 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention import TorchAttention
+from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.options import blocks_for
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
+from tests.engine.build import CPU
+from tests.gpu_less.contract import FLOAT8, batch_of, check_attention, check_rotation, config_of, pool_of
 
 LAYOUT = KVLayout(num_blocks=5, kv_heads=2, layers=3, block_tokens=4, head_dim=6, dtype="float32")
 
@@ -24,13 +28,25 @@ def test_the_pool_is_a_view_of_its_memory_and_layers_are_views_of_the_pool() -> 
     assert not pool.tensor[3].isnan().any()
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("float8_e4m3fn", 1)])
 def test_sizes_and_dtypes(dtype: str, size: int) -> None:
     layout = KVLayout(3, 2, 3, 4, 6, dtype)
     assert layout.block_bytes == 2 * 3 * 4 * 2 * 6 * size
     pool = KVPool(layout, HostMemory(3, layout.block_bytes))
     assert pool.tensor.dtype == getattr(torch, dtype)
     assert tuple(pool.tensor.shape) == layout.shape
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.002, 3.0)])
+def test_keys_and_values_in_float8(scales: tuple[float, float]) -> None:
+    """They are divided by their scales, and limited to the range of float8, which keys exceed with the small scale."""
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = pool_of(2, 16, 4, FLOAT8, 40, CPU, scales=scales)
+        batch, config = batch_of([(0, 5), (0, 1)], 4, 40, CPU), config_of(64, 2, 2, 16)
+        check_rotation(TorchKernels(config, pool), config, pool, batch, dtype, norms=True)
+        check_attention(TorchAttention(pool), pool, batch_of([(9, 10), (0, 7)], 4, 40, CPU), 4, dtype)
+    assert pool.stored(1, torch.tensor([[torch.nan], [1e9]])).float()[0].isnan()
+    assert "float8" in pool.layout.describe()
 
 
 def test_the_description_of_a_layout_omits_only_the_number_of_blocks() -> None:

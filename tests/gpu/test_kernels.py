@@ -1,19 +1,34 @@
 """Test the contract of the Triton kernels on a GPU, with the shapes of real models and with bfloat16."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from tests.gpu_less.contract import batch_of, check_attention, check_norms, check_rotation, config_of, padded, pool_of
+from tests.gpu_less.contract import (
+    FLOAT8,
+    TOLERANCE,
+    batch_of,
+    check_attention,
+    check_norms,
+    check_rotation,
+    config_of,
+    padded,
+    pool_of,
+)
 from tests.gpu_less.draws import FILTERS, expected, logits_of, parameters_of, rows_of
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.attention import AttentionLayer
+from engine.attention import AttentionLayer, TorchAttention
 from engine.cuda.attention import TritonAttention
 from engine.cuda.draw import draw
 from engine.cuda.layer import TritonKernels
+from engine.cuda.selection import FLOAT8_CAPABILITY
+from engine.models.spec import DeltaSpec, SsmSpec
+from tests.engine.recurrent_scene import SPECS
+from tests.gpu_less.layers import PLAIN, ROUTERS, check_experts, check_order, check_recurrence, check_router
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,6 +38,7 @@ pytestmark = [
 DEVICE = torch.device("cuda")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NUM_BLOCKS = 3000
+HAS_FLOAT8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
 MIXED = [(1999, 2000), (0, 700), (15, 16), (3000, 3033), (-1, 0), (513, 1077), (0, 1), (900, 907)]
 
 
@@ -42,6 +58,61 @@ def test_long_chunks_of_many_heads_in_the_largest_tile() -> None:
     pool = pool_of(8, 128, 64, torch.bfloat16, NUM_BLOCKS, DEVICE)
     batch = batch_of([(0, 2048), (1000, 1600)], 64, NUM_BLOCKS, DEVICE)
     check_attention(TritonAttention(pool), pool, batch, 32, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("dtype", "window"), list(product(DTYPES, [0, 600])))
+def test_soft_caps_and_sinks(dtype: torch.dtype, window: int) -> None:
+    pool = pool_of(2, 64, 64, dtype, NUM_BLOCKS, DEVICE)
+    batch, sinks = batch_of(MIXED, 64, NUM_BLOCKS, DEVICE), torch.linspace(-3.0, 4.0, 16, device=DEVICE)
+    check_attention(TritonAttention(pool), pool, batch, 16, dtype, window, softcap=5.0, sinks=sinks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_heads_of_twice_the_size(dtype: torch.dtype, head_dim: int) -> None:
+    pool = pool_of(4, head_dim, 64, dtype, NUM_BLOCKS, DEVICE)
+    pool.tensor.normal_()
+    spans = [(1999, 2000), (0, 700), (3000, 3033)]
+    batch, layer = batch_of(spans, 64, NUM_BLOCKS, DEVICE), AttentionLayer(1, wide=2)
+    q = torch.randn(734, 16, 2 * head_dim, device=DEVICE).to(dtype)
+    found, wanted = (backend(pool).plan(batch).attend(layer, q) for backend in (TritonAttention, TorchAttention))
+    torch.testing.assert_close(found, wanted, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "spec",
+    [*SPECS.values(), DeltaSpec(16, 32, 128, 128, 4), SsmSpec(1, 48, 128, 64, 4)],  # the last: Qwen3.5 9B, Granite 4
+)
+def test_recurrent_layers(dtype: torch.dtype, spec: DeltaSpec | SsmSpec) -> None:
+    steps = [{0: 50, 1: 1, 2: 64}, {0: 49, 2: 300}, {0: 1, 2: 1}]
+    check_recurrence(spec, DEVICE, (100, 1, 365), steps, {0: 64, 2: 128}, dtype)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_experts_are_chosen_as_by_the_reference(name: str) -> None:
+    check_router(ROUTERS[name], DEVICE, tokens=300)
+    check_router(replace(PLAIN, num_experts=256, top_k=8), DEVICE, tokens=300)
+
+
+@pytest.mark.parametrize("count", [1, 50, 1000, 20_000])
+def test_rows_are_sorted_by_expert(count: int) -> None:
+    check_order(count, DEVICE, 128)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), list(product(["plain", "codes", "codes, optional parts"], DTYPES)))
+def test_experts_are_multiplied_at_once(kind: str, dtype: torch.dtype) -> None:
+    check_experts(kind, dtype, DEVICE, ([0, 1, 0, 2, 0], [3, 90, 16, 0, 17], [300, 1, 0, 700, 64]))
+
+
+@pytest.mark.skipif(not HAS_FLOAT8, reason="the GPU has no float8")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_pool_of_float8(dtype: torch.dtype) -> None:
+    pool, config = pool_of(4, 64, 64, FLOAT8, 500, DEVICE, scales=(0.002, 3.0)), config_of(64, 8, 4, 64)
+    batch = padded(batch_of([(0, 130), (0, 1), (0, 77)], 64, 500, DEVICE), 5)
+    check_rotation(TritonKernels(config, pool), config, pool, batch, dtype, norms=True)
+    pool = pool_of(2, 128, 64, FLOAT8, NUM_BLOCKS, DEVICE, scales=(0.25, 3.0))
+    check_attention(TritonAttention(pool), pool, batch_of(MIXED, 64, NUM_BLOCKS, DEVICE), 8, dtype)
 
 
 @pytest.mark.parametrize("held", [torch.float16, torch.bfloat16])

@@ -11,16 +11,17 @@ from engine.attention import TorchAttention
 from engine.cuda.build import GRAPH_BYTES
 from engine.cuda.device import CudaAccelerator
 from engine.cuda.runner import CudaRunner
-from engine.cuda.selection import attention_on_cuda, kernels_on_cuda
+from engine.cuda.selection import attention_on_cuda, kernels_on_cuda, weights_on_cuda
 from engine.cuda.staging import StepCapacity
 from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.kv_places import kv_places
+from engine.models.spec import AttentionSpec, DeltaSpec, LatentSpec, LayerSpec, MlpSpec, MoeSpec
 from engine.runner import TorchRunner
 from scheduler.request import Request, Step
-from tests.engine.build import CONFIG, GREEDY, Blocks, layout_of, piece, run_step
-from tests.engine.cuda_workload import BLOCK_TOKENS, CAPACITY, NUM_BLOCKS, SEEDS, answer, drive, requests_of
+from tests.engine.build import CONFIG, GREEDY, Blocks, States, in_one_piece, layout_of, piece, run_step, state_size
+from tests.engine.cuda_workload import BLOCK_TOKENS, CAPACITY, NUM_BLOCKS, SAMPLINGS, SEEDS, answer, drive, requests_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -64,6 +65,50 @@ def cuda_runner(gpu: CudaAccelerator, model: Decoder, backend: str, capture: boo
     if capture:
         runner.capture(gpu.graphs())
     return runner, Blocks(pool.layout.num_blocks, BLOCK_TOKENS, pool.places.groups)
+
+
+# Recurrent layers and experts, and attention that differs from that of Qwen3
+OTHER_LAYERS = {
+    "delta rule and experts": (
+        LayerSpec(DeltaSpec(2, 4, 16, 32, 4), MoeSpec(8, 3, MlpSpec(24, "clamped_swiglu"))),
+        LayerSpec(AttentionSpec(4, 2, 16, softcap=5.0, sinks=True), MoeSpec(8, 2, MlpSpec(24), "sigmoid")),
+    ),
+    "latents": (LayerSpec(LatentSpec(4, 0, 32, 16, 16, 16), MoeSpec(8, 2, MlpSpec(24), scores_chosen=True)),) * 2,
+    "heads of twice the size": (
+        LayerSpec(AttentionSpec(4, 2, 16, norms_values=True), MlpSpec(20, "gelu_tanh")),
+        LayerSpec(AttentionSpec(4, 1, 32, norms_values=True, values_are_keys=True), MlpSpec(20)),
+    ),
+}
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("kind", OTHER_LAYERS)
+def test_other_layers_give_the_tokens_of_the_reference(gpu: CudaAccelerator, kind: str, capture: bool) -> None:
+    from engine.cuda.draw import draw
+
+    config = replace(CONFIG, layers=OTHER_LAYERS[kind], embedding_scale=1.7)
+    answers = []
+    for ours in (True, False):
+        linear = weights_on_cuda(torch.float32, triton=ours)
+        decoder = random_decoder(config, torch.float32, gpu.device, linear, deviation=0.3)
+        one = layout_of(decoder, NUM_BLOCKS, BLOCK_TOKENS)
+        size, places = state_size(config, one.block_bytes), in_one_piece(config)
+        layout = replace(one, num_blocks=one.num_blocks + 2 * len(SAMPLINGS) * size)
+        pool = KVPool(layout, gpu.allocate(layout.num_blocks, layout.block_bytes), places)
+        pool.tensor.fill_(torch.nan)
+        attention, kernels = (
+            attention_on_cuda("triton" if ours else "torch", pool, True),
+            kernels_on_cuda(config, pool, ours),
+        )
+        capacity = replace(CAPACITY, tables=1, state_rows=places.state_rows)
+        runner = CudaRunner(decoder, pool, attention, kernels, gpu.device, capacity, draw if ours else None)
+        if ours and capture:
+            assert decoder.can_be_captured(kernels)
+            runner.capture(gpu.graphs())
+        requests = requests_of(Blocks(one.num_blocks, BLOCK_TOKENS), 1)
+        states = States(one.num_blocks, size) if size else None
+        answers.append(answer(requests, drive(runner, requests, 1, ahead=capture and ours, states=states))[0])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -111,7 +156,7 @@ def test_a_launch_does_not_wait_for_the_device(gpu: CudaAccelerator, model: Deco
 
 
 def test_capturing_at_a_real_size_fits_in_the_reserved_memory(gpu: CudaAccelerator) -> None:
-    config = replace(CONFIG, hidden_size=1024, intermediate_size=3072, num_layers=28, windows=(0,) * 28, head_dim=128)
+    config = replace(CONFIG, hidden_size=1024, layers=(LayerSpec(AttentionSpec(4, 2, 128), MlpSpec(3072)),) * 28)
     decoder = random_decoder(config, torch.bfloat16, gpu.device)
     layout = replace(layout_of(decoder, 64, 64), dtype="bfloat16")
     pool = KVPool(layout, gpu.allocate(layout.num_blocks, layout.block_bytes), kv_places(decoder.config))

@@ -29,7 +29,7 @@ from engine.models.kv_places import kv_places
 from engine.models.spec import DeltaSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, SsmSpec
 from engine.recurrence import RecurrentLayer
 from shared.kv.layout import KVLayout
-from tests.gpu_less.contract import NAMES, TensorMemory, batch_of, config_of
+from tests.gpu_less.contract import FLOAT8, NAMES, TensorMemory, batch_of, config_of
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -38,6 +38,7 @@ FEW = {
     SPILLS,
     "attention fp32 64",
     "attention bf16 128",
+    "attention fp8 pool under bf16",
     "attention bf16 of latents",
     "elementwise bf16, 32 heads of 128",
     "sampling",
@@ -137,7 +138,7 @@ def attention(
 def elementwise(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
     hidden = heads * head_dim
     kernels = TritonKernels(config_of(hidden, heads, kv_heads, head_dim), pool_of(kv_heads, head_dim, 64, dtype))
-    step = kernels.begin(without_memory(batch_of([(0, 50)], 64, NUM_BLOCKS, CPU)))
+    step = kernels.begin(batch := without_memory(batch_of([(0, 50)], 64, NUM_BLOCKS, CPU)))
     rows, weight, head = empty(50, hidden, dtype=dtype), empty(hidden, dtype=dtype), empty(head_dim, dtype=dtype)
     step.norm(rows, weight)
     step.add_norm(rows, rows, weight)
@@ -145,6 +146,8 @@ def elementwise(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) ->
         step.gated(empty(50, 7 * hidden, dtype=dtype), activation)
     step.sigmoid_gated(rows, rows)
     for norm in (head, None):
+        held8 = TritonKernels(kernels.config, pool_of(kv_heads, head_dim, 64, FLOAT8)).begin(batch)
+        held8.rotate_and_store(1, empty(50, (heads + 2 * kv_heads) * head_dim, dtype=dtype), norm, norm)
         step.rotate_and_store(1, empty(50, (heads + 2 * kv_heads) * head_dim, dtype=dtype), norm, norm)
 
 
@@ -232,6 +235,8 @@ def configurations() -> dict[str, Callable[[], None]]:
         SPILLS: too_large,
         "attention fp16 pool under fp32": lambda: attention(fp32, 128, held=fp16),
         "attention fp16 pool under bf16": lambda: attention(bf16, 128, held=fp16),
+        "attention fp8 pool under bf16": lambda: attention(bf16, 128, held=FLOAT8),
+        "attention fp8 pool under fp32": lambda: attention(fp32, 128, held=FLOAT8),
         "attention bf16 of 7 heads a group": lambda: attention(bf16, 128, group=7),
         "attention bf16 of 80 a head": lambda: attention(bf16, 80),
         "attention bf16 of many heads a group, several queries": lambda: attention(bf16, 128, group=8, spans=several),

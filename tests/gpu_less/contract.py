@@ -12,13 +12,14 @@ from torch.nn.functional import gelu
 from engine.attention import AttentionBackend, AttentionLayer
 from engine.batch import Batch
 from engine.kernels import Kernels
-from engine.kv_pool import KVPool
+from engine.kv_pool import DTYPES, FLOAT8_LIMIT, KVPool
 from engine.models.rope import inverse_frequencies
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, Rope
 from shared.kv.layout import KVLayout
 
-NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+FLOAT8 = torch.float8_e4m3fn
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2, FLOAT8: 2**-4}
 
 
 class TensorMemory:
@@ -27,10 +28,18 @@ class TensorMemory:
 
 
 def pool_of(
-    kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, num_blocks: int, device: torch.device, layers: int = 2
+    kv_heads: int,
+    head_dim: int,
+    page: int,
+    dtype: torch.dtype,
+    num_blocks: int,
+    device: torch.device,
+    layers: int = 2,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> KVPool:
+    """Return a pool. `scales` are those of the keys and values of layer 1, for float8."""
     layout = KVLayout(num_blocks, kv_heads, layers, page, head_dim, NAMES[dtype])
-    pool = KVPool(layout, TensorMemory(layout, device))
+    pool = KVPool(layout, TensorMemory(layout, device), scales=[(1.0, 1.0), scales] if layers == 2 else ())
     pool.tensor.fill_(torch.nan)
     return pool
 
@@ -76,12 +85,13 @@ def random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed:
 def fill(pool: KVPool, batch: Batch, layer: int) -> list[Tensor]:
     """Store random K and V for each slice's context. Return them as float64 [context, kv_heads, 2, head_dim]."""
     layout, contexts = pool.layout, []
+    scales = torch.tensor(pool.scales[layer], device=pool.tensor.device, dtype=torch.float64)[:, None]
     for index, end in enumerate(batch.kv_lens):
         both = random((end, layout.kv_heads, 2, layout.head_dim), pool.tensor.dtype, pool.tensor.device, index)
         at = torch.arange(end, device=pool.tensor.device)
         blocks = batch.block_table[index].long()[at // layout.block_tokens]
         pool.tensor[:, :, layer][blocks, :, at % layout.block_tokens] = both
-        contexts.append(both.double())
+        contexts.append(both.double() * scales)
     return contexts
 
 
@@ -194,11 +204,14 @@ def check_rotation(
 
     close(kernels.begin(batch).rotate_and_store(layer, qkv, *weights), turned(parts[0], weights[0]), dtype)
     expected = torch.stack((turned(parts[1], weights[1]), parts[2]), dim=2)
+    if pool.is_float8:
+        expected = expected / torch.tensor(pool.scales[layer], device=device, dtype=torch.float64)[:, None]
+        expected = expected.clamp(-FLOAT8_LIMIT, FLOAT8_LIMIT)
     stored = batch.slots >= 0
     blocks, offsets = batch.slots[stored] // pool.layout.block_tokens, batch.slots[stored] % pool.layout.block_tokens
     close(pool.tensor[:, :, layer][blocks, :, offsets], expected[stored], pool.tensor.dtype)
     numbers = expected[stored].numel()
-    assert int(pool.tensor.isfinite().sum()) == numbers, "KV was stored outside the batch's slots"
+    assert int(pool.tensor.float().isfinite().sum()) == numbers, "KV was stored outside the batch's slots"
 
 
 def padded(batch: Batch, rows: int) -> Batch:

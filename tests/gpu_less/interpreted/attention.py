@@ -7,7 +7,7 @@ import torch
 from engine.attention import AttentionLayer, TorchAttention
 from engine.cuda.attention import TritonAttention
 from tests.engine.build import thinned
-from tests.gpu_less.contract import TOLERANCE, batch_of, check_attention, pool_of
+from tests.gpu_less.contract import FLOAT8, TOLERANCE, batch_of, check_attention, pool_of
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 400
@@ -41,6 +41,14 @@ def test_decodes_are_split_and_merged(dtype: torch.dtype, window: int, spans: li
 def test_a_pool_of_16_bits_serves_float32_queries() -> None:
     pool = pool_of(2, 32, 16, torch.float16, NUM_BLOCKS, CPU)
     check_attention(TritonAttention(pool), pool, batch_of(MIXED, 16, NUM_BLOCKS, CPU), 4, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_of_float8(dtype: torch.dtype) -> None:
+    pool = pool_of(2, 32, 16, FLOAT8, NUM_BLOCKS, CPU, scales=(0.25, 3.0))
+    for spans in (MIXED, SPANS[0]):
+        backend = TritonAttention(pool, split_tokens=32)
+        check_attention(backend, pool, batch_of(spans, 16, NUM_BLOCKS, CPU), 4, dtype)
 
 
 def test_a_group_wider_than_a_tile_of_float32() -> None:

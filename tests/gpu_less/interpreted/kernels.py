@@ -5,7 +5,7 @@ import torch
 
 from engine.cuda.layer import TritonKernels
 from tests.engine.build import thinned
-from tests.gpu_less.contract import batch_of, check_norms, check_rotation, config_of, padded, pool_of
+from tests.gpu_less.contract import FLOAT8, batch_of, check_norms, check_rotation, config_of, padded, pool_of
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -33,6 +33,15 @@ def test_far_positions_are_rotated_exactly() -> None:
     batch = batch_of([(0, 8)], 4, 40, CPU)
     batch.positions += 120_000
     check_rotation(TritonKernels(config, pool), config, pool, batch, torch.float32, norms=False)
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.002, 3.0)])
+def test_a_pool_of_float8(scales: tuple[float, float]) -> None:
+    """With the small scale, keys exceed the range of float8."""
+    for dtype in (torch.float32, torch.bfloat16):
+        pool, config = pool_of(2, 16, 4, FLOAT8, 40, CPU, scales=scales), config_of(64, 2, 2, 16)
+        batch = padded(batch_of([(0, 5), (0, 1)], 4, 40, CPU), 1)
+        check_rotation(TritonKernels(config, pool), config, pool, batch, dtype, norms=True)
 
 
 def test_a_pool_of_16_bits_under_float32_activations() -> None:

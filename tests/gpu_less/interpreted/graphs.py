@@ -1,0 +1,67 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from triton.runtime.interpreter import GridExecutor
+
+from benchmarks.random_model import random_decoder
+from engine.attention import TorchAttention
+from engine.cuda.attention import TritonAttention
+from engine.cuda.layer import TritonKernels
+from engine.cuda.products import TritonFormat
+from engine.cuda.runner import CudaRunner
+from engine.cuda.staging import StepCapacity
+from engine.kernels import TorchKernels
+from engine.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
+from engine.runner import TorchRunner
+from tests.engine.build import CPU, Blocks, States, generate, in_one_piece, layout_of, pool_of, state_size
+from tests.engine.fake_graph import FakeGraphPool, recorded_launches
+
+CONFIG = ModelConfig(
+    "Test", 16, 31,
+    (
+        LayerSpec(DeltaSpec(1, 2, 4, 8, 3), MoeSpec(4, 2, MlpSpec(8, "clamped_swiglu"))),
+        LayerSpec(AttentionSpec(2, 1, 16, softcap=3.0, sinks=True), MlpSpec(12, "gelu_tanh")),
+    ),
+    1e-6, False, 64, embedding_scale=1.7,
+)  # fmt: skip
+CAPACITY = StepCapacity(slices=3, tokens=7, blocks=8, block_tokens=4, state_rows=1)
+
+
+def generated(capture: bool, reference: bool) -> list[list[int]]:
+    linear = None if reference else TritonFormat(torch.float32)
+    model = random_decoder(CONFIG, torch.float32, CPU, linear, seed=2, deviation=0.4)
+    one = layout_of(model, 20, 4)
+    size = state_size(CONFIG, one.block_bytes)
+    pool = pool_of(model, replace(one, num_blocks=one.num_blocks + 6 * size), in_one_piece(CONFIG))
+    if reference:
+        runner = TorchRunner(model, pool, TorchAttention(pool), TorchKernels(CONFIG, pool), CPU)
+    else:
+        runner = CudaRunner(
+            model, pool, TritonAttention(pool, split_tokens=8), TritonKernels(CONFIG, pool), CPU, CAPACITY
+        )
+        assert model.can_be_captured(runner.kernels)
+    if capture:
+        runner.capture(FakeGraphPool())
+        assert runner.passes.describe() == "up to 3 decodes, steps of up to 7 tokens"
+    blocks = Blocks(one.num_blocks, 4)
+    requests = [blocks.request(list(range(3, 3 + length)), max_tokens=4) for length in (9, 1, 5)]
+    return generate(runner, requests, 7, States(one.num_blocks, size))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows of padding may have any value
+def test_graphs_of_recurrent_layers_and_experts_give_the_tokens_of_the_reference() -> None:
+    """Steps are padded in tokens and slices. As with CUDA, a replay runs the same launches at the same addresses."""
+    with recorded_launches(GridExecutor):
+        found = generated(True, False)
+    assert found == generated(False, True)
+    assert len({token for row in found for token in row}) > 3
+
+
+def test_a_model_is_not_captured_if_its_launches_depend_on_values() -> None:
+    separate = random_decoder(CONFIG, torch.float32, CPU)
+    pool = pool_of(separate, layout_of(separate, 20, 4))
+    assert not separate.can_be_captured(TritonKernels(CONFIG, pool))
+    model = random_decoder(CONFIG, torch.float32, CPU, TritonFormat(torch.float32))
+    assert model.can_be_captured(TritonKernels(CONFIG, pool))
+    assert not model.can_be_captured(TorchKernels(CONFIG, pool))

@@ -10,7 +10,7 @@ HEAD = ("models", "architecture", "layers contain")
 NOTES = """Each family is compared with transformers: logits in random chunks within 10⁻⁴ of its own (4 · 10⁻⁴ with
 recurrent layers), and whole clusters in both modes, over each KV channel and with preemption, token by token.
 Checkpoints may be [quantized](operations.md#quantized-checkpoints). GGUF files of Llama, Mistral, Qwen2 and Qwen3 are
-read. On a GPU, models with experts, latent attention or recurrent layers run without CUDA graphs; no GPU has run them.
+read. On a GPU (experimental), all of these layers have Triton kernels, which no GPU has run.
 
 On a CPU, any other decoder of transformers that uses its attention interface runs through transformers' own modules
 over Baton's KV pool, if it passes a comparison at its start; see

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionLayer, AttentionPlan, plan_tables
+from engine.attention import AttentionBackend, AttentionLayer, AttentionPlan, TorchAttention, plan_tables
 from engine.batch import Batch
 from engine.cuda.graphs import CudaGraphPool, GraphRecording
 from engine.cuda.staging import StepBuffers, StepShape
 from engine.kernels import Kernels
-from engine.models.decoder import Decoder
+from engine.models.decoder import AttentionDecoderLayer, Decoder
 from engine.models.spec import LatentSpec
 
 log = logging.getLogger("baton.engine")
@@ -108,11 +108,10 @@ class Passes:
 
     # ---- capturing -------------------------------------------------------------------------------------------------
 
-    def capture(self, pool: CudaGraphPool, slices: int, tokens: int, captures_attention: bool) -> None:
+    def capture(self, pool: CudaGraphPool, slices: int, tokens: int) -> None:
         """Capture passes for steps of up to `slices` slices and `tokens` tokens.
 
-        The largest pass is captured first, so that the others can reuse its memory. `captures_attention` is true if a
-        graph may contain the attention of decodes, which requires that their plan depends only on shapes.
+        The largest pass is captured first, so that the others can reuse its memory.
         """
         began, model = time.monotonic(), self._model
         sizes = _sizes(MIXED, tokens)
@@ -121,11 +120,18 @@ class Passes:
         )
         self._queries, self._attended = torch.zeros(2, sizes[-1] * widest, dtype=model.dtype, device=model.device)
         self._mixed = [self._mixed_at(pool, size, min(size, slices)) for size in reversed(sizes)][::-1]
-        if captures_attention:
+        if self._captures_attention:
             decodes = _sizes(DECODES, slices)
             self._decodes = [self._decodes_at(pool, size) for size in reversed(decodes)][::-1]
         seconds = time.monotonic() - began
         log.info("captured %d graphs for %s in %.1f s", self.num_graphs, self.describe(), seconds)
+
+    @property
+    def _captures_attention(self) -> bool:
+        """Whether a graph may contain the attention of decodes. It may not contain the reference, which is planned on
+        the host, and which computes layers that flash-attn does not support if there is no Triton."""
+        plain = all(one.attention.is_plain for one in self._model.layers if isinstance(one, AttentionDecoderLayer))
+        return self._attention.name != TorchAttention.name and (plain or self._kernels.captures_states)
 
     @property
     def num_graphs(self) -> int:

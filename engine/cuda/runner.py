@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, TorchAttention
+from engine.attention import AttentionBackend
 from engine.batch import Batch, build
 from engine.counter_rng import BROKEN, NOTHING_ALLOWED
 from engine.cuda.graphs import CudaGraphPool
@@ -93,13 +93,9 @@ class CudaRunner(TorchRunner):
         self._before: Sequence[Slice] = ()
 
     def capture(self, pool: CudaGraphPool) -> None:
-        """Capture passes for steps of up to the largest size that the scheduler may decide.
-
-        A graph cannot contain the reference attention, because this is planned on the host for each step.
-        """
+        """Capture passes for steps of up to the largest size that the scheduler may decide."""
         with self._here():
-            captures_attention = self._backend.name != TorchAttention.name
-            self.passes.capture(pool, self._capacity.slices, self._capacity.tokens, captures_attention)
+            self.passes.capture(pool, self._capacity.slices, self._capacity.tokens)
 
     def attributes(self) -> dict[str, str]:
         """Return the names of the runner's parts, for users to read."""

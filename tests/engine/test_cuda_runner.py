@@ -235,6 +235,16 @@ def test_a_step_is_padded_to_the_next_captured_size(model: Decoder) -> None:
     assert passes.num_graphs == 5 + 3 * 3
 
 
+def test_decodes_are_not_captured_whole_if_the_reference_computes_a_layer() -> None:
+    capped = LayerSpec(AttentionSpec(4, 2, 16, softcap=3.0), MlpSpec(8))
+    config = replace(CONFIG, layers=(*CONFIG.layers, capped))
+    decoder = random_decoder(config, torch.float32, CPU)
+    pool = pool_of(decoder, layout_of(decoder, NUM_BLOCKS, BLOCK_TOKENS))
+    runner = CudaRunner(decoder, pool, StaticAttention(pool), TorchKernels(config, pool), CPU, CAPACITY)
+    runner.capture(FakeGraphPool())
+    assert runner.passes.describe() == "steps of up to 40 tokens"
+
+
 def _built(slices: list[Slice]) -> Batch:
     return build(slices, BLOCK_TOKENS, CPU, rows=BlockRows(kv_places(CONFIG)))
 

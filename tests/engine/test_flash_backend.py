@@ -9,8 +9,8 @@ from random import Random
 import pytest
 import torch
 
-from engine.attention import AttentionLayer, TorchAttention
-from engine.batch import build
+from engine.attention import AttentionLayer, TorchAttention, TorchPlan
+from engine.batch import Batch, build
 from engine.cuda.flash_attention import FlashAttention, installed
 from engine.cuda.selection import attention_on_cuda, block_tokens_on_cuda, flash_attn_here, usable_on_cuda
 from engine.kv_pool import KVPool
@@ -84,6 +84,28 @@ def test_every_generation_gives_the_reference_result(name: str, mix: str, window
     found = backend.plan(batch).attend(AttentionLayer(1, window), q)
     assert found.dtype == torch.float16
     assert (found.float() - expected).abs().max() < 3e-3
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("name", BLOCK_TOKENS)
+def test_layers_that_a_package_does_not_support_are_computed_by_our_backend(name: str) -> None:
+    pool = pool_of(BLOCK_TOKENS[name])
+    batch = build(slices_of(BLOCK_TOKENS[name], MIXES["chunks"]), BLOCK_TOKENS[name], CPU)
+    q = torch.randn(len(batch.tokens), 6, 32, generator=torch.Generator().manual_seed(5)).half()
+
+    class Ours(TorchAttention):
+        planned = 0
+
+        def plan(self, batch: Batch) -> TorchPlan:
+            self.planned += 1
+            return super().plan(batch)
+
+    ours = Ours(pool)
+    plan = FlashAttention(pool, name, ours).plan(batch)
+    for layer in (AttentionLayer(1, softcap=2.0), AttentionLayer(0, sinks=torch.arange(6.0))):
+        expected = TorchAttention(pool).plan(batch).attend(layer, q)
+        assert torch.equal(plan.attend(layer, q), expected)
+    assert ours.planned == 1
 
 
 @pytest.mark.usefixtures("packages")

@@ -41,13 +41,12 @@ class StepKernels(Protocol):
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up, [T, n], where gate and up are the halves of `gate_up` [T, 2 * n]."""
 
-    def route(
-        self, spec: MoeSpec, logits: Tensor, correction: Tensor | None, scales: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, spec: MoeSpec, logits: Tensor, correction: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights, float32, and the numbers, int64, of each token's experts, both [T, top_k], best first.
 
-        `logits` are those of the router, float32 [T, num_experts]. For `correction` and `scales`, float32
-        [num_experts], see `MoeSpec`. Among experts with equal scores, the lowest number comes first.
+        `logits` are those of the router, float32 [T, num_experts]. `correction` is added to the scores for the choice
+        only, and `factors` multiply the weights; both are float32 [num_experts]. Among experts with equal scores, the
+        lowest number comes first.
         """
 
     def by_expert(self, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,11 +6,11 @@ from torch import Tensor
 from engine.models.spec import MoeSpec
 
 
-def route(spec: MoeSpec, logits: Tensor, correction: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(spec: MoeSpec, logits: Tensor, correction: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Return `StepKernels.route`."""
     if spec.scores_chosen:
         values, chosen = _best(logits, spec.top_k)
-        return values.softmax(-1), chosen
+        return values.softmax(-1) * factors[chosen], chosen
     scores = logits.softmax(-1) if spec.score == "softmax" else logits.sigmoid()
     candidates = scores if correction is None else scores + correction
     if spec.groups > 1:
@@ -23,8 +23,7 @@ def route(spec: MoeSpec, logits: Tensor, correction: Tensor | None, scales: Tens
     weights = scores.gather(1, chosen)
     if spec.renormalizes:
         weights = weights / weights.sum(-1, keepdim=True)
-    weights = weights * spec.scale
-    return weights if scales is None else weights * scales[chosen], chosen
+    return weights * factors[chosen], chosen
 
 
 def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

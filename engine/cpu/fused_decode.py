@@ -19,13 +19,16 @@ from engine.cpu.attention import NumbaAttention, NumbaPlan
 from engine.cpu.attention_kernels import attend, merge
 from engine.cpu.jit import PARALLEL_WORK, Kernel, kernel, wait_for_all
 from engine.cpu.layer import NumbaKernels
-from engine.cpu.layer_kernels import add_norm, gated, norm, rotate_and_store
-from engine.cpu.panels import PanelLinear
+from engine.cpu.layer_kernels import ACTIVATIONS, add_norm, gated, norm, rotate_and_store
+from engine.cpu.matmul_kernels import PANEL
+from engine.cpu.panels import ExpertPanels, PanelLinear
+from engine.cpu.routing import choice
+from engine.cpu.routing_kernels import combine, gather, route, sort_by_expert
 from engine.cpu.simd import address_at, emit_pointer, written
-from engine.linear import Linear
+from engine.linear import ExpertLinear, Linear
 from engine.models.decoder import AttentionDecoderLayer, Decoder, DecoderLayer
-from engine.models.mlp import Mlp
-from engine.models.spec import MlpSpec
+from engine.models.experts import Experts
+from engine.models.spec import Activation, MoeSpec
 
 MAX_ROWS = 64  # with more rows, Python's share of a step is negligible
 VALUES = 22  # maximum number of arguments of a kernel
@@ -63,7 +66,8 @@ class FusedDecode:
         config = model.config
         self._tables = list(kernels.pool.places.tables)
         heads = config.num_heads
-        (inner,) = {spec.mlp.inner for spec in config.layers if isinstance(spec.mlp, MlpSpec)}
+        mlp = config.layers[0].mlp  # that of all layers
+        spec, top_k = (mlp.expert, mlp.top_k) if isinstance(mlp, MoeSpec) else (mlp, 1)
         sizes = {
             "hidden": config.hidden_size,
             "normed": config.hidden_size,
@@ -71,22 +75,24 @@ class FusedDecode:
             "qkv": (heads + 2 * config.num_kv_heads) * config.head_dim,
             "q": heads * config.head_dim,
             "attended": heads * config.head_dim,
-            "gate_up": 2 * inner,
-            "product": inner,
         }
         # Do not zero the memory: this would start a second team of OpenMP threads, in addition to the engine's.
         self._memory = {name: torch.empty(MAX_ROWS, size) for name, size in sizes.items()}
-        self._memory["scratch"] = torch.empty(
-            MAX_ROWS, max(linear.row_scratch for linear in _panels(model)), dtype=torch.uint8
-        )
+        sizes = {"gathered": config.hidden_size, "gate_up": 2 * spec.inner, "product": spec.inner}
+        self._memory |= {name: torch.empty(top_k * MAX_ROWS, size) for name, size in sizes.items()}
+        self._memory["outputs"] = torch.empty_like(self._memory["gathered"])
+        if isinstance(mlp, MoeSpec):
+            self._memory |= _routing_memory(mlp)
+        scratch = max(panels.row_scratch for panels in _panels(model))
+        self._memory["scratch"] = torch.empty(top_k * MAX_ROWS, scratch, dtype=torch.uint8)
         self._at = {name: tensor.data_ptr() for name, tensor in self._memory.items()}
-        self._calls: list[tuple[Kernel, list[int]]] = []
+        self._calls: list[tuple[Kernel, list[int]]] = []  # the first argument is the number of rows for each decode
         # Indices of the calls of `attend`, by table and window; `merge` follows each.
         self._attends_of: dict[tuple[int, int], list[int]] = {}
         self._write(model)
         numbers = {kernel: [n for n, call in enumerate(self._calls) if call[0] is kernel] for kernel, _ in self._calls}
         self._rotations = numbers[rotate_and_store]
-        self._of_rows = [n for n, (kernel, _) in enumerate(self._calls) if kernel not in (attend, merge)]
+        self._rows_for_each = np.array([values[0] for _, values in self._calls])
         self._addresses = np.array([kernel.address for kernel, _ in self._calls], np.int64)
         self._values = np.zeros((len(self._calls), VALUES), np.int64)
         for row, (_, values) in zip(self._values, self._calls, strict=True):
@@ -104,13 +110,14 @@ class FusedDecode:
         self._memory["hidden"][:rows] = self._model.embed(batch.tokens)
         step = self._kernels.begin(batch)
         plans = [self._attention.plan(batch.with_table(number)) for number in range(len(batch.others) + 1)]
-        values[self._of_rows, 0] = rows
+        values[:, 0] = rows * self._rows_for_each
         ((cosine, sine),) = step.angles
         values[self._rotations, 3:5] = (cosine.data_ptr(), sine.data_ptr())
         values[self._rotations, 5] = np.array([slots.data_ptr() for slots in step.slots])[self._tables]
         for (table, window), numbers in self._attends_of.items():
             self._attends(plans[table], window, numbers)
-        head = _panels(self._model)[-1]
+        head = self._model.head
+        assert isinstance(head, PanelLinear)
         logits = torch.empty(rows, head.padded)
         values[-1, 3] = logits.data_ptr()
         run(PARALLEL_WORK, len(values), self._addresses.ctypes.data, values.ctypes.data, values.strides[0])
@@ -133,18 +140,38 @@ class FusedDecode:
     def _write(self, model: Decoder) -> None:
         epsilon, size, at = self._kernels.epsilon_at, model.config.hidden_size, self._at
         first = model.layers[0].attention_norm
-        self._call(norm, 0, size, epsilon, at["hidden"], first.data_ptr(), at["normed"])
+        self._call(norm, 1, size, epsilon, at["hidden"], first.data_ptr(), at["normed"])
         following = [layer.attention_norm for layer in model.layers[1:]] + [model.norm]
         for index, (layer, norm_after) in enumerate(zip(model.layers, following, strict=True)):
             self._write_attention(index, layer)
             added = (at["hidden"], at["update"])
-            self._call(add_norm, 0, size, epsilon, *added, layer.mlp_norm.data_ptr(), at["normed"])
-            mlp = _mlp(layer)
-            self._multiply(mlp.gate_up, "normed", "gate_up")
-            self._call(gated, 0, self._memory["product"].shape[1], at["gate_up"], at["product"])
-            self._multiply(mlp.down, "product", "update")
-            self._call(add_norm, 0, size, epsilon, *added, norm_after.data_ptr(), at["normed"])
+            self._call(add_norm, 1, size, epsilon, *added, layer.mlp_norm.data_ptr(), at["normed"])
+            if isinstance(layer.mlp, Experts):
+                self._write_experts(layer.mlp)
+            else:
+                self._multiply(layer.mlp.gate_up, "normed", "gate_up")
+                self._write_gated(1, layer.mlp.activation)
+                self._multiply(layer.mlp.down, "product", "update")
+            self._call(add_norm, 1, size, epsilon, *added, norm_after.data_ptr(), at["normed"])
         self._multiply(model.head, "normed", "hidden")  # each step replaces the address of the result
+
+    def _write_experts(self, experts: Experts) -> None:
+        at, spec, size = self._at, experts.spec, self._model.config.hidden_size
+        routed = spec.num_experts, spec.top_k
+        self._multiply(experts.router, "normed", "logits")
+        chosen_by = at["logits"], 4 * self._memory["logits"].shape[1], at["scores"]
+        choosing = choice(spec, experts.correction, experts.factors)
+        self._call(route, 1, *routed, *chosen_by, *choosing, at["weights"], at["chosen"])
+        self._call(sort_by_expert, 1, *routed, at["chosen"], at["sources"], at["places"], at["counts"])
+        self._call(gather, spec.top_k, size, at["normed"], at["sources"], at["gathered"])
+        self._multiply_experts(experts.gate_up, spec.top_k, "gathered", "gate_up")
+        self._write_gated(spec.top_k, spec.expert.activation)
+        self._multiply_experts(experts.down, spec.top_k, "product", "outputs")
+        self._call(combine, 1, spec.top_k, size, at["outputs"], at["places"], at["weights"], at["update"])
+
+    def _write_gated(self, rows_for_each: int, activation: Activation) -> None:
+        at, inner = self._at, self._memory["product"].shape[1]
+        self._call(gated, rows_for_each, inner, at["gate_up"], at["product"], ACTIVATIONS.index(activation))
 
     def _write_attention(self, index: int, layer: DecoderLayer) -> None:
         assert isinstance(layer, AttentionDecoderLayer)
@@ -153,7 +180,7 @@ class FusedDecode:
         shape = (config.num_heads, config.num_kv_heads, config.head_dim)
         norms = [0 if weight is None else weight.data_ptr() for weight in (layer.q_norm, layer.k_norm)]
         pool = self._attention.layer_address(index)
-        self._call(rotate_and_store, 0, at["qkv"], at["q"], 0, 0, 0, *shape, *norms, pool, *kernels.pool_shape)
+        self._call(rotate_and_store, 1, at["qkv"], at["q"], 0, 0, 0, *shape, *norms, pool, *kernels.pool_shape)
         key = self._tables[index], layer.attention.window
         self._attends_of.setdefault(key, []).append(len(self._calls))
         self._call(attend, 0, 0, 0, at["q"], at["attended"], pool)
@@ -165,10 +192,30 @@ class FusedDecode:
         assert isinstance(linear, PanelLinear)
         stride = 4 * self._memory[source].shape[1]
         at = self._at
-        self._call(linear.kernel, 0, at[source], stride, at[target], 4 * linear.padded, at["scratch"], *linear.fixed)
+        self._call(linear.kernel, 1, at[source], stride, at[target], 4 * linear.padded, at["scratch"], *linear.fixed)
+
+    def _multiply_experts(self, experts: object, rows_for_each: int, source: str, target: str) -> None:
+        assert isinstance(experts, ExpertPanels)
+        like, at, stride = experts.like, self._at, 4 * self._memory[source].shape[1]
+        fixed = experts.fixed(at["counts"])
+        self._call(
+            like.expert_kernel, rows_for_each, at[source], stride, at[target], 4 * like.padded, at["scratch"], *fixed
+        )
 
     def _call(self, kernel: Kernel, *values: int) -> None:
         self._calls.append((kernel, list(values)))
+
+
+def _routing_memory(spec: MoeSpec) -> dict[str, Tensor]:
+    """Return memory for the choice of experts: see the kernels `route` and `sort_by_expert`."""
+    padded = -(-spec.num_experts // PANEL) * PANEL
+    floats = {"logits": padded, "scores": 2 * spec.num_experts, "weights": spec.top_k}
+    return {name: torch.empty(MAX_ROWS, size) for name, size in floats.items()} | {
+        "chosen": torch.empty(MAX_ROWS, spec.top_k, dtype=torch.int64),
+        "places": torch.empty(MAX_ROWS, spec.top_k, dtype=torch.int64),
+        "sources": torch.empty(MAX_ROWS * spec.top_k, dtype=torch.int64),
+        "counts": torch.empty(spec.num_experts, dtype=torch.int64),
+    }
 
 
 def fused_decode_of(model: Decoder, kernels: object, attention: object) -> FusedDecode | None:
@@ -176,13 +223,14 @@ def fused_decode_of(model: Decoder, kernels: object, attention: object) -> Fused
     the model needs more than these kernels do (see `is_plain`)."""
     if not isinstance(kernels, NumbaKernels) or not isinstance(attention, NumbaAttention) or not is_plain(model):
         return None
-    *inner, head = _linears(model)
-    narrow = all(isinstance(linear, PanelLinear) and linear.width == linear.padded for linear in inner)
-    return FusedDecode(model, kernels, attention) if narrow and isinstance(head, PanelLinear) else None
+    panels = _panels(model)
+    ours = len(panels) == len(_products(model)) and isinstance(model.head, PanelLinear)
+    narrow = all(panel.width == panel.padded for panel in panels if panel is not model.head)
+    return FusedDecode(model, kernels, attention) if ours and narrow else None
 
 
 def is_plain(model: Decoder) -> bool:
-    """Return whether all layers are of Llama's kind, with MLPs of one size and one rotary embedding."""
+    """Return whether all layers are of Llama's kind, with MLPs or experts of one size and one rotary embedding."""
     config = model.config
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
     plain = all(
@@ -191,26 +239,25 @@ def is_plain(model: Decoder) -> bool:
         and layer.gate is None
         and (layer.spec.query_scale, layer.spec.temperature) == (1, 0)
         and layer.post_attention_norm is None
+        and layer.alongside is None
         for layer in model.layers
     )
     (mlp, *others) = {spec.mlp for spec in config.layers}
-    is_silu = isinstance(mlp, MlpSpec) and mlp.activation == "silu"
-    return plain and is_silu and not others and len(config.ropes) == 1 and scales == {1.0} and not config.logit_softcap
+    if isinstance(mlp, MoeSpec):
+        plain = plain and mlp.shared is None and mlp.groups == 1
+    return plain and not others and len(config.ropes) == 1 and scales == {1.0} and not config.logit_softcap
 
 
-def _mlp(layer: DecoderLayer) -> Mlp:
-    assert isinstance(layer.mlp, Mlp)
-    return layer.mlp
-
-
-def _linears(model: Decoder) -> list[Linear]:
-    """Return all matrices that a pass multiplies by, in order of use."""
-    inner = [
-        linear for layer in model.layers if isinstance(layer, AttentionDecoderLayer)
-        for linear in (layer.qkv, layer.output, _mlp(layer).gate_up, _mlp(layer).down)
-    ]  # fmt: skip
-    return [*inner, model.head]
+def _products(model: Decoder) -> list[Linear | ExpertLinear]:
+    """Return all matrices that a pass multiplies by, except those of routers."""
+    found: list[Linear | ExpertLinear] = [model.head]
+    for layer in model.layers:
+        assert isinstance(layer, AttentionDecoderLayer)
+        found += [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
+    return found
 
 
 def _panels(model: Decoder) -> Sequence[PanelLinear]:
-    return [linear for linear in _linears(model) if isinstance(linear, PanelLinear)]
+    """Return those that are stored in panels; of a layer's experts, one."""
+    products = [one.like if isinstance(one, ExpertPanels) else one for one in _products(model)]
+    return [one for one in products if isinstance(one, PanelLinear)]

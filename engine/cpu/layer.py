@@ -6,10 +6,11 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.cpu import layer_kernels as numba_kernels
+from engine.cpu import routing, routing_kernels
 from engine.cpu.malloc import empty
 from engine.cpu.recurrence import recur, sigmoid_gated
 from engine.cpu.simd import CODES
-from engine.kernels import Kernels, TorchRouting, rotate_and_store_latent, rotate_and_store_normed
+from engine.kernels import Kernels, rotate_and_store_latent, rotate_and_store_normed
 from engine.kv_pool import KVPool
 from engine.models.spec import Activation, ModelConfig
 from engine.recurrence import RecurrentLayer
@@ -34,12 +35,15 @@ class NumbaKernels(Kernels):
         return NumbaStep(self, batch)
 
 
-class NumbaStep(TorchRouting):
+class NumbaStep:
     """The element-wise kernels of one step on a CPU.
 
     `NumbaKernels.begin` creates this object for one batch. The decoder uses it on the engine's thread and drops it
     after the step. It owns the batch's rotary angles, and writes KV directly into the pool.
     """
+
+    route = staticmethod(routing.route)
+    by_expert = staticmethod(routing.by_expert)
 
     def __init__(self, kernels: NumbaKernels, batch: Batch) -> None:
         self._kernels = kernels
@@ -105,7 +109,7 @@ class NumbaStep(TorchRouting):
         outputs, places, weights = _checked(outputs), places.contiguous(), _checked(weights)
         (rows, top_k), size = places.shape, outputs.shape[1]
         combined = empty(rows, size)
-        numba_kernels.combine(
+        routing_kernels.combine(
             outputs.numel(), rows, top_k, size, outputs.data_ptr(), places.data_ptr(), weights.data_ptr(),
             combined.data_ptr(),
         )  # fmt: skip

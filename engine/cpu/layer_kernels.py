@@ -90,22 +90,6 @@ def gated(values: Any) -> None:
             store_some(activated(x, y, code), to + 4 * at, left, FLOAT32)
 
 
-@kernel
-def combine(values: Any) -> None:
-    """`values`: number of tokens, outputs per token, size of a row, and the addresses of outputs, places, weights and
-    target."""
-    tokens, top_k, size, outputs, places = values[0], values[1], values[2], values[3], values[4]
-    weights, target = values[5], values[6]
-    for token in range(thread_number(), tokens, num_threads()):
-        for at in range(0, size, LANES):
-            left, added = size - at, splat(0.0)
-            for index in range(token * top_k, (token + 1) * top_k):
-                row = outputs + 4 * size * address_at(places + 8 * index)
-                factor = splat(number_at(weights + 4 * index))
-                added = multiply_add(load_some(row + 4 * at, left, FLOAT32), factor, added)
-            store_some(added, target + 4 * (token * size + at), left, FLOAT32)
-
-
 @inlined
 def rotate(head: int, cosine: int, sine: int, half: int, target: int, code: int) -> None:
     """Rotate one head and store it. Dimension i is rotated with i + half, as in Hugging Face's Llama."""

@@ -91,19 +91,23 @@ class ExpertPanels:
 
     def __init__(self, each: list[PanelLinear]) -> None:
         """All of `each` must have the same kernel and constant arguments, except for addresses."""
-        self._each, self._like = each, each[0]
+        self._each, self.like = each, each[0]
         self._matrices = torch.tensor([one.fixed[4:6] for one in each])
+
+    def fixed(self, counts_at: int) -> tuple[int, ...]:
+        """Return the kernel's arguments that follow the scratch memory. `counts_at` is the address of `counts`."""
+        fixed = self.like.fixed
+        return (*fixed[:4], self._matrices.data_ptr(), counts_at, fixed[6], len(self._each))
 
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
         assert rows.dtype == torch.float32, f"panels are multiplied by float32, but the activations are {rows.dtype}"
-        like, count = self._like, len(rows)
+        like, count = self.like, len(rows)
         rows, counts = rows.contiguous(), counts.contiguous()
         result = empty(count, like.padded)
         scratch = torch.empty(count * like.row_scratch, dtype=torch.uint8) if like.row_scratch else result
         like.expert_kernel(
             count * like.row_work, count, rows.data_ptr(), 4 * rows.stride(0), result.data_ptr(), 4 * like.padded,
-            scratch.data_ptr(), *like.fixed[:4], self._matrices.data_ptr(), counts.data_ptr(), like.fixed[6],
-            len(self._each),
+            scratch.data_ptr(), *self.fixed(counts.data_ptr()),
         )  # fmt: skip
         return result if like.width == like.padded else result[:, : like.width].contiguous()
 

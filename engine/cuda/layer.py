@@ -104,18 +104,16 @@ class TritonStep:
             )
         return out
 
-    def route(
-        self, spec: MoeSpec, logits: Tensor, correction: Tensor | None, scales: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, spec: MoeSpec, logits: Tensor, correction: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor]:
         count, alone = len(logits), spec.scores_chosen
         weights = torch.empty(count, spec.top_k, dtype=torch.float32, device=logits.device)
         chosen = torch.empty(count, spec.top_k, dtype=torch.int64, device=logits.device)
         groups = 1 if alone else spec.groups
         triton_routing.route[(count,)](
-            logits, logits if correction is None else correction, logits if scales is None else scales, weights, chosen,
-            1.0 if alone else spec.scale, EXPERTS=spec.num_experts, TOP_K=spec.top_k,
+            logits, logits if correction is None else correction, factors, weights, chosen,
+            EXPERTS=spec.num_experts, TOP_K=spec.top_k,
             SCORE="chosen" if alone else spec.score, CORRECTS=correction is not None and not alone,
-            RENORMALIZES=alone or spec.renormalizes, SCALED=scales is not None and not alone, GROUPS=groups,
+            RENORMALIZES=alone or spec.renormalizes, GROUPS=groups,
             TOP_GROUPS=spec.top_groups, GROUP_SCORES=min(spec.group_scores, spec.num_experts // groups),
             BLOCK_E=triton.next_power_of_2(spec.num_experts), BLOCK_K=triton.next_power_of_2(spec.top_k),
             BLOCK_G=triton.next_power_of_2(groups), num_warps=1,

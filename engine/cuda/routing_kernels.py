@@ -11,9 +11,9 @@ LOWEST = tl.constexpr(-1e30)
 @triton.jit
 def route(
     logits,  # float32 [T, EXPERTS]
-    correction, scales, weights, chosen, scale,
+    correction, factors, weights, chosen,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORE: tl.constexpr, CORRECTS: tl.constexpr, RENORMALIZES: tl.constexpr,
-    SCALED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SCORES: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SCORES: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Compute `StepKernels.route`. Grid: tokens."""
@@ -58,10 +58,8 @@ def route(
         values = tl.exp(values - tl.max(values, 0))
     if RENORMALIZES:
         values /= tl.sum(values, 0)
-    values *= scale
     used = choice < TOP_K
-    if SCALED:
-        values *= tl.load(scales + experts, mask=used, other=0.0)
+    values *= tl.load(factors + experts, mask=used, other=0.0)
     tl.store(weights + token * TOP_K + choice, values, mask=used)
     tl.store(chosen + token * TOP_K + choice, experts, mask=used)
 

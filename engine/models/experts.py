@@ -15,11 +15,11 @@ class Experts:
     spec: MoeSpec
     router: Linear  # float32 [num_experts, hidden_size]
     correction: Tensor | None  # float32 [num_experts]: added to the scores for the choice only
+    factors: Tensor  # float32 [num_experts]: the spec's scale, times the expert's own if it has one
     gate_up: ExpertLinear
     down: ExpertLinear
     shared: Mlp | None
     shared_gate: Linear | None
-    scales: Tensor | None = None  # float32 [num_experts]
 
     def __call__(self, rows: Tensor, kernels: StepKernels, routed: Tensor | None = None) -> Tensor:
         """Return the weighted sum of the outputs of each row's experts, in the shape of `rows` [T, hidden_size].
@@ -29,7 +29,7 @@ class Experts:
         if not len(rows):
             return rows
         logits = self.router((rows if routed is None else routed).float())
-        weights, chosen = kernels.route(self.spec, logits, self.correction, self.scales)
+        weights, chosen = kernels.route(self.spec, logits, self.correction, self.factors)
         sources, places, counts = kernels.by_expert(chosen, self.spec.num_experts)
         products = self.gate_up(rows[sources], counts)
         outputs = self.down(kernels.gated(products, self.spec.expert.activation), counts)

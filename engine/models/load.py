@@ -268,7 +268,9 @@ class _Loader:
         if names.router_scale:
             router *= self.take(prefix + names.router_scale, hidden).float() * hidden**-0.5
         bias = self.take(f"{prefix}{names.router}.bias", spec.num_experts) if spec.router_bias else None
-        scales = self.take(prefix + names.scales, spec.num_experts).float() if spec.scales_experts else None
+        factors = torch.full((spec.num_experts,), spec.scale, device=router.device)
+        if spec.scales_experts:
+            factors *= self.take(prefix + names.scales, spec.num_experts).float()
         correction = self.take(prefix + names.correction, spec.num_experts).float() if spec.corrects else None
         if names.stacked:
             each = self.stacked(prefix + names.each, spec)
@@ -282,7 +284,7 @@ class _Loader:
         shared = self.mlp(f"{prefix}{names.shared}.", spec.shared) if spec.shared is not None else None
         gate = self.matrix([prefix + names.shared_gate], [1], hidden, False) if spec.gates_shared else None
         gate_up, down = (self.linear.of_experts(some) for some in ([m.gate_up for m in each], [m.down for m in each]))
-        return Experts(spec, self.linear.make_exact(router, bias), correction, gate_up, down, shared, gate, scales)
+        return Experts(spec, self.linear.make_exact(router, bias), correction, factors, gate_up, down, shared, gate)
 
     def stacked(self, prefix: str, spec: MoeSpec) -> list[Mlp]:
         count, inner, hidden = spec.num_experts, spec.expert.inner, self.config.hidden_size

@@ -14,10 +14,13 @@ from engine.cpu.selection import attention_on_cpu, kernels_on_cpu
 from engine.kernels import TorchKernels
 from tests.engine.build import thinned
 from tests.gpu_less.contract import (
+    ROUTERS,
     batch_of,
     check_attention,
     check_norms,
+    check_order,
     check_rotation,
+    check_router,
     config_of,
     fill,
     padded,
@@ -209,3 +212,16 @@ def test_the_named_backend_runs() -> None:
         attention_on_cpu("numba", pool).plan(batch).attend(
             AttentionLayer(0), torch.zeros(2, 4, 16, dtype=torch.bfloat16)
         )
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_experts_are_chosen_as_by_the_reference(name: str) -> None:
+    pool = pool_of(1, 16, 4, torch.float32, 8, CPU)
+    step = kernels_on_cpu(config_of(16, 2, 1, 16), pool).begin(batch_of([(0, 1)], 4, 8, CPU))
+    check_router(step, ROUTERS[name], CPU, tokens=300)
+    spec = ROUTERS[name]
+    weights, chosen = step.route(spec, torch.full((2, spec.num_experts), torch.nan), None, torch.ones(spec.num_experts))
+    assert bool(weights.isnan().all())
+    assert 0 <= int(chosen.min()) <= int(chosen.max()) < spec.num_experts
+    for count in (1, 7, 1000):
+        check_order(step, count, CPU)

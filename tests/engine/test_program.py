@@ -13,7 +13,7 @@ from engine.batch import Batch
 from engine.cpu import why_not_compiled
 from engine.cpu.selection import linear_on_cpu
 from engine.models.decoder import Decoder
-from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
 from tests.gpu_less.contract import batch_of, fill, pool_of
 
 if why_not_compiled():
@@ -27,10 +27,11 @@ from engine.cpu.matmul_kernels import HAS_INT8, PANEL
 CPU = torch.device("cpu")
 
 
-def config_of(*windows: int, kv_heads: int = 2, mlp_bias: bool = False, tied: bool = False, **more: Any) -> ModelConfig:
+def config_of(
+    *windows: int, kv_heads: int = 2, mlp: MlpSpec | MoeSpec = MlpSpec(3 * PANEL), tied: bool = False, **more: Any
+) -> ModelConfig:
     layers = tuple(
-        LayerSpec(AttentionSpec(4, kv_heads, PANEL, window=window, **more), MlpSpec(3 * PANEL, bias=mlp_bias))
-        for window in windows or (0, 0, 0)
+        LayerSpec(AttentionSpec(4, kv_heads, PANEL, window=window, **more), mlp) for window in windows or (0, 0, 0)
     )
     return ModelConfig("LlamaForCausalLM", 2 * PANEL, 100, layers, 1e-5, tied, 4096)
 
@@ -39,10 +40,14 @@ SHAPES = {
     "llama": config_of(),
     "qwen 2": config_of(kv_heads=4, qkv_bias=True, tied=True),
     "qwen 3": config_of(kv_heads=1, qk_norm=True),
-    "windows": config_of(40, 0, 300, output_bias=True, mlp_bias=True),
+    "windows": config_of(40, 0, 300, output_bias=True, mlp=MlpSpec(3 * PANEL, bias=True)),
+    "gelu": config_of(mlp=MlpSpec(3 * PANEL, "gelu_tanh")),
+    "experts": config_of(mlp=MoeSpec(11, 3, MlpSpec(2 * PANEL), renormalizes=False)),
+    "gated experts": config_of(mlp=MoeSpec(6, 2, MlpSpec(PANEL, bias=True), "sigmoid", scale=1.5, corrects=True)),
 }
 FLOATS, SHORTS, BYTES = ("float32", "none"), ("bfloat16", "none"), ("auto", "int8")
-CASES = [*((name, FLOATS) for name in SHAPES), ("llama", SHORTS), ("qwen 2", BYTES)]
+CASES = [*((name, FLOATS) for name in SHAPES), ("llama", SHORTS), ("qwen 2", BYTES), ("experts", SHORTS)]
+CASES += [("experts", BYTES)]
 
 
 @pytest.fixture(autouse=True, params=[1, 3])

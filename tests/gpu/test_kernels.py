@@ -8,11 +8,15 @@ import torch
 
 from tests.gpu_less.contract import (
     FLOAT8,
+    PLAIN,
+    ROUTERS,
     TOLERANCE,
     batch_of,
     check_attention,
     check_norms,
+    check_order,
     check_rotation,
+    check_router,
     config_of,
     padded,
     pool_of,
@@ -28,7 +32,7 @@ from engine.cuda.layer import TritonKernels
 from engine.cuda.selection import FLOAT8_CAPABILITY
 from engine.models.spec import DeltaSpec, SsmSpec
 from tests.engine.recurrent_scene import SPECS
-from tests.gpu_less.layers import PLAIN, ROUTERS, check_experts, check_order, check_recurrence, check_router
+from tests.gpu_less.layers import check_experts, check_recurrence, triton_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,13 +95,13 @@ def test_recurrent_layers(dtype: torch.dtype, spec: DeltaSpec | SsmSpec) -> None
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_experts_are_chosen_as_by_the_reference(name: str) -> None:
-    check_router(ROUTERS[name], DEVICE, tokens=300)
-    check_router(replace(PLAIN, num_experts=256, top_k=8), DEVICE, tokens=300)
+    check_router(triton_step(DEVICE), ROUTERS[name], DEVICE, tokens=300)
+    check_router(triton_step(DEVICE), replace(PLAIN, num_experts=256, top_k=8), DEVICE, tokens=300)
 
 
 @pytest.mark.parametrize("count", [1, 50, 1000, 20_000])
 def test_rows_are_sorted_by_expert(count: int) -> None:
-    check_order(count, DEVICE, 128)
+    check_order(triton_step(DEVICE), count, DEVICE, 128)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), list(product(["plain", "codes", "codes, optional parts"], DTYPES)))

@@ -11,15 +11,27 @@ from torch.nn.functional import gelu
 
 from engine.attention import AttentionBackend, AttentionLayer
 from engine.batch import Batch
-from engine.kernels import Kernels
+from engine.kernels import Kernels, StepKernels
 from engine.kv_pool import DTYPES, FLOAT8_LIMIT, KVPool
 from engine.models.rope import inverse_frequencies
-from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, Rope
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, Rope
+from engine.routing import by_expert, route
 from shared.kv.layout import KVLayout
 
 FLOAT8 = torch.float8_e4m3fn
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2, FLOAT8: 2**-4}
+
+PLAIN = MoeSpec(10, 3, MlpSpec(8))
+ROUTERS = {
+    "softmax": PLAIN,
+    "of the chosen": replace(PLAIN, scores_chosen=True),
+    "softmax, not renormalized, one expert": replace(PLAIN, top_k=1, renormalizes=False),
+    "sigmoid, groups, correction": replace(
+        PLAIN, num_experts=12, score="sigmoid", corrects=True, groups=4, top_groups=2
+    ),
+    "groups by their best": replace(PLAIN, num_experts=12, groups=3, top_groups=1, group_scores=1),
+}
 
 
 class TensorMemory:
@@ -222,3 +234,23 @@ def padded(batch: Batch, rows: int) -> Batch:
         positions=torch.cat((batch.positions, batch.positions.new_zeros(rows))),
         slots=torch.cat((batch.slots, batch.slots.new_full((rows,), -1))),
     )
+
+
+def check_router(step: StepKernels, spec: MoeSpec, device: torch.device, tokens: int = 9) -> None:
+    random = torch.Generator().manual_seed(3)
+    logits = torch.randn(tokens, spec.num_experts, generator=random).to(device)
+    logits[1] = 0.5  # equal scores
+    logits[2, 4:7] = 3.0
+    correction, factors = torch.randn(2, spec.num_experts, generator=random).to(device)
+    given = correction if spec.corrects else None, factors
+    weights, chosen = step.route(spec, logits, *given)
+    wanted, theirs = route(spec, logits, *given)
+    assert torch.equal(chosen, theirs)
+    torch.testing.assert_close(weights, wanted)
+
+
+def check_order(step: StepKernels, count: int, device: torch.device, num_experts: int = 10) -> None:
+    chosen = torch.randint(0, num_experts - 1, (count, 3), generator=torch.Generator().manual_seed(count)).to(device)
+    found = step.by_expert(chosen, num_experts)
+    for one, other in zip(found, by_expert(chosen, num_experts), strict=True):
+        assert torch.equal(one, other)

@@ -1,7 +1,6 @@
 """Checks of the Triton kernels for recurrent layers and experts, on a device or under Triton's interpreter."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 
 import torch
@@ -10,24 +9,11 @@ from torch import Tensor
 from engine.cuda.layer import TritonKernels
 from engine.cuda.products import TritonExperts, TritonFormat
 from engine.formats.forms import INTEGERS, GroupedWeight
-from engine.kernels import TorchKernels
+from engine.kernels import StepKernels, TorchKernels
 from engine.linear import Linear
-from engine.models.spec import DeltaSpec, MlpSpec, MoeSpec, SsmSpec
-from engine.routing import by_expert, route
+from engine.models.spec import DeltaSpec, SsmSpec
 from tests.engine.recurrent_scene import Scene
 from tests.gpu_less.contract import TOLERANCE, batch_of, config_of, pool_of
-
-PLAIN = MoeSpec(10, 3, MlpSpec(8))
-ROUTERS = {
-    "softmax": PLAIN,
-    "of the chosen": replace(PLAIN, scores_chosen=True),
-    "softmax, not renormalized, one expert": replace(PLAIN, top_k=1, renormalizes=False, scale=2.5),
-    "sigmoid, groups, correction": replace(
-        PLAIN, num_experts=12, score="sigmoid", corrects=True, groups=4, top_groups=2, scale=1.5
-    ),
-    "groups by their best": replace(PLAIN, num_experts=12, groups=3, top_groups=1, group_scores=1),
-    "scaled": replace(PLAIN, scales_experts=True),
-}
 
 
 def check_recurrence(
@@ -52,32 +38,10 @@ def check_recurrence(
             torch.testing.assert_close(found.state(request, which), state, atol=1e-4, rtol=1e-4)
 
 
-def triton_step(device: torch.device) -> object:
+def triton_step(device: torch.device) -> StepKernels:
     """Return kernels for tokens without attention."""
     kernels = TritonKernels(config_of(16, 2, 1, 16), pool_of(1, 16, 4, torch.float32, 8, device))
     return kernels.begin(batch_of([(0, 1)], 4, 8, device))
-
-
-def check_router(spec: MoeSpec, device: torch.device, tokens: int = 9) -> None:
-    random = torch.Generator().manual_seed(3)
-    logits = torch.randn(tokens, spec.num_experts, generator=random).to(device)
-    logits[1] = 0.5  # equal scores
-    logits[2, 4:7] = 3.0
-    given = [
-        torch.randn(spec.num_experts, generator=random).to(device) if wanted else None
-        for wanted in (spec.corrects, spec.scales_experts)
-    ]
-    weights, chosen = triton_step(device).route(spec, logits, *given)
-    wanted, theirs = route(spec, logits, *given)
-    assert torch.equal(chosen, theirs)
-    torch.testing.assert_close(weights, wanted)
-
-
-def check_order(count: int, device: torch.device, num_experts: int = 10) -> None:
-    chosen = torch.randint(0, num_experts - 1, (count, 3), generator=torch.Generator().manual_seed(count)).to(device)
-    found = triton_step(device).by_expert(chosen, num_experts)
-    for one, other in zip(found, by_expert(chosen, num_experts), strict=True):
-        assert torch.equal(one, other)
 
 
 def expert(kind: str, number: int, dtype: torch.dtype, device: torch.device) -> tuple[Linear, Tensor, Tensor]:

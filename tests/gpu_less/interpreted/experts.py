@@ -3,12 +3,13 @@ import torch
 
 from engine.cuda.layer import FEW_CHOICES
 from tests.engine.build import CPU
-from tests.gpu_less.layers import ROUTERS, check_experts, check_order, check_router, triton_step
+from tests.gpu_less.contract import ROUTERS, check_order, check_router
+from tests.gpu_less.layers import check_experts, triton_step
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_experts_are_chosen_as_by_the_reference(name: str) -> None:
-    check_router(ROUTERS[name], CPU)
+    check_router(triton_step(CPU), ROUTERS[name], CPU)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -25,7 +26,7 @@ def test_a_broken_token_chooses_experts_that_exist(broken: float) -> None:
 
 @pytest.mark.parametrize("count", [1, 50, FEW_CHOICES // 3 + 1])
 def test_rows_are_sorted_by_expert(count: int) -> None:
-    check_order(count, CPU)
+    check_order(triton_step(CPU), count, CPU)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def route(spec: MoeSpec, logits: Tensor, correction: Tensor | None, factors: Ten
 
 def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return `StepKernels.by_expert`."""
-    count, top_k = chosen.shape
+    (count, top_k), chosen = chosen.shape, chosen.contiguous()
     sources, places = torch.empty(count * top_k, dtype=torch.int64), torch.empty_like(chosen)
     counts = torch.empty(num_experts, dtype=torch.int64)
 

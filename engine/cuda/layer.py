@@ -121,7 +121,7 @@ class TritonStep:
         return weights, chosen
 
     def by_expert(self, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        count = chosen.numel()
+        count, chosen = chosen.numel(), chosen.contiguous()
         if count > FEW_CHOICES:
             return by_expert(chosen, num_experts)
         sources, places, counts = chosen.new_empty(count), torch.empty_like(chosen), chosen.new_empty(num_experts)

@@ -178,7 +178,8 @@ def experts(dtype: torch.dtype, quantized: bool) -> None:
     grouped = MoeSpec(256, 8, MlpSpec(64), "sigmoid", groups=8, top_groups=4, corrects=True)
     for spec in (MoeSpec(count, 4, MlpSpec(64), scores_chosen=True), grouped):
         correction = empty(spec.num_experts, dtype=torch.float32) if spec.corrects else None
-        weights, chosen = step.route(spec, empty(9, spec.num_experts, dtype=torch.float32), correction, correction)
+        factors = empty(spec.num_experts, dtype=torch.float32)
+        weights, chosen = step.route(spec, empty(9, spec.num_experts, dtype=torch.float32), correction, factors)
         _, places, _ = step.by_expert(chosen, spec.num_experts)
         step.combine(empty(9 * spec.top_k, width, dtype=dtype), places, weights)
     for rows in (4, 3000):

@@ -63,7 +63,7 @@ EXAMPLES: list[tuple[object, str]] = [
         "939da172a6726f75746572c408010000000200000002059bcb3fe0000000000000cb3ff000000000000000cb000000000000000003cb3ff0000000000000cb0000000000000000cb00000000000000008107cbbff0000000000000c0c000c400c40000a0c3a0a177a166",
     ),
     (ReserveReply(b"t", 1, pack_ids([5]), {"shm": b"c"}), "96c4017401c4040500000081a373686dc40163a0c400"),
-    (CommitRequest(b"t", 4, b"s"), "93c4017404c40173"),
+    (CommitRequest(b"t", 4, b"s"), "94c4017404c4017300"),
     (PushedNotice(b"t", b"s"), "92c40174c40173"),
     (RenewRequest("w", b"tt"), "92a177c4027474"),
     (RenewReply("", True, b"t"), "93a0c3c40174"),

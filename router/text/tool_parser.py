@@ -1,0 +1,560 @@
+"""Divides an answer into content, reasoning and tool calls while its text arrives.
+
+The result does not depend on how the text is cut into pieces. Text that breaks the syntax before a function's name is
+complete is content, so no text is lost. Whitespace next to reasoning and calls is dropped.
+
+The parser is a coroutine made of generators: each reader yields when it needs more text, so it reads like a parser of a
+whole text.
+"""
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from router.text.tool_syntax import HARMONY_BODY, HARMONY_ENDS, HARMONY_HEADS, AnswerSyntax, ToolSyntax, XmlTags
+
+MAX_HEADER = 256  # characters before a call's arguments; a longer text is no call
+NAME = re.compile(r"[\w.-]{1,64}")
+CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
+LITERALS = {"True": "true", "False": "false", "None": "null"}
+KINDS: dict[str, type | tuple[type, ...]] = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
+KINDS |= {"array": list, "object": dict, "null": type(None)}
+CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's names in Python's syntax
+Step = Generator[None, None, None]  # a reader: it yields when it needs more text, and raises SyntaxBrokenError
+
+
+@dataclass(slots=True)
+class AnswerPart:
+    """A piece of content or reasoning, the name of the function that a call begins with, or a piece of the call's
+    arguments, which are JSON. `call` is the number of the call in the answer."""
+
+    kind: Literal["content", "reasoning", "call", "arguments"]
+    text: str
+    call: int = -1
+
+
+class SyntaxBrokenError(Exception):
+    """The text does not continue as the syntax requires."""
+
+
+@cache
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)) or "(?!)")
+
+
+@cache
+def _first_characters(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return _any_of(tuple(sorted({marker[0] for marker in markers})))
+
+
+def _len_begun(text: str, markers: tuple[str, ...]) -> int:
+    """Return the length of the longest end of the text with which a marker may begin."""
+    tail = text[-max(map(len, markers), default=1) :]
+    if not _first_characters(markers).search(tail):
+        return 0
+    sizes = (size for marker in markers for size in range(1, len(marker)) if tail.endswith(marker[:size]))
+    return max(sizes, default=0)
+
+
+@cache
+def _structure(quotes: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join([r"[\[\](){}]", *map(re.escape, quotes)]))
+
+
+@cache
+def _string_end(quote: str) -> re.Pattern[str]:
+    return re.compile(re.escape(quote) if len(quote) > 1 else rf"\\.|{quote}", re.DOTALL)
+
+
+class AnswerParser:
+    """Parses one answer. Pass its text to `push`, and call `finish` at its end; both return the new parts.
+
+    The output processor of one choice owns it, and calls it on the event loop. Each character is processed a bounded
+    number of times.
+    """
+
+    def __init__(
+        self,
+        syntax: AnswerSyntax,
+        tools: Mapping[str, Mapping[str, Any]] | None,
+        *,
+        prompt_end: str = "",
+        max_calls: int = 0,
+    ) -> None:
+        """`tools` maps the names of the functions to the schemas of their parameters; None finds no calls.
+        `prompt_end` is the last text of the prompt, which may begin the reasoning. Calls after the first `max_calls`
+        are dropped; 0 keeps all."""
+        self._syntax = syntax
+        self._schemas = tools or {}
+        self._tools = syntax.tools if tools is not None else None
+        self._prompt_end = prompt_end.rstrip()
+        self._max_calls = max_calls
+        self._num_calls = 0
+        self._text = ""
+        self._at = 0  # the text before this position is consumed
+        self._kept: int | None = None  # where the current call begins, until it has a name
+        self._is_last = False
+        self._parts: list[AnswerPart] = []
+        self._kind: Literal["content", "reasoning"] = "content"
+        self._space = ""  # whitespace that is dropped if a call or the end of the reasoning follows
+        self._strips = False  # drop whitespace until other text comes
+        self._has_content = False
+        self._reader = self._answer()
+        next(self._reader)
+
+    def push(self, text: str) -> list[AnswerPart]:
+        start = self._at if self._kept is None else self._kept
+        self._text = self._text[start:] + text
+        self._at -= start
+        self._kept = None if self._kept is None else 0
+        return self._resume()
+
+    def finish(self) -> list[AnswerPart]:
+        """End the answer. Return the text that was held back."""
+        self._is_last = True
+        return self._resume()
+
+    def _resume(self) -> list[AnswerPart]:
+        next(self._reader, None)
+        parts, self._parts = self._parts, []
+        return parts
+
+    # ---- output --------------------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        """Add text to the content or to the reasoning. Whitespace at its end is held back."""
+        text = self._space + text
+        text = text.lstrip() if self._strips else text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept:
+            self._strips = False
+            self._has_content |= self._kind == "content"
+            self._parts.append(AnswerPart(self._kind, kept))
+
+    def _switch(self, kind: Literal["content", "reasoning"]) -> None:
+        self._kind, self._space, self._strips = kind, "", True
+
+    def _call(self, name: str) -> None:
+        """Begin a call. From now on, its text cannot become content."""
+        self._kept = None
+        self._switch("content")
+        self._num_calls += 1
+        self._add(name, "call")
+
+    def _add(self, text: str, kind: Literal["call", "arguments"] = "arguments") -> None:
+        if text and not 0 < self._max_calls < self._num_calls:
+            self._parts.append(AnswerPart(kind, text, self._num_calls - 1))
+
+    # ---- input ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _rest(self) -> str:
+        return self._text[self._at :]
+
+    def _need(self) -> Step:
+        """Wait for more text. Raises SyntaxBrokenError at the end of the answer."""
+        if self._is_last:
+            raise SyntaxBrokenError
+        yield
+
+    def _until(self, markers: tuple[str, ...], emit: Callable[[str], None]) -> Generator[None, None, str]:
+        """Consume the text before the first marker and pass it to `emit` as it comes. Return the marker, which is not
+        consumed, or "" at the end of the answer."""
+        while True:
+            rest = self._rest
+            if found := _any_of(markers).search(rest):
+                emit(rest[: found.start()])
+                self._at += found.start()
+                return found[0]
+            cut = len(rest) - (0 if self._is_last else _len_begun(rest, markers))
+            emit(rest[:cut])
+            self._at += cut
+            if self._is_last:
+                return ""
+            yield
+
+    def _find(self, markers: tuple[str, ...], limit: int = 0) -> Generator[None, None, str]:
+        """Consume the text before the first marker, and return it. The marker is not consumed. Raises SyntaxBrokenError
+        if there is none, or if the text is longer than `limit`."""
+        scanned, longest = 0, max(map(len, markers))
+        while True:
+            rest = self._rest
+            found = _any_of(markers).search(rest, scanned)
+            size = found.start() if found else len(rest) - longest + 1
+            if 0 < limit < size:
+                raise SyntaxBrokenError
+            if found:
+                self._at += size
+                return rest[:size]
+            scanned = max(0, size)
+            yield from self._need()
+
+    def _peek(self) -> Generator[None, None, str]:
+        while not self._rest:
+            yield from self._need()
+        return self._text[self._at]
+
+    def _next_of(self, markers: Sequence[str]) -> Generator[None, None, str]:
+        """Return the marker that the text continues with, or "" if it is none of them."""
+        while True:
+            rest = self._rest
+            if found := next((marker for marker in markers if rest.startswith(marker)), ""):
+                return found
+            if self._is_last or not any(marker.startswith(rest) for marker in markers):
+                return ""
+            yield
+
+    def _skip(self, markers: Sequence[str] = ()) -> Step:
+        """Consume whitespace and markers."""
+        while True:
+            rest = self._rest
+            self._at += len(rest) - len(rest.lstrip())
+            if found := (yield from self._next_of(markers)):
+                self._at += len(found)
+            elif self._is_last or self._rest[:1].strip():
+                return
+            elif not self._rest:
+                yield
+
+    def _expect(self, text: str) -> Step:
+        if (yield from self._next_of((text,))) != text:
+            raise SyntaxBrokenError
+        self._at += len(text)
+
+    def _value(
+        self, quotes: tuple[str, ...] = ('"',), emit: Callable[[str], None] | None = None
+    ) -> Generator[None, None, str]:
+        """Consume a string, a bracketed value or a scalar, and return it, or pass it to `emit` as it comes. Raises
+        SyntaxBrokenError if a value without `emit` is not complete."""
+        if not (yield from self._peek()).startswith(("{", "[", *(quote[0] for quote in quotes))):
+            return (yield from self._find((",", "}", "]", ";", "\n", " "), MAX_HEADER))
+        depth, quote, size, pieces = 0, "", 0, list[str]()
+        hold = max(map(len, quotes)) - 1 if max(map(len, quotes)) > 1 else 1
+        while True:
+            rest = self._rest
+            while found := (_string_end(quote) if quote else _structure(quotes)).search(rest, size):
+                size, token = found.end(), found[0]
+                if quote:
+                    quote = "" if token == quote else quote
+                elif token in quotes:
+                    quote = token
+                else:
+                    depth += 1 if token in "{[(" else -1
+                if not depth and not quote:
+                    break
+            else:
+                size = len(rest) if self._is_last else max(size, len(rest) - hold)
+            (emit or pieces.append)(rest[:size])
+            self._at, size = self._at + size, 0
+            if found:
+                return "".join(pieces)
+            if self._is_last and emit is not None:
+                return ""
+            yield from self._need()
+
+    # ---- the answer ----------------------------------------------------------------------------------------------
+
+    def _answer(self) -> Step:
+        yield
+        yield from self._harmony() if self._syntax.is_harmony else self._plain()
+        if self._space and not self._strips and self._kind == "content":
+            self._parts.append(AnswerPart("content", self._space))
+
+    def _plain(self) -> Step:
+        reasoning, tools = self._syntax.reasoning, self._tools
+        markers: tuple[str, ...] = ()
+        if reasoning is not None:
+            markers += (reasoning.start,)
+            if self._prompt_end.endswith(reasoning.start) or (
+                reasoning.is_implicit and not self._prompt_end.endswith(reasoning.end)
+            ):
+                yield from self._skip((reasoning.start,))
+                yield from self._reasoning(reasoning.end)
+        if tools is not None:
+            markers += tools.opens + ((tools.tags.name[0],) if tools.tags and tools.tags.name[0] else ())
+        while True:
+            if tools is not None and tools.bare and not self._has_content and (yield from self._begins_bare(tools)):
+                yield from self._calls(tools)
+                continue
+            marker = yield from self._until(markers, self._say)
+            if not marker:
+                return
+            if reasoning is not None and marker == reasoning.start:
+                self._at += len(marker)
+                if self._has_content:  # the answer mentions the marker
+                    self._say(marker)
+                else:
+                    yield from self._reasoning(reasoning.end)
+            else:
+                assert tools is not None
+                yield from self._calls(tools)
+
+    def _reasoning(self, end: str) -> Step:
+        self._switch("reasoning")
+        if marker := (yield from self._until((end,), self._say)):
+            self._at += len(marker)
+            self._switch("content")
+
+    def _begins_bare(self, tools: ToolSyntax) -> Generator[None, None, bool]:
+        while not self._rest.strip() and not self._is_last:
+            yield
+        return self._rest.lstrip().startswith(tools.bare)
+
+    def _harmony(self) -> Step:
+        while True:
+            # An answer may begin in the middle of a header, because the prompt ends with the role.
+            is_head = not self._has_content and (yield from self._next_of((" to=",)))
+            if not is_head and not (yield from self._until(HARMONY_HEADS, self._say)):
+                return
+            header: list[str] = []
+            if not (yield from self._until((HARMONY_BODY,), header.append)):
+                self._say("".join(header))
+                return
+            self._at += len(HARMONY_BODY)
+            channel = CHANNEL.search("".join(header))
+            recipient = RECIPIENT.search("".join(header))
+            if recipient is not None and self._tools is not None:
+                self._call(recipient[1])
+                emit: Callable[[str], None] = self._add
+            else:
+                thinks = channel is not None and channel[1] == "analysis" and self._syntax.reasoning is not None
+                self._switch("reasoning" if thinks else "content")
+                emit = self._say
+            marker = yield from self._until(HARMONY_ENDS, emit)
+            self._at += len(marker) if marker != "<|start|>" else 0
+            if marker:
+                self._switch("content")
+
+    # ---- calls ---------------------------------------------------------------------------------------------------
+
+    def _calls(self, tools: ToolSyntax) -> Step:
+        """Read calls as long as they follow each other. What is no call becomes content."""
+        readers = {"json": self._json, "named": self._named, "xml": self._xml, "python": self._python}
+        again = (tools.tags.name[0],) if tools.tags and tools.tags.name[0] else (tools.bare,) if tools.bare else ()
+        while True:
+            self._kept = self._at
+            try:
+                yield from self._skip(tools.opens)
+                yield from readers[tools.kind](tools)
+                self._kept = None
+                yield from self._skip(tools.closes)
+                if not again or not (yield from self._next_of(again)):
+                    return
+            except SyntaxBrokenError:
+                if self._kept is not None:  # one character is enough to end the marker
+                    self._at, self._kept = self._kept + 1, None
+                    self._say(self._text[self._at - 1])
+                return
+
+    def _json(self, tools: ToolSyntax) -> Step:
+        if (yield from self._peek()) != "[":
+            yield from self._json_object(tools)
+            return
+        self._at += 1
+        is_first = True
+        while True:
+            yield from self._skip((",",))
+            if (yield from self._peek()) == "]":
+                self._at += 1
+                return
+            self._kept = self._kept if is_first else self._at
+            yield from self._json_object(tools)
+            is_first = False
+
+    def _json_object(self, tools: ToolSyntax) -> Step:
+        yield from self._expect("{")
+        name, arguments, has_begun = "", "{}", False
+        while True:
+            yield from self._skip((",",))
+            if (yield from self._peek()) == "}":
+                self._at += 1
+                break
+            key = _loads((yield from self._value()))
+            yield from self._skip()
+            yield from self._expect(":")
+            yield from self._skip()
+            if key in ("arguments", "parameters") and name:
+                self._begin(tools, name)
+                has_begun = True
+                yield from self._arguments()
+                continue
+            value = yield from self._value()
+            if key == "name":
+                name = _loads(value)
+            elif key in ("arguments", "parameters"):
+                arguments = _as_object(value)
+        if not has_begun:
+            self._begin(tools, name)
+            self._add(arguments)
+
+    def _begin(self, tools: ToolSyntax, name: Any) -> None:
+        """Begin a call if its name can be one. Without a marker, only a call of a given tool is a call."""
+        if not isinstance(name, str) or not NAME.fullmatch(name) or (tools.bare and name not in self._schemas):
+            raise SyntaxBrokenError
+        self._call(name)
+
+    def _arguments(self) -> Step:
+        if (yield from self._peek()) == "{":
+            yield from self._value(emit=self._add)
+        else:
+            self._add(_as_object((yield from self._value())))
+
+    def _named(self, tools: ToolSyntax) -> Step:
+        if (yield from self._peek()) in "[{" and tools.id_form == "mistral":  # the form before Mistral Small 3.2
+            yield from self._json(tools)
+            return
+        header = yield from self._find(("{", *tools.closes[-2:]), MAX_HEADER)
+        match = re.fullmatch(tools.header, header)
+        if match is None:
+            raise SyntaxBrokenError
+        if (yield from self._peek()) != "{":
+            self._begin(tools, match[1])
+            self._add("{}")
+        elif tools.quotes == ('"',):
+            self._begin(tools, match[1])
+            yield from self._value(emit=self._add)
+        else:
+            arguments = _from_gemma((yield from self._value(tools.quotes)), tools.quotes[0])
+            self._begin(tools, match[1])
+            self._add(arguments)
+
+    def _xml(self, tools: ToolSyntax) -> Step:
+        tags = tools.tags
+        assert tags is not None
+        yield from self._expect(tags.name[0])
+        name = yield from self._find((tags.name[1], tags.key[0], tags.end), MAX_HEADER)
+        self._begin(tools, name.strip())
+        yield from self._skip((tags.name[1],) if tags.name[1].strip() else ())
+        types = self._schemas.get(name.strip(), {}).get("properties") or {}
+        before = "{"
+        while (yield from self._next_of((tags.key[0],))):
+            before = yield from self._xml_parameter(tags, types, before)
+            yield from self._skip()
+        if not (yield from self._next_of((tags.end,))) and self._is_last:  # the answer ends inside the call
+            self._at = len(self._text)
+            return
+        self._add("{}" if before == "{" else "}")
+        yield from self._skip((tags.end,))
+
+    def _xml_parameter(self, tags: XmlTags, types: Mapping[str, Any], before: str) -> Generator[None, None, str]:
+        self._at += len(tags.key[0])
+        key = (yield from self._find((tags.key[1],))).strip()
+        self._at += len(tags.key[1])
+        if tags.value[0]:
+            yield from self._skip()
+            yield from self._expect(tags.value[0])
+        before += f"{dump(key)}: "
+        try:
+            value = yield from self._find((tags.value[1],))
+        except SyntaxBrokenError:  # the answer ends inside the value
+            self._add(before + dump(self._rest.removeprefix(tags.padding))[:-1])
+            self._at = len(self._text)
+            raise
+        self._at += len(tags.value[1])
+        value = value.removeprefix(tags.padding).removesuffix(tags.padding)
+        self._add(before + _typed(value, types.get(key)))
+        return ", "
+
+    def _python(self, tools: ToolSyntax) -> Step:
+        if (yield from self._peek()) == "[":
+            name = yield from self._find(("(",), MAX_HEADER)
+            self._at -= len(name)
+            if tools.bare and name[1:].strip() not in self._schemas:
+                raise SyntaxBrokenError
+            text = yield from self._value(('"', "'"))
+        else:
+            text = yield from self._find(tools.closes)
+        calls = _python_calls(text)
+        for name, arguments in calls:
+            self._begin(tools, name)
+            self._add(arguments)
+        if not calls:
+            raise SyntaxBrokenError
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise SyntaxBrokenError from None
+
+
+def dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _as_object(text: str) -> str:
+    """Return arguments as the text of an object. Some models write them as a string, or write null for none."""
+    value = _loads(text)
+    return "{}" if value is None else value if isinstance(value, str) and value.startswith("{") else text
+
+
+def _typed(text: str, schema: object) -> str:
+    """Return the JSON of a parameter that a model wrote as plain text, with the type that the schema requires."""
+    types = _types(schema)
+    if types == {"string"}:
+        return dump(text)
+    try:
+        value = json.loads(LITERALS.get(text.strip(), text))
+    except (ValueError, RecursionError):
+        return dump(text)
+    is_allowed = not types or any(isinstance(value, KINDS[kind]) for kind in types)
+    return dump(value if is_allowed and not (types and isinstance(value, bool) and "boolean" not in types) else text)
+
+
+def _types(schema: object) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    given = schema.get("type", [])
+    found = {kind for kind in ([given] if isinstance(given, str) else given) if kind in KINDS}
+    for entry in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+        found |= _types(entry)
+    if not found and all(isinstance(value, str) for value in schema.get("enum") or (0,)):
+        found = {"string"}
+    return found
+
+
+def _from_gemma(text: str, quote: str) -> str:
+    """Return the JSON of an object in Gemma's notation, which has bare keys, and strings between special tokens."""
+    pieces = text.split(quote)
+    pieces = [dump(piece) if place % 2 else BARE_KEY.sub(r'\1"\2":', piece) for place, piece in enumerate(pieces)]
+    return dump(_loads("".join(pieces)))
+
+
+def _python_calls(text: str) -> list[tuple[str, str]]:
+    """Return the name and the arguments of each call in a Python list, or in lines of calls."""
+    try:
+        nodes = [node.value for node in ast.parse(text.strip()).body if isinstance(node, ast.Expr)]
+        calls = [call for node in nodes for call in (node.elts if isinstance(node, ast.List) else [node])]
+        found = []
+        for call in calls:
+            if not isinstance(call, ast.Call) or call.args:
+                raise SyntaxBrokenError
+            arguments = {word.arg: ast.literal_eval(JsonConstants().visit(word.value)) for word in call.keywords}
+            found.append((ast.unparse(call.func), dump(arguments)))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise SyntaxBrokenError from None
+    return found
+
+
+class JsonConstants(ast.NodeTransformer):
+    """Replaces the names true, false and null, which some models write in Python's syntax."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
+
+
+def call_id(form: str, request_id: str, choice: int, number: int, name: str) -> str:
+    """Return the id of a call in the form that the model's template expects. It is the same after a failover."""
+    if form == "kimi":
+        return f"functions.{name}:{number}"
+    digest = hashlib.sha256(f"{request_id}.{choice}.{number}".encode()).hexdigest()
+    return digest[:9] if form == "mistral" else f"call_{digest[:24]}"

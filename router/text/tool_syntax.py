@@ -1,0 +1,189 @@
+"""How each family of models writes reasoning and tool calls in its answers, as data.
+
+`router/text/tool_parser.py` reads answers by this data. The names are those of vLLM's `--tool-call-parser` and
+`--reasoning-parser`. The syntax of a model is found from its chat template, which contains the markers of its family.
+No marker of a syntax may be the beginning of another, because the parser takes a marker as soon as it is complete.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from shared.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningSyntax:
+    """The markers around the reasoning, which precedes the content. With `is_implicit`, an answer begins inside the
+    reasoning unless the prompt has ended the reasoning."""
+
+    start: str
+    end: str
+    found_by: tuple[
+        str, ...
+    ] = ()  # all of these occur in the chat template; if empty, the syntax is only chosen by name
+    is_implicit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class XmlTags:
+    """The tags of a call whose parameters are elements. Each pair has the texts before and after a name or a value.
+    `padding` is the text that the model adds before and after each value."""
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: tuple[str, str]
+    end: str
+    padding: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSyntax:
+    """How a family writes tool calls. `kind` says what follows one of the markers in `opens`:
+
+    - json: an object with the name and the arguments, or a list of such objects
+    - named: a text that matches `header`, whose group is the name, and then the arguments as an object
+    - xml: the name and the parameters between `tags`
+    - python: calls in Python's syntax, with keyword arguments
+    - harmony: the whole answer is a sequence of messages, each with a channel and a recipient (gpt-oss)
+    """
+
+    kind: Literal["json", "named", "xml", "python", "harmony"]
+    found_by: tuple[str, ...] = ()  # as in ReasoningSyntax
+    opens: tuple[str, ...] = ()
+    closes: tuple[str, ...] = ()  # markers and separators that may follow a call
+    bare: str = ""  # an answer that begins with this character is tried as calls, without a marker
+    header: str = ""
+    quotes: tuple[str, ...] = ('"',)  # of strings in the arguments
+    tags: XmlTags | None = None
+    id_form: Literal["", "mistral", "kimi"] = ""  # the form of call ids that the chat template expects
+
+
+REASONING: dict[str, ReasoningSyntax] = {
+    "openai_gptoss": ReasoningSyntax("<|channel|>analysis", "<|end|>", ("<|channel|>", "<|message|>")),
+    "gemma4": ReasoningSyntax("<|channel>thought", "<channel|>", ("<|channel>",)),
+    "mistral": ReasoningSyntax("[THINK]", "[/THINK]", ("[THINK]",)),
+    "seed_oss": ReasoningSyntax("<seed:think>", "</seed:think>", ("<seed:think>",)),
+    "granite": ReasoningSyntax("Here is my thought process:", "Here is my response:", ("Here is my thought process:",)),
+    "qwen3": ReasoningSyntax("<think>", "</think>", ("<think>",)),
+    "deepseek_r1": ReasoningSyntax("<think>", "</think>", is_implicit=True),
+}
+REASONING |= dict.fromkeys(("deepseek_v3", "glm45", "kimi_k2", "nemotron_v3", "olmo3"), REASONING["qwen3"])
+REASONING |= dict.fromkeys(("minimax_m2", "step3"), REASONING["deepseek_r1"])
+
+QWEN_TAGS = XmlTags(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>", "\n")
+GLM_TAGS = XmlTags(("", "\n"), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "</tool_call>")
+MINIMAX_TAGS = XmlTags(('<invoke name="', '">'), ('<parameter name="', '">'), ("", "</parameter>"), "</invoke>")
+DEEPSEEK_OPENS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+DEEPSEEK_CLOSES = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+TOOLS: dict[str, ToolSyntax] = {  # in this order, because the templates of later entries may contain earlier markers
+    "openai": ToolSyntax("harmony", ("<|channel|>", "<|message|>")),
+    "kimi_k2": ToolSyntax(
+        "named",
+        ("<|tool_call_begin|>",),
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        ("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        header=r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*",
+        id_form="kimi",
+    ),
+    "deepseek_v3": ToolSyntax(
+        "named",
+        ("<｜tool▁calls▁begin｜>", "```json"),
+        DEEPSEEK_OPENS,
+        ("```", *DEEPSEEK_CLOSES),
+        header=r"\s*function<｜tool▁sep｜>([\w.-]+)\s*(?:```json)?\s*",
+    ),
+    "deepseek_v31": ToolSyntax(
+        "named",
+        ("<｜tool▁calls▁begin｜>",),
+        DEEPSEEK_OPENS,
+        DEEPSEEK_CLOSES,
+        header=r"\s*([\w.-]+)<｜tool▁sep｜>\s*",
+    ),
+    "minimax_m2": ToolSyntax(
+        "xml", ("<minimax:tool_call>",), ("<minimax:tool_call>",), ("</minimax:tool_call>",), tags=MINIMAX_TAGS
+    ),
+    "glm45": ToolSyntax("xml", ("<arg_key>",), ("<tool_call>",), tags=GLM_TAGS),
+    "qwen3_coder": ToolSyntax("xml", ("<function=",), ("<tool_call>",), ("</tool_call>",), tags=QWEN_TAGS),
+    "gemma4": ToolSyntax(
+        "named",
+        ("<|tool_call>",),
+        ("<|tool_call>",),
+        ("<tool_call|>",),
+        header=r"\s*call:([\w.-]+)\s*",
+        quotes=('<|"|>',),
+    ),
+    "functiongemma": ToolSyntax(
+        "named",
+        ("<start_function_call>",),
+        ("<start_function_call>",),
+        ("<end_function_call>",),
+        header=r"\s*call:([\w.-]+)\s*",
+        quotes=("<escape>",),
+    ),
+    "mistral": ToolSyntax(
+        "named",
+        ("[TOOL_CALLS]",),
+        ("[TOOL_CALLS]",),
+        header=r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*",
+        id_form="mistral",
+    ),
+    "granite": ToolSyntax("json", ("<|tool_call|>",), ("<|tool_call|>",), ("<|end_of_tool_call|>",)),
+    "phi4_mini_json": ToolSyntax("json", ("<|tool|>",), ("functools", "<|tool_call|>"), ("<|/tool_call|>",)),
+    "hermes": ToolSyntax("json", ("<tool_call>",), ("<tool_call>",), ("</tool_call>",)),
+    "olmo3": ToolSyntax("python", ("<function_calls>",), ("<function_calls>",), ("</function_calls>",)),
+    "llama4_pythonic": ToolSyntax("python", ("<|python_start|>",), ("<|python_start|>",), ("<|python_end|>",), "["),
+    "llama3_json": ToolSyntax("json", ('{"name": function name',), ("<|python_tag|>",), (";",), "{"),
+    "pythonic": ToolSyntax("python", bare="["),
+}
+TOOLS |= {"glm47": TOOLS["glm45"], "qwen3_xml": TOOLS["qwen3_coder"], "granite4": TOOLS["hermes"]}
+
+
+# Markers of gpt-oss's "harmony" format: <|start|>assistant<|channel|>final<|message|>text<|end|>
+HARMONY_HEADS, HARMONY_BODY = ("<|start|>", "<|channel|>"), "<|message|>"
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSyntax:
+    """How a model writes its answers. None means that the syntax is unknown or that its parser is switched off."""
+
+    reasoning: ReasoningSyntax | None = None
+    tools: ToolSyntax | None = None
+    takes_tools: bool = False  # the chat template has a place for the definitions of tools
+
+    @property
+    def is_harmony(self) -> bool:
+        return self.reasoning is REASONING["openai_gptoss"] or self.tools is TOOLS["openai"]
+
+    def markers(self) -> Iterator[str]:
+        """Yield all texts that the parser needs to see, even if they are special tokens."""
+        if self.is_harmony:
+            yield from (*HARMONY_HEADS, HARMONY_BODY, *HARMONY_ENDS, "<|constrain|>")
+        elif self.reasoning is not None:
+            yield from (self.reasoning.start, self.reasoning.end)
+        if self.tools is not None:
+            yield from (*self.tools.opens, *self.tools.closes, *self.tools.quotes, self.tools.header.replace("\\", ""))
+            tags = self.tools.tags
+            yield from (*tags.name, *tags.key, *tags.value, tags.end) if tags is not None else ()
+
+
+Syntax = TypeVar("Syntax", ReasoningSyntax, ToolSyntax)
+
+
+def find_syntax(template: str | None, tool_parser: str = "auto", reasoning_parser: str = "auto") -> AnswerSyntax:
+    """Return the syntax of a model's answers. "auto" finds it from the chat template, "none" switches a parser off, and
+    other names are those of the tables. Raises ConfigError for an unknown name."""
+    source = template or ""
+    reasoning = _choose("--reasoning-parser", reasoning_parser, REASONING, source)
+    tools = _choose("--tool-call-parser", tool_parser, TOOLS, source)
+    return AnswerSyntax(reasoning, tools, takes_tools="tools" in source)
+
+
+def _choose(flag: str, name: str, table: Mapping[str, Syntax], template: str) -> Syntax | None:
+    if name == "auto":
+        entries = (entry for entry in table.values() if entry.found_by)
+        return next((entry for entry in entries if all(text in template for text in entry.found_by)), None)
+    if name != "none" and name not in table:
+        raise ConfigError(f"{flag} {name}: must be auto, none, {', '.join(sorted(table))}")
+    return table.get(name)

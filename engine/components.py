@@ -1,6 +1,5 @@
 """Builds the engine's components: the model, its KV pool, and the runner that uses both."""
 
-import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +15,7 @@ from engine.emulation import load_emulation
 from engine.hash_model import EmulatedRunner, HashRunner
 from engine.kv_pool import KVPool
 from engine.linear import LinearFormat
-from engine.model_memory import aligned, memory_of
+from engine.model_memory import log_table, memory_of
 from engine.models.decoder import LanguageModel
 from engine.models.kv_places import kv_places
 from engine.models.load import load_model
@@ -27,7 +26,6 @@ from engine.startup import EngineComponents, exchange_fingerprint, stage
 from engine.weights import weight_bytes
 from shared.kv.memory import HostMemory
 
-log = logging.getLogger("baton.engine")
 SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-dtype bfloat16, --quantization int8)"
 
 
@@ -85,7 +83,7 @@ def _build_on_cpu(
         loaded = loaded or _loaded_on_cpu(options, config, path)
         runner, parts = _torch_runner(options, *loaded, KVPool(layout, memory, kv_places(config, layout.block_bytes)))
         attributes |= parts
-        log.info("the model takes:\n%s", aligned(memory_of(path, config, layout, groups, options.max_step_tokens)))
+        log_table(memory_of(path, config, layout, groups, options.max_step_tokens))
         name += f" transformers {config.transformers}" if config.transformers else ""
     digest = exchange_fingerprint(name, path, layout, memory.sums, groups)
     attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}

@@ -1,5 +1,6 @@
 """What a model's weights, KV and recurrent states take, as a table for users. Reads only headers of files."""
 
+import logging
 from pathlib import Path
 
 from engine.formats.scheme import read_scheme
@@ -9,6 +10,7 @@ from engine.weights import GGUF, stored_dtype, weight_bytes, weight_files
 from scheduler.geometry import Geometry, Group
 from shared.kv.layout import KVLayout
 
+log = logging.getLogger("baton.engine")
 LENGTHS = (1024, 8192, 32768)  # of requests, in tokens
 
 
@@ -44,6 +46,12 @@ def memory_of(
 def aligned(rows: dict[str, str]) -> str:
     width = max(map(len, rows))
     return "\n".join(f"  {name:{width}}  {text}" for name, text in rows.items())
+
+
+def log_table(rows: dict[str, str]) -> None:
+    """Log one line for each row, because the log escapes line ends."""
+    for line in aligned(rows).splitlines():
+        log.info("model: %s", line.strip())
 
 
 def _rows(groups: tuple[Group, ...], kind: str) -> int:

@@ -242,6 +242,16 @@ def test_containers_have_no_rights_that_they_do_not_need() -> None:
             assert service["read_only"] is True, name
 
 
+def test_one_service_builds_the_image_of_all() -> None:
+    gpu = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
+    for image, changed in (("baton", {}), ("baton-gpu", gpu)):
+        own = {name: service | changed.get(name, {}) for name, service in services().items()}
+        assert {name for name, service in own.items() if "build" in service} == {"secret"}
+        using = {name: service["pull_policy"] for name, service in own.items() if service["image"] == image}
+        assert using == dict.fromkeys(("secret", "router", "prefill", "decode", "colocated"), "never")
+        assert all("secret" in own[name]["depends_on"] for name in set(using) - {"secret"})
+
+
 def test_every_node_and_router_in_a_container_has_the_secret() -> None:
     for name in ("router", "prefill", "decode", "colocated"):
         service = services()[name]

@@ -102,27 +102,24 @@ def num_kernels() -> int:
 def _alone_in(directory: Path, name: str) -> Iterator[None]:
     """Lock the directory while the kernel `name` is compiled or loaded, so that one process compiles it.
 
-    The lock file has a line for each kernel: its name, the process that compiles it and, once it is compiled, the
-    seconds that this took.
+    The lock file has a line for each kernel: its name and, once it is compiled, the seconds that this took.
     """
     with (directory / "lock").open("a+") as lock:
         with suppress(OSError):  # if files cannot be locked, every process compiles
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(0.1)  # if the other process has just started, it still has to write its number
-                compiled, holder = _progress(lock)
-                if not compiled:  # later kernels need no line, because the other process reports them
-                    log.info("waiting for process %s to compile the kernels", holder)
+                if not _compile_times(lock):  # later kernels need no line, because the other process reports them
+                    log.info("waiting for another process to compile the kernels")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-        compiled, _ = _progress(lock)
+        compiled = _compile_times(lock)
         if name in compiled:
             yield
             return
         number, total, started = len(compiled) + 1, num_kernels(), time.monotonic()
         kept = f", once; they are kept in {directory}" if number == 1 else ""
         log.info("compiling kernels for this CPU (%d of %d)%s", number, total, kept)
-        print(f"\n{name} {os.getpid()}", end="", file=lock, flush=True)
+        print(f"\n{name}", end="", file=lock, flush=True)
         yield
         seconds = time.monotonic() - started
         print(f" {seconds:.2f}", end="", file=lock, flush=True)
@@ -130,12 +127,11 @@ def _alone_in(directory: Path, name: str) -> Iterator[None]:
             log.info("compiled %d kernels in %.0f s", total, sum(compiled.values()) + seconds)
 
 
-def _progress(lock: TextIO) -> tuple[dict[str, float], str]:
-    """Return the compiled kernels with the seconds that each took, and the process that compiled last."""
+def _compile_times(lock: TextIO) -> dict[str, float]:
+    """Return the compiled kernels with the seconds that each took."""
     lock.seek(0)
     lines = [line.split() for line in lock.read().splitlines()]
-    compiled = {line[0]: float(line[2]) for line in lines if len(line) == 3}
-    return compiled, next((line[1] for line in reversed(lines) if len(line) > 1), "?")
+    return {line[0]: float(line[1]) for line in lines if len(line) == 2}
 
 
 def _compiled(function: Callable[[Any], None]) -> Any:

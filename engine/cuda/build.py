@@ -22,7 +22,7 @@ from engine.cuda.selection import (
 from engine.cuda.staging import StepCapacity
 from engine.formats.kv_scales import read_kv_scales
 from engine.kv_pool import KVPool
-from engine.model_memory import aligned, memory_of
+from engine.model_memory import log_table, memory_of
 from engine.models.decoder import Decoder
 from engine.models.kv_places import kv_places
 from engine.models.load import load_model
@@ -66,7 +66,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
     )
     layout = replace(one_block, num_blocks=num_blocks)
     groups = kv_places(config, layout.block_bytes).groups
-    log.info("the model takes:\n%s", aligned(memory_of(path, config, layout, groups, options.max_step_tokens)))
+    log_table(memory_of(path, config, layout, groups, options.max_step_tokens))
     with _stage(gpu, f"allocating {_gib(layout.num_blocks * layout.block_bytes)} for KV", LESS_KV):
         memory = gpu.allocate(layout.num_blocks, layout.block_bytes)
         places = kv_places(config, layout.block_bytes)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.model_memory import log_table
 from engine.models.config import MAX_CONFIG_BYTES
 from engine.models.families import read_model_config
 from engine.models.load import load_model
@@ -29,6 +30,15 @@ def test_progress_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         checkpoint.take("a", 1000)
         checkpoint.take("b", 3000)
     assert [record.getMessage()[:7] for record in caplog.records] == ["read 25", "read 99"]
+
+
+def test_each_row_of_the_memory_table_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "baton.engine"):
+        log_table({"weights": "7 MiB in files", "longest request": "8,192 tokens"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "model: weights          7 MiB in files",
+        "model: longest request  8,192 tokens",
+    ]
 
 
 SHAPES = {

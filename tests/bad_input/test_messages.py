@@ -81,6 +81,9 @@ STRANGE: dict[str, tuple[object, type, str]] = {
     "a map for a message": ({"error": ""}, Ack, "Ack is not an array"),
     "bytes for a text": ([b"x", False], Ack, "Ack.error is bytes, not str"),
     "a text for bytes": (["t", 1, b""], CommitRequest, "CommitRequest.reservation_id is str, not bytes"),
+    "too few fields": ([1], CommitRequest, "CommitRequest is not an array of at least 3 fields"),
+    "nothing for a number": ([b"t", None, b""], CommitRequest, "CommitRequest.first_token is NoneType"),
+    "a text for a number": ([b"t", "4", b""], CommitRequest, "CommitRequest.first_token is str, not int"),
     "a number of 64 bits for a text": ([2**64 - 1, False], Ack, "Ack.error is int"),
     "true for a number": ([b"t", True, b""], CommitRequest, "CommitRequest.first_token is bool"),
     "NaN for a number": ([b"t", math.nan, b""], CommitRequest, "CommitRequest.first_token is float"),
@@ -116,9 +119,20 @@ def test_a_malformed_map_is_rejected(pairs: bytes, complaint: str) -> None:
         decode(with_channels(pairs), NodeStats)
 
 
-@pytest.mark.parametrize("data", [encode(Ack()) + b"\xc0", encode(Ack()) * 2, bytes(MAX_MESSAGE_BYTES + 1)])
-def test_trailing_bytes_and_oversized_messages_are_rejected(data: bytes) -> None:
-    with pytest.raises(DecodeError, match=r"follow its end|at most 16777216"):
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (encode(Ack()) + b"\xc0", "follow its end"),
+        (encode(Ack()) * 2, "follow its end"),
+        (bytes(MAX_MESSAGE_BYTES + 1), "at most 16777216"),
+        (b"", "Ack"),
+        (b"\xc1", "Ack"),
+        (b"\x91\xa2\xff\xfe", "Ack"),
+    ],
+    ids=["a byte follows", "two messages", "over the limit", "empty", "an unused code", "not UTF-8"],
+)
+def test_malformed_bytes_are_rejected(data: bytes, complaint: str) -> None:
+    with pytest.raises(DecodeError, match=complaint):
         decode(data, Ack)
 
 

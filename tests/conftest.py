@@ -3,7 +3,9 @@
 A profile sets the number of examples only for tests without their own `max_examples`.
 """
 
+import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,3 +26,16 @@ def tmp_path() -> Iterator[Path]:
     """A directory with a short path, because the path of a socket may have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True) as directory:
         yield Path(directory)
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """Undo what a process configures at its start: handlers, which write to the stderr of one test, and the switch
+    interval of threads."""
+    root, interval_s = logging.getLogger(), sys.getswitchinterval()
+    handlers, level = root.handlers[:], root.level
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    sys.setswitchinterval(interval_s)

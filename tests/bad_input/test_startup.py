@@ -5,13 +5,12 @@ The tests of single tensors and of the keys of config.json are in tests/engine/t
 """
 
 import json
-import logging
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,8 @@ from shared.config.settings import NodeSettings, RouterSettings
 from tests.cluster.harness import DEMO, ROOT
 
 WEIGHTS = "model.safetensors"
+pytestmark = pytest.mark.usefixtures("restored_logging")
 Breaking = Callable[[Path], object]
-
-
-@pytest.fixture(autouse=True)
-def _restore_logging() -> Iterator[None]:
-    """Undo what a process configures, because its handler writes to the stderr of one test."""
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
-    yield
-    logging.captureWarnings(False)
-    root.handlers[:] = before
-    root.setLevel(level)
 
 
 @pytest.fixture
@@ -301,17 +290,6 @@ def test_an_address_of_another_host_is_reported(host: str, capsys: pytest.Captur
     one_line(capsys, host)
 
 
-@pytest.fixture
-def _logging_as_before() -> Iterator[None]:
-    root, interval_s = logging.getLogger(), sys.getswitchinterval()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    sys.setswitchinterval(interval_s)
-
-
-@pytest.mark.usefixtures("_logging_as_before")
 def test_a_nodes_port_in_use_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -1,10 +1,7 @@
 """Test the process of a node: leaving a shared KV pool, the advertised address, and failures at the start."""
 
-import logging
 import os
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -98,16 +95,6 @@ def settings_of(tmp_path: Path) -> NodeSettings:
     )
 
 
-@pytest.fixture
-def _restore_logging() -> Iterator[None]:
-    root, interval_s = logging.getLogger(), sys.getswitchinterval()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    sys.setswitchinterval(interval_s)
-
-
 # The stages at which the start of a node on the CPU can fail, each with the function that the test makes fail.
 STAGES: dict[str, tuple[object, str]] = {
     "threads": (torch, "set_num_threads"),
@@ -123,7 +110,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.usefixtures("_restore_logging")
+@pytest.mark.usefixtures("restored_logging")
 @pytest.mark.parametrize(("stage", "error"), list(zip(STAGES.values(), ERRORS, strict=True)), ids=STAGES)
 def test_a_failure_at_any_stage_of_the_start_prints_one_line_and_exits_with_2(
     tmp_path: Path,

@@ -29,14 +29,9 @@ class Lines:
 
 
 @pytest.fixture
-def lines(capsys):
-    """Return the lines that this process logs. Restore the root logger after the test."""
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
-    yield Lines(capsys)
-    logging.captureWarnings(False)
-    root.handlers[:] = before
-    root.setLevel(level)
+def lines(capsys, restored_logging):
+    """Return the lines that this process logs."""
+    return Lines(capsys)
 
 
 def test_line_ends_are_escaped_in_a_text_line_and_an_exception_follows_it(lines):

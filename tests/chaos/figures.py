@@ -1,19 +1,16 @@
 """Measure the guarantees that the matrix does not cover, and write benchmarks/results/figures.json.
 
 Restarts, Redis outages, slow readers and cancels run on emulated nodes with steps of at least 8 ms, so their results do
-not depend on the speed of this machine. The measurement of bad inputs uses the hash model; those of tenants and of the
-start use the demo model.
+not depend on the speed of this machine. The measurement of bad inputs uses the hash model; that of tenants uses the
+demo model. `python -m benchmarks footprint` measures the start.
 """
 
 import argparse
 import contextlib
 import json
-import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import timeit
@@ -32,14 +29,11 @@ from shared.kv.memory import checksums
 from tests.chaos.drive import all_back
 from tests.chaos.traffic import Ask, Load
 from tests.cluster.harness import (
-    DEMO,
     DEMO_VOCABULARY,
-    ROOT,
     Cluster,
     RedisServer,
     cluster,
     completion,
-    free_port,
     prompt_of,
     wait_for,
 )
@@ -253,30 +247,6 @@ def _with_keys(tenants_of: dict[str, str], **settings: object) -> Iterator[Clust
             yield running
 
 
-def start(count: int) -> list[Row]:
-    """Measure the time from the start of `baton up` to the first token, with the demo model and cached kernels."""
-    took_s = [_started_s() for _ in range(count + 1)][1:]
-    return [["`baton up` with a prefill and a decode node: time to the first token", f"{median(took_s):.1f} s", "≤ 5 s", median(took_s) <= 5]]  # fmt: skip
-
-
-def _started_s() -> float:
-    port = free_port()
-    command = [sys.executable, "-m", "baton", "up", "--model", str(DEMO), "--prefill", "1", "--decode", "1", "--port"]
-    began = time.monotonic()
-    with subprocess.Popen([*command, str(port)], cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ) as process:
-        try:
-            body = json.dumps(completion(DEMO.name, "Once", 1)).encode()
-            url, headers = f"http://127.0.0.1:{port}/v1/completions", {"content-type": "application/json"}
-            asked = urllib.request.Request(url, body, headers)
-            while True:
-                with contextlib.suppress(OSError), urllib.request.urlopen(asked, timeout=30) as answer:
-                    answer.read()
-                    return time.monotonic() - began
-                time.sleep(0.02)
-        finally:
-            process.terminate()
-
-
 def checks(count: int) -> list[Row]:
     """Count the flipped bits that checksums of KV rows detect, and measure the speed of these checksums."""
     rng = np.random.default_rng(1)
@@ -307,7 +277,6 @@ def main(arguments: list[str]) -> int:
         lambda: cancels(200),
         bad_inputs,
         lambda: tenants(200),
-        lambda: start(3),
         lambda: checks(100_000),
     ]
     rows: list[Row] = []

@@ -24,6 +24,7 @@ from engine.options import BuildOptions, check_holds, check_options, cpu_layout,
 from engine.runner import Runner, TorchRunner
 from engine.startup import EngineComponents, exchange_fingerprint, stage
 from engine.weights import weight_bytes
+from shared.grammar import GrammarTokenizer
 from shared.kv.memory import HostMemory
 
 SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-dtype bfloat16, --quantization int8)"
@@ -87,8 +88,9 @@ def _build_on_cpu(
         name += f" transformers {config.transformers}" if config.transformers else ""
     digest = exchange_fingerprint(name, path, layout, memory.sums, groups)
     attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    grammars = GrammarTokenizer(path, config.vocab_size) if runs_model else None
     return EngineComponents(
-        runner, memory, layout, max_model_len, config.vocab_size, digest, attributes, emulation, groups
+        runner, memory, layout, max_model_len, config.vocab_size, digest, attributes, emulation, groups, grammars
     )
 
 

@@ -14,6 +14,7 @@ from engine.kernels import Kernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder, LanguageModel
 from engine.sampling import NUMERICAL, DrawResult, SamplingRow, describe, is_penalized, sample
+from engine.token_masks import MaskFiller
 from scheduler.request import Request, Slice, Step
 from shared.rpc.messages import Logprobs, SamplingParams
 
@@ -82,9 +83,11 @@ def set_ahead(runner: Runner, mode: str) -> None:
 def leads(step: Step) -> bool:
     """Return whether the next step may be built before this step's tokens are known.
 
-    It may not if a request of this step has penalties, since its next draw then depends on this step's token.
+    It may not if a request of this step has penalties or a grammar, since its next draw then depends on this step's
+    token.
     """
-    return not any(slice_.samples and is_penalized(slice_.request.sampling) for slice_ in step.slices)
+    sampled = (slice_.request for slice_ in step.slices if slice_.samples)
+    return not any(request.matcher is not None or is_penalized(request.sampling) for request in sampled)
 
 
 class TorchRunner(Runner):
@@ -112,6 +115,7 @@ class TorchRunner(Runner):
         self._whole_pass = _whole_pass(model, kernels, backend)
         self._pool = pool
         self._block_rows = BlockRows(pool.places)
+        self._masks = MaskFiller()
         self._worker: ThreadPoolExecutor | None = None
         self._draws: list[DrawResult] | None = None  # draws of the last step; None if it failed
 
@@ -143,8 +147,10 @@ class TorchRunner(Runner):
         if not outputs:
             return outputs
         self._carry(batch)
+        rows = [row_of(step.slices[index]) for index in batch.sampled]
+        masks = self._masks.start(rows)
         logits, scored = self._computed(batch)
-        draws = sample(logits, [row_of(step.slices[index]) for index in batch.sampled])
+        draws = sample(logits, rows, masks())
         for index, draw in zip(batch.sampled, draws, strict=True):
             outputs[index] = SliceOutput(draw.token, draw.logprobs, error=draw.error)
         self._score(step, batch, scored, outputs)
@@ -201,5 +207,11 @@ def _whole_pass(model: LanguageModel, kernels: Kernels, backend: AttentionBacken
 def row_of(slice_: Slice) -> SamplingRow:
     request = slice_.request
     return SamplingRow(
-        request.sampling, request.tokens, request.num_prompt, slice_.end, request.stop_tokens, request.min_tokens
+        request.sampling,
+        request.tokens,
+        request.num_prompt,
+        slice_.end,
+        request.stop_tokens,
+        request.min_tokens,
+        request.matcher,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.counter_rng import BROKEN, NOTHING_ALLOWED, WORDS, gumbel, key_of
 from engine.cpu import why_not_compiled
+from engine.token_masks import TokenMasks, TokenMatcher
 from shared.limits import GREEDY_BELOW
 from shared.rpc.messages import Logprobs, SamplingParams
 
@@ -24,7 +25,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 CANDIDATES = 256  # highest scores that are tried first; if top_p or top_k needs more, the whole row is sorted
 NUMERICAL = "numerical"  # a logit of the row is not finite
-NO_TOKEN = "no_token"  # every token is banned
+NO_TOKEN = "no_token"  # every token is banned, or the row's grammar has failed
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class SamplingRow:
     position: int  # index in `tokens` of the token to draw
     stop_tokens: frozenset[int] = frozenset()
     min_tokens: int = 0
+    matcher: TokenMatcher | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -44,7 +46,9 @@ class SamplingRow:
 
     @property
     def forbids_stop(self) -> bool:
-        return self.position - self.num_prompt < self.min_tokens and bool(self.stop_tokens)
+        """Whether to ban the stop tokens. A grammar's mask already contains this ban."""
+        too_early = self.position - self.num_prompt < self.min_tokens
+        return too_early and bool(self.stop_tokens) and self.matcher is None
 
     @property
     def is_penalized(self) -> bool:
@@ -77,12 +81,15 @@ def parameters_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawResult]:
-    """Return one draw per row of `logits`, float32 [R, vocab]. Does not change `logits`. Errors affect one row each."""
+def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> list[DrawResult]:
+    """Return one draw per row of `logits`, float32 [R, vocab]. Does not change `logits`. Errors affect one row each.
+
+    `masks` are those of the rows with a grammar.
+    """
     if not rows:
         return []
     compiled = compiled_draw() if logits.device.type == "cpu" else None
-    adjusted = adjust(logits, rows)
+    adjusted = adjust(logits, rows, masks)
     if compiled is not None:
         tokens = compiled(logits, adjusted, torch.from_numpy(parameters_of(rows)))
     else:
@@ -142,8 +149,8 @@ def _describe(logits: Tensor, rows: Sequence[SamplingRow], draws: list[DrawResul
 # ---- bias and penalties ----------------------------------------------------------------------------------------
 
 
-def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return a copy of `logits` with bans, biases and penalties applied, or `logits` itself if no row has any."""
+def adjust(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> Tensor:
+    """Return a copy of `logits` with bans, biases, penalties and masks applied; `logits` itself if no row has any."""
     shifts = [
         (index, token, amount)
         for index, row in enumerate(rows)
@@ -152,7 +159,7 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         if 0 <= token < logits.shape[1]  # stop tokens outside the vocabulary cannot be drawn anyway
     ]
     penalized = [(index, row) for index, row in enumerate(rows) if row.is_penalized]
-    if not shifts and not penalized:
+    if not shifts and not penalized and masks is None:
         return logits
     adjusted = logits.clone()
     if shifts:
@@ -160,6 +167,8 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         adjusted[at, banned] += amounts.to(adjusted.dtype)
     if penalized:
         _penalize(adjusted, penalized)
+    if masks is not None:
+        masks.apply_(adjusted)
     return adjusted
 
 

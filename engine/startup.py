@@ -16,6 +16,7 @@ from engine.emulation import Emulation
 from engine.runner import Runner
 from engine.weights import fingerprint
 from scheduler.geometry import UNIFORM, Group
+from shared.grammar import GrammarTokenizer
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 
@@ -43,6 +44,7 @@ class EngineComponents:
     attributes: dict[str, str]
     emulation: Emulation | None = None
     groups: tuple[Group, ...] = UNIFORM
+    grammars: GrammarTokenizer | None = None  # None if no model computes the tokens
 
 
 def exchange_fingerprint(

@@ -3,9 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from engine.engine import INTERNAL, Engine
+from engine.token_masks import TokenMatcher
 from node.recorder import StepRecorder
 from node.router_sessions import RouterSessions
 from node.stats import NodeState
@@ -14,6 +16,7 @@ from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from shared import failpoints
 from shared.clock import now_ns
+from shared.grammar import GrammarTokenizer
 from shared.logs import fields
 from shared.rpc.messages import SubmitRequest, TokenDelta, unpack_ids
 
@@ -40,6 +43,7 @@ class RequestRules:
     shared_pool: bool = False  # handoffs copy no KV: a prefill node computes in the decode node's pool
     max_requests: int = MAX_REQUESTS
     max_tokens: int | None = None  # None: `MAX_TOKENS`, or the size of `MAX_POOLS` pools if that is more
+    grammars: GrammarTokenizer | None = None  # None: grammars are ignored, because no model computes the tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class ActiveRequest:
     router: str
     num_tokens: int
     abort_handoff: AbortHandoff | None  # a method of the role adapter; None without a handoff
+    matcher: "asyncio.Future[TokenMatcher] | None" = None  # that of the request's grammar, which is being compiled
 
 
 class ActiveRequests:
@@ -79,6 +84,7 @@ class ActiveRequests:
         pool_tokens = state.info.num_blocks * state.info.block_tokens
         self._max_tokens = rules.max_tokens or max(MAX_TOKENS, MAX_POOLS * pool_tokens)
         self._loop = asyncio.get_running_loop()
+        self._compiler = ThreadPoolExecutor(1, "grammar")
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -131,7 +137,8 @@ class ActiveRequests:
             needs_prompt_logprobs=submit.sampling.prompt_logprobs is not None,
             sampling=submit.sampling,
         )
-        self._entries[request.id] = ActiveRequest(request, router, len(tokens), abort_handoff)
+        matcher = self._compile(submit.grammar)
+        self._entries[request.id] = ActiveRequest(request, router, len(tokens), abort_handoff, matcher)
         self.num_tokens += len(tokens)
         try:
             failpoints.reach("node.accepted", request.id)
@@ -150,8 +157,33 @@ class ActiveRequests:
                 f"this node has {len(self._entries)} requests of {self.num_tokens} tokens: no more fit"
             )
 
+    def _compile(self, grammar: str) -> "asyncio.Future[TokenMatcher] | None":
+        """Begin to compile a grammar on a thread, because a large one can take a second."""
+        if not grammar or self._rules.grammars is None:
+            return None
+        return self._loop.run_in_executor(self._compiler, TokenMatcher, self._rules.grammars, grammar)
+
     def enqueue(self, request: Request) -> None:
-        """Give a registered request to the engine."""
+        """Give a registered request to the engine, once its grammar is compiled."""
+        entry = self._entries.get(request.id)
+        if entry is None or entry.matcher is None:
+            self._enqueue(request)
+            return
+        matcher = entry.matcher
+
+        def compiled(_: object) -> None:
+            error = matcher.exception()
+            if self._entries.get(request.id) is not entry:
+                return  # the request was aborted
+            if error is None:
+                request.matcher = matcher.result()
+                self._enqueue(request)
+            else:
+                self.fail(request.id, str(error) if isinstance(error, ValueError) else INTERNAL, retry=False)
+
+        matcher.add_done_callback(compiled)
+
+    def _enqueue(self, request: Request) -> None:
         received_ns = now_ns()
 
         def add(scheduler: Scheduler) -> None:

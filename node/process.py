@@ -225,7 +225,12 @@ class NodeProcess:
                 groups=components.groups,
             ),
             components.runner,
-            RequestRules(components.vocab_size, settings.enable_prefix_caching, settings.kv_channel == POOL),
+            RequestRules(
+                components.vocab_size,
+                settings.enable_prefix_caching,
+                settings.kv_channel == POOL,
+                grammars=components.grammars,
+            ),
             lambda node, role: self.factories[role.name](node, *given),
             settings.heartbeat_s,
             stuck_s=settings.stuck_s,

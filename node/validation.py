@@ -6,6 +6,7 @@ node's. A value out of range would reach arithmetic on the engine's thread, wher
 
 import re
 
+from shared.grammar import MAX_GRAMMAR_BYTES
 from shared.limits import INT32_MAX, MAX_LOGIT_BIASES, MAX_LOGPROBS
 from shared.rpc.messages import SamplingParams, SubmitRequest, unpack_ids
 
@@ -47,6 +48,7 @@ def check_submit(submit: SubmitRequest, max_model_len: int, vocab_size: int) -> 
         raise ValueError(f"decode_node is {submit.decode_node!r:.40}: it must be host:port")
     _check("length of salt", len(submit.salt), 0, MAX_SALT_BYTES)
     _check("number of stop_tokens", len(stop_tokens), 0, MAX_STOP_TOKENS)
+    _check("length of grammar", len(submit.grammar), 0, MAX_GRAMMAR_BYTES)
     _check_sampling(submit.sampling, vocab_size)
     return tokens
 

@@ -54,6 +54,7 @@ class Request:
     shared_pool: bool = False  # the prefill node computes the prompt directly in the decode node's blocks
     needs_prompt_logprobs: bool = False  # logits of all prompt positions are needed, so prefix hits are not used
     sampling: Any = None  # a SamplingParams for the runner and the node; the scheduler does not read it
+    matcher: Any = None  # a TokenMatcher for the runner, if the answer must match a grammar
 
     arrival: int = -1  # order of arrival on this node
     state: RequestState = RequestState.WAITING
@@ -105,7 +106,9 @@ class Request:
     def finish_reason(self) -> str | None:
         """Return "stop" or "length" if the last token of the row ends the request, otherwise None."""
         num_generated = self.num_generated
-        if num_generated >= self.min_tokens and self.tokens[-1] in self.stop_tokens:
+        # A grammar may leave no other token than a stop token, also before `min_tokens`.
+        may_stop = num_generated >= self.min_tokens or self.matcher is not None
+        if may_stop and self.tokens[-1] in self.stop_tokens:
             return "stop"
         return "length" if num_generated >= self.max_tokens else None
 

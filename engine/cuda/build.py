@@ -31,6 +31,7 @@ from engine.options import BuildOptions, blocks_for
 from engine.startup import EngineComponents, exchange_fingerprint, stage
 from engine.weights import stored_dtype, weight_bytes
 from scheduler.request import Request, Slice, Step, cdiv
+from shared.grammar import GrammarTokenizer
 from shared.kv.layout import KVLayout
 from shared.rpc.messages import SamplingParams
 
@@ -88,8 +89,9 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
     }
     digest = exchange_fingerprint("torch", path, layout, memory.sums, places.groups)
     return EngineComponents(
-        runner, memory, layout, options.max_model_len, config.vocab_size, digest, attributes, groups=places.groups
-    )
+        runner, memory, layout, options.max_model_len, config.vocab_size, digest, attributes,
+        groups=places.groups, grammars=GrammarTokenizer(path, config.vocab_size),
+    )  # fmt: skip
 
 
 def _dtype(options: BuildOptions, path: Path) -> torch.dtype:

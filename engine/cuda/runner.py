@@ -23,6 +23,7 @@ from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.runner import PendingStep, SliceOutput, TorchRunner, row_of
 from engine.sampling import NO_TOKEN, NUMERICAL, SamplingRow, adjust, describe, draw
+from engine.token_masks import TokenMasks
 from scheduler.request import Request, Slice, Step
 from shared.rpc.messages import SamplingParams
 
@@ -144,6 +145,7 @@ class CudaRunner(TorchRunner):
         self._before = ()
         built = build(slices, self._block_tokens, CPU, before, self._block_rows)
         rows = [row_of(slices[index]) for index in built.sampled]
+        masks = self._masks.start(rows)
         self._arrivals.reverse()
         self._events.reverse()
         buffers = self._buffers_for(built)
@@ -153,7 +155,7 @@ class CudaRunner(TorchRunner):
         done = self._events[0]
         launched = Launched([SliceOutput() for _ in slices], order, built.sampled, self._arrivals[0][: len(rows)], done)
         if rows:
-            self._draw(self._model.logits(hidden[: len(rows)]), rows, parameters, launched)
+            self._draw(self._model.logits(hidden[: len(rows)]), rows, masks(), parameters, launched)
         self._score(replace(step, slices=slices), built, hidden[len(rows) :], launched.outputs)
         if done is not None:  # even if nothing was drawn, since `wait` must also wait until the KV is stored
             done.record()
@@ -167,9 +169,16 @@ class CudaRunner(TorchRunner):
         own = replace(self._capacity, slices=slices, tokens=len(built.tokens), blocks=blocks)
         return StepBuffers(own, self._device)
 
-    def _draw(self, logits: Tensor, rows: list[SamplingRow], parameters: Tensor, launched: Launched) -> None:
+    def _draw(
+        self,
+        logits: Tensor,
+        rows: list[SamplingRow],
+        masks: TokenMasks | None,
+        parameters: Tensor,
+        launched: Launched,
+    ) -> None:
         """Draw tokens, keep them on the device for the next step, and start copying them to the host."""
-        adjusted = adjust(logits, rows)
+        adjusted = adjust(logits, rows, masks)
         if self._sampler is not None:
             drawn = self._sampler(logits, parameters, None if adjusted is logits else adjusted)
         elif all(row.is_greedy for row in rows):

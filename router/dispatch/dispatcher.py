@@ -289,6 +289,7 @@ class Dispatcher:
             decode_node="" if prefill is None else decode.info.address,
             share_prefix=request.share_prefix,
             traceparent=request.traceparent,
+            grammar=request.grammar,
         )
         failpoints.reach("router.placed", attempt.id)
         if prefill is None:

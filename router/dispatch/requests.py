@@ -41,6 +41,7 @@ class GenerationRequest:
     priority: int = 0  # smaller numbers run first
     share_prefix: bool = True
     traceparent: str = ""  # W3C trace context of the client's request
+    grammar: str = ""  # the answers match this grammar (see `shared.grammar`)
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds
     nodes: tuple[str | None, str | None] = (None, None)  # (prefill, decode) of sample 0's latest attempt

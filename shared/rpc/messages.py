@@ -57,6 +57,7 @@ class SubmitRequest:
     decode_node: str = ""
     share_prefix: bool = True  # False: shares no prefix cache with other requests
     traceparent: str = ""  # W3C trace context of the client's request, for logs
+    grammar: str = ""  # the answer matches this grammar (see `shared.grammar`); "": any answer
 
 
 @dataclass(slots=True)

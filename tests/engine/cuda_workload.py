@@ -5,10 +5,11 @@ from dataclasses import replace
 from random import Random
 
 from engine.cuda.staging import StepCapacity
-from engine.runner import PendingStep, Runner, SliceOutput
+from engine.runner import PendingStep, Runner, SliceOutput, leads
 from scheduler.request import Request, Slice, Step
 from shared.rpc.messages import SamplingParams
 from tests.engine.build import GREEDY, VOCABULARY, Blocks, States
+from tests.engine.grammars import ENDLESS, matcher_of
 
 NUM_BLOCKS, BLOCK_TOKENS = 240, 4
 
@@ -28,8 +29,9 @@ SEEDS = range(3)
 
 
 def requests_of(blocks: Blocks, seed: int, samplings: Sequence[SamplingParams] = SAMPLINGS) -> list[Request]:
+    """Return a request for each sampling. The first three have a grammar whose texts do not end."""
     random = Random(seed)
-    return [
+    requests = [
         blocks.request(
             [random.randrange(VOCABULARY) for _ in range(random.randrange(1, 45))],
             sampling,
@@ -38,6 +40,9 @@ def requests_of(blocks: Blocks, seed: int, samplings: Sequence[SamplingParams] =
         )
         for sampling in samplings
     ]
+    for request in requests[:3]:
+        request.matcher = matcher_of(ENDLESS)
+    return requests
 
 
 def drive(
@@ -59,7 +64,7 @@ def drive(
                 one.request.tokens.append(output.token)
 
     for number in range(1000):
-        waits = pending is not None and any(one.request.sampling.presence_penalty for one in pending[0].slices)
+        waits = pending is not None and not leads(pending[0])
         if pending is not None and (waits or not ahead):
             finish(*pending)
             pending = None

@@ -16,6 +16,7 @@ from scheduler.request import Request, RequestState, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.rpc.messages import SamplingParams
 from tests.engine.build import CONFIG, CPU, GREEDY, VOCABULARY, device_code, torch_runner
+from tests.engine.grammars import END_ID, GRAMMARS, matcher_of
 
 torch.set_num_threads(1)
 BLOCK_TOKENS = 4
@@ -153,6 +154,9 @@ def workload(seed: int) -> list[Request]:
                 sampling=SAMPLINGS[rng.randrange(5 if seed % 2 else 3)],  # no penalties with an even seed
             )
         )
+        if rng.random() < 0.3:
+            rows[-1].matcher = matcher_of(rng.choice(GRAMMARS))
+            rows[-1].stop_tokens = frozenset([END_ID])
     return rows
 
 

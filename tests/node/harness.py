@@ -31,6 +31,7 @@ from shared.rpc.messages import (
     SubmitRequest,
     TokenDelta,
     pack_ids,
+    unpack_ids,
 )
 
 BLOCK_TOKENS, VOCABULARY = 4, 97
@@ -114,6 +115,9 @@ class RouterLine:
     @property
     def steps(self) -> list[StepRecord]:
         return [step for update in self.updates for step in update.steps]
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for delta in self.deltas if delta.id == name for token in unpack_ids(delta.tokens)]
 
     def finishes(self, name: str) -> list[str]:
         return [delta.finish for delta in self.deltas if delta.id == name and delta.finish]

@@ -17,11 +17,13 @@ from node.active_requests import RequestRules
 from node.watchdog import Watched
 from scheduler.role import DECODE
 from scheduler.scheduler import StepLimits
+from shared.grammar import GrammarTokenizer, lark_grammar
 from shared.lifecycle import wait_until
 from shared.registry import EmbeddedRegistry
 from shared.rpc.connection import RpcChannel
-from shared.rpc.messages import RouterCommand, SamplingParams, SubmitRequest, TokenDelta
+from shared.rpc.messages import RouterCommand, SamplingParams, SubmitRequest, TokenDelta, pack_ids
 from shared.rpc.methods import ATTACH
+from tests.engine.grammars import ENDLESS, tokenizer_of
 from tests.node.harness import (
     VOCABULARY,
     HashNode,
@@ -95,6 +97,35 @@ async def test_a_router_aborts_only_its_own_requests_and_ids_are_unique() -> Non
         await here.empty()
         other.hang_up()
         await sessions[0]
+
+
+async def test_grammars_are_compiled_before_the_engine_gets_their_requests(tmp_path: Path) -> None:
+    """The hash model ignores the matcher, except that a stop token may then end an answer before `min_tokens`."""
+    tokenizer_of().save(str(tmp_path / "tokenizer.json"))
+    here = large_node(rules=RequestRules(VOCABULARY, grammars=GrammarTokenizer(tmp_path, VOCABULARY)))
+    async with attached(here) as line:
+        every = pack_ids(range(VOCABULARY))
+        line.submit(
+            submission("bad", grammar=lark_grammar("start: foo")),
+            submission("gone", grammar=ENDLESS, max_tokens=3000),
+            submission("bound", grammar=ENDLESS, min_tokens=3, stop_tokens=every),
+            submission("plain", min_tokens=3, stop_tokens=every),
+        )
+        line.abort("gone")
+        assert await wait_until(lambda: line.finishes("bound") == line.finishes("plain") == ["stop"], 20.0)
+        assert [len(line.tokens(name)) for name in ("bound", "plain")] == [1, 3]
+        assert line.errors() == [('the grammar does not compile: at 1(8): unknown name: "foo"', False)]
+        assert not any(delta.id == "gone" for delta in line.deltas)
+        await here.empty()
+
+
+async def test_a_node_without_a_tokenizer_refuses_grammars(tmp_path: Path) -> None:
+    here = hash_node(DECODE, rules=RequestRules(VOCABULARY, grammars=GrammarTokenizer(tmp_path, VOCABULARY)))
+    async with attached(here) as line:
+        line.submit(submission(grammar=ENDLESS), submission("plain"))
+        assert await wait_until(lambda: bool(line.errors()), 5.0)
+        assert "tokenizer.json" in line.errors()[0][0]
+        assert await wait_until(lambda: bool(line.finishes("plain")), 5.0)
 
 
 class UnreadLine(RouterLine):

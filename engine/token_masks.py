@@ -1,0 +1,150 @@
+"""Masks of the tokens that the grammars of requests allow. They are computed on a thread while the forward pass runs.
+
+A mask depends only on the grammar and the tokens that were generated so far. It is therefore the same in any batch,
+after a preemption, a handoff or a retry: the matcher of a request is fed the tokens that it has not seen yet.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shared.grammar import GrammarTokenizer
+
+log = logging.getLogger("baton.engine")
+IntArray = NDArray[np.int32]
+WORD_BITS = 32
+
+
+class TokenMatcher:
+    """The state of one request's grammar after some generated tokens. One thread at a time may use it."""
+
+    def __init__(self, tokenizer: GrammarTokenizer, grammar: str) -> None:
+        """Compile the grammar. Raises ValueError if it does not compile."""
+        self.matcher: LLMatcher = tokenizer.matcher(grammar)
+        self.num_words, self.end_token = tokenizer.num_words, tokenizer.end_token
+        self._seen: list[int] = []
+
+    def advance(self, generated: Sequence[int]) -> bool:
+        """Go to the state after `generated`, forward or back. Return False if the grammar forbids one of the tokens.
+
+        Then the state is the one before that token. Speculative decoding may thus advance by draft tokens, and go back.
+        """
+        seen = self._seen
+        same = next((at for at, pair in enumerate(zip(seen, generated, strict=False)) if pair[0] != pair[1]), len(seen))
+        same = min(same, len(generated))
+        if same < len(seen):
+            self.matcher.rollback(len(seen) - same)
+            del seen[same:]
+        new = list(generated[same:])
+        count = self.matcher.try_consume_tokens(new) if new else 0
+        seen += new[:count]
+        return count == len(new)
+
+
+class MaskedRow(Protocol):
+    """The fields of `engine.sampling.SamplingRow` that a mask depends on."""
+
+    tokens: Sequence[int]
+    num_prompt: int
+    position: int
+    stop_tokens: frozenset[int]
+    min_tokens: int
+    matcher: TokenMatcher | None
+
+
+@dataclass(slots=True)
+class TokenMasks:
+    """The masks of some rows of logits. Bit b of word w of `words` is set if the row's token 32 w + b is allowed."""
+
+    rows: list[int]
+    words: IntArray  # [len(rows), W]
+
+    def apply_(self, logits: Tensor) -> None:
+        """Set the logits of forbidden tokens to -inf, in place. `logits` is float32 [R, vocab]."""
+        allowed = _unpacked(self.words, logits.device)[:, : logits.shape[1]]
+        if (missing := logits.shape[1] - allowed.shape[1]) > 0:  # the tokenizer has none of these tokens
+            allowed = torch.nn.functional.pad(allowed, (0, missing))
+        if len(self.rows) == len(logits):
+            logits.masked_fill_(~allowed, -torch.inf)
+        else:
+            at = torch.tensor(self.rows, device=logits.device)
+            logits[at] = logits[at].masked_fill_(~allowed, -torch.inf)
+
+
+def _unpacked(words: IntArray, device: torch.device) -> Tensor:
+    """Return the bits of `words` [R, W] as bool [R, 32 W]."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")).view(torch.bool)
+    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=device)
+    bits = torch.from_numpy(words).to(device, non_blocking=True)[:, :, None] >> shifts
+    return (bits & 1).bool().flatten(1)
+
+
+class MaskFiller:
+    """Computes the masks of a step's rows on a thread of its own. A runner owns it and calls it from one thread."""
+
+    def start(self, rows: Sequence[MaskedRow]) -> Callable[[], TokenMasks | None]:
+        """Begin to compute the masks of rows with a grammar. The result waits for them; it is None if there are none.
+
+        Rows of one request must be in order of their positions. A row whose grammar has failed allows no token.
+        """
+        masked = [index for index, row in enumerate(rows) if row.matcher is not None]
+        if not masked:
+            return lambda: None
+        return self._thread.submit(self._fill, masked, [rows[index] for index in masked]).result
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "masks")
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        """llguidance's threads, which fill the masks of a batch; the cores' other threads run the pass."""
+        return LLExecutor(max(1, len(os.sched_getaffinity(0)) // 4))
+
+    def _fill(self, indices: list[int], rows: list[MaskedRow]) -> TokenMasks:
+        matchers = [row.matcher for row in rows if row.matcher is not None]
+        words = np.zeros((len(rows), matchers[0].num_words), np.int32)
+        left = list(range(len(rows)))
+        while left:  # one row of each request at a time: a request has several only in speculative decoding
+            now = list({id(matchers[index]): index for index in reversed(left)}.values())
+            self._fill_some(words, [(index, rows[index], matchers[index]) for index in now])
+            left = [index for index in left if index not in now]
+        return TokenMasks(indices, words)
+
+    def _fill_some(self, words: IntArray, some: list[tuple[int, MaskedRow, TokenMatcher]]) -> None:
+        fed = [each for each in some if each[2].advance(each[1].tokens[each[1].num_prompt : each[1].position])]
+        if fed:
+            fill_next_token_bitmask_par(self._executor, [(matcher.matcher, index) for index, _, matcher in fed], words)
+        for index, row, matcher in fed:
+            if matcher.matcher.is_error():
+                log.warning("a grammar failed after %d tokens: %s", row.position, matcher.matcher.get_error())
+                words[index] = 0
+            else:
+                _allow_end(words[index], row, matcher)
+
+
+def _allow_end(mask: IntArray, row: MaskedRow, matcher: TokenMatcher) -> None:
+    """Allow the row's stop tokens if the text so far is complete, and forbid them otherwise.
+
+    Before `min_tokens`, a complete text ends only if the grammar allows no other token.
+    """
+    bits = mask.view(np.uint32)
+    stops = [token for token in row.stop_tokens if token < len(bits) * WORD_BITS]
+    for token in (matcher.end_token, *stops):
+        bits[token // WORD_BITS] &= ~np.uint32(1 << token % WORD_BITS)
+    is_due = row.position - row.num_prompt >= row.min_tokens or not bits.any()
+    if is_due and matcher.matcher.is_accepting():
+        for token in stops:
+            bits[token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS)

@@ -1,0 +1,99 @@
+"""Grammars that an answer must match, as text in the format of llguidance.
+
+A router builds the text from a client's schema, regular expression or grammar, and nodes make matchers of it. The
+library llguidance compiles it: an Earley parser over a lexer that uses derivatives of regular expressions.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_GRAMMAR_BYTES = 1 << 20  # of the text that a node accepts; a router accepts less from a client
+# Between the tokens of JSON, at most 8 characters of white space. Without a bound, a model may write it forever. What
+# llguidance cannot enforce is an error: it is never left out.
+JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,8}", "lenient": False, "coerce_one_of": False,
+}  # fmt: skip
+# Errors do not quote the grammar, since they are logged. The other limits on time and memory are llguidance's defaults.
+LIMITS = LLParserLimits(verbose_errors=False)
+MAX_ERROR = 300  # characters
+EXCERPT = re.compile(r"\n *\d+ \| ")
+_END = "<|end of grammar|>"
+
+
+def json_grammar(schema: dict[str, Any], **options: Any) -> str:
+    """Return the grammar of the JSON texts that match a schema. `options` replace some of `JSON_OPTIONS`."""
+    return json.dumps({"grammars": [{"json_schema": with_json_options(schema, **options)}]})
+
+
+def with_json_options(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Return the schema as it must be written after `%json` in a Lark grammar, so that `JSON_OPTIONS` apply there."""
+    return schema | {"x-guidance": JSON_OPTIONS | options}
+
+
+def lark_grammar(text: str) -> str:
+    """Return the grammar that a text in llguidance's dialect of Lark defines."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def choice_grammar(choices: Iterable[str]) -> str:
+    """Return the grammar of some texts."""
+    return lark_grammar("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+
+
+def one_line(error: str) -> str:
+    """Return an error of llguidance as one line, without the excerpt of the grammar that follows it."""
+    return " ".join(EXCERPT.split(error)[0].split())[:MAX_ERROR]
+
+
+class GrammarTokenizer:
+    """A model's tokenizer, as matchers need it. Thread-safe.
+
+    It is read from the model's directory when the first matcher is made, which takes seconds for a large vocabulary.
+    `end_token` is an id after those of the vocabulary, which llguidance uses as the end of a text. A matcher's mask has
+    `num_words` words of 32 bits.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int) -> None:
+        self._file = directory / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        tokenizer = tokenizers.Tokenizer.from_file(str(self._file))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        end = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        tokenizer.add_special_tokens([_END])
+        return LLTokenizer(tokenizer.to_str(), n_vocab=max(end + 1, self._vocab_size), eos_token=end)
+
+    @property
+    def end_token(self) -> int:
+        return self._tokenizer.eos_token
+
+    @property
+    def num_words(self) -> int:
+        return -(-self._tokenizer.vocab_size // 32)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Return a matcher at the beginning of a text. Takes a millisecond for usual grammars.
+
+        Raises ValueError if the grammar does not compile, or if the model's tokenizer cannot be read.
+        """
+        with self._lock:
+            try:
+                tokenizer = self._tokenizer
+            except Exception as error:  # the library raises plain Exception
+                raise ValueError(f"{self._file}: {str(error)[:MAX_ERROR]}") from error
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise ValueError(f"the grammar does not compile: {one_line(matcher.get_error())}")
+        return matcher

@@ -289,7 +289,8 @@ def _prompts(is_terminal: bool) -> Iterator[str]:
 
 
 def _answer(url: str, api_key: str, fields: Document) -> str:
-    """Print an answer as it arrives, then its timing to stderr. Return the answer's text. Raises UnreachableError."""
+    """Print an answer as it arrives, with its reasoning and then its timing to stderr. Return the answer's text. Raises
+    UnreachableError."""
     body = {name: value for name, value in fields.items() if value is not None}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     text, num_tokens, started, ttft_s, total_s = "", 0, time.monotonic(), 0.0, 0.0
@@ -301,11 +302,13 @@ def _answer(url: str, api_key: str, fields: Document) -> str:
             if "error" in event:
                 raise UnreachableError(event["error"]["message"])
             num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
-            if part := ((event["choices"] or [{}])[0].get("delta") or {}).get("content"):
-                total_s = time.monotonic() - started
-                ttft_s = ttft_s or total_s
-                text += part
-                print(part, end="", flush=True)
+            delta = (event["choices"] or [{}])[0].get("delta") or {}
+            for part, place in ((delta.get("reasoning_content"), sys.stderr), (delta.get("content"), sys.stdout)):
+                if part:
+                    total_s = time.monotonic() - started
+                    ttft_s = ttft_s or total_s
+                    text += part if place is sys.stdout else ""
+                    print(part, end="", flush=True, file=place)
     print()
     rate = f", {(num_tokens - 1) / (total_s - ttft_s):.1f} tokens/s" if total_s > ttft_s else ""
     print(f"[{num_tokens} tokens, TTFT {1000 * ttft_s:.0f} ms{rate}]", file=sys.stderr)

@@ -58,7 +58,8 @@ def main(settings: RouterSettings) -> int:
         is_local = Path(settings.model).exists()
         name = settings.served_model_name or (directory.resolve().name if is_local else settings.model)
         model = read_model(directory, name, settings.max_model_len, int(time.time()))
-        tokenizer = Tokenizer.load(directory, model.vocab_size)
+        parsers = settings.tool_call_parser, settings.reasoning_parser
+        tokenizer = Tokenizer.load(directory, model.vocab_size, *parsers)
         has_keys = settings.api_keys_file or settings.api_keys
         keys = ApiKeys(settings.api_keys_file, settings.api_keys) if has_keys else None
         listeners = [listen(settings.host, settings.port, "--port")]

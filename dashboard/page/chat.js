@@ -31,14 +31,14 @@ export function startChat(model, showRequest) {
 
 async function send(model, showRequest) {
   const conversation = messages, said = { role: "user", content: prompt.value }, answer = { role: "assistant", content: "" };
-  const text = make("p"), note = make("p", { class: "note" }, "generating");
-  const block = make("div", { class: "answer", "aria-busy": "true" }, text, note); // read aloud when it is complete
+  const thoughts = make("p", { class: "note" }), text = make("p"), note = make("p", { class: "note" }, "generating");
+  const block = make("div", { class: "answer", "aria-busy": "true" }, thoughts, text, note); // read aloud when it is complete
   log.append(make("p", { class: "said" }, said.content), block);
   running = new AbortController();
   place("send").disabled = !(place("stop").disabled = false);
   prompt.value = "";
   const began = performance.now();
-  let id = null, first = null, usage = null, how = "";
+  let id = null, first = null, usage = null, how = "", reasoning = "";
   try {
     const body = { model, messages: [...messages, said], stream: true, stream_options: { include_usage: true },
       max_tokens: Number(place("max-tokens").value) };
@@ -46,10 +46,12 @@ async function send(model, showRequest) {
       if (chunk.error) throw new Error(chunk.error.message);
       id = chunk.id;
       const { delta, finish_reason } = chunk.choices?.[0] ?? {};
-      if (delta?.content) { first ??= performance.now(); answer.content += delta.content; }
+      if (delta?.content || delta?.reasoning_content) first ??= performance.now();
+      answer.content += delta?.content ?? "";
+      reasoning += delta?.reasoning_content ?? "";
       how = finish_reason ?? how;
       usage = chunk.usage ?? usage;
-      keepAtEnd(() => say(text, answer.content));
+      keepAtEnd(() => { say(thoughts, reasoning); say(text, answer.content); });
     }
     if (!usage) throw new Error("The stream ended early.");
     say(note, `${number(usage.completion_tokens)} tokens (${how}) in ${ms(performance.now() - began)} ms, first text after `
@@ -61,6 +63,7 @@ async function send(model, showRequest) {
   }
   if (conversation === messages && answer.content) messages = [...messages, said, answer];
   if (!answer.content) text.remove();
+  if (!reasoning) thoughts.remove();
   if (id) {
     const link = make("button", { type: "button", class: "link" }, id);
     link.addEventListener("click", () => showRequest(id));

@@ -11,27 +11,37 @@ import math
 from collections import Counter
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from router.text.chat_template import Argument, Message
+from router.http.messages import (
+    MAX_NAME,
+    MAX_PARTS,
+    MAX_TOOLS,
+    ChatMessages,
+    Strict,
+    Tools,
+    check_tool_names,
+    check_tool_results,
+)
+from router.text.chat_template import Argument
 from shared.errors import RequestError
 from shared.limits import INT32_MAX, MAX_LOGIT_BIASES, MAX_LOGPROBS
 
-MAX_PROMPTS, MAX_SAMPLES, MAX_MESSAGES, MAX_PARTS = 64, 8, 2048, 1024
+MAX_PROMPTS, MAX_SAMPLES = 64, 8
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
-MAX_NAME, MAX_TEMPLATE_ARGUMENTS = 64, 32
+MAX_TEMPLATE_ARGUMENTS = 32
 # OpenAI's fields that do not affect the tokens, or that are hints for models and services which Baton does not have.
-IGNORED = frozenset(("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"))
+IGNORED = frozenset(("metadata", "prediction", "prompt_cache_key", "prompt_cache_options"))
 IGNORED |= {"prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity"}
 # Known fields that are not supported. Each is accepted only with the listed values, which have no effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
     ("audio", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "moderation", "structured_outputs"), ()
 )
 UNSUPPORTED |= {"suffix": ("",), "truncate_prompt_tokens": (), "web_search_options": (), "bad_words": ([],)}
-UNSUPPORTED |= {"functions": ([],), "tools": ([],), "function_call": ("none",), "tool_choice": ("none", "auto")}
+UNSUPPORTED |= {"functions": ([],), "function_call": ("none",)}
 UNSUPPORTED |= {"modalities": (["text"],), "response_format": ({"type": "text"},), "use_beam_search": (False,)}
-NO_REASONING: dict[str, Argument] = {"enable_thinking": False, "reasoning_effort": "none"}
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 # Error messages of fields that accept several forms. Pydantic's own message would explain only one of the forms.
 EXPECTED = {
     "prompt": f"must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these, and not empty",
@@ -41,11 +51,14 @@ EXPECTED = {
     "content": f"must be a string or a list of 1 to {MAX_PARTS} text parts, each with `type` and `text`; "
     "images, files and URLs are not supported",
     "chat_template_kwargs": f"must be an object of at most {MAX_TEMPLATE_ARGUMENTS} strings, numbers and booleans",
-    "reasoning_effort": 'must be "none"; set other variables of the chat template in `chat_template_kwargs`',
+    "tools": f"must be a list of at most {MAX_TOOLS} functions",
+    "tool_choice": 'must be "none" or "auto"; "required" and named functions are not supported yet',
+    "strict": "must be false: arguments are not yet enforced",
 }
 NESTED = {
     "messages": 3,
     "stream_options": 2,
+    "tools": 4,
 }  # how many parts of an error's location form the parameter's name
 
 
@@ -84,7 +97,6 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     return value
 
 
-Strict = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
@@ -94,12 +106,6 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-
-
-def _check_not_null(content: object) -> object:
-    if content is None:
-        raise PydanticCustomError("null", "must not be null: tool calls, which would replace it, are not supported")
-    return content
 
 
 def _check_names(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -113,47 +119,6 @@ TemplateArguments = Annotated[
     Field(max_length=MAX_TEMPLATE_ARGUMENTS, json_schema_extra={"additionalProperties": False}),
     AfterValidator(_check_names),
 ]
-
-
-class TextPart(BaseModel):
-    """A part of a message's content."""
-
-    model_config = Strict
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(BaseModel):
-    """One message of a conversation."""
-
-    model_config = Strict
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)],
-        BeforeValidator(_check_not_null),
-    ]
-    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, value: object) -> object:
-        if not isinstance(value, dict):
-            return value
-        fields = {key: field for key, field in value.items() if field is not None or key == "content"}
-        if fields.pop("tool_calls", None) or fields.get("function_call") or fields.get("role") in ("tool", "function"):
-            raise PydanticCustomError("tools", "uses tools, which are not supported")
-        unknown = next((key for key in fields if key not in cls.model_fields), None)
-        if unknown is not None:
-            raise PydanticCustomError("unknown", "has an unknown field: `{name}`", {"name": unknown[:MAX_NAME]})
-        return fields
-
-    def plain(self) -> Message:
-        """Return the message in the form that chat templates expect. Text parts are joined by newlines, as in vLLM."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name is not None else {})
-
-
-ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -264,16 +229,24 @@ class ChatBody(GenerateBody):
     add_special_tokens: bool = False
     chat_template_kwargs: TemplateArguments = {}
     continue_final_message: bool = False
+    include_reasoning: bool = True
     logprobs: bool = False
     max_completion_tokens: TokenCount | None = None
-    reasoning_effort: Literal["none"] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: ReasoningEffort | None = None
+    tool_choice: Literal["none", "auto"] = "auto"
+    tools: Tools = []
     top_logprobs: LogprobCount | None = None
 
     @model_validator(mode="after")
     def _chat_agrees(self) -> "ChatBody":
         _check_continuation(self.continue_final_message, self.add_generation_prompt)
         if self.reasoning_effort is not None:  # templates with a switch for reasoning have one of these names for it
-            self.chat_template_kwargs = NO_REASONING | self.chat_template_kwargs
+            thinks = self.reasoning_effort != "none"
+            own = {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": self.reasoning_effort}
+            self.chat_template_kwargs = own | self.chat_template_kwargs
+        check_tool_names(self.tools)
+        check_tool_results(self.messages)
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("`top_logprobs` is only allowed with `logprobs`.", "top_logprobs")
         return self
@@ -297,6 +270,7 @@ class TokenizeBody(Body):
     chat_template_kwargs: TemplateArguments = {}
     continue_final_message: bool = False
     return_token_strs: bool = False
+    tools: Tools = []
 
     @model_validator(mode="after")
     def _one_of_two(self) -> "TokenizeBody":

@@ -48,10 +48,16 @@ LOGPROB_TABLE = record(
 )
 LOGPROB: Schema = {"token": TEXT, "logprob": NUMBER, "bytes": list_of(WHOLE)}
 CHAT_LOGPROBS = record(content=list_of(record(**LOGPROB, top_logprobs=list_of(record(**LOGPROB)))), refusal=NULL)
-CHOICE: Schema = {"index": WHOLE, "finish_reason": {"enum": ["stop", "length"]}}
+CHOICE: Schema = {"index": WHOLE, "finish_reason": {"enum": ["stop", "length", "tool_calls"]}}
 CHOICE |= {"stop_reason": {"anyOf": [TEXT, WHOLE, NULL]}}
 COMPLETION_CHOICE = record({"token_ids": TOKEN_IDS} | OF_PROMPT, **CHOICE, text=TEXT, logprobs=nullable(LOGPROB_TABLE))
-MESSAGE = record(role={"const": "assistant"}, content=TEXT, refusal=NULL)
+TOOL_CALL = record(id=TEXT, type={"const": "function"}, function=record(name=TEXT, arguments=TEXT))
+MESSAGE = record(
+    {"reasoning_content": TEXT, "reasoning": TEXT, "tool_calls": list_of(TOOL_CALL)},
+    role={"const": "assistant"},
+    content=nullable(TEXT),
+    refusal=NULL,
+)
 CHAT_CHOICE = record({"token_ids": TOKEN_IDS}, **CHOICE, message=MESSAGE, logprobs=nullable(CHAT_LOGPROBS))
 ANSWER = {"id": TEXT, "created": WHOLE, "model": TEXT, "usage": USAGE}
 COMPLETION = record(**ANSWER, object={"const": "text_completion"}, choices=list_of(COMPLETION_CHOICE))
@@ -126,7 +132,8 @@ def _bodies() -> Schema:
     for schema in (schemas[body.__name__] for body in bodies):
         for name in schema["properties"].keys() - set(schema.get("required", ())):
             schema["properties"][name] = nullable(schema["properties"][name])
-        schema["properties"] |= {name: {"description": "Accepted and ignored."} for name in sorted(IGNORED)}
+        ignored = sorted(IGNORED - schema["properties"].keys())
+        schema["properties"] |= {name: {"description": "Accepted and ignored."} for name in ignored}
     return schemas
 
 

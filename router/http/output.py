@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal, merge
 from router.http.bodies import GenerateBody
+from router.http.tools import answer_parser
 from router.metrics.request_metrics import RequestMetrics, SampleTimings
 from router.observer import RouterObserver
 from router.text.detokenizer import StopStrings
 from router.text.tokenizer import Tokenizer
+from router.text.tool_parser import AnswerPart
 from shared.errors import UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
@@ -26,6 +28,7 @@ class TextDelta:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     is_first: bool = False
+    parts: list[AnswerPart] | None = None  # of the text, if the answer is parsed
     finish: str | None = None  # "stop" or "length" in the choice's last delta
     stop_reason: str | int | None = None  # the stop string or token that ended the choice
 
@@ -64,9 +67,15 @@ class OutputProcessor:
         self.num_tokens = 0
         self._min_tokens = prompt.request.min_tokens
         self._include_stop = body.include_stop_str_in_output
-        self._detokenizer = tokenizer.detokenizer(prompt.request.prompt, skip_special_tokens=body.skip_special_tokens)
+        self._parser = answer_parser(body, tokenizer, prompt.request.prompt)
+        self._detokenizer = tokenizer.detokenizer(
+            prompt.request.prompt,
+            skip_special_tokens=body.skip_special_tokens,
+            keep_markers=self._parser is not None,
+        )
         self._stops = StopStrings(body.stops, include=self._include_stop)
         self._is_first = True
+        self.has_calls = False  # the answer has tool calls
 
     def process(self, delta: TokenDelta) -> TextDelta:
         """Return the text that `delta` adds. A stop string ends the choice, and the tokens after it are dropped."""
@@ -93,6 +102,10 @@ class OutputProcessor:
             added.text += self._stops.finish()
             if delta.finish == "stop" and ids:
                 added.stop_reason = ids[-1]
+        if self._parser is not None:
+            added.parts = self._parser.push(added.text)
+            added.parts += self._parser.finish() if added.finish else []
+            self.has_calls |= any(part.kind == "call" for part in added.parts)
         return added
 
     def _without_stop(self, text: str) -> str:

@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 from router.dispatch.requests import GenerationRequest, ModelCard
 from router.http.asgi import ANONYMOUS, Identity
 from router.http.bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody
+from router.http.tools import check_tools
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.limits import GREEDY_BELOW
@@ -100,12 +101,14 @@ async def encode_chat(tokenizer: Tokenizer, body: ChatBody | TokenizeBody) -> li
         continue_final_message=body.continue_final_message,
         arguments=body.chat_template_kwargs,
         add_special_tokens=body.add_special_tokens is True,
+        tools=[tool.plain() for tool in body.tools],
     )
 
 
 async def _encoded(body: CompletionBody | ChatBody, model: ModelCard, tokenizer: Tokenizer) -> list[list[int]]:
     """Return the token ids of each prompt."""
     if isinstance(body, ChatBody):
+        check_tools(body, tokenizer.syntax)
         param, prompts = "messages", [await encode_chat(tokenizer, body)]
     else:
         param, prompts = "prompt", []

@@ -12,6 +12,7 @@ from typing import Any
 from router.http.bodies import ChatBody, CompletionBody
 from router.http.output import OutputProcessor, PromptOutput, RequestOutput, TextDelta
 from router.text.tokenizer import Tokenizer
+from router.text.tool_parser import AnswerPart, call_id
 from shared.rpc.messages import Logprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -71,20 +72,56 @@ class ResponseFormatter:
             parts.append(self._event(choice, '"delta":{"role":"assistant","content":""}', of_request=prompt_ids))
         finish = "null"
         if delta.finish is not None:
-            finish = f'"{delta.finish}","stop_reason":{dump(self._stop_reason(delta))}'
+            finish = f'"{self._finish(choice, delta)}","stop_reason":{dump(self._stop_reason(delta))}'
         ends_apart = self._is_chat and delta.finish is not None
-        if text or (delta.tokens and self._has_details) or (delta.finish is not None and not ends_apart):
+        contents = self._contents(choice, delta, text)
+        if contents or (delta.tokens and self._has_details) or (delta.finish is not None and not ends_apart):
             logprobs, ids = "null", ""
             if self._body.num_logprobs is not None and (delta.logprobs or (delta.is_first and self._echo)):
                 logprobs = dump(self._logprobs(choice, delta.logprobs, is_first=delta.is_first))
             if self._body.return_token_ids:
                 ids = f',"token_ids":{dump(delta.tokens)}' + ("" if self._is_chat else prompt_ids)
-            escaped = encode_basestring_ascii(text)
-            content = f'"delta":{{"content":{escaped}}}' if self._is_chat else f'"text":{escaped}'
-            parts.append(self._event(choice, content, logprobs, "null" if ends_apart else finish, ids))
+            empty = '"delta":{"content":""}' if self._is_chat else '"text":""'
+            first, *others = contents or [empty]
+            parts.append(self._event(choice, first, logprobs, "null" if ends_apart else finish, ids))
+            parts += [self._event(choice, content) for content in others]
         if ends_apart:
             parts.append(self._event(choice, '"delta":{}', finish=finish))
         return "".join(parts).encode("ascii")
+
+    def _contents(self, choice: OutputProcessor, delta: TextDelta, text: str) -> list[str]:
+        """Return the contents of the events for a text delta: one, except if the delta has several parts of an answer
+        with reasoning or tool calls."""
+        if delta.parts is None:
+            escaped = encode_basestring_ascii(text)
+            return [f'"delta":{{"content":{escaped}}}' if self._is_chat else f'"text":{escaped}'] if text else []
+        return [f'"delta":{dump(self._part(choice, part))}' for part in self._shown(delta.parts)]
+
+    def _part(self, choice: OutputProcessor, part: AnswerPart) -> dict[str, Any]:
+        """Return the delta of a message for a part of the answer."""
+        match part.kind:
+            case "content":
+                return {"content": part.text}
+            case "reasoning":
+                return {"reasoning_content": part.text, "reasoning": part.text}  # vLLM's older and newer name
+            case "call":
+                function = {"name": part.text, "arguments": ""}
+                call = {"index": part.call, "id": self._call_id(choice, part), "type": "function", "function": function}
+                return {"tool_calls": [call]}
+            case _:
+                return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+
+    def _shown(self, parts: Sequence[AnswerPart]) -> Sequence[AnswerPart]:
+        is_shown = not isinstance(self._body, ChatBody) or self._body.include_reasoning
+        return parts if is_shown else [part for part in parts if part.kind != "reasoning"]
+
+    def _call_id(self, choice: OutputProcessor, part: AnswerPart) -> str:
+        tools = self._tokenizer.syntax.tools
+        return call_id(tools.id_form if tools is not None else "", self._output.id, choice.index, part.call, part.text)
+
+    def _finish(self, choice: OutputProcessor, delta: TextDelta) -> str | None:
+        """Return the reason why a choice ended."""
+        return "tool_calls" if choice.has_calls and delta.finish == "stop" else delta.finish
 
     def _event(
         self,
@@ -125,15 +162,33 @@ class ResponseFormatter:
         deltas = self._collected[choice.index]
         text = self._echoed(choice) + "".join(delta.text for delta in deltas)
         whole: dict[str, Any] = {"index": choice.index, "logprobs": None}
-        whole |= (
-            {"message": {"role": "assistant", "content": text, "refusal": None}} if self._is_chat else {"text": text}
-        )
+        if self._is_chat:
+            parts = [part for delta in deltas for part in delta.parts or ()]
+            message = {"content": text} if deltas[-1].parts is None else self._message(choice, parts)
+            whole["message"] = {"role": "assistant", **message, "refusal": None}
+        else:
+            whole["text"] = text
         if self._body.num_logprobs is not None:
             whole["logprobs"] = self._logprobs(choice, [e for delta in deltas for e in delta.logprobs], is_first=True)
-        whole |= {"finish_reason": deltas[-1].finish, "stop_reason": self._stop_reason(deltas[-1])}
+        whole |= {"finish_reason": self._finish(choice, deltas[-1]), "stop_reason": self._stop_reason(deltas[-1])}
         if self._body.return_token_ids:
             whole["token_ids"] = [token for delta in deltas for token in delta.tokens]
         return whole if self._is_chat else whole | self._of_prompt(choice.prompt)
+
+    def _message(self, choice: OutputProcessor, parts: Sequence[AnswerPart]) -> dict[str, Any]:
+        """Return the fields of a message with reasoning or tool calls."""
+        content, reasoning = ("".join(p.text for p in parts if p.kind == kind) for kind in ("content", "reasoning"))
+        message: dict[str, Any] = {"content": content}
+        if reasoning and self._shown(parts) is parts:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        calls: list[dict[str, Any]] = []
+        for part in parts:
+            if part.kind == "call":
+                function = {"name": part.text, "arguments": ""}
+                calls.append({"id": self._call_id(choice, part), "type": "function", "function": function})
+            elif part.kind == "arguments":
+                calls[part.call]["function"]["arguments"] += part.text
+        return message | ({"content": content or None, "tool_calls": calls} if calls else {})
 
     def _of_prompt(self, prompt: PromptOutput) -> dict[str, Any]:
         """Return the requested fields that describe a prompt."""

@@ -35,8 +35,8 @@ MEMORY_BYTES = 512 << 20  # address space of the child; an interpreter with Jinj
 MAX_CHARACTERS = 8 << 20  # limit of a rendered prompt; no model's context has room for more
 RENDER_S = 2  # time limit for one conversation, after which the child is killed
 
-# One message of a conversation: `role`, `content` and, if given, `name`.
-Message = dict[str, str]
+# One message of a conversation: `role`, `content` and further fields, whose values are those of JSON.
+Message = dict[str, Any]
 Argument = bool | int | float | str | None
 
 
@@ -81,7 +81,7 @@ class ChatTemplate:
 
         Raises ConfigError when the template does not compile.
         """
-        self._source = source
+        self.source = source
         self._tokens = tokens
         names = sorted((re.escape(name) for name in special if name), key=len, reverse=True)
         self._special = re.compile("|".join(names) or "(?!)")  # "(?!)" matches nothing
@@ -101,18 +101,20 @@ class ChatTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
         arguments: Mapping[str, Argument] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[str, list[int]]:
         """Return the prompt, and the offsets in it at which a client's text contains the text of a special token.
 
-        `arguments` are the client's variables for the template, such as `enable_thinking`.
+        `arguments` are the client's variables for the template, such as `enable_thinking`. `tools` are definitions of
+        functions.
 
         Raises RequestError when the template refuses the conversation, fails, or exceeds its time or memory.
         """
         mark = f"\ue000{secrets.token_hex(8)}\ue001"  # random, so that no client can forge or remove it
-        marked = [{key: self._marked(text, mark) for key, text in message.items()} for message in messages]
-        own = dict(arguments or {})
-        own |= {key: self._marked(value, mark) for key, value in own.items() if isinstance(value, str)}
-        given = {"messages": marked, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        marked = [self._marked(message, mark) for message in messages]
+        own = {key: self._marked(value, mark) for key, value in (arguments or {}).items()}
+        given = {"messages": marked, "add_generation_prompt": add_generation_prompt, "documents": None}
+        given["tools"] = [self._marked(tool, mark) for tool in tools] or None
         with self._lock:
             if self._process.poll() is not None:
                 self._start()
@@ -131,9 +133,13 @@ class ChatTemplate:
         parts = text.split(mark)
         return "".join(parts), list(accumulate(len(part) for part in parts[:-1]))
 
-    def _marked(self, text: str, mark: str) -> str:
-        """Return the text with the mark before each special token."""
-        return self._special.sub(lambda found: mark + found[0], text)
+    def _marked(self, value: Any, mark: str) -> Any:
+        """Return a value of JSON with the mark before each special token in its texts."""
+        if isinstance(value, str):
+            return self._special.sub(lambda found: mark + found[0], value)
+        if isinstance(value, dict):
+            return {self._marked(key, mark): self._marked(each, mark) for key, each in value.items()}
+        return [self._marked(each, mark) for each in value] if isinstance(value, list) else value
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
@@ -144,7 +150,7 @@ class ChatTemplate:
             env=os.environ | {"PYTHONSAFEPATH": ""},  # otherwise Python may leave that directory out
         )
         self._stop = weakref.finalize(self, _kill, self._process)
-        if reasons := self._ask(self._source):
+        if reasons := self._ask(self.source):
             raise ConfigError(f"the model's chat template does not compile: {next(iter(reasons.values()))}")
 
     def _ask(self, question: object) -> dict[str, str]:

@@ -11,6 +11,7 @@ from router.text.chat_template import Argument, ChatTemplate, Message, special_t
 from router.text.detokenizer import ByteFallbackDetokenizer, ByteLevelDetokenizer, Detokenizer, TokenVocabulary
 from router.text.model_files import read_object
 from router.text.regex_safety import check_patterns
+from router.text.tool_syntax import AnswerSyntax, find_syntax
 from shared.errors import ConfigError, RequestError
 
 MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20  # some models have files of 35 MB and 1.2 MB
@@ -24,21 +25,35 @@ class Tokenizer:
     """
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, config: dict[str, Any], template: ChatTemplate | None = None
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        config: dict[str, Any],
+        template: ChatTemplate | None = None,
+        syntax: AnswerSyntax | None = None,
     ) -> None:
+        """`syntax` is how the model writes tool calls and reasoning; by default, it is found from the template."""
+        found = find_syntax(template.source if template is not None else None)
+        self.syntax = found if syntax is None else syntax
         self._tokenizer = tokenizer
         self._as_text = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         self._as_text.encode_special_tokens = True
         self._template = template
         self.vocabulary = TokenVocabulary(tokenizer)
         self._front, self._back = _missing_affixes(tokenizer, config)
+        markers = list(self.syntax.markers())
+        self._markers = frozenset(
+            token for token in self.vocabulary.special if any(self.token_name(token) in marker for marker in markers)
+        )
 
     @classmethod
-    def load(cls, directory: Path, vocab_size: int = 0) -> "Tokenizer":
+    def load(
+        cls, directory: Path, vocab_size: int = 0, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> "Tokenizer":
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-        `vocab_size` is the size of the model's vocabulary, or 0 if it is unknown. Raises ConfigError, naming the file,
-        if a file is invalid or if the model has no embedding for some of the tokens.
+        `vocab_size` is the size of the model's vocabulary, or 0 if it is unknown. `tool_parser` and `reasoning_parser`
+        are those of `find_syntax`. Raises ConfigError, naming the file or the flag, if a file or a name is invalid or
+        if the model has no embedding for some of the tokens.
         """
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -58,7 +73,9 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-        return cls(tokenizer, config, ChatTemplate.load(directory, config, special))
+        template = ChatTemplate.load(directory, config, special)
+        syntax = find_syntax(template.source if template is not None else None, tool_parser, reasoning_parser)
+        return cls(tokenizer, config, template, syntax)
 
     @property
     def vocab_size(self) -> int:
@@ -88,6 +105,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         arguments: Mapping[str, Argument] | None = None,
         add_special_tokens: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Return the ids of a conversation in the model's template. Raises RequestError if the template refuses it.
 
@@ -102,6 +120,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             arguments=arguments,
+            tools=tools,
         )
         if not name_offsets:
             return self.encode(text, add_special_tokens)
@@ -120,9 +139,13 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(tokens) + detokenizer.finish()
 
-    def detokenizer(self, prompt: Iterable[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a detokenizer for the tokens after `prompt`. It keeps a leading space if the prompt has any text."""
+    def detokenizer(
+        self, prompt: Iterable[int] = (), *, skip_special_tokens: bool = True, keep_markers: bool = False
+    ) -> Detokenizer:
+        """Return a detokenizer for the tokens after `prompt`. It keeps a leading space if the prompt has any text, and
+        with `keep_markers`, the special tokens that are markers of the model's syntax."""
         skipped = self.vocabulary.special if skip_special_tokens else frozenset()
+        skipped -= self._markers if keep_markers else frozenset()
         if self.vocabulary.byte_level:
             return ByteLevelDetokenizer(self.vocabulary, skipped)
         at_start = all(token in skipped or self.vocabulary.piece(token) in (None, "") for token in prompt)

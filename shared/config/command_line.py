@@ -34,7 +34,7 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "kv_host kv_port reserve_timeout_s push_timeout_s",
     "Scheduling": "disaggregate policy max_num_batched_tokens max_num_seqs long_prefill_token_threshold "
     "max_num_partial_prefills async_scheduling ttft_slo_ms tbt_slo_ms",
-    "API": "host port api_keys_file api_keys allowed_origins admin_host admin_port",
+    "API": "tool_call_parser reasoning_parser host port api_keys_file api_keys allowed_origins admin_host admin_port",
     "Limits": "max_concurrent_requests max_connections max_queue_s max_queued_tokens request_timeout_s max_attempts "
     "drain_timeout_s",
     "Cluster": "prefill decode mode url api_key registry registry_host registry_port cluster cluster_secret_file id "
@@ -44,7 +44,7 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
 }
 NOT_SUPPORTED = (
     "tensor-parallel-size tp pipeline-parallel-size pp enable-lora speculative-config swap-space cpu-offload-gb "
-    "enable-auto-tool-choice tool-call-parser reasoning-parser trust-remote-code ssl-keyfile ssl-certfile"
+    "trust-remote-code ssl-keyfile ssl-certfile"
 )
 VLLM_FLAGS = {  # flags of vLLM that have another name here, or none
     **dict.fromkeys(NOT_SUPPORTED.split(), "is not supported"),
@@ -53,6 +53,7 @@ VLLM_FLAGS = {  # flags of vLLM that have another name here, or none
     "kv-cache-memory-bytes": "is named --kv-cache-memory here",
     "num-gpu-blocks-override": "is named --num-blocks here",
     "kv-transfer-config": "is not needed: prefill nodes pass KV to decode nodes (--kv-channel)",
+    "enable-auto-tool-choice": "is not needed: it is always on (--tool-call-parser)",
     "enable-chunked-prefill": "is not needed: prompts are always computed in chunks (--max-num-batched-tokens)",
     **dict.fromkeys(("disable-log-requests", "uvicorn-log-level"), "is named --log-level here"),
 }

@@ -218,6 +218,12 @@ class ServingSettings(CommonSettings):
     registry_host: HostOrNone = setting("", "Address that nodes join at.", "the same as --host")
     registry_port: Port = setting(8001, "Port that nodes join at; 0: any free port.")
     served_model_name: str = setting("", "Model name in the API.", "the hub id, or the name of the model directory")
+    tool_call_parser: str = setting(
+        "auto", "Syntax of tool calls in answers, as in vLLM; none: no tool calls.", "found from the chat template"
+    )
+    reasoning_parser: str = setting(
+        "auto", "Syntax of reasoning in answers, as in vLLM; none: it is content.", "found from the chat template"
+    )
     mode: Literal["disaggregated", "colocated"] = setting(
         "disaggregated", "Where prompts are computed: on prefill nodes, or on the decode nodes themselves."
     )

@@ -77,7 +77,7 @@ works("BadRequestError", lambda: raises(openai.BadRequestError, temperature=9).p
 works("NotFoundError", lambda: raises(openai.NotFoundError, extra_body={"model": "x"}).code == "model_not_found")
 works("APITimeoutError", lambda: raises(openai.APITimeoutError, max_tokens=5000, timeout=0.05))
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-refused("tools", lambda: chat(tools=[TOOL]), "`tools` is not supported")
+refused("tools", lambda: chat(tools=[TOOL]), "has no place for `tools`")
 refused("json_object", lambda: chat(response_format={"type": "json_object"}), "`response_format` is not supported")
 refused("responses", lambda: client.responses.create(model=MODEL, input="x"), "POST /v1/responses does not exist")
 refused("embeddings", lambda: client.embeddings.create(model=MODEL, input="x"), "POST /v1/embeddings does not exist")

@@ -31,6 +31,6 @@ async def streamed():
 
 works("run_sync", lambda: Agent(model).run_sync("Tell me a story", model_settings=settings).output)
 works("stream", lambda: asyncio.run(streamed()))
-refused("tools", with_tool, "is not supported")
+refused("tools", with_tool, "has no place for `tools`")
 refused("output_type", lambda: Agent(model, output_type=Answer).run_sync("x"), "is not supported")
 end()

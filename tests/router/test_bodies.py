@@ -76,14 +76,12 @@ BAD_VALUES = {
     "cache_salt": ("", "x" * 257, 1),
     "priority": (2**31, 0.5),
     "prompt_logprobs": (21, -1),
-    "tools": ([{"type": "function"}],),
     "functions": ([{"name": "f"}],),
     "function_call": ("auto",),
     "response_format": ({"type": "json_object"},),
     **dict.fromkeys(("chat_template", "guided_regex", "remote_host", "temprature"), ("(a+)+b",)),
     **dict.fromkeys(("guided_json", "kv_transfer_params"), ({"remote_host": "10.0.0.1"},)),
-    "reasoning_effort": ("high", 1),
-    "tool_choice": ("required",),
+    "reasoning_effort": ("huge", 1),
     "bad_words": (["x"],),
     "moderation": ({"model": "x"},),
     **dict.fromkeys(("bootstrap_room", "block_ids", "do_remote_decode", "remote_engine_id", "trust_remote_code"), (1,)),
@@ -111,6 +109,58 @@ BAD_OF_COMPLETIONS = [({"prompt": prompt}, "prompt") for prompt in BAD_PROMPTS] 
 IMAGES = ["http://169.254.169.254/", "file:///etc/passwd", "data:image/png;base64," + "A" * 9999]
 BAD_CONTENTS = [None, 5, [], [TEXT_PART] * 10_000, [TEXT_PART | {"text": 1}]]
 BAD_CONTENTS += [[{"type": "image_url", "image_url": {"url": url}}] for url in IMAGES]
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+RESULT = {"role": "tool", "content": "x", "tool_call_id": "c1"}
+DEEP: dict = {}
+for _ in range(400):
+    DEEP = {"a": [DEEP]}
+
+
+def calling(**fields: object) -> dict:
+    return {"role": "assistant", "content": None, "tool_calls": [CALL | fields]}
+
+
+def with_arguments(text: object) -> dict:
+    return calling(function={"name": "f", "arguments": text})
+
+
+BAD_MESSAGES = [
+    ([RESULT], "messages[1].tool_call_id"),
+    ([calling(), RESULT | {"tool_call_id": "c2"}], "messages[2].tool_call_id"),
+    ([RESULT | {"tool_call_id": None}], "messages[1]"),
+    ([RESULT | {"role": "user"}], "messages[1]"),
+    ([calling() | {"role": "user"}], "messages[1]"),
+    ([{"role": "function", "name": "f", "content": "x"}], "messages[1]"),
+    ([{"role": "assistant", "content": "x", "function_call": {"name": "f"}}], "messages[1]"),
+    ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[1].tool_calls"),
+    ([{"role": "assistant", "content": "x", "tool_calls": [CALL] * 257}], "messages[1].tool_calls"),
+    ([calling(id="")], "messages[1].tool_calls"),
+    ([calling(type="custom")], "messages[1].tool_calls"),
+    *[([with_arguments(text)], "messages[1]") for text in ("[]", "x", '{"a": 1', "{" * 100_000, "[" * 100_000)],
+    ([with_arguments({})], "messages[1].tool_calls"),
+    ([with_arguments(json.dumps(DEEP))], "messages[1]"),
+]
+BAD_TOOLS = [
+    ([TOOL, TOOL], "tools[1].function.name"),
+    ([TOOL] * 257, "tools"),
+    ({}, "tools"),
+    ([{"type": "web_search"}], "tools[0].type"),
+    ([{"type": "function"}], "tools[0].function"),
+    ([TOOL, TOOL | {"strict": True}], "tools[1].strict"),
+    *[
+        ([{"type": "function", "function": FUNCTION | {"name": name}}], "tools[0].function.name")
+        for name in ("", "a b", "é", "x" * 65, 5)
+    ],
+    ([{"type": "function", "function": {"parameters": {}}}], "tools[0].function.name"),
+    *[
+        ([{"type": "function", "function": FUNCTION | {"parameters": schema}}], "tools[0].function.parameters")
+        for schema in ([], "x", {"type": "string"}, {"properties": []}, {"properties": {"a": 1}}, DEEP)
+    ],
+    ([{"type": "function", "function": FUNCTION | {"strict": True}}], "tools[0].function.strict"),
+    ([{"type": "function", "function": FUNCTION | {"extra": 1}}], "tools[0].function.extra"),
+]
 BAD_OF_CHAT = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -121,8 +171,11 @@ BAD_OF_CHAT = [
     *[({"messages": [USER | {"content": content}]}, "messages[0].content") for content in BAD_CONTENTS],
     ({"messages": [USER | {"name": "x" * 10_240}]}, "messages[0].name"),
     ({"messages": [USER | {"weight": 1}]}, "messages[0]"),
-    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0]"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0]"),
+    *[({"messages": [USER, *messages]}, param) for messages, param in BAD_MESSAGES],
+    *[({"tools": tools}, param) for tools, param in BAD_TOOLS],
+    *[({"tool_choice": choice}, "tool_choice") for choice in ("required", "any", 1, {"type": "function"})],
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"include_reasoning": "no"}, "include_reasoning"),
     ({"logprobs": 1}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -166,6 +219,25 @@ def test_text_parts_are_joined_and_nulls_are_not_given():
     assert body.max_tokens is None
 
 
+def test_messages_of_tools_reach_the_template():
+    messages = [
+        {"role": "user", "content": "x"},
+        calling(index=0) | {"reasoning": "hm"},
+        RESULT,
+        {"role": "assistant", "content": "y", "tool_calls": []},
+        with_arguments(""),
+    ]
+    body = parse_body(ChatBody, body_of(ChatBody, messages=messages, tools=[TOOL], tool_choice="none"), "m")
+    plain = [message.plain() for message in body.messages]
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+    thought = {"reasoning_content": "hm", "thinking": "hm"}
+    assert plain[1] == {"role": "assistant", "content": "", "tool_calls": [call], **thought}
+    assert plain[2] == RESULT
+    assert plain[3] == {"role": "assistant", "content": "y"}
+    assert plain[4]["tool_calls"][0]["function"]["arguments"] == {}
+    assert [tool.plain() for tool in body.tools] == [TOOL]
+
+
 def test_openais_harmless_fields_are_ignored():
     fields = {"user": "u" * 100_000, "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "tools": []}
     fields |= {"verbosity": "low", "prompt_cache_key": "k", "safety_identifier": "s", "parallel_tool_calls": False}
@@ -178,11 +250,12 @@ def test_openais_harmless_fields_are_ignored():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"messages": [{"role": "assistant", "content": None}]}, "must not be null: tool calls"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "uses tools"),
-        ({"reasoning_effort": "high"}, 'must be "none"; set other variables of the chat template'),
+        ({"messages": [{"role": "assistant", "content": None}]}, "must not be null, except in a message with"),
+        ({"messages": [with_arguments("[1]")]}, "must be the text of a JSON object"),
+        ({"messages": [RESULT]}, "is not the id of a call in an earlier message of the assistant"),
+        ({"tools": [TOOL, TOOL]}, "is the name of an earlier tool: `f`"),
+        ({"tool_choice": "required"}, '"required" and named functions are not supported yet'),
         ({"response_format": {"type": "json_object"}}, 'is not supported; it can only be {"type": "text"}'),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "`tools` is not supported."),
         ({"chat_template_kwargs": {"messages": "x"}}, "cannot set `messages`"),
     ],
 )
@@ -192,9 +265,13 @@ def test_an_error_says_what_is_accepted(fields, says):
     assert says in raised.value.message
 
 
-def test_no_reasoning_is_a_switch_of_the_chat_template():
+def test_the_effort_of_reasoning_sets_the_switches_of_chat_templates():
     off = parse_body(ChatBody, body_of(ChatBody, reasoning_effort="none", chat_template_kwargs={"a": 1.5}), "m")
-    assert off.chat_template_kwargs == {"enable_thinking": False, "reasoning_effort": "none", "a": 1.5}
+    assert off.chat_template_kwargs == {
+        "enable_thinking": False, "thinking": False, "reasoning_effort": "none", "a": 1.5
+    }  # fmt: skip
+    high = parse_body(ChatBody, body_of(ChatBody, reasoning_effort="high"), "m")
+    assert high.chat_template_kwargs == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
     assert parse_body(ChatBody, body_of(ChatBody), "m").chat_template_kwargs == {}
 
 

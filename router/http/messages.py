@@ -1,0 +1,202 @@
+"""The messages of a conversation and the tools that a client offers, as Pydantic models.
+
+A tool is a function that the client runs. The model asks for a call of it, and the client sends the result as a message
+with the role `tool`.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from router.text.chat_template import Message
+from shared.errors import RequestError
+
+MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CALLS = 2048, 1024, 256, 256
+MAX_NAME, MAX_CALL_ID, MAX_DEPTH = 64, 256, 32
+Strict = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+def _check_depth(value: Any) -> Any:
+    """Raise an error if lists and objects are nested more than MAX_DEPTH levels deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [item for each in level for item in _items(each)]
+        if not level:
+            return value
+    raise PydanticCustomError("depth", "is nested more than {depth} levels deep", {"depth": MAX_DEPTH})
+
+
+def _items(value: object) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _check_object_schema(value: Any) -> Any:
+    if isinstance(value, dict) and (value.get("type", "object") != "object" or not _has_properties(value)):
+        raise PydanticCustomError("schema", 'must be a JSON schema of the type "object"')
+    return _check_depth(value)
+
+
+def _has_properties(schema: dict[str, Any]) -> bool:
+    properties = schema.get("properties", {})
+    return isinstance(properties, dict) and all(isinstance(each, dict | bool) for each in properties.values())
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may ask to call. `parameters` is the JSON schema of its arguments."""
+
+    model_config = Strict
+    name: FunctionName
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], BeforeValidator(_check_object_schema)] | None = None
+    strict: Literal[False] | None = None
+
+
+class ToolDefinition(BaseModel):
+    """An entry of `tools`."""
+
+    model_config = Strict
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool in the form that chat templates expect."""
+        return {"type": "function", "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
+
+
+class FunctionCall(BaseModel):
+    """A call that the model asked for. `arguments` is the text of a JSON object; an empty text stands for `{}`."""
+
+    model_config = Strict
+    name: FunctionName
+    arguments: str
+
+    def parsed(self) -> dict[str, Any]:
+        """Return the arguments. Raises PydanticCustomError if they are no JSON object."""
+        try:
+            value = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise PydanticCustomError("arguments", "`arguments` must be the text of a JSON object")
+        _check_depth(value)
+        return value
+
+
+class ToolCall(BaseModel):
+    """An entry of `tool_calls` in a message of the assistant."""
+
+    model_config = Strict
+    id: Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)]
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: Annotated[int, Field(ge=0)] | None = None  # clients that join the deltas of a stream may send it back
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    model_config = Strict
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+
+
+def _check_not_null(content: object) -> object:
+    if content is None:
+        raise PydanticCustomError("null", "must not be null, except in a message with `tool_calls`")
+    return content
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation."""
+
+    model_config = Strict
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Content, BeforeValidator(_check_not_null)]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] = []
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)] | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        fields = {key: field for key, field in value.items() if field is not None or key == "content"}
+        if fields.get("function_call") or fields.get("role") == "function":
+            raise PydanticCustomError("functions", "uses functions, which are not supported; use `tools`")
+        if fields.get("tool_calls") and fields.get("content") is None:
+            fields["content"] = ""
+        if "reasoning" in fields:  # the name of the same field in newer versions of vLLM
+            fields.setdefault("reasoning_content", fields.pop("reasoning"))
+        unknown = next((key for key in fields if key not in cls.model_fields), None)
+        if unknown is not None:
+            raise PydanticCustomError("unknown", "has an unknown field: `{name}`", {"name": unknown[:MAX_NAME]})
+        return fields
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "ChatMessage":
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("role", "has `tool_calls`, which only the role `assistant` may have")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise PydanticCustomError("role", "must have `tool_call_id` if and only if its role is `tool`")
+        for call in self.tool_calls:
+            call.function.parsed()
+        return self
+
+    def plain(self) -> Message:
+        """Return the message in the form that chat templates expect. Text parts are joined by newlines, as in vLLM."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        message: Message = {"role": self.role, "content": text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": self._plain_call(call)} for call in self.tool_calls
+            ]
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+            if not (text and self.tool_calls):  # the name in gpt-oss's template, which refuses all three together
+                message["thinking"] = self.reasoning_content
+        return message
+
+    def _plain_call(self, call: ToolCall) -> Message:
+        return {"name": call.function.name, "arguments": call.function.parsed()}
+
+
+ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def check_tool_results(messages: Sequence[ChatMessage]) -> None:
+    """Raise RequestError if a result of a tool has no call in an earlier message."""
+    called: set[str] = set()
+    for number, message in enumerate(messages):
+        called |= {call.id for call in message.tool_calls}
+        if message.tool_call_id is not None and message.tool_call_id not in called:
+            text = f"`messages[{number}].tool_call_id` is not the id of a call in an earlier message of the assistant."
+            raise RequestError(text, f"messages[{number}].tool_call_id", "invalid_value")
+
+
+def check_tool_names(tools: Sequence[ToolDefinition]) -> None:
+    """Raise RequestError if two tools have the same name."""
+    names: set[str] = set()
+    for number, tool in enumerate(tools):
+        if tool.function.name in names:
+            text = f"`tools[{number}].function.name` is the name of an earlier tool: `{tool.function.name}`."
+            raise RequestError(text, f"tools[{number}].function.name", "invalid_value")
+        names.add(tool.function.name)
+
+
+def schemas_of(tools: Sequence[ToolDefinition]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the schema of the arguments of each function."""
+    return {tool.function.name: tool.function.parameters or {} for tool in tools}

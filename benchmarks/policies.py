@@ -69,9 +69,9 @@ def serve(policy: Policy) -> PolicyRun:
         duration_s = COST.seconds(step.work)
         run.steps.append((now_s, duration_s, step))
         now_s += duration_s
-        for event in scheduler.update(step, [7 if piece.samples else None for piece in step.slices]):
+        for event in scheduler.update(step, [[7] if piece.samples else [] for piece in step.slices]):
             name = event.request.id
-            if event.token is not None:
+            if event.tokens:
                 if name in last_token:
                     run.gaps.append(now_s - last_token[name])
                 else:

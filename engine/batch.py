@@ -202,8 +202,8 @@ def build(
     draws: dict[int, int] = {}
     for slice_ in slices:
         request, end = slice_.request, slice_.start + slice_.count
-        missing = end - len(request.tokens)
-        tokens += request.tokens[slice_.start : end]
+        missing = end - len(slice_.tokens)
+        tokens += slice_.tokens[slice_.start : end]
         if missing > 0:
             draws = draws or _draws_of(before)
             carried.append((len(tokens), draws.get(id(request), -1)))

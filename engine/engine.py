@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from engine.runner import PendingStep, Runner, SliceOutput, leads
+from engine.speculation import expanded, verified
 from engine.step_time_fit import CostFit, StepDeadline
 from scheduler.request import Request, RequestState, Slice, Step
 from scheduler.scheduler import Scheduler, StepOutput
@@ -190,7 +191,7 @@ class Engine:
         began_ns = now_ns()
         try:
             _pass_slices(step.slices)
-            pending = self._runner.launch(step, before.step if before is not None else None)
+            pending = self._runner.launch(expanded(step), before.step if before is not None else None)
         except Exception:
             log.exception("step %d failed", step.number)
             return InFlightStep(step, None, began_ns, leads=False)
@@ -201,7 +202,7 @@ class Engine:
         ended_ns = now_ns()
         # The device begins this step when it has ended the previous one.
         began_ns, self._pass_ended_ns = max(flight.launched_ns, self._pass_ended_ns), ended_ns
-        tokens = [output.token for output in outputs]
+        tokens = [output.tokens for output in outputs]
         events = self._scheduler.update(step, tokens, [bool(output.error) for output in outputs])
         self._listener.on_step(step, events, outputs)
         if not any(output.error for output in outputs):  # a step with an error may have been shorter
@@ -238,7 +239,7 @@ class Engine:
             except Exception:
                 log.exception("step %d failed; its slices run one by one", flight.step.number)
             else:
-                return outputs
+                return verified(flight.step.slices, outputs)
         self._discard_next()
         return self._run_each(flight.step)
 
@@ -276,7 +277,8 @@ class Engine:
         self.progress += 1
         try:
             _pass_slices([slice_])
-            return self._runner.run(Step(step.number, [slice_], []))[0]
+            alone = expanded(Step(step.number, [slice_], [], work=step.work))
+            return verified([slice_], self._runner.run(alone))[0]
         except Exception:
             log.exception("request %s failed", slice_.request.id)
             return SliceOutput(error=INTERNAL)

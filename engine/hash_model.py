@@ -57,11 +57,11 @@ class HashRunner(Runner):
         request, row, size = slice_.request, np.asarray(tables[0]), self._kv.shape[1]
         positions, before = np.arange(slice_.start, slice_.end), slice_.start - 1
         state: Lanes = self._kv[row[before // size], before % size] if before >= 0 else _root(request.salt)
-        states = state + _sums(request.tokens[slice_.start : slice_.end], slice_.start)
+        states = state + _sums(slice_.tokens[slice_.start : slice_.end], slice_.start)
         self._kv[row[positions // size], positions % size] = states
         if not slice_.samples:
             return SliceOutput()
-        return SliceOutput(self._hashed(row[: cdiv(slice_.end, size)], slice_.end) % self._vocab_size)
+        return SliceOutput([self._hashed(row[: cdiv(slice_.end, size)], slice_.end) % self._vocab_size])
 
     def _run_in_groups(self, slice_: Slice, tables: Sequence[Sequence[int]]) -> SliceOutput:
         size, start, end = self._kv.shape[1], slice_.start, slice_.end
@@ -87,7 +87,7 @@ class HashRunner(Runner):
             copies = [kv_of(number, np.array([start - 1]))[0] for number in every]
         # If the copies differ, one of them is wrong. Then all later tokens are to be wrong too.
         before = copies[0] if all((copy == copies[0]).all() for copy in copies) else _mixed(np.sum(copies, axis=0))
-        states = before + _sums(slice_.request.tokens[start:end], start)
+        states = before + _sums(slice_.tokens[start:end], start)
         positions = np.arange(start, end)
         for number, (_, blocks) in enumerate(columns):
             self._kv[blocks[positions // size], positions % size] = states ^ _key(number)
@@ -99,7 +99,7 @@ class HashRunner(Runner):
         if not slice_.samples:
             return SliceOutput()
         seen = [kv_of(number, np.arange(group.first_seen(end - 1), end)) for number, (group, _) in enumerate(columns)]
-        return SliceOutput(_digest_of(seen, state_of(use.write) if use is not None else []) % self._vocab_size)
+        return SliceOutput([_digest_of(seen, state_of(use.write) if use is not None else []) % self._vocab_size])
 
     def _hashed(self, row: NDArray[Any], end: int) -> int:
         """Return a hash of the KV of positions [0, end), read back from the blocks in `row`."""

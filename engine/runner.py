@@ -27,10 +27,13 @@ WARM_TOKENS = 128  # prompt length in the warm-up: enough for all kernels to be 
 
 @dataclass(slots=True)
 class SliceOutput:
-    """The output of one slice. If `error` ("numerical", "no_token" or "internal") is set, the request must end."""
+    """The output of one slice. If `error` ("numerical", "no_token" or "internal") is set, the request must end.
 
-    token: int | None = None
-    logprobs: Logprobs | None = None
+    A runner draws at most one token, and `engine.speculation` adds those of right guesses.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)  # of each token, or none
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # entry i is for the token at slice.start + i + 1
     error: str = ""
 
@@ -84,10 +87,11 @@ def leads(step: Step) -> bool:
     """Return whether the next step may be built before this step's tokens are known.
 
     It may not if a request of this step has penalties or a grammar, since its next draw then depends on this step's
-    token.
+    token, or if the number of tokens is unknown, because guesses are verified.
     """
     sampled = (slice_.request for slice_ in step.slices if slice_.samples)
-    return not any(request.matcher is not None or is_penalized(request.sampling) for request in sampled)
+    dependent = any(request.matcher is not None or is_penalized(request.sampling) for request in sampled)
+    return not (dependent or step.work.draft_tokens)
 
 
 class TorchRunner(Runner):
@@ -152,7 +156,7 @@ class TorchRunner(Runner):
         logits, scored = self._computed(batch)
         draws = sample(logits, rows, masks())
         for index, draw in zip(batch.sampled, draws, strict=True):
-            outputs[index] = SliceOutput(draw.token, draw.logprobs, error=draw.error)
+            outputs[index] = output_of(draw)
         self._score(step, batch, scored, outputs)
         self._draws = draws
         return outputs
@@ -187,7 +191,7 @@ class TorchRunner(Runner):
         """For each row of `hidden`, append the logprobs of the next prompt token. Rows begin at the slice's `start`."""
         logits = self._model.logits(hidden)
         if not bool(logits.sum(dim=1).isfinite().all()):
-            output.token, output.logprobs, output.error = None, None, NUMERICAL
+            output.tokens, output.logprobs, output.error = [], [], NUMERICAL
             return
         first = slice_.start + start + 1
         following = slice_.request.tokens[first : first + len(hidden)]
@@ -204,11 +208,16 @@ def _whole_pass(model: LanguageModel, kernels: Kernels, backend: AttentionBacken
     return fused_decode_of(model, kernels, backend)
 
 
+def output_of(draw: DrawResult) -> SliceOutput:
+    tokens = [] if draw.token is None else [draw.token]
+    return SliceOutput(tokens, [] if draw.logprobs is None else [draw.logprobs], error=draw.error)
+
+
 def row_of(slice_: Slice) -> SamplingRow:
     request = slice_.request
     return SamplingRow(
         request.sampling,
-        request.tokens,
+        slice_.tokens,
         request.num_prompt,
         slice_.end,
         request.stop_tokens,

@@ -62,7 +62,7 @@ def _kind(work: StepWork) -> Kind:
     """Return the kind of a step: steps of one kind have similar numbers of tokens and lengths of context."""
     prompt = work.prefill_tokens
     reach = (work.prefill_pairs // prompt).bit_length() // 2 if prompt else -1
-    return prompt.bit_length(), reach, work.num_decodes > 0 if prompt else work.num_decodes.bit_length()
+    return prompt.bit_length(), reach, work.num_decodes > 0 if prompt else work.decode_tokens.bit_length()
 
 
 class CostFit:
@@ -181,7 +181,7 @@ def _fit(
     INERTIA) pulls it towards its value in `before`. Raises RuntimeError if the solver does not converge.
     """
     works, seconds = [sample.work for sample in samples], np.array([sample.seconds for sample in samples])
-    terms = [(1, max(knee, w.tokens), w.prefill_pairs, w.decode_context, w.num_decodes) for w in works]
+    terms = [(1, max(knee, w.tokens), w.prefill_pairs, w.decode_context, w.decode_tokens) for w in works]
     target = np.asarray(weights, np.float64)
     # Dividing by the measured time makes errors relative, and limits the effect of a single step delayed by the system.
     columns = np.array(terms, np.float64) * (target / seconds)[:, None]

@@ -110,10 +110,11 @@ class OutputPublisher(EngineListener):
                     raise event.fault
                 if output.prompt_logprobs:
                     self._drop_published(step.slices[event.slice_index].start, request, output)
-                if event.token is not None or event.finish is not None or output.prompt_logprobs:
+                if event.tokens or event.finish is not None or output.prompt_logprobs:
                     deltas.append(delta_of(event, output))
                 if request.send_kv:
-                    progress.append(PrefillProgress(request, request.num_computed, event.token, event.finish))
+                    first = event.tokens[0] if event.tokens else None
+                    progress.append(PrefillProgress(request, request.num_computed, first, event.finish))
             except Exception:
                 log.exception("request %s failed", request.id)
                 self._post(self._subscriber.on_request_failed, request.id)
@@ -135,15 +136,15 @@ class OutputPublisher(EngineListener):
 
 def delta_of(event: StepOutput, output: SliceOutput) -> TokenDelta:
     request = event.request
-    position = request.num_generated - (event.token is not None)
+    position = request.num_generated - len(event.tokens)
     return TokenDelta(
         request.id,
         position,
-        pack_ids([event.token]) if event.token is not None else b"",
+        pack_ids(event.tokens),
         finish=event.finish if event.finish not in {None, "error"} else "",
         error=output.error or (INTERNAL if event.finish == "error" else ""),
         cached_tokens=request.num_cached,
-        logprobs=[output.logprobs] if output.logprobs is not None else [],
+        logprobs=output.logprobs[: len(event.tokens)],
         prompt_logprobs=output.prompt_logprobs,
     )
 
@@ -152,7 +153,7 @@ def _reach_failpoints(event: StepOutput) -> None:
     request = event.request
     if request.send_kv:
         failpoints.reach("prefill.after_chunk", request.id)
-    elif event.token is not None:
+    elif event.tokens:
         failpoints.reach("decode.token", request.id)
         if event.finish is not None:
             failpoints.reach("decode.ended", request.id)

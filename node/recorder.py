@@ -86,7 +86,7 @@ class StepRecorder:
         if not self._unsampled:
             return
         for event in events:
-            if event.token is not None and self._unsampled.pop(event.request.id, None) is not None:
+            if event.tokens and self._unsampled.pop(event.request.id, None) is not None:
                 self.event(event.request.id, "first", at_ns)
 
     # ---- steps --------------------------------------------------------------------------------------------------

@@ -34,6 +34,10 @@ class Budget:
         """Return how many prompt tokens from position `start` on may be added to a step that already has `work`."""
         return max(0, self.ceiling - work.tokens)
 
+    def longest_s(self) -> float:
+        """Return the predicted seconds up to which guessed tokens may make the step longer."""
+        return inf
+
     def end(self, work: StepWork) -> tuple[int, str]:
         """Finish a step with `work`. Return the number of tokens that the step was allowed, and the reason."""
         return self.ceiling, "fixed"
@@ -80,12 +84,15 @@ class SloBudget(Budget):
             self._grant = granted, reason
         return max(0, min(granted - work.prefill_tokens, self.ceiling - work.tokens))
 
+    def longest_s(self) -> float:
+        return self.target_s / (1 + self._cost.margin) if self._cost is not None else 0.0
+
     def end(self, work: StepWork) -> tuple[int, str]:
         granted, reason = self._grant or self._grant_for(work, 0)
         self._largest = max(self._largest, work.prefill_tokens)
         if self._grant is not None and self._watched:
             self._granted = granted
-        return min(self.ceiling, work.num_decodes + granted), reason
+        return min(self.ceiling, work.decode_tokens + granted), reason
 
     def _grant_for(self, work: StepWork, start: int) -> tuple[int, str]:
         """Return how many prompt tokens the whole step may have, including those in `work`, and the reason."""

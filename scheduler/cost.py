@@ -16,14 +16,23 @@ class StepWork:
     prefill_tokens: int = 0
     prefill_pairs: int = 0
     num_decodes: int = 0
-    decode_context: int = 0  # sum of the context lengths that the decodes read
+    decode_context: int = 0  # sum of the context lengths that the decodes and drafts read
+    draft_tokens: int = 0  # guessed tokens that decodes verify; each costs as much as a decode
+
+    @property
+    def decode_tokens(self) -> int:
+        return self.num_decodes + self.draft_tokens
 
     @property
     def tokens(self) -> int:
-        return self.prefill_tokens + self.num_decodes
+        return self.prefill_tokens + self.decode_tokens
 
     def add_decode(self, context: int) -> None:
         self.num_decodes += 1
+        self.decode_context += context
+
+    def add_draft(self, context: int) -> None:
+        self.draft_tokens += 1
         self.decode_context += context
 
     def add_chunk(self, start: int, count: int) -> None:
@@ -45,7 +54,7 @@ class CostModel:
     """A linear model of the seconds that a step takes. All coefficients are non-negative:
 
     overhead + per_token · max(knee_tokens, tokens) + per_pair · pairs + per_context · decode context
-    + per_decode · decodes
+    + per_decode · (decodes + drafts)
 
     With fewer than `knee_tokens` tokens (the knee of the roofline), matrix products take as long as reading the
     weights. `knee_tokens` is 0 if the device has no knee. Nearly all steps (see `engine.step_time_fit.QUANTILE`) last
@@ -67,8 +76,13 @@ class CostModel:
             + self.per_token * max(self.knee_tokens, work.tokens)
             + self.per_pair * work.prefill_pairs
             + self.per_context * work.decode_context
-            + self.per_decode * work.num_decodes
+            + self.per_decode * work.decode_tokens
         )
+
+    def decode_seconds(self, tokens: int, context: int) -> float:
+        """Return how much longer a step of `tokens` tokens takes with one more decode or draft."""
+        more = max(self.knee_tokens, tokens + 1) - max(self.knee_tokens, tokens)
+        return self.per_token * more + self.per_context * context + self.per_decode
 
     def packed(self) -> list[float]:
         """Return the fields in order, to be sent in a message."""

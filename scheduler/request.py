@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from scheduler.cost import StepWork
+from scheduler.draft import DraftHistory
 
 
 class RequestState(Enum):
@@ -53,6 +54,7 @@ class Request:
     send_kv: bool = False  # the request ends on this node at its first token, and its KV is sent to a peer
     shared_pool: bool = False  # the prefill node computes the prompt directly in the decode node's blocks
     needs_prompt_logprobs: bool = False  # logits of all prompt positions are needed, so prefix hits are not used
+    speculates: bool = True  # guessed tokens may be verified, if the scheduler drafts
     sampling: Any = None  # a SamplingParams for the runner and the node; the scheduler does not read it
     matcher: Any = None  # a TokenMatcher for the runner, if the answer must match a grammar
 
@@ -72,6 +74,7 @@ class Request:
     num_in_flight: int = 0  # steps in flight that contain a slice of this request
     num_cached: int = 0  # tokens found in the prefix cache at first admission
     epoch: int = 0  # number of preemptions; slices of older epochs do not advance the request
+    drafts: DraftHistory = field(default_factory=DraftHistory)
     finish: str | None = None
 
     @property
@@ -129,7 +132,10 @@ class StateUse:
 
 @dataclass(slots=True)
 class Slice:
-    """Tokens [start, start + count) of one request in one step. If `samples` is true, the next token is sampled."""
+    """Tokens [start, start + count) of one request in one step. If `samples` is true, the next token is sampled.
+
+    With `drafts`, these are the request's last token and guesses of those after it, and a token is sampled after each.
+    """
 
     request: Request
     start: int
@@ -137,15 +143,21 @@ class Slice:
     samples: bool
     epoch: int
     state: StateUse | None = None  # if the model has recurrent states
+    drafts: tuple[int, ...] = ()
+    row: list[int] | None = None  # the tokens that the slice reads, if not those of the request
 
     @property
     def end(self) -> int:
         return self.start + self.count
 
     @property
+    def tokens(self) -> list[int]:
+        return self.request.tokens if self.row is None else self.row
+
+    @property
     def is_decode(self) -> bool:
-        """Whether the slice computes only the last token of its row."""
-        return self.samples and self.count == 1
+        """Whether the slice computes only the last token of its row, and guesses."""
+        return self.samples and self.count == 1 + len(self.drafts)
 
 
 @dataclass(slots=True)
@@ -160,6 +172,7 @@ class Step:
     slices: list[Slice]
     receiving: list[Request]
     num_preempted: int = 0
+    num_accepted: int = 0  # guessed tokens that were right, once `Scheduler.update` has processed the step
     work: StepWork = field(default_factory=StepWork)
     budget: int = 0
     reason: str = ""

@@ -9,13 +9,14 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
 from scheduler.blocks import BlockPool, Ledger
 from scheduler.budget import Budget
 from scheduler.cost import CostModel
+from scheduler.draft import DraftCandidate, Speculation, choose_counts
 from scheduler.geometry import UNIFORM, Geometry, Group
 from scheduler.policy import STALL_FREE, Policy
 from scheduler.prefix import extend_hashes
@@ -39,13 +40,13 @@ AUDIT_STEPS = 64  # steps between two checks of the ledger against all requests;
 class StepOutput(NamedTuple):
     """The result of one slice of a step.
 
-    `token` is the sampled token, if any. `finish` is set when the request has ended. `fault` is the exception that
-    ended it, if any.
+    `tokens` are the sampled tokens: at most one, unless guesses were right. `finish` is set when the request has ended.
+    `fault` is the exception that ended it, if any.
     """
 
     request: Request
     slice_index: int
-    token: int | None
+    tokens: list[int]
     finish: str | None
     fault: Exception | None = None
 
@@ -60,6 +61,10 @@ class SchedulerCounters:
     cache_queries: int = 0
     cache_hits: int = 0
     preemptions: int = 0
+    num_drafts: int = 0  # slices that verified guesses
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)  # entry i: slices whose guess i was right
 
 
 BY_PRIORITY = attrgetter("priority", "arrival")
@@ -96,18 +101,24 @@ class Scheduler:
         budget: Budget | None = None,
         groups: tuple[Group, ...] = UNIFORM,
         state_interval: int = 4096,
+        speculation: Speculation | None = None,
     ) -> None:
         """If `budget` is None, every step may have up to `limits.max_num_batched_tokens` tokens.
+
+        Raises ValueError for speculation with a group of states, which a wrong guess would spoil.
 
         States are saved at multiples of `state_interval` tokens of a prompt, as well as at its last whole block; 0
         turns the former off.
         """
         self.limits = limits
         self.policy = policy
+        self.speculation = speculation
         self.budget = budget or Budget(limits.max_num_batched_tokens)
         self.cost: CostModel | None = None  # step-time model, set by the driver between two steps
         self.geometry = Geometry(block_tokens, groups)
         self.block_tokens = block_tokens
+        if speculation is not None and self.geometry.state_rows:
+            raise ValueError("speculative decoding is not supported for models with recurrent layers")
         self.pool = BlockPool(num_rows)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # by priority, then arrival
@@ -215,6 +226,8 @@ class Scheduler:
         self._schedule_prompts(step)
         if self.policy.prompts_first and (self.policy.mixed or not step.slices):
             self._schedule_decodes(step)
+        if self.speculation is not None:
+            self._add_drafts(step, self.speculation)
         step.budget, step.reason = self.budget.end(step.work)
         if self.cost is not None:
             step.predicted_s = self.cost.seconds(step.work)
@@ -223,13 +236,13 @@ class Scheduler:
         return step
 
     def update(
-        self, step: Step, tokens: Sequence[int | None], failed: Sequence[bool] | None = None
+        self, step: Step, tokens: Sequence[Sequence[int]], failed: Sequence[bool] | None = None
     ) -> list[StepOutput]:
         """Process the results of a step and return one output for each slice whose request has not ended.
 
-        `tokens[i]` is the token that slice i sampled. The request of slice i ends with finish "error" if `failed[i]` is
-        true, or if processing the slice raises an exception. Steps must be passed in the order in which `schedule`
-        returned them.
+        `tokens[i]` are the tokens that slice i sampled: its drafts up to the first wrong one, and one more. The request
+        of slice i ends with finish "error" if `failed[i]` is true, or if processing the slice raises an exception.
+        Steps must be passed in the order in which `schedule` returned them.
         """
         outputs: list[StepOutput] = []
         for index, slice_ in enumerate(step.slices):
@@ -243,22 +256,48 @@ class Scheduler:
                 continue
             if is_good:
                 try:
-                    if slice_.epoch == request.epoch:
-                        self._advance(request, slice_.end)
-                    token = tokens[index] if slice_.samples else None
-                    finish = None if token is None else self._append(request, token)
-                    outputs.append(StepOutput(request, index, token, finish))
+                    outputs.append(self._finish_slice(step, index, tokens[index] if slice_.samples else ()))
                     continue
                 except Exception as error:  # noqa: BLE001 - the driver logs it
                     fault = error
             request.finish = "error"
             self._end(request)
-            outputs.append(StepOutput(request, index, None, "error", fault))
+            outputs.append(StepOutput(request, index, [], "error", fault))
         while self._parked and self._parked[0][0] <= step.number:
             self.pool.release(self._parked.popleft()[1])
         self.counters.steps += 1
         self._check_ledger()
         return outputs
+
+    def _finish_slice(self, step: Step, index: int, tokens: Sequence[int]) -> StepOutput:
+        slice_ = step.slices[index]
+        request, is_current = slice_.request, slice_.epoch == slice_.request.epoch
+        end = slice_.end - len(slice_.drafts)
+        if slice_.drafts:
+            self._count_drafts(step, slice_, len(tokens) - 1)
+            if is_current:
+                request.num_scheduled = end
+        if tokens:
+            request.drafts.compare(tokens)
+        if is_current:
+            self._advance(request, end)
+        for number, token in enumerate(tokens, 1):
+            if self._append(request, token) is not None:
+                return StepOutput(request, index, list(tokens[:number]), request.finish)
+            if is_current and number < len(tokens):
+                self._advance(request, end + number)
+        return StepOutput(request, index, list(tokens), None)
+
+    def _count_drafts(self, step: Step, slice_: Slice, num_accepted: int) -> None:
+        counters = self.counters
+        counters.num_drafts += 1
+        counters.draft_tokens += len(slice_.drafts)
+        counters.accepted_tokens += num_accepted
+        step.num_accepted += num_accepted
+        per_pos = counters.accepted_per_pos
+        per_pos += [0] * (num_accepted - len(per_pos))
+        for place in range(num_accepted):
+            per_pos[place] += 1
 
     def _check_ledger(self) -> None:
         """Record the first error in the ledger. The node keeps serving; the driver reports the error."""
@@ -286,6 +325,41 @@ class Scheduler:
         if request.num_tokens - request.num_scheduled != 1:
             return False
         return request.num_sampling == 0 or not (request.send_kv or request.remaining_tokens == 0)
+
+    # ---- drafts ---------------------------------------------------------------------------------------------
+
+    def _add_drafts(self, step: Step, speculation: Speculation) -> None:
+        """Extend decodes of the step by guessed tokens, within what the budget and the free blocks leave.
+
+        A request whose last token is not known yet gets none. While its guesses are verified, it is in no other step.
+        """
+        slices, candidates = list[Slice](), list[DraftCandidate]()
+        for slice_ in step.slices:
+            request = slice_.request
+            if not slice_.is_decode or slice_.end > len(request.tokens) or request.send_kv or not request.speculates:
+                continue
+            limit = min(speculation.num_tokens, request.remaining_tokens)
+            request.drafts.guess = speculation.drafter.propose(request.tokens, request.drafts, limit) if limit else ()
+            if request.drafts.guess:
+                slices.append(slice_)
+                guess = len(request.drafts.guess)
+                candidates.append(DraftCandidate(request.drafts.acceptance, guess, slice_.end))
+        counts = choose_counts(candidates, step.work, self.cost, self.budget.ceiling, self.budget.longest_s())
+        for slice_, count in zip(slices, counts, strict=True):
+            self._draft(step, slice_, count)
+
+    def _draft(self, step: Step, slice_: Slice, count: int) -> None:
+        request = slice_.request
+        missing = self._missing(request, count)
+        if missing and missing + self._growth_of_running() > self.pool.available:
+            count = self._num_blocks(request) * self.block_tokens - slice_.end
+        if count:
+            self._allot(request, count)
+            slice_.drafts = tuple(request.drafts.guess[:count])
+            slice_.count += count
+            request.num_scheduled += count
+            for context in range(slice_.end - count + 1, slice_.end + 1):
+                step.work.add_draft(context)
 
     # ---- prompts --------------------------------------------------------------------------------------------
 
@@ -513,7 +587,7 @@ class Scheduler:
 
     def _growth(self, request: Request) -> int:
         """Return how many rows a running request still needs for its whole prompt and for part of its answer."""
-        rest = cdiv(request.num_tokens, self.block_tokens) - self._num_blocks(request)
+        rest = max(0, cdiv(request.num_tokens, self.block_tokens) - self._num_blocks(request))
         return self.geometry.rows_of(rest, self._largest_chunk(request)) + self._answer_rows(request)
 
     def _answer_rows(self, request: Request) -> int:

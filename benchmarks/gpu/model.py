@@ -134,10 +134,10 @@ def driven(runner: CudaRunner, next_slices: Callable[[], list[Slice]], steps: in
 
 def _apply(step: Step, pending: PendingStep) -> None:
     for piece, output in zip(step.slices, pending(), strict=True):
-        if output.token is None:
+        if not output.tokens:
             raise RuntimeError(f"{piece.request.id} got no token: {output.error}")
         piece.request.num_sampling -= 1
-        piece.request.tokens.append(output.token)
+        piece.request.tokens += output.tokens
 
 
 def decodes_of(requests: Sequence[Request]) -> list[Slice]:

@@ -53,10 +53,10 @@ class Stopwatch(EngineListener):
 
     def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None:
         now_s = time.perf_counter()
-        tokens = [event.request.id for event in events if event.token is not None]
+        tokens = [event.request.id for event in events for _ in event.tokens]
         self.first = dict.fromkeys(tokens, now_s) | self.first
         self.steps.append((now_s, len(tokens)))
-        self.logprobs = next((output.logprobs for output in outputs if output.logprobs is not None), self.logprobs)
+        self.logprobs = next((output.logprobs[-1] for output in outputs if output.logprobs), self.logprobs)
         self.finished.put(None)
 
     def on_timing(self, timing: StepTiming) -> None: ...

@@ -51,8 +51,8 @@ class Launched:
         for index, token in zip(self.sampled, self.drawn.tolist(), strict=True):
             output = self.outputs[index]
             if token < 0 and not output.error:
-                output.logprobs, output.error = None, ERRORS[token]
-            output.token = None if output.error else token
+                output.logprobs, output.error = [], ERRORS[token]
+            output.tokens = [] if output.error else [token]
         placed = self.outputs.copy()
         for place, output in zip(self.order, self.outputs, strict=True):
             placed[place] = output
@@ -193,7 +193,7 @@ class CudaRunner(TorchRunner):
             chosen = tokens.clamp(min=0).tolist()
             tops = [rows[at].sampling.logprobs or 0 for at in wanted]
             for at, entry in zip(wanted, describe(logits[wanted], [chosen[at] for at in wanted], tops), strict=True):
-                launched.outputs[launched.sampled[at]].logprobs = entry
+                launched.outputs[launched.sampled[at]].logprobs = [entry]
 
 
 def _event() -> "torch.cuda.Event":

@@ -174,8 +174,7 @@ def run_step(runner: Runner, slices: Sequence[Slice]) -> list[SliceOutput]:
     outputs = runner.run(step)
     for one, output in zip(slices, outputs, strict=True):
         one.request.num_computed = one.end
-        if output.token is not None:
-            one.request.tokens.append(output.token)
+        one.request.tokens += output.tokens
     return outputs
 
 

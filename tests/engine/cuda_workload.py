@@ -60,8 +60,7 @@ def drive(
         for one, output in zip(step.slices, of(), strict=True):
             one.request.num_sampling -= one.samples
             outputs_of[one.request.id].append(output)
-            if output.token is not None:
-                one.request.tokens.append(output.token)
+            one.request.tokens += output.tokens
 
     for number in range(1000):
         waits = pending is not None and not leads(pending[0])
@@ -100,5 +99,5 @@ def answer(requests: Sequence[Request], outputs: list[list[SliceOutput]]) -> Ans
 
 
 def _logprobs(outputs: list[SliceOutput]) -> list[float]:
-    sampled = [output.logprobs.logprob for output in outputs if output.logprobs is not None]
+    sampled = [entry.logprob for output in outputs for entry in output.logprobs]
     return sampled + [entry.logprob for output in outputs for entry in output.prompt_logprobs]

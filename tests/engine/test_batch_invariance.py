@@ -131,7 +131,7 @@ def scored(model: Decoder, prompt: list[int], sizes: list[int]) -> list[Logprobs
     found: list[Logprobs] = []
     for size in sizes:
         outputs = run_step(runner, [piece(others), piece(request, size)])
-        assert outputs[0].logprobs is not None
+        assert outputs[0].logprobs
         assert outputs[0].prompt_logprobs == []
         found += outputs[1].prompt_logprobs
     assert request.num_generated == 1
@@ -147,8 +147,7 @@ def test_prompt_logprobs_describe_each_next_prompt_token(model: Decoder, sizes: 
     for at, entry in enumerate(found):  # compare with the next-token logprobs after prompt[: at + 1]
         runner, _, blocks = torch_runner(model)
         request = blocks.request(prompt[: at + 1], replace(GREEDY, logprobs=VOCABULARY))
-        drawn = run_step(runner, [piece(request)])[0].logprobs
-        assert drawn is not None
+        (drawn,) = run_step(runner, [piece(request)])[0].logprobs
         place = drawn.top_tokens.index(entry.token)
         assert entry.logprob == pytest.approx(drawn.top_logprobs[place], abs=1e-4)
         assert (entry.rank, entry.top_tokens) == (place + 1, drawn.top_tokens[:2])
@@ -160,7 +159,7 @@ def test_a_resumed_request_scores_only_its_prompt(model: Decoder) -> None:
     request.num_prompt = 4
     (output,) = run_step(runner, [piece(request)])
     assert [entry.token for entry in output.prompt_logprobs] == [2, 3, 4]
-    assert output.token is not None
+    assert output.tokens
 
 
 @pytest.mark.parametrize("needs_prompt_logprobs", [False, True])
@@ -176,7 +175,7 @@ def test_a_request_whose_kv_is_broken_fails_alone(
     pool.tensor[requests[1].tables[0][0], 0, 0, 2] = torch.nan
     outputs = run_step(runner, [piece(one) for one in requests])
     assert [output.error for output in outputs] == ["", "numerical", ""]
-    assert outputs[1].token is None
+    assert outputs[1].tokens == []
     assert requests[0].tokens[len(prompts()[0]) :] == alone[0][:2]
 
 
@@ -185,13 +184,13 @@ def test_a_request_with_every_token_banned_fails_alone(model: Decoder, alone: li
     stuck = blocks.request([1, 2], GREEDY, stop_tokens=frozenset(range(VOCABULARY)), min_tokens=1)
     fine = blocks.request(prompts()[0], GREEDY)
     outputs = run_step(runner, [piece(stuck), piece(fine)])
-    assert [(output.token, output.error) for output in outputs] == [(None, "no_token"), (alone[0][0], "")]
+    assert [(output.tokens, output.error) for output in outputs] == [([], "no_token"), ([alone[0][0]], "")]
 
 
 def test_an_unfinished_chunk_and_an_empty_step_give_no_output(model: Decoder) -> None:
     runner, _, blocks = torch_runner(model)
     (output,) = run_step(runner, [piece(blocks.request(range(9)), 4)])
-    assert (output.token, output.logprobs, output.prompt_logprobs, output.error) == (None, None, [], "")
+    assert (output.tokens, output.logprobs, output.prompt_logprobs, output.error) == ([], [], [], "")
     assert run_step(runner, []) == []
 
 

@@ -161,7 +161,7 @@ def test_each_number_of_decodes_replays_the_next_larger_size(model: Decoder, siz
         for request in requests:
             run_step(each, [piece(request)])
         outputs = run_step(each, [piece(request) for request in requests])
-        tokens_of.tokens = [output.token for output in outputs]
+        tokens_of.tokens = [output.tokens for output in outputs]
     assert blocks.tokens == their_blocks.tokens
     # Padding is stored only in the dummy block. All other blocks equal those of the reference.
     torch.testing.assert_close(pool.tensor[1:], other.tensor[1:], equal_nan=True)
@@ -217,7 +217,7 @@ def test_decodes_come_first_for_any_order_of_slices(model: Decoder) -> None:
     outputs = runner.run(Step(1, [piece(long), piece(short)], []))
     assert attention.seen == [1, 9]
     alone = [runner.run(Step(at, [piece(request)], []))[0] for at, request in enumerate((long, short))]
-    assert [output.token for output in outputs] == [output.token for output in alone]
+    assert [output.tokens for output in outputs] == [output.tokens for output in alone]
 
 
 def test_a_step_is_padded_to_the_next_captured_size(model: Decoder) -> None:

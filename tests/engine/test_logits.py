@@ -252,8 +252,8 @@ def test_a_16_bit_pool_stays_near_the_exact_logits(name: str, tmp_path: Path) ->
     (output,) = run_step(runner, [piece(request)])
     with torch.inference_mode():
         theirs = reference_model(torch.tensor([request.tokens[:27]])).logits[0, -1].log_softmax(0)
-    assert output.logprobs is not None
-    for token, logprob in zip(output.logprobs.top_tokens, output.logprobs.top_logprobs, strict=True):
+    (entry,) = output.logprobs
+    for token, logprob in zip(entry.top_tokens, entry.top_logprobs, strict=True):
         assert abs(float(theirs[token]) - logprob) < 0.1
 
 

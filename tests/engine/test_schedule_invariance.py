@@ -69,7 +69,7 @@ class Node:
     def step(self) -> None:
         step = self.scheduler.schedule()
         if step.slices:
-            self.scheduler.update(step, [output.token for output in self.runner.run(step)])
+            self.scheduler.update(step, [output.tokens for output in self.runner.run(step)])
 
 
 def requests_of(seed: int, shared: bool) -> list[Request]:

@@ -205,7 +205,7 @@ def scored(scheduler: Scheduler, tokens: int) -> tuple[Request, Step, StepOutput
         "r", [5] * tokens, tokens, 1, needs_prompt_logprobs=True, sampling=SamplingParams(temperature=0.0)
     )
     scheduler.add(request)
-    return request, scheduler.schedule(), StepOutput(request, 0, None, None)
+    return request, scheduler.schedule(), StepOutput(request, 0, [], None)
 
 
 async def test_prompt_logprobs_are_published_once_for_each_request() -> None:
@@ -214,12 +214,12 @@ async def test_prompt_logprobs_are_published_once_for_each_request() -> None:
     publisher.subscribe(mock.Mock())
     first, step, event = scored(scheduler, 8)
     for expected in ([0.1, 0.2], []):  # the second result comes after a preemption
-        output = SliceOutput(None, prompt_logprobs=[0.1, 0.2])
+        output = SliceOutput(prompt_logprobs=[0.1, 0.2])
         publisher.on_step(step, [event], [output])
         assert output.prompt_logprobs == expected
         publisher.on_turn(scheduler)
     scheduler.abort(first)
     _, step, event = scored(scheduler, 8)
-    output = SliceOutput(None, prompt_logprobs=[0.3, 0.4])
+    output = SliceOutput(prompt_logprobs=[0.3, 0.4])
     publisher.on_step(step, [event], [output])
     assert output.prompt_logprobs == [0.3, 0.4], "another request with that id"

@@ -7,11 +7,13 @@ state is the list of the tokens before it, in each of its rows.
 import hashlib
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
 from scheduler.budget import SloBudget
+from scheduler.draft import Drafter, DraftHistory, Speculation
 from scheduler.geometry import Geometry, Group
 from scheduler.request import Request, RequestState, Slice, StateUse, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
@@ -33,6 +35,19 @@ def expected(prompt: list[int], max_tokens: int, salt: bytes = b"") -> list[int]
     return row[len(prompt) :]
 
 
+class Guesses(Drafter):
+    """Guesses the next tokens, each right with a probability of 0.8, except those of tenants."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def propose(self, tokens: Sequence[int], history: DraftHistory, limit: int) -> list[int]:
+        row = list(tokens)
+        for _ in range(self._rng.randrange(limit + 1)):
+            row.append(next_token(row) if self._rng.random() < 0.8 else self._rng.randrange(3, VOCABULARY))
+        return row[len(tokens) :]
+
+
 class Copied(NamedTuple):
     """A slice with the tables that its request had when the step was scheduled, as a device sees them."""
 
@@ -49,7 +64,7 @@ class Device:
         self.slots: dict[tuple[int, int], tuple[bytes, int]] = {}
         self.states: dict[int, tuple[bytes, int, list[int]]] = {}
 
-    def run(self, copies: list[Copied]) -> list[int | None]:
+    def run(self, copies: list[Copied]) -> list[list[int]]:
         return [self._slice(copied.piece, copied.tables) for copied in copies]
 
     def store(self, tables: list[list[int]], position: int, salt: bytes, token: int) -> None:
@@ -59,21 +74,29 @@ class Device:
                 if row:  # a peer does not send what no later query sees
                     self.slots[row, offset] = salt, token
 
-    def _slice(self, piece: Slice, tables: list[list[int]]) -> int | None:
+    def _slice(self, piece: Slice, tables: list[list[int]]) -> list[int]:
+        """Return the sampled tokens: the drafts up to the first wrong one, and one more."""
         request, size = piece.request, self.geometry.block_tokens
+        row = [*request.tokens[: piece.end - len(piece.drafts)], *piece.drafts]
         for position in range(piece.start, piece.end):
             for group, table in zip(self.geometry.attention, tables, strict=True):
                 first = group.first_seen(position) // size
                 needed = table[first * group.rows : (position // size + 1) * group.rows]
                 assert all(needed), "a query sees a block that was released"
-            self.store(tables, position, request.salt, request.tokens[position])
+            self.store(tables, position, request.salt, row[position])
         if piece.state is not None:
             self._recur(piece, piece.state)
-        if not piece.samples:
-            return None
-        prefix = request.tokens[: piece.end]
+        drawn: list[int] = []
+        for end in range(piece.end - len(piece.drafts), piece.end + piece.samples):
+            drawn.append(self._drawn(piece, tables, row[:end]))
+            if row[end : end + 1] != drawn[-1:]:
+                break
+        return drawn
+
+    def _drawn(self, piece: Slice, tables: list[list[int]], prefix: list[int]) -> int:
+        request, size, end = piece.request, self.geometry.block_tokens, len(prefix)
         for group, table in zip(self.geometry.attention, tables, strict=True):
-            for position in range(group.first_seen(piece.end - 1), piece.end):
+            for position in range(group.first_seen(end - 1), end):
                 for row in range(group.rows):
                     read = self.slots[table[position // size * group.rows + row], position % size]
                     assert read[0] == request.salt, "a request read another tenant's KV"
@@ -151,6 +174,9 @@ class Driver:
     def check(self, step: Step) -> None:
         limits = self.scheduler.limits
         seen: set[str] = set()
+        before = [copied.piece for other, copies in self.in_flight if other is not step for copied in copies]
+        verifying = {(piece.request.id, piece.epoch) for piece in before if piece.drafts}
+        assert verifying.isdisjoint((piece.request.id, piece.epoch) for piece in step.slices)
         for piece in step.slices:
             assert piece.count > 0
             assert piece.request.id not in seen, "a step has one slice per request"
@@ -164,7 +190,10 @@ class Driver:
         decodes = [piece for piece in step.slices if piece.is_decode]
         num_tokens = sum(piece.count for piece in step.slices)
         assert (step.work.num_decodes, step.work.tokens) == (len(decodes), num_tokens)
-        assert step.work.decode_context == sum(piece.end for piece in decodes)
+        draft_tokens = sum(len(piece.drafts) for piece in decodes)
+        assert step.work.draft_tokens == draft_tokens
+        ends = [end for piece in decodes for end in range(piece.end - len(piece.drafts), piece.end + 1)]
+        assert step.work.decode_context == sum(ends)
 
     def recount(self) -> None:
         """Check the ledger against a count of all requests' blocks. No step may be in flight."""
@@ -239,5 +268,9 @@ def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]
         if not arrival.receive_kv and rng.random() < 0.2:
             arrival.tokens += expected(prompt, rng.randrange(1, arrival.max_tokens), arrival.salt)
         arrivals.append((rng.randrange(20), arrival))
-    scheduler = Scheduler(limits, num_rows, block_tokens, budget=budget, groups=groups, state_interval=16)
+    drafts = STATE not in groups and draw(st.booleans())
+    speculation = Speculation(Guesses(seed), draw(st.integers(1, 6))) if drafts else None
+    scheduler = Scheduler(
+        limits, num_rows, block_tokens, budget=budget, groups=groups, state_interval=16, speculation=speculation
+    )
     return scheduler, arrivals, draw(st.sampled_from([1, 1, 2]))

@@ -59,7 +59,7 @@ def serve(budget: Budget, device: Device, num_requests: int = 70, gap_s: float =
         stall = 50 if rng.random() < 0.001 else 1
         seconds = device(step.number).seconds(step.work) * rng.lognormvariate(0, 0.04) * stall
         now_s += seconds
-        scheduler.update(step, [7 if piece.samples else None for piece in step.slices])
+        scheduler.update(step, [[7] if piece.samples else [] for piece in step.slices])
         served.steps.append(step)
         if step.work.num_decodes:
             served.watched.append((step.number, seconds))
@@ -112,7 +112,7 @@ def test_prompts_are_not_limited_while_no_request_waits_for_a_token() -> None:
         step = scheduler.schedule()
         assert step.reason == "no decodes"
         sizes.append(step.work.tokens)
-        scheduler.update(step, [7 if step.slices[0].samples else None])
+        scheduler.update(step, [[7] if step.slices[0].samples else []])
     assert sizes == [512, 768, 1152, 1728, 2592, 2248]
     scheduler.add(request("s", list(range(5000, 8000)), 1))
     scheduler.cost = None

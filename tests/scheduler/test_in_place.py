@@ -11,7 +11,7 @@ from tests.scheduler.drive import GROUPS, Copied, Device, expected
 BLOCK_TOKENS = 4
 
 
-def run(scheduler: Scheduler, device: Device, step: Step) -> list[int | None]:
+def run(scheduler: Scheduler, device: Device, step: Step) -> list[list[int]]:
     tokens = device.run([Copied(piece, piece.request.tables) for piece in step.slices])
     scheduler.update(step, tokens)
     return tokens

@@ -179,7 +179,7 @@ def test_a_request_that_sends_kv_holds_its_blocks_until_it_is_released() -> None
     sending = request("r", list(range(10)), 5, send_kv=True)
     scheduler.add(sending)
     events = Driver(scheduler).iterate()
-    assert events[0].token == expected(list(range(10)), 1)[0]
+    assert events[0].tokens == expected(list(range(10)), 1)
     assert sending.state is RequestState.SENDING_KV
     assert scheduler.ledger().owned == 3
     scheduler.release(sending)
@@ -222,8 +222,8 @@ def test_a_failed_slice_ends_its_request_only_and_caches_nothing() -> None:
     scheduler.add(good)
     driver = Driver(scheduler)
     step = scheduler.schedule()
-    events = scheduler.update(step, [None, 7], [True, False])
-    assert [(event.finish, event.token) for event in events] == [("error", None), (None, 7)]
+    events = scheduler.update(step, [[], [7]], [True, False])
+    assert [(event.finish, event.tokens) for event in events] == [("error", []), (None, [7])]
     assert (bad.state, good.state) == (RequestState.DONE, RequestState.RUNNING)
     assert not scheduler.pool.match(bad.hashes)
     scheduler.abort(good)
@@ -239,7 +239,7 @@ def test_a_state_that_a_failed_slice_saved_is_not_found() -> None:
         (piece,) = step.slices
         assert piece.state is not None
         assert (bool(piece.state.save), piece.state.save_at) == (True, 8)
-        scheduler.update(step, [None if failed else 7], [failed])
+        scheduler.update(step, [[] if failed else [7]], [failed])
         assert (scheduler.pool.find((1, first.hashes[1])) is None) == failed
         scheduler.add(second)
         assert [piece.start for piece in scheduler.schedule().slices if piece.request is second] == [0 if failed else 8]

@@ -1,0 +1,48 @@
+"""Verifies guessed tokens by drawing: a guess is right if it is the token that the model draws at its position.
+
+A draw depends only on logits, seed and position, so tokens, logprobs and ends of answers are those without guesses,
+greedy or not. (Rejection sampling would keep only their distribution.) To a runner, a slice with k guesses is k + 1
+decodes at successive positions, whose tokens are read from a row that contains the guesses. Attention at a position
+reads the KV that the same step stored at the positions before it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from engine.runner import SliceOutput
+from scheduler.request import Slice, Step
+
+
+def expanded(step: Step) -> Step:
+    """Return the step as a runner computes it: with a decode for each guess, and for the token before the guesses."""
+    if not step.work.draft_tokens:
+        return step
+    slices = [row for slice_ in step.slices for row in _rows(slice_)]
+    return Step(step.number, slices, [], work=step.work, predicted_s=step.predicted_s)
+
+
+def _rows(slice_: Slice) -> Iterator[Slice]:
+    if not slice_.drafts:
+        yield slice_
+        return
+    row = [*slice_.request.tokens, *slice_.drafts]
+    for start in range(slice_.start, slice_.end):
+        yield Slice(slice_.request, start, 1, True, slice_.epoch, row=row)
+
+
+def verified(slices: Sequence[Slice], outputs: Sequence[SliceOutput]) -> list[SliceOutput]:
+    """Return an output for each slice, from those of the expanded step.
+
+    The tokens of a slice are its drafts up to the first one that was not drawn, and the draw at that place. An error
+    behind a right guess is left to the next step, which computes that position again.
+    """
+    rows = iter(outputs)
+    return [_joined(slice_, [next(rows) for _ in range(1 + len(slice_.drafts))]) for slice_ in slices]
+
+
+def _joined(slice_: Slice, rows: list[SliceOutput]) -> SliceOutput:
+    joined = rows[0]
+    for guessed, before, row in zip(slice_.drafts, rows, rows[1:], strict=False):
+        if before.tokens != [guessed] or row.error:
+            break
+        joined = SliceOutput(joined.tokens + row.tokens, joined.logprobs + row.logprobs, joined.prompt_logprobs)
+    return joined

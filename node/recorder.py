@@ -137,6 +137,8 @@ def _record(timing: StepTiming, snapshot: SchedulerSnapshot) -> StepRecord:
         blocks_owned=ledger.owned,
         blocks_reserved=ledger.reserved,
         members=_members(step.slices, work.num_prefills),
+        draft_tokens=work.draft_tokens,
+        accepted_tokens=step.num_accepted,
     )
 
 

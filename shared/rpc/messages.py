@@ -130,6 +130,10 @@ class NodeStats:
     rows_corrupt: int = 0  # decode node: number of KV rows that arrived with a wrong checksum
     ledger_error: str = ""  # the error in the block ledger, if there is one
     incarnation_id: str = ""  # shows which process sent this, because another process may reuse its address
+    num_drafts: int = 0  # speculative decoding: number of decodes that verified guessed tokens
+    draft_tokens: int = 0  # guessed tokens that were verified
+    accepted_tokens: int = 0  # guessed tokens that were right
+    accepted_per_pos: list[int] = field(default_factory=list)  # entry i: number of decodes whose guess i was right
 
 
 @dataclass(slots=True)
@@ -156,6 +160,8 @@ class StepRecord:
     blocks_owned: int = 0
     blocks_reserved: int = 0
     members: bytes = b""  # packed (serial, start, count) of each slice, prompts first; see RequestEvent for serial
+    draft_tokens: int = 0  # guessed tokens that the step's decodes verified; they are counted in decode_context
+    accepted_tokens: int = 0  # guessed tokens that were right
 
 
 @dataclass(slots=True)

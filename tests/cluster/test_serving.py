@@ -72,28 +72,6 @@ def test_the_openai_client_works_with_and_without_streaming(served: Cluster) -> 
     client.close()
 
 
-def test_requests_that_the_pool_can_never_hold_are_refused_and_no_node_ends() -> None:
-    with cluster(prefill=1, decode=1, num_blocks=20) as running:
-        client = openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0)
-        for _ in range(4):
-            with pytest.raises(openai.BadRequestError, match="402 tokens need 26 blocks of 16 tokens"):
-                client.completions.create(model="model", prompt=[5, 6], max_tokens=400)
-        client.close()
-        assert running.complete([5, 6, 7], 3) == expected([5, 6, 7], 3)
-        running.idle()
-
-
-def test_an_answer_cut_at_a_stop_string_counts_as_finished_and_ends_on_its_node(served: Cluster) -> None:
-    before = served.settled()["requests"]
-    text = served.post("/v1/completions", completion("model", "In the beginning", 30))["choices"][0]["text"]
-    stop = text[10:14]
-    answer = served.post("/v1/completions", completion("model", "In the beginning", 4000, stop=stop))
-    assert answer["choices"][0]["text"] == text[: text.index(stop)]
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    after = served.settled()["requests"]
-    assert (after["finished"] - before["finished"], after["cancelled"] - before["cancelled"]) == (2, 0)
-
-
 def test_a_draining_node_finishes_its_requests_and_accepts_no_new_ones() -> None:
     with cluster(prefill=1, decode=2) as running:
         with running.streaming([prompt_of(6, 50)] * 4, 1500):

@@ -1,9 +1,6 @@
 """Test failover: the nodes that are avoided, the work that is repeated, and the limits on retries and node deaths."""
 
 import asyncio
-import signal
-import time
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from router.nodes import pool as fleet_module
 from router.nodes.health import EJECT_S, MAX_EJECT_S, MAX_FAILURES, OutlierDetector
 from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import TokenDelta
-from tests.cluster.harness import cluster, expected, wait_for
 from tests.router.simulated import ANSWER, Stage, collect, generated, no_pauses, settle, stage, token, tokens_of
 
 __all__ = ["no_pauses"]
@@ -173,6 +169,29 @@ def test_retries_wait_for_an_exhausted_budget() -> None:
         budget.take(100.0)
 
 
+async def test_retries_on_a_busy_cluster_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.dispatch.failover.MAX_RETRY_WAIT_S", 0.0)
+    here = stage("d0 d1", max_attempts=9)
+    for node in here.nodes.values():
+        node.info.max_num_seqs = node.info.num_blocks = 1000
+    here.fleet.notify()
+    runs = [await here.submit(name=f"r{number}") for number in range(40)]
+    num_sent = 0
+    while len(here.sent()) > num_sent:
+        num_sent = len(here.sent())
+        for name, submit in here.sent():
+            here.nodes[name].send(TokenDelta(submit.id, error="this node has 8192 requests: no more fit", retry=True))
+        await settle()
+    assert 40 + 30 <= num_sent <= 40 + 45, "each request is sent once, and retried within the budget"
+    for run in runs:
+        with pytest.raises(UnavailableError, match="fail on the nodes at once"):
+            await collect(run)
+    assert not any(here.fleet.outliers[name].times for name in here.nodes), "a busy node is not ejected"
+    here.check_over()
+
+
 # ---- nodes that fail -------------------------------------------------------------------------------------------------
 
 
@@ -253,63 +272,3 @@ async def test_a_node_that_comes_back_gets_few_requests_at_first(monkeypatch: py
     monkeypatch.undo()
     for run in runs:
         await run.close()
-
-
-# ---- real processes --------------------------------------------------------------------------------------------------
-
-
-def test_a_killed_or_frozen_decode_node_is_detected_and_its_prompts_are_not_recomputed() -> None:
-    """Print the longest gaps that clients see. The limits on these gaps allow for a fully loaded test machine."""
-    own: dict[str, dict[str, object]] = {
-        "decode-0": {"failpoint": "decode.token:20=kill", "allow_failpoints": True},
-        "decode-1": {"failpoint": "decode.token:20=stop", "allow_failpoints": True},
-    }
-    with cluster(prefill=1, decode=3, own=own, heartbeat_s=0.5, num_blocks=2048) as running:
-        gaps: dict[str, float] = {}
-        num_streams = 0
-        while len(gaps) < 2:  # each stream is placed on the decode node with the fewest placements so far
-            assert num_streams < 9
-            prompt = [7 + (num_streams + place) % 2000 for place in range(2000)]
-            times: list[float] = []
-            answer = running.stream(prompt, 60, lambda _, times=times: times.append(time.monotonic()))
-            assert answer == expected(prompt, 60)
-            num_streams += 1
-            gap_s = max(later - earlier for earlier, later in pairwise(times))
-            if running.processes["decode-0"].poll() is not None:
-                gaps.setdefault("kill", gap_s)
-            if not running.nodes().get("decode-1", {"alive": True})["alive"]:
-                gaps.setdefault("freeze", gap_s)
-        moved = running.settled()["requests"]["moved"]
-        wait_for(lambda: running.status()["handoffs"] == num_streams + moved, "the handoffs of all attempts")
-        time.sleep(1.0)  # two heartbeats
-        computed = sum(node["prompt_tokens"] for node in running.nodes().values())
-        assert computed <= num_streams * 2000 + moved * (60 + 16), "retries use the prefix cache"
-        print(f"longest gap of a stream: {gaps}; {moved} retries of {num_streams} streams")
-        assert gaps["kill"] < 0.2 + 5.0
-        assert gaps["freeze"] < 3.0 + 5.0
-        running.send_signal("decode-1", signal.SIGCONT)
-        wait_for(lambda: running.nodes()["decode-1"]["alive"], "the frozen node is back")
-        running.idle()
-
-
-async def test_retries_on_a_busy_cluster_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("router.dispatch.failover.MAX_RETRY_WAIT_S", 0.0)
-    here = stage("d0 d1", max_attempts=9)
-    for node in here.nodes.values():
-        node.info.max_num_seqs = node.info.num_blocks = 1000
-    here.fleet.notify()
-    runs = [await here.submit(name=f"r{number}") for number in range(40)]
-    num_sent = 0
-    while len(here.sent()) > num_sent:
-        num_sent = len(here.sent())
-        for name, submit in here.sent():
-            here.nodes[name].send(TokenDelta(submit.id, error="this node has 8192 requests: no more fit", retry=True))
-        await settle()
-    assert 40 + 30 <= num_sent <= 40 + 45, "each request is sent once, and retried within the budget"
-    for run in runs:
-        with pytest.raises(UnavailableError, match="fail on the nodes at once"):
-            await collect(run)
-    assert not any(here.fleet.outliers[name].times for name in here.nodes), "a busy node is not ejected"
-    here.check_over()

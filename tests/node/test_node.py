@@ -1,13 +1,8 @@
 """Test a node that receives bad or too many requests, and nodes with faults: stuck loops and broken block ledgers."""
 
 import asyncio
-import contextlib
-import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +14,8 @@ from scheduler.role import DECODE
 from scheduler.scheduler import StepLimits
 from shared.grammar import GrammarTokenizer, lark_grammar
 from shared.lifecycle import wait_until
-from shared.registry import EmbeddedRegistry
-from shared.rpc.connection import RpcChannel
-from shared.rpc.messages import RouterCommand, SamplingParams, SubmitRequest, TokenDelta, pack_ids
-from shared.rpc.methods import ATTACH
+from shared.rpc.messages import RouterCommand, SamplingParams, pack_ids
+from tests.cluster.harness import cluster, completion, wait_for
 from tests.engine.grammars import ENDLESS, tokenizer_of
 from tests.node.harness import (
     VOCABULARY,
@@ -33,8 +26,6 @@ from tests.node.harness import (
     quiet,  # noqa: F401
     submission,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def large_node(**more: Any) -> HashNode:
@@ -175,73 +166,29 @@ async def test_a_node_with_a_broken_ledger_rejects_new_requests_and_finishes_oth
 
 # ---- real processes --------------------------------------------------------------------------------------------------
 
-NODES: dict[str, dict[str, str]] = {
-    "hangs": {"FAILPOINT": "engine.step:40=hang", "STUCK_S": "1"},
-    "raises": {"FAILPOINT": "engine.step:40=raise"},
-    "blocked": {"FAILPOINT": "node.accepted:2=hang", "STUCK_S": "1"},
-    "drains": {"DRAIN_TIMEOUT_S": "0.5", "FAILPOINT": "engine.step:*=sleep-0.05"},
-    "hurried": {"FAILPOINT": "engine.step:*=sleep-0.05"},
+SLOW = {"failpoint": "engine.step:*=sleep-0.05"}
+NODES: dict[str, tuple[dict[str, object], int]] = {  # settings and expected exit status
+    "decode-0": ({"failpoint": "engine.step:40=hang", "stuck_s": 1}, 70),
+    "decode-1": ({"failpoint": "engine.step:40=raise"}, 70),
+    "decode-2": ({"failpoint": "node.accepted:2=hang", "stuck_s": 1}, 70),
+    "decode-3": (SLOW | {"drain_timeout_s": 0.5}, 0),  # gets SIGTERM
+    "decode-4": (SLOW, 128 + signal.SIGTERM),  # gets SIGTERM twice
 }
 
 
-@contextlib.contextmanager
-def forked(directory: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
-    """Start the nodes. Yield their parent process, which prints their exit statuses, and the nodes' process ids."""
-    common = {"MODEL": str(ROOT / "demo" / "model"), "RUNNER": "hash", "NUM_BLOCKS": "200", "HEARTBEAT_S": "0.1"}
-    common |= {"REGISTRY": f"127.0.0.1:{port}", "ALLOW_FAILPOINTS": "true", "KV_DIRECTORY": str(directory / "kv")}
-    settings = {name: {f"BATON_{key}": value for key, value in (common | own).items()} for name, own in NODES.items()}
-    command = [sys.executable, "-m", "tests.node.forked_nodes", json.dumps(settings), str(directory)]
-    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    try:
-        yield parent, json.loads(parent.stdout.readline())
-    finally:
-        parent.kill()  # its children end with it
-        parent.wait()
-        parent.stdout.close()
-
-
-async def served(address: str, received: list[TokenDelta], submits: list[SubmitRequest]) -> None:
-    """Submit requests to one node and collect its deltas until its stream ends."""
-    channel = RpcChannel(address)
-    try:
-        async with ATTACH.open(channel) as stream:
-            await stream.send_message(RouterCommand("router", submits[:0]))
-            for submit in submits:
-                await stream.send_message(RouterCommand("router", [submit]))
-            while (update := await stream.recv_message()) is not None:
-                received += update.deltas
-    except Exception as error:  # noqa: BLE001 - any error that the end of a process causes
-        received.append(TokenDelta("end", error=type(error).__name__))
-    finally:
-        channel.close()
-
-
-async def test_processes_that_are_stuck_failed_or_terminated_exit_with_the_right_status(tmp_path: Path) -> None:
-    """The stream of a request ends when its node ends, in every way in which a node can end."""
-    registry = EmbeddedRegistry("127.0.0.1", 0)
-    await registry.start(lambda: None)
-    received: dict[str, list[TokenDelta]] = {name: [] for name in NODES}
-    long = [submission(f"r{index}", max_tokens=2000) for index in range(2)]
-    with forked(tmp_path, registry.port) as (parent, pids):
-        assert await wait_until(lambda: set(registry.nodes) == set(NODES), 60.0), registry.nodes
-        addresses = {name: info.address for name, info in registry.nodes.items()}
-        streams = [asyncio.ensure_future(served(addresses[name], received[name], long)) for name in NODES]
-        assert await wait_until(lambda: all(received.values()), 30.0)
-        for name in ("drains", "hurried"):
-            os.kill(pids[name], signal.SIGTERM)
-        assert await wait_until(
-            lambda: "hurried" not in registry.nodes or registry.nodes["hurried"].state == "draining", 20
-        )
-        os.kill(pids["hurried"], signal.SIGTERM)
-        assert parent.stdout is not None
-        statuses = json.loads(await asyncio.wait_for(asyncio.to_thread(parent.stdout.readline), 60.0))
-        await asyncio.gather(*streams)
-    await registry.close()
-    assert statuses == {"hangs": 70, "raises": 70, "blocked": 70, "drains": 0, "hurried": 128 + signal.SIGTERM}
-    moved = {delta.id for delta in received["drains"] if delta.retry}
-    assert moved == {"r0", "r1"}, "their routers may retry them"
-    assert {delta.error for delta in received["drains"] if delta.retry} == {"node drains is shutting down"}
-    assert all("end" in {delta.id for delta in received[name]} for name in ("hangs", "raises"))
-    assert "made no progress for 1.0 s" in (tmp_path / "hangs.log").read_text()
-    assert "the event loop made no progress" in (tmp_path / "blocked.log").read_text()
+def test_processes_that_are_stuck_failed_or_terminated_exit_with_the_right_status() -> None:
+    own = {name: settings for name, (settings, _) in NODES.items()}
+    with cluster(0, len(NODES), own=own, mode="colocated", allow_failpoints=True) as running, ExitStack() as cleanup:
+        for number in range(2 * len(NODES)):
+            body = completion(running.model, [5, 6, 7 + number], 3000, stream=True)
+            cleanup.enter_context(running.send(body))
+        wait_for(lambda: all(running.nodes()[name]["running"] for name in ("decode-3", "decode-4")), "slow requests")
+        for name in ("decode-3", "decode-4"):
+            running.send_signal(name, signal.SIGTERM)
+        wait_for(lambda: running.nodes()["decode-4"]["state"] == "draining", "the node drains")
+        running.send_signal("decode-4", signal.SIGTERM)
+        statuses = {name: running.processes[name].wait(60) for name in NODES}
+        assert statuses == {name: status for name, (_, status) in NODES.items()}
+        assert "made no progress for 1.0 s" in running.log("decode-0")
+        assert "the event loop made no progress" in running.log("decode-2")
+        assert running.status()["requests"]["moved"] > 0

@@ -1,4 +1,5 @@
 # `make serve` runs the demo cluster, `make test` runs every check in its short form. Both set up .venv first.
+# `make serve MODEL=hybrid` and `MODEL=moe` serve two other demo models; MODEL can be all that `baton up --model` takes.
 PYTHON ?= python3
 BIN := .venv/bin
 # pip installs a CPU wheel of torch if it finds one (`pip config`, PIP_FIND_LINKS), otherwise the registry's wheel.
@@ -8,7 +9,7 @@ TORCH ?= $(shell $(PYTHON) -c 'import platform; print("torch==2.13.0" if platfor
   nightly chaos cancels soak simulate mutations properties kernels fuzz schemathesis clients lock sbom clean
 
 serve: .venv/installed
-	$(BIN)/baton up $(ARGS)
+	$(BIN)/baton up $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 test: .venv/tested lint imports
 	@$(MAKE) --no-print-directory -j2 types unit

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
+OTHER_DEMO_MODELS = ("hybrid", "moe")  # next to DEMO_MODEL; not in the wheel, which would be three times as large
 # Values of `text_config` that Gemma 3's files omit, because they are transformers' defaults.
 GEMMA3 = {
     "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
@@ -32,10 +33,18 @@ def text_values(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve(model: str) -> Path:
-    """Return the model's directory, and download it if `model` is a hub id (`owner/name`). Raises ValueError."""
+    """Return the model's directory. `model` is a directory, one of OTHER_DEMO_MODELS, or a hub id (`owner/name`), which
+    is downloaded.
+
+    Raises ValueError.
+    """
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path
+    if model in OTHER_DEMO_MODELS:
+        if (directory := DEMO_MODEL.with_name(model)).is_dir():
+            return directory
+        raise ValueError(f"model {model!r} is in Baton's repository only; give its directory there, demo/{model}")
     if path.suffix == ".gguf" and path.is_file():
         raise ValueError(
             f"model {model!r} is a file; use its directory, with the original model's config.json and "

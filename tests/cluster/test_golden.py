@@ -5,7 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
+from shared.model_files import OTHER_DEMO_MODELS
 from tests.cluster.harness import DATA, DEMO, Cluster, cluster
 
 STORIES = DATA / "stories260K"
@@ -49,3 +52,23 @@ def test_the_demo_model_answers_the_same_in_both_modes() -> None:
         with cluster(prefill, 1, **settings) as running:
             answers += [[running.complete(prompt, 40, **fields) for fields in ways] for _ in range(2)]
     assert answers[1:] == answers[:-1]
+
+
+@pytest.mark.parametrize("name", OTHER_DEMO_MODELS)
+def test_the_other_demo_models_give_their_golden_tokens(name: str) -> None:
+    """A hybrid's states and a mixture's choice of experts do not depend on the mode. Transformers is the oracle."""
+    directory = DEMO.with_name(name)
+    cases = json.loads((directory / "golden.json").read_text())
+    golden = [case["token_ids"] for case in cases]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    prompts = [tokenizer(case["prompt"], return_tensors="pt").input_ids for case in cases]
+    answers = [reference.generate(prompt, max_new_tokens=64, do_sample=False) for prompt in prompts]
+    assert [a[0, p.shape[1] :].tolist() for a, p in zip(answers, prompts, strict=True)] == golden
+    for prefill, channel, budget in ((1, "shm", 64), (1, "tcp", 512), (0, "auto", 48)):
+        settings = {"runner": "torch", "model": name, "kv_channel": channel, "max_num_batched_tokens": budget}
+        with cluster(prefill, 1, **settings) as running, ThreadPoolExecutor(len(cases)) as pool:
+            for _ in range(2):  # the second round finds prefixes, and a hybrid's saved states, in the cache
+                found = pool.map(lambda case: running.complete(case["prompt"], 64, ignore_eos=False), cases)
+                assert list(found) == golden
+            assert (running.settled()["handoffs"] >= 2 * len(cases)) == (prefill > 0)

@@ -16,7 +16,8 @@ from engine.models.load import load_model
 from engine.models.spec import Rope
 from engine.weights import INDEX, Checkpoint, fingerprint, text_name
 from router.text.model_files import read_model
-from shared.model_files import resolve
+from shared import model_files
+from shared.model_files import DEMO_MODEL, OTHER_DEMO_MODELS, resolve
 from tests.engine.build import CPU
 from tests.engine.checkpoint_files import CONFIG, entry, raw
 
@@ -385,6 +386,19 @@ def test_a_fingerprint_depends_on_the_content_but_not_on_the_directory(directory
 
 def test_a_directory_resolves_to_itself(directory: Path) -> None:
     assert resolve(str(directory)) == directory
+
+
+def test_a_demo_model_is_found_by_its_name_in_the_repository_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in OTHER_DEMO_MODELS:
+        assert resolve(name) == DEMO_MODEL.with_name(name)
+    monkeypatch.setattr(model_files, "DEMO_MODEL", tmp_path / "model")  # as in a wheel
+    with pytest.raises(ValueError, match="in Baton's repository only; give its directory there, demo/moe"):
+        resolve("moe")
+    (tmp_path / "moe").mkdir()
+    assert resolve("moe") == Path("moe")  # a directory of that name comes first
 
 
 @pytest.mark.parametrize("model", ["/no/such/place", "./here", "a/b/c", "../x/y", "gpt2", "", "owner/na me"])

@@ -38,6 +38,8 @@ class StepRow(NamedTuple):
     blocks_cached: int
     blocks_owned: int
     blocks_reserved: int
+    draft_tokens: int
+    accepted_tokens: int
     interference_ns: int  # the delay that the step's prompts caused for the node's decodes
 
     @property
@@ -46,11 +48,14 @@ class StepRow(NamedTuple):
 
 
 COPIED = [name for name in StepRow._fields if name not in {"reason_code", "interference_ns"}]  # from a StepRecord
-SUMMED = [StepRow._fields.index(name) for name in ("duration_us", "prefill_tokens", "num_decodes", "interference_ns")]
+SUMMED = [
+    StepRow._fields.index(name)
+    for name in ("duration_us", "prefill_tokens", "num_decodes", "accepted_tokens", "interference_ns")
+]
 FIELDS = (
     *("number", "start_ms", "duration_ms", "host_ms", "predicted_ms", "budget", "reason"),
     *("num_prefills", "prefill_tokens", "num_decodes", "decode_context", "preempted", "running", "waiting"),
-    *("free", "cached", "owned", "reserved"),
+    *("free", "cached", "owned", "reserved", "draft_tokens", "accepted_tokens"),
 )
 
 
@@ -85,7 +90,7 @@ class StepRing:
 
     def add(self, record: StepRecord) -> StepRow:
         """Append the node's next step. Raises ValueError if a number is out of range."""
-        summed = (record.duration_us, record.host_us, record.prefill_tokens, record.num_decodes)
+        summed = (record.duration_us, record.host_us, record.prefill_tokens, record.num_decodes, record.accepted_tokens)
         if min(summed) < 0 or max(summed) > MAX_NUMBER or record.start_ns < 0:
             raise ValueError(f"step {record.number}: a number is out of range")
         copied = {name: getattr(record, name) for name in COPIED}
@@ -127,7 +132,7 @@ class StepRing:
         """Return the values of `FIELDS`, as the API shows them."""
         times = (row.start_ns / 1e6, row.duration_us / 1e3, row.host_us / 1e3, row.predicted_us / 1e3)
         prompts = (row.num_prefills, row.prefill_tokens, row.num_decodes, row.decode_context)
-        return [row.number, *times, row.budget, self.reason(row), *prompts, *row[12:19]]
+        return [row.number, *times, row.budget, self.reason(row), *prompts, *row[12:21]]
 
     def members(self, number: int) -> list[StepMember] | None:
         """Return the slices of a step, chunks first, or None if they were dropped or malformed."""
@@ -142,8 +147,8 @@ class StepRing:
         and interference in nanoseconds."""
         first, last = self.place(start_ns), self.place(end_ns)
         rows = np.arange(first, last) % self._capacity
-        busy_us, prompts, decodes, interference = self._rows[rows[:, None], SUMMED].sum(axis=0).tolist()
-        return last - first, busy_us * 1000, prompts + decodes, interference
+        busy_us, prompts, decodes, accepted, interference = self._rows[rows[:, None], SUMMED].sum(axis=0).tolist()
+        return last - first, busy_us * 1000, prompts + decodes + accepted, interference
 
     def _bisect(self, field: int, value: int) -> int:
         """Return the first index whose `field` (0: number, 1: start_ns) is at least `value`. Both fields increase."""

@@ -45,6 +45,7 @@ class BuildOptions:
     max_model_len: int = 0
     max_num_seqs: int = 64
     max_step_tokens: int = 512
+    speculative_tokens: int = 0  # most guessed tokens of a request in one step
     threads: int = 0
     emulate: str = ""
 
@@ -53,6 +54,11 @@ class BuildOptions:
         """Return the options, each copied from the setting of the same name, unless it is in `changes`."""
         names = {field.name for field in fields(cls)} - {"max_step_tokens"}
         return cls(**({name: getattr(settings, name) for name in names} | changes))
+
+    @property
+    def most_slices(self) -> int:
+        """The largest number of slices of a step, counting each guessed token as one."""
+        return min(self.max_num_seqs * (1 + self.speculative_tokens), self.max_step_tokens)
 
     @property
     def on_gpu(self) -> bool:
@@ -83,6 +89,11 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
         raise ValueError("--num-blocks 1: must be at least 2, because one block is a dummy")
     if (options.emulate or options.runner == "hash") and options.device.startswith("cuda"):
         raise ValueError(f"--device {options.device}: --emulate and --runner hash need no GPU; use --device cpu")
+    if options.speculative_tokens and state_units(config):
+        raise ValueError(
+            f"--speculative-config: {config.architecture} has recurrent layers, whose states guesses would spoil: "
+            f"omit it for this model"
+        )
     tensor_files(path)
     if options.on_gpu:
         if config.transformers:

@@ -73,11 +73,16 @@ class Runner(Protocol):
         return
 
 
-def set_ahead(runner: Runner, mode: str) -> None:
+def set_ahead(runner: Runner, mode: str, *, speculates: bool = False) -> None:
     """Apply `--async-scheduling`, which is "on", "off", or "auto" (the runner decides).
 
-    Raises ValueError if `mode` is "on" and the runner cannot run ahead.
+    With speculative decoding, no step is planned ahead: guesses need the tokens of the previous step. Raises ValueError
+    if `mode` is "on" and the runner cannot run ahead, or speculates.
     """
+    if speculates:
+        if mode == "on":
+            raise ValueError("--async-scheduling on: --speculative-config needs each step's tokens; use auto or off")
+        mode = "off"
     if mode == "on" and not runner.can_run_ahead:
         raise ValueError("--async-scheduling on: this --runner cannot plan a step while another runs; use auto or off")
     runner.ahead = {"on": True, "off": False}.get(mode, runner.ahead)

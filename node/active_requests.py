@@ -135,6 +135,7 @@ class ActiveRequests:
             send_kv=send_kv,
             shared_pool=rules.shared_pool and (receive_kv or send_kv),
             needs_prompt_logprobs=submit.sampling.prompt_logprobs is not None,
+            speculates=submit.speculative,
             sampling=submit.sampling,
         )
         matcher = self._compile(submit.grammar)

@@ -31,6 +31,7 @@ from node.node import Node, RoleAdapter
 from node.stats import advertised, describe
 from node.watchdog import Watchdog, Watched
 from scheduler.budget import Budget, budget_of
+from scheduler.draft import PromptLookup, Speculation
 from scheduler.policy import POLICIES
 from scheduler.role import PREFILL, Role
 from scheduler.scheduler import Scheduler, StepLimits
@@ -73,7 +74,7 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
         private(settings.kv_directory)
         pool = _shared_pool(settings, incarnation_id) if role is PREFILL and settings.kv_channel == POOL else None
         components = build(BuildOptions.from_settings(settings, max_step_tokens=_budget(settings).ceiling), pool)
-        set_ahead(components.runner, settings.async_scheduling)
+        set_ahead(components.runner, settings.async_scheduling, speculates=bool(settings.speculative_config))
         settings = settings.model_copy(update={"advertise": advertised(settings)})
     except (ValueError, OSError) as error:
         return _start_failed(settings, role, error)
@@ -91,6 +92,13 @@ def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
 
 def _budget(settings: NodeSettings) -> Budget:
     return budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000)
+
+
+def _speculation(settings: NodeSettings) -> Speculation | None:
+    config = settings.speculation
+    if config is None:
+        return None
+    return Speculation(PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max), config.num_speculative_tokens)
 
 
 def _shared_pool(settings: NodeSettings, incarnation_id: str) -> PoolClient:
@@ -223,6 +231,7 @@ class NodeProcess:
                 POLICIES[settings.policy],
                 budget,
                 groups=components.groups,
+                speculation=_speculation(settings),
             ),
             components.runner,
             RequestRules(

@@ -23,6 +23,7 @@ ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
     "max_num_seqs",
     "long_prefill_token_threshold",
     "max_num_partial_prefills",
+    "speculative_config",
 )
 
 

@@ -9,8 +9,8 @@ const HISTORY = 1000; // earlier passes to load per node
 const FORGET_MS = 0.05; // decrease of the skew per batch of records, because clocks drift apart
 
 /* Columns of a step as the router sends it. */
-const [NUMBER, START, DURATION, HOST, PREDICTED, BUDGET, REASON, PREFILLS, PREFILL_TOKENS, DECODES, , PREEMPTED] =
-  Array(12).keys();
+const [NUMBER, START, DURATION, HOST, PREDICTED, BUDGET, REASON, PREFILLS, PREFILL_TOKENS, DECODES, , PREEMPTED,
+  , , , , , , DRAFTED, ACCEPTED] = Array(20).keys();
 
 /* `place` holds the lanes, and `panel` shows the chosen pass. `picked()` is called when a pass is chosen. */
 export class Lanes {
@@ -133,6 +133,7 @@ function describe(id, row, sloMs) {
   if (row[PREDICTED]) parts.push(`${ms(row[PREDICTED])} ms predicted`);
   if (row[PREFILLS]) parts.push(`${number(row[PREFILL_TOKENS])} prompt tokens in ${number(row[PREFILLS])} chunk(s)`);
   if (row[DECODES]) parts.push(`${number(row[DECODES])} decodes`);
+  if (row[DRAFTED]) parts.push(`${number(row[ACCEPTED])} of ${number(row[DRAFTED])} guessed tokens right`);
   if (row[PREEMPTED]) parts.push(`${number(row[PREEMPTED])} preempted`);
   const why = row[REASON] ? ` (${row[REASON]})` : "";
   const over = sloMs && row[DECODES] && row[DURATION] > sloMs ? ` Over the TBT SLO of ${ms(sloMs)} ms.` : "";

@@ -111,7 +111,7 @@ def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
 def _capacity(options: BuildOptions, pool: KVPool) -> StepCapacity:
     block_tokens = pool.layout.block_tokens
     return StepCapacity(
-        slices=min(options.max_num_seqs, options.max_step_tokens),  # the scheduler's own limit
+        slices=options.most_slices,  # the scheduler's own limit
         tokens=options.max_step_tokens,
         blocks=cdiv(options.max_model_len, block_tokens),
         block_tokens=block_tokens,

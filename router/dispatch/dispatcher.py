@@ -290,6 +290,7 @@ class Dispatcher:
             share_prefix=request.share_prefix,
             traceparent=request.traceparent,
             grammar=request.grammar,
+            speculative=request.speculative,
         )
         failpoints.reach("router.placed", attempt.id)
         if prefill is None:

@@ -40,6 +40,7 @@ class GenerationRequest:
     salt: bytes = b""
     priority: int = 0  # smaller numbers run first
     share_prefix: bool = True
+    speculative: bool = True
     traceparent: str = ""  # W3C trace context of the client's request
     grammar: str = ""  # the answers match this grammar (see `shared.grammar`)
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set

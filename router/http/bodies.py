@@ -159,6 +159,7 @@ class GenerateBody(Body):
     return_token_ids: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     skip_special_tokens: bool = True
+    speculative: bool = True
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS)] = []
     stream: bool = False

@@ -59,6 +59,7 @@ async def build_requests(
             sampling=sampling,
             n=body.n,
             salt=salt,
+            speculative=body.speculative,
             # Only an admin may raise the priority of a request.
             priority=body.priority if identity.is_admin else max(0, body.priority),
             traceparent=traceparent,

@@ -11,6 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from router.metrics.request_metrics import metric_family
+from shared.config.speculation import MAX_SPECULATIVE_TOKENS
 from shared.rpc.messages import NodeInfo, NodeStats
 
 NodeRow = tuple[NodeInfo, NodeStats, bool]
@@ -42,6 +43,9 @@ STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
     ("vllm:prefix_cache_hits_total", "cache_hits", "Prompt tokens found in the prefix cache."),
     ("vllm:num_preemptions_total", "preemptions", "Requests preempted."),
     ("vllm:nixl_num_failed_transfers_total", "handoffs_failed", "Handoffs that ended without a commit."),
+    ("vllm:spec_decode_num_drafts_total", "num_drafts", "Decodes that verified guessed tokens."),
+    ("vllm:spec_decode_num_draft_tokens_total", "draft_tokens", "Guessed tokens that were verified."),
+    ("vllm:spec_decode_num_accepted_tokens_total", "accepted_tokens", "Guessed tokens that were right."),
     ("baton_steps_total", "steps", "Steps run."),
     ("baton_prompt_tokens_computed_total", "prompt_tokens", "Prompt tokens computed."),
     ("baton_tokens_generated_total", "generated_tokens", "Tokens generated."),
@@ -78,6 +82,7 @@ class NodeMetrics(Collector):
         for name, value, text in STATS:
             shown = rows if name.endswith("_total") else alive
             yield self._of_nodes(name, text, [(info, _value(stats, value)) for info, stats, _ in shown])
+        yield self._accepted_per_pos(rows)
         yield self._of_nodes(
             "baton_node_alive", "Whether the node's stream is connected.", [(info, up) for info, _, up in rows]
         )
@@ -92,6 +97,15 @@ class NodeMetrics(Collector):
 
     def _of_nodes(self, name: str, text: str, values: Iterable[tuple[NodeInfo, float]]) -> Metric:
         return metric_family(name, text, LABELS, ((self._labels(info), value) for info, value in values))
+
+    def _accepted_per_pos(self, rows: Iterable[NodeRow]) -> Metric:
+        counts = [
+            ((*self._labels(info), str(place)), float(count))
+            for info, stats, _ in rows
+            for place, count in enumerate(stats.accepted_per_pos[:MAX_SPECULATIVE_TOKENS])
+        ]
+        text = "Guessed tokens that were right, by place in the guess."
+        return metric_family("vllm:spec_decode_num_accepted_tokens_per_pos_total", text, (*LABELS, "position"), counts)
 
     def _from_status(self) -> Iterable[Metric]:
         status, model = self._status(), (self._model_name,)

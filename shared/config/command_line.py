@@ -33,7 +33,7 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "KV cache": "kv_cache_memory kv_cache_dtype num_blocks block_size kv_channel kv_directory "
     "kv_host kv_port reserve_timeout_s push_timeout_s",
     "Scheduling": "disaggregate policy max_num_batched_tokens max_num_seqs long_prefill_token_threshold "
-    "max_num_partial_prefills async_scheduling ttft_slo_ms tbt_slo_ms",
+    "max_num_partial_prefills async_scheduling speculative_config ttft_slo_ms tbt_slo_ms",
     "API": "tool_call_parser reasoning_parser host port api_keys_file api_keys allowed_origins admin_host admin_port",
     "Limits": "max_concurrent_requests max_connections max_queue_s max_queued_tokens request_timeout_s max_attempts "
     "drain_timeout_s",
@@ -43,7 +43,7 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "Switches": "enable_prefix_caching enforce_eager dashboard",
 }
 NOT_SUPPORTED = (
-    "tensor-parallel-size tp pipeline-parallel-size pp enable-lora speculative-config swap-space cpu-offload-gb "
+    "tensor-parallel-size tp pipeline-parallel-size pp enable-lora swap-space cpu-offload-gb "
     "trust-remote-code ssl-keyfile ssl-certfile"
 )
 VLLM_FLAGS = {  # flags of vLLM that have another name here, or none

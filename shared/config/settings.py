@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from shared.config.speculation import SpeculativeConfig, check_speculation, parse_speculation
 from shared.errors import ConfigError
 
 PREFIX = "BATON_"
@@ -314,6 +315,9 @@ class ComputingSettings(CommonSettings):
     tbt_slo_ms: Milliseconds = setting(
         0.0, "Target for the longest time between two tokens, which limits the tokens of a step.", "a fixed limit"
     )
+    speculative_config: Annotated[str, AfterValidator(check_speculation)] = setting(
+        "", 'Speculative decoding, as in vLLM: {"method": "ngram", "num_speculative_tokens": 8}, or ngram.', "none"
+    )
     emulate: str = setting("", "Cost model (name or JSON file). Steps sleep for its times and compute nothing.")
     enable_prefix_caching: bool = setting(True, "Reuse the KV of prompts that share a prefix.")
     kv_channel: Literal["auto", "pool", "cuda_ipc", "shm", "tcp"] = setting(
@@ -336,6 +340,15 @@ class ComputingSettings(CommonSettings):
     runner: Literal["torch", "hash"] = setting(
         "torch", "hash: a model for tests, which hashes its KV instead of computing."
     )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        return parse_speculation(self.speculative_config)
+
+    @property
+    def speculative_tokens(self) -> int:
+        """The largest number of tokens that are guessed for a request in one step."""
+        return self.speculation.num_speculative_tokens if self.speculation is not None else 0
 
 
 class RouterSettings(ServingSettings):

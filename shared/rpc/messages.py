@@ -58,6 +58,7 @@ class SubmitRequest:
     share_prefix: bool = True  # False: shares no prefix cache with other requests
     traceparent: str = ""  # W3C trace context of the client's request, for logs
     grammar: str = ""  # the answer matches this grammar (see `shared.grammar`); "": any answer
+    speculative: bool = True  # whether the node may verify guessed tokens, if it does so at all
 
 
 @dataclass(slots=True)

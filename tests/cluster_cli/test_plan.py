@@ -205,6 +205,13 @@ def truncate(model: Path) -> None:
     os.truncate(model / "model.safetensors", 1 << 20)
 
 
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+
 EARLY: dict[str, tuple[dict[str, object], Callable[[Path], object], str]] = {
     "no config": ({}, remove("config.json"), "--model: {model}/config.json: missing"),
     "no tokenizer": ({}, remove("tokenizer.json"), "--model {model}: contains no tokenizer.json"),
@@ -230,6 +237,10 @@ EARLY: dict[str, tuple[dict[str, object], Callable[[Path], object], str]] = {
     "a tiny pool": ({"kv_cache_memory": 100}, Path.exists, "--kv-cache-memory 100 holds 0 blocks"),
     "no keys": ({"api_keys_file": "/no/keys"}, Path.exists, "--api-keys-file /no/keys: cannot be read"),
     "no secret": ({"cluster_secret_file": "/no/secret"}, Path.exists, "--cluster-secret-file /no/secret"),
+    "guesses with states": (
+        {"speculative_config": "ngram"}, configure(**QWEN3_NEXT),
+        "--speculative-config: Qwen3NextForCausalLM has recurrent layers, .*omit it",
+    ),
     "int8 in 16 bits": ({"quantization": "int8", "weight_dtype": "bfloat16"}, Path.exists, "--weight-dtype bfloat16: omit it with"),
 }  # fmt: skip
 

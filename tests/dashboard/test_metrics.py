@@ -43,7 +43,7 @@ class Nodes:
 
     def __init__(self) -> None:
         self.rows = [(info("p0", role="prefill"), NodeStats(blocks_owned=25, blocks_total=100), True)]
-        self.rows += [(info("d0", role="decode"), NodeStats(records_dropped=3), True)]
+        self.rows += [(info("d0", role="decode"), NodeStats(records_dropped=3, accepted_per_pos=[4, 2]), True)]
         self.records = Dashboard()
         self.requests = RequestMetrics("tiny", lambda: SloTargets(1.0, 1.0))
         self.status = {"nodes": [], "placements": {"long": 2}, "requests": {"moved": 1, "refused": 4}}
@@ -128,6 +128,13 @@ def test_an_attempt_that_failed_or_is_colocated_is_in_no_queue():
     for kind in ("queued", "admitted", "first"):
         world.event("decode-0", kind, 2, "cmpl-a-0.0.1")
     assert not world.records.handoff_queues()
+
+
+def test_right_guesses_are_counted_by_their_place():
+    seen = samples_of(Nodes().registry)
+    labels = ("engine=d0", "model_name=tiny")
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [seen[name, *labels, f"position={place}", "role=decode"] for place in (0, 1)] == [4, 2]
 
 
 def test_a_lost_node_exports_counters_but_no_gauges():

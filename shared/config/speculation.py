@@ -1,0 +1,47 @@
+"""The value of --speculative-config, in vLLM's form: a JSON object, or only the name of the method."""
+
+import json
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+MAX_SPECULATIVE_TOKENS = 32
+MAX_LOOKUP = 16
+
+
+class SpeculativeConfig(BaseModel):
+    """Speculative decoding. The names of the fields are vLLM's; the method "ngram" is prompt lookup."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", hide_input_in_errors=True)
+    method: Literal["ngram"]
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 8
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=MAX_LOOKUP)] = 2
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=MAX_LOOKUP)] = 4
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "SpeculativeConfig":
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError("prompt_lookup_min must be at most prompt_lookup_max")
+        return self
+
+
+def parse_speculation(text: str) -> SpeculativeConfig | None:
+    """Return the configuration, or None if `text` is empty. Raises ValueError, which names the key and the fix."""
+    if not text:
+        return None
+    try:
+        value = json.loads(text) if text.lstrip().startswith("{") else {"method": text}
+        return SpeculativeConfig(**value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        words = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
+        raise ValueError(f"{key}: {words}" if key else words) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f'must be JSON such as {{"method": "ngram"}}, or "ngram" ({error})') from None
+
+
+def check_speculation(text: str) -> str:
+    """Return `text` unchanged. Raises ValueError as `parse_speculation` does."""
+    parse_speculation(text)
+    return text

@@ -1,0 +1,67 @@
+"""Test that clusters answer the same with and without speculative decoding, in both modes, and count the guesses."""
+
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.cluster.harness import Cluster, cluster
+
+VERSE = "And the LORD said unto Moses, Speak unto the children of Israel. "
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": 3, "n": 2},
+    {"temperature": 0.8, "seed": 7, "top_p": 0.95, "n": 3, "logprobs": 0},
+    {"temperature": 0.3, "seed": 8, "frequency_penalty": 0.2, "repetition_penalty": 1.05},
+    {"temperature": 0, "presence_penalty": 0.3, "logit_bias": {"300": 2.5}, "min_tokens": 40},
+    {"temperature": 0, "stop": ["Israel. And", "children of"]},
+    {"temperature": 0.5, "seed": 9, "stop": ["and "], "include_stop_str_in_output": True},
+    {"temperature": 0, "echo": True, "logprobs": 1, "max_tokens": 30},
+]
+
+
+def comparable(value: Any) -> Any:
+    """Return a response without its id and time, and with rounded logprobs."""
+    if isinstance(value, dict):
+        return {key: comparable(one) for key, one in value.items() if key not in {"id", "created"}}
+    if isinstance(value, list):
+        return [comparable(one) for one in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def answer(running: Cluster, number: int, way: dict[str, Any], **more: Any) -> Any:
+    prompt = VERSE * 8 + f"Chapter {number}. And the LORD"
+    body = {"model": "model", "prompt": prompt, "max_tokens": 90, "return_token_ids": True, **way, **more}
+    return comparable(running.post("/v1/completions", body)["choices"])
+
+
+@pytest.mark.parametrize("prefill", [1, 0], ids=["disaggregated", "co-located"])
+def test_answers_are_the_same_with_and_without_guesses(prefill: int) -> None:
+    settings = {"runner": "torch", "speculative_config": "ngram", "max_num_batched_tokens": 96}
+    mode = "disaggregated" if prefill else "colocated"
+    with cluster(prefill, 1, mode=mode, **settings) as running, ThreadPoolExecutor(8) as pool:
+        asked = [(number, way) for number in range(4) for way in WAYS]
+        plain = list(pool.map(lambda one: answer(running, *one, speculative=False), asked))
+        before = running.settled()
+        assert "spec_decode_num_drafts_total{" in metrics(running)
+        assert counted(running, "draft_tokens") == 0
+        assert list(pool.map(lambda one: answer(running, *one), asked)) == plain
+        after = running.settled()
+        assert counted(running, "accepted_tokens") > 20
+        assert counted(running, "draft_tokens") > counted(running, "accepted_tokens"), "some guesses are wrong"
+        assert (after["handoffs"] > before["handoffs"]) == bool(prefill)
+        node = next(node for node in running.status()["nodes"] if node["role"] == "decode")
+        assert node["blocks"]["free"] + node["blocks"]["cached"] == node["blocks"]["total"]
+        steps = running.get(f"/v1/steps?node={node['id']}&limit=1000")["steps"]
+        assert sum(step[19] for step in steps) > 0
+
+
+def metrics(running: Cluster) -> str:
+    with urllib.request.urlopen(running.url + "/metrics", timeout=60) as response:
+        return str(response.read(), "utf-8")
+
+
+def counted(running: Cluster, name: str) -> float:
+    lines = metrics(running).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:spec_decode_num_{name}_total{{"))

@@ -12,10 +12,10 @@ from node.node import Node
 from prefill_node.sender import HandoffSender
 from scheduler.role import PREFILL
 from shared.lifecycle import wait_until
-from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import Ack, NodeInfo, PushedNotice, ReserveReply, ReserveRequest, SetRoleRequest, StopRequest
-from shared.rpc.methods import PUSHED, RESERVE, STOP, RpcServer
+from shared.rpc.methods import PUSHED, RESERVE, STOP
 from tests.node.harness import RouterLine, attached, hash_node, submission
+from tests.shared.rpc import connected, serving
 
 RESERVATION = ReserveRequest(submission(router="unknown"), "a" * 32, "print")
 
@@ -78,24 +78,20 @@ async def test_a_node_announces_that_it_drains_and_then_that_it_is_ready_in_its_
 
 
 async def test_handoffs_reach_the_decode_adapter_while_the_node_has_that_role() -> None:
-    async with stage() as here:
-        server = RpcServer(here.node.handlers())
-        channel = RpcChannel(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
-        try:
-            refused = ReserveReply(error="node prefill-0 is a prefill node now")
-            assert await RESERVE.call(channel, RESERVATION, 5.0) == refused
-            assert await PUSHED.call(channel, PushedNotice(b"t" * 16, b""), 5.0) == Ack(
-                "node prefill-0 is a prefill node now"
-            )
-            await here.set_role("decode")
-            asked = await RESERVE.call(channel, RESERVATION, 5.0)
-            assert asked.error == "this router is not connected to this node", "the decode adapter answered"
-            await here.set_role("prefill")
-            assert await RESERVE.call(channel, RESERVATION, 5.0) == refused
-            assert await STOP.call(channel, StopRequest(b"t" * 16), 5.0) == Ack(), "earlier handoffs may still end"
-        finally:
-            channel.close()
-            await server.close()
+    async with (
+        stage() as here,
+        serving(here.node.handlers()) as (_, address),
+        connected(address) as channel,
+    ):
+        reason = "node prefill-0 is a prefill node now"
+        assert await RESERVE.call(channel, RESERVATION, 5.0) == ReserveReply(error=reason)
+        assert await PUSHED.call(channel, PushedNotice(b"t" * 16, b""), 5.0) == Ack(reason)
+        await here.set_role("decode")
+        asked = await RESERVE.call(channel, RESERVATION, 5.0)
+        assert asked.error == "this router is not connected to this node", "the decode adapter answered"
+        await here.set_role("prefill")
+        assert await RESERVE.call(channel, RESERVATION, 5.0) == ReserveReply(error=reason)
+        assert await STOP.call(channel, StopRequest(b"t" * 16), 5.0) == Ack(), "earlier handoffs may still end"
 
 
 @pytest.mark.parametrize("role", ["king", ""])

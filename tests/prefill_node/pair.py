@@ -21,7 +21,6 @@ from shared.kv.memory import HostMemory
 from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
 from shared.rpc.messages import TokenDelta, unpack_ids
-from shared.rpc.methods import RpcServer
 from tests.node.harness import (
     BLOCK_TOKENS,
     ROW_BYTES,
@@ -33,6 +32,7 @@ from tests.node.harness import (
     hash_node,
     submission,
 )
+from tests.shared.rpc import serving
 
 
 class ForwardingChannel:
@@ -178,9 +178,7 @@ async def pair(
                 (PREFILL, DECODE), (make_sender, make_receiver), memories, names, strict=True
             )
         )
-        server = RpcServer(receivers[0].handlers)
-        address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-        cleanup.push_async_callback(server.close)
+        _, address = await cleanup.enter_async_context(serving(receivers[0].handlers))
         here = Pair(prefill, decode, address, [RouterLine(), RouterLine()])
         for end, line in zip((prefill, decode), here.lines, strict=True):
             line.on_delta = here.on_delta

@@ -16,9 +16,10 @@ from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.memory import HostMemory
 from shared.lifecycle import wait_until
 from shared.rpc.messages import ReserveRequest
-from shared.rpc.methods import RESERVE, RpcServer
+from shared.rpc.methods import RESERVE
 from tests.node.harness import expected, quiet  # noqa: F401 - a fixture
 from tests.prefill_node.pair import ForwardingChannel, Pair, pair
+from tests.shared.rpc import serving
 
 pytestmark = pytest.mark.usefixtures("quiet")
 VICTIM = "victim"
@@ -158,9 +159,8 @@ async def test_a_decode_node_that_does_not_answer_fails_all_handoffs_that_wait_f
         asked.append(await stream.recv_message())
         await asyncio.Event().wait()
 
-    server = RpcServer({RESERVE: mute})
-    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    async with pair("tcp", tmp_path, reserve_s=600.0, timing=HandoffTiming(renew_s=0.05, call_s=0.2)) as here:
+    timing = HandoffTiming(renew_s=0.05, call_s=0.2)
+    async with serving({RESERVE: mute}) as (_, address), pair("tcp", tmp_path, reserve_s=600.0, timing=timing) as here:
         here.address = address
         for index in range(3):
             here.submit(f"r{index}", [5, 6, 7 + index], 4)
@@ -168,7 +168,6 @@ async def test_a_decode_node_that_does_not_answer_fails_all_handoffs_that_wait_f
         assert all(sent.errors[0].retry for sent in here.sent.values())
         assert asked
         await here.empty()
-    await server.close()
 
 
 # ---- pools ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,8 +34,9 @@ from shared.rpc.messages import (
     TokenDelta,
     unpack_ids,
 )
-from shared.rpc.methods import ATTACH, RpcServer
+from shared.rpc.methods import ATTACH
 from tests.chaos.proxy import PARTITION, Relays
+from tests.shared.rpc import serving
 
 TIMEOUT_S = 0.4
 
@@ -145,22 +146,18 @@ async def stage(
     names: str, mode: str = "disaggregated", timeout_s: float = 30.0, **prints: str
 ) -> AsyncIterator[Stage]:
     """Start nodes named p… (prefill) or d… (decode). The default timeout is so long that no silent node is lost."""
-    listing, nodes, servers = Listing(), {name: StreamingNode() for name in names.split()}, []
+    listing, nodes = Listing(), {name: StreamingNode() for name in names.split()}
     fleet = NodePool("router", listing, mode, timeout_s, RouterObserver())
-    await fleet.start()
-    for name, node in nodes.items():
-        servers.append(RpcServer({ATTACH: node.attach}))
-        address = f"127.0.0.1:{await servers[-1].start('127.0.0.1', 0)}"
-        role = "prefill" if name.startswith("p") else "decode"
-        listing.put(NodeInfo(name, "boot-1", role, address, "m", prints.get(name, "print"), 4, 64, 100, 512, 8))
-    here = Stage(fleet, listing, nodes)
-    try:
+    async with AsyncExitStack() as cleanup:
+        await fleet.start()
+        for name, node in nodes.items():
+            _, address = await cleanup.enter_async_context(serving({ATTACH: node.attach}))
+            role = "prefill" if name.startswith("p") else "decode"
+            listing.put(NodeInfo(name, "boot-1", role, address, "m", prints.get(name, "print"), 4, 64, 100, 512, 8))
+        cleanup.push_async_callback(fleet.close)
+        here = Stage(fleet, listing, nodes)
         await here.alive(*nodes)
         yield here
-    finally:
-        await fleet.close()
-        for server in servers:
-            await server.close()
 
 
 def submit(identity: str) -> SubmitRequest:

@@ -19,23 +19,34 @@ from shared.lifecycle import wait_until
 from shared.logs import peer_log
 from shared.registry import (
     OUTAGE_S,
+    Announcer,
     EmbeddedRegistry,
     Outage,
     RedisAnnouncer,
     RedisRegistry,
+    Registry,
     StreamAnnouncer,
     announcer,
 )
 from shared.rpc import tls
 from shared.rpc.codec import encode
-from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import Ack, NodeInfo
 from shared.rpc.methods import JOIN
+from tests.shared.rpc import connected
 from tests.simulation.redis import FakeRedis
 
 INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
 BEAT_S = 0.03
 LEASE_S = 1.0  # longer than a lease, which lasts a few heartbeats
+
+
+async def joins_and_updates(node: Announcer, registry: Registry) -> None:
+    await node.start(INFO)
+    assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+    await node.update(replace(INFO, state="draining"))
+    assert await wait_until(lambda: registry.nodes["d0"].state == "draining", 5.0), "an update is sent at once"
+    await node.update(replace(INFO, role="prefill"))
+    assert await wait_until(lambda: registry.nodes["d0"].role == "prefill", 5.0), "a node may change its role"
 
 
 # ---- embedded -----------------------------------------------------------------------------------------------------
@@ -53,14 +64,10 @@ async def embedded(changes: list[dict[str, NodeInfo]]) -> AsyncIterator[Embedded
 
 @asynccontextmanager
 async def joined(registry: EmbeddedRegistry, info: NodeInfo) -> AsyncIterator[Any]:
-    channel = RpcChannel(f"127.0.0.1:{registry.port}")
-    try:
-        async with JOIN.open(channel) as stream:
-            await stream.send_message(info)
-            assert await stream.recv_message() == Ack()
-            yield stream
-    finally:
-        channel.close()
+    async with connected(f"127.0.0.1:{registry.port}") as channel, JOIN.open(channel) as stream:
+        await stream.send_message(info)
+        assert await stream.recv_message() == Ack()
+        yield stream
 
 
 async def test_a_node_is_a_member_while_its_stream_is_open() -> None:
@@ -115,12 +122,7 @@ async def test_an_announcer_joins_updates_and_leaves() -> None:
     async with embedded([]) as registry:
         node = announcer(f"127.0.0.1:{registry.port}", "default", 30.0)
         assert isinstance(node, StreamAnnouncer)
-        await node.start(INFO)
-        assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
-        await node.update(replace(INFO, state="draining"))
-        assert await wait_until(lambda: registry.nodes["d0"].state == "draining", 5.0), "an update is sent at once"
-        await node.update(replace(INFO, role="prefill"))
-        assert await wait_until(lambda: registry.nodes["d0"].role == "prefill", 5.0), "a node may change its role"
+        await joins_and_updates(node, registry)
         await node.close()
         assert await wait_until(lambda: registry.nodes == {}, 5.0)
 
@@ -184,12 +186,7 @@ async def test_nodes_that_announce_themselves_are_listed_and_leave_when_they_clo
     async with watching(changes) as registry:
         node = announcer("redis://fake", "c", BEAT_S)
         assert isinstance(node, RedisAnnouncer)
-        await node.start(INFO)
-        assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
-        await node.update(replace(INFO, state="draining"))
-        assert await wait_until(lambda: registry.nodes["d0"].state == "draining", 5.0)
-        await node.update(replace(INFO, role="prefill"))
-        assert await wait_until(lambda: registry.nodes["d0"].role == "prefill", 5.0)
+        await joins_and_updates(node, registry)
         await node.close()
         assert (redis.keys, redis.names()) == ({}, set())
         await reads(redis, 2)

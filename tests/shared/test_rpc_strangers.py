@@ -22,10 +22,10 @@ from shared.logs import peer_log
 from shared.rpc import connection as grpc_connection
 from shared.rpc import tls
 from shared.rpc.codec import encode
-from shared.rpc.connection import SERVER_ANSWER_S, RpcChannel
 from shared.rpc.messages import Ack, NodeUpdate, RouterCommand, StopRequest
 from shared.rpc.methods import ATTACH, STOP, PeerError, RpcServer, unary
 from shared.rpc.tls import ClusterIdentity
+from tests.shared.rpc import connected, serving
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADERS = [
@@ -42,43 +42,31 @@ WAIT_S = 20.0
 class Served:
     """A server that records its requests."""
 
-    def __init__(self, identity: ClusterIdentity | None = None, answer_s: float = SERVER_ANSWER_S) -> None:
-        self.received: list[StopRequest] = []
-        self.server = RpcServer({STOP: unary(self._stop), ATTACH: self._attach}, identity, answer_s)
-        self.port = 0
+    server: RpcServer
+    address: str
 
-    async def _stop(self, stop: StopRequest) -> Ack:
+    def __init__(self) -> None:
+        self.received: list[StopRequest] = []
+
+    async def stop(self, stop: StopRequest) -> Ack:
         self.received.append(stop)
         return Ack("received")
 
-    async def _attach(self, stream: Any) -> None:
+    async def attach(self, stream: Any) -> None:
         async for _ in stream:
             await stream.send_message(NodeUpdate([], None))
 
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    @property
-    def num_open(self) -> int:
-        return len(self.server.connections)
-
     async def works(self, identity: ClusterIdentity | None = None) -> None:
-        channel = RpcChannel(self.address, identity)
-        try:
+        async with connected(self.address, identity=identity) as channel:
             assert await STOP.call(channel, StopRequest(b"well"), WAIT_S) == Ack("received")
-        finally:
-            channel.close()
 
 
 @asynccontextmanager
-async def serving(identity: ClusterIdentity | None = None, answer_s: float = SERVER_ANSWER_S) -> AsyncIterator[Served]:
-    served = Served(identity, answer_s)
-    served.port = await served.server.start("127.0.0.1", 0)
-    try:
+async def recording(identity: ClusterIdentity | None = None, **options: Any) -> AsyncIterator[Served]:
+    served = Served()
+    handlers = {STOP: unary(served.stop), ATTACH: served.attach}
+    async with serving(handlers, identity=identity, **options) as (served.server, served.address):
         yield served
-    finally:
-        await served.server.close()
 
 
 class Raw(asyncio.Protocol):
@@ -134,8 +122,8 @@ class Raw(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def raw(served: Served, *, http: bool = True) -> AsyncIterator[Raw]:
-    _, client = await asyncio.get_running_loop().create_connection(Raw, "127.0.0.1", served.port)
+async def raw(address: str, *, http: bool = True) -> AsyncIterator[Raw]:
+    _, client = await asyncio.get_running_loop().create_connection(Raw, *address.split(":"))
     if http:
         client.transport.write(client.begin())
     try:
@@ -196,7 +184,7 @@ CALLS: dict[str, tuple[bytes, Status]] = {
 
 @pytest.mark.parametrize(("body", "status"), CALLS.values(), ids=CALLS)
 async def test_a_malformed_call_gets_its_status_and_the_connection_stays_usable(body: bytes, status: Status) -> None:
-    async with serving() as served, raw(served) as client:
+    async with recording() as served, raw(served.address) as client:
         client.call(1, body)
         assert await client.status() is status
         client.call(3, GOOD)
@@ -216,10 +204,7 @@ async def test_cancelled_calls_are_released_even_if_they_never_started() -> None
         finally:
             ended += 1
 
-    server = RpcServer({STOP: wait})
-    served = Served()
-    served.port = await server.start("127.0.0.1", 0)
-    async with raw(served) as client:
+    async with serving({STOP: wait}) as (_, address), raw(address) as client:
         for stream in range(1, 101, 2):
             client.http.send_headers(stream, HEADERS, end_stream=False)
             if stream % 3 == 0:
@@ -230,7 +215,6 @@ async def test_cancelled_calls_are_released_even_if_they_never_started() -> None
         for stream in range(101, 301, 2):  # as many as may be open, so cancelled calls do not count
             client.call(stream, GOOD[:-1], end=False)
         assert await wait_until(lambda: begun - ended == 100, WAIT_S)
-    await server.close()
 
 
 # Connections
@@ -256,13 +240,13 @@ async def test_a_client_that_sends_nothing_or_garbage_is_disconnected(
     assert tls.HANDSHAKE_S <= 5
     monkeypatch.setattr(tls, "HANDSHAKE_S", 2.0)
     identity = None if is_open else ours
-    async with serving(identity, answer_s=1.0) as served:
+    async with recording(identity, answer_s=1.0) as served:
         with monkeypatch.context() as soon:
             soon.setattr(grpc_connection, "PING_S", 0.1)
-            async with raw(served, http=False) as client:
+            async with raw(served.address, http=False) as client:
                 client.transport.write(words)
                 await client.end()
-            assert await wait_until(lambda: not served.num_open, WAIT_S)
+            assert await wait_until(lambda: not served.server.connections, WAIT_S)
         await served.works(identity)  # with the limits of a client on a busy machine
         assert len(served.received) == 1
 
@@ -276,20 +260,19 @@ async def test_unfinished_handshakes_are_bounded_and_do_not_hold_up_members(
     ours = identity_in(tmp_path)
     monkeypatch.setattr(tls, "MAX_HANDSHAKES", 10)
     monkeypatch.setattr(tls, "HANDSHAKE_S", 60.0)
-    async with serving(ours) as served, AsyncExitStack() as cleanup:
+    async with recording(ours) as served, AsyncExitStack() as cleanup:
         strangers = []
         for number in range(9):
-            strangers.append(await cleanup.enter_async_context(raw(served, http=False)))
+            strangers.append(await cleanup.enter_async_context(raw(served.address, http=False)))
             strangers[-1].transport.write(GARBAGE["half a TLS greeting"] if number % 2 else b"")
-        channel = RpcChannel(served.address, ours)
-        cleanup.callback(channel.close)
+        channel = await cleanup.enter_async_context(connected(served.address, identity=ours))
         stream = await cleanup.enter_async_context(ATTACH.open(channel))
         for _ in range(3):
             await stream.send_message(RouterCommand("router"))
             assert await stream.recv_message() == NodeUpdate()
         await served.works(ours)
         for _ in range(3):
-            strangers.append(await cleanup.enter_async_context(raw(served, http=False)))
+            strangers.append(await cleanup.enter_async_context(raw(served.address, http=False)))
         assert await wait_until(lambda: sum(stranger.is_closed for stranger in strangers) == 2, WAIT_S)
         await stream.send_message(RouterCommand("router"))
         assert await stream.recv_message() == NodeUpdate()
@@ -304,14 +287,15 @@ async def test_a_client_with_another_certificate_is_refused_and_logged_once(
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         theirs = replace(theirs, client_context=context)
-    async with serving(ours) as served:
+    async with recording(ours) as served:
         peer_log.reset(served.address)
         for _ in range(5):
-            channel = RpcChannel(served.address, theirs)
-            with pytest.raises(PeerError, match=None if trusts_any_server else "its certificate is of another cluster"):
-                await STOP.call(channel, StopRequest(b"reservation"), WAIT_S)
-            channel.close()
-        assert await wait_until(lambda: not served.num_open, WAIT_S)
+            async with connected(served.address, identity=theirs) as channel:
+                with pytest.raises(
+                    PeerError, match=None if trusts_any_server else "its certificate is of another cluster"
+                ):
+                    await STOP.call(channel, StopRequest(b"reservation"), WAIT_S)
+        assert await wait_until(lambda: not served.server.connections, WAIT_S)
         assert served.received == []
         await served.works(ours)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -348,10 +332,10 @@ async def test_a_false_server_receives_no_request(
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        channel = RpcChannel(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", ours)
-        with pytest.raises(PeerError, match=complaint or None):
-            await STOP.call(channel, StopRequest(b"the prompt"), WAIT_S)
-        channel.close()
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with connected(address, identity=ours) as channel:
+            with pytest.raises(PeerError, match=complaint or None):
+                await STOP.call(channel, StopRequest(b"the prompt"), WAIT_S)
         async with asyncio.timeout(WAIT_S):
             await ended.wait()
     assert received.startswith(b"\x16\x03\x01"), "a TLS greeting"
@@ -362,9 +346,7 @@ async def test_a_server_with_another_certificate_receives_no_request(
     ours: ClusterIdentity, theirs: ClusterIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(theirs.server_context, "verify_mode", ssl.CERT_NONE)
-    async with serving(theirs) as served:
-        channel = RpcChannel(served.address, ours)
+    async with recording(theirs) as served, connected(served.address, identity=ours) as channel:
         with pytest.raises(PeerError, match="its certificate is of another cluster"):
             await STOP.call(channel, StopRequest(b"the prompt"), WAIT_S)
-        channel.close()
         assert served.received == []

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from shared.lifecycle import wait_until
 from shared.rpc import connection as grpc_connection
 from shared.rpc.codec import MAX_MESSAGE_BYTES
-from shared.rpc.connection import ANSWER_S, RpcChannel
+from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import (
     Ack,
     NodeInfo,
@@ -24,27 +24,7 @@ from shared.rpc.messages import (
 )
 from shared.rpc.methods import ATTACH, JOIN, STOP, STREAM_ENDED, PeerError, Rpc, RpcServer, unary
 from tests.chaos.proxy import NONE, PARTITION, Harm, Proxy, Relays
-
-Handlers = dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]
-
-
-@asynccontextmanager
-async def serving(handlers: Handlers) -> AsyncIterator[str]:
-    server = RpcServer(handlers)
-    port = await server.start("127.0.0.1", 0)
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.close()
-
-
-@asynccontextmanager
-async def connected(address: str, answer_s: float = ANSWER_S) -> AsyncIterator[RpcChannel]:
-    channel = RpcChannel(address, answer_s=answer_s)
-    try:
-        yield channel
-    finally:
-        channel.close()
+from tests.shared.rpc import Handlers, connected, serving
 
 
 class Recorder:
@@ -65,7 +45,7 @@ class Recorder:
 async def over_a_relay() -> AsyncIterator[tuple[Proxy, RpcChannel]]:
     """Yield a relay, and a channel through it on which one STOP call has succeeded."""
     with Relays() as relays:
-        async with serving(Recorder().handlers(STOP)) as address:
+        async with serving(Recorder().handlers(STOP)) as (_, address):
             relay = relays.between("127.0.0.2", int(address.split(":")[1]))
             async with connected(address.replace("127.0.0.1", "127.0.0.2"), answer_s=0.15) as channel:
                 assert (await STOP.call(channel, StopRequest(b"", ""), 2.0)).error == "StopRequest"
@@ -74,7 +54,7 @@ async def over_a_relay() -> AsyncIterator[tuple[Proxy, RpcChannel]]:
 
 async def test_a_message_of_the_maximum_size_is_accepted_and_a_larger_one_is_refused() -> None:
     recorder = Recorder()
-    async with serving(recorder.handlers(STOP)) as address, connected(address) as channel:
+    async with serving(recorder.handlers(STOP)) as (_, address), connected(address) as channel:
         overhead = len(b"\x93\xc6....\xa0\xa0")  # an array of three: bytes with a 32-bit length, two empty strings
         largest = MAX_MESSAGE_BYTES - overhead
         assert (await STOP.call(channel, StopRequest(bytes(largest)), 30.0)).error == "StopRequest"
@@ -90,7 +70,7 @@ async def test_a_reply_over_the_limit_is_a_peer_error() -> None:
     async def flood(_: StopRequest) -> Ack:
         return Ack("x" * MAX_MESSAGE_BYTES)
 
-    async with serving({STOP: unary(flood)}) as address, connected(address) as channel:
+    async with serving({STOP: unary(flood)}) as (_, address), connected(address) as channel:
         with pytest.raises(PeerError, match="over the limit"):
             await STOP.call(channel, StopRequest(b""), 30.0)
 
@@ -98,7 +78,7 @@ async def test_a_reply_over_the_limit_is_a_peer_error() -> None:
 async def test_the_errors_of_both_sides_name_the_invalid_field() -> None:
     wrong_question = Rpc(STOP.path, RenewReply, Ack)
     wrong_answer = Rpc(STOP.path, StopRequest, PushedNotice)
-    async with serving(Recorder().handlers(STOP)) as address, connected(address) as channel:
+    async with serving(Recorder().handlers(STOP)) as (_, address), connected(address) as channel:
         with pytest.raises(PeerError, match=r"StopRequest\.reservation_id is str, not bytes"):
             await wrong_question.call(channel, RenewReply("error"), 5.0)
         with pytest.raises(PeerError, match=r"PushedNotice\.reservation_id is str, not bytes"):
@@ -110,7 +90,7 @@ async def test_an_absent_or_unresponsive_peer_is_a_peer_error() -> None:
         await asyncio.Event().wait()
         return Ack()
 
-    async with serving({STOP: unary(never)}) as address, connected(address) as channel:
+    async with serving({STOP: unary(never)}) as (_, address), connected(address) as channel:
         with pytest.raises(PeerError, match=STOP.path):
             await STOP.call(channel, StopRequest(b""), 0.05)
     async with connected(address) as channel:
@@ -168,11 +148,12 @@ async def test_a_client_that_reads_nothing_is_disconnected_although_bytes_for_it
                 while await stream.recv_message() is not None:
                     has_begun.set()
 
-    server = RpcServer({ATTACH: flood}, answer_s=0.2)
-    port = await server.start("127.0.0.1", 0)
     with Relays() as relays:
-        relay = relays.between("127.0.0.2", port)
-        async with connected(f"127.0.0.2:{port}") as channel:
+        async with (
+            serving({ATTACH: flood}, answer_s=0.2) as (server, address),
+            connected(address.replace("127.0.0.1", "127.0.0.2")) as channel,
+        ):
+            relay = relays.between("127.0.0.2", int(address.split(":")[1]))
             caller = asyncio.create_task(attach(channel))
             await has_begun.wait()
             relay.harm = PARTITION
@@ -180,7 +161,6 @@ async def test_a_client_that_reads_nothing_is_disconnected_although_bytes_for_it
                 await has_ended.wait()
             assert await wait_until(lambda: not server.connections, 5.0), "its socket is closed"
             caller.cancel()
-    await server.close()
 
 
 async def test_a_standing_stream_works_both_ways_and_its_end_reaches_the_other_side() -> None:
@@ -197,7 +177,7 @@ async def test_a_standing_stream_works_both_ways_and_its_end_reaches_the_other_s
             ends.append("cancelled")
             raise
 
-    async with serving({ATTACH: echo}) as address, connected(address) as channel:
+    async with serving({ATTACH: echo}) as (_, address), connected(address) as channel:
         async with ATTACH.open(channel) as stream:
             for _ in range(3):
                 await stream.send_message(RouterCommand("router"))
@@ -226,15 +206,17 @@ async def test_a_server_closes_while_clients_are_connected_and_cancels_their_cal
         finally:
             cancelled.append(message)
 
-    server = RpcServer({JOIN: hold})
-    port = await server.start("127.0.0.1", 0)
     info = NodeInfo("n", "b", "decode", "", "m", "f", 4, 64, 8, 8, 8)
-    async with connected(f"127.0.0.1:{port}") as channel, JOIN.open(channel) as stream:
+    async with (
+        serving({JOIN: hold}) as (server, address),
+        connected(address) as channel,
+        JOIN.open(channel) as stream,
+    ):
         await stream.send_message(info)
         assert await stream.recv_message() == Ack()
         async with asyncio.timeout(5):
             await server.close()
         assert await wait_until(lambda: cancelled == [info], 5.0)
-        again = RpcServer({JOIN: hold})
+        again, port = RpcServer({JOIN: hold}), int(address.split(":")[1])
         assert await again.start("127.0.0.1", port) == port, "the port is free again"
         await again.close()

@@ -22,10 +22,12 @@ from router.dispatch.requests import ModelCard
 from router.http.asgi import ResponseWriter, deadline_of, read_body, to_response, while_connected
 from router.http.auth import ApiCors, ApiKeys, AuthMiddleware
 from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from router.http.generation import GenerationService
 from router.http.openapi import DETOKENIZE, DOCS, TOKENIZE, document_routes
-from router.http.output import RequestOutput
-from router.http.parsing import build_requests, check_ids, encode, encode_chat, run_in_thread
+from router.http.parsing import check_ids, encode, encode_chat, run_in_thread
+from router.http.response_bodies import ResponsesBody
 from router.http.responses import ResponseFormatter
+from router.http.responses_api import ResponsesApi
 from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
 from router.observer import RouterObserver
 from router.text.tokenizer import Tokenizer
@@ -66,11 +68,14 @@ def build_app(
     observer = RouterObserver() if observer is None else observer
     metrics = RequestMetrics(model.name, slo)
     registry.register(metrics)
-    handlers = ApiHandlers(dispatcher, tokenizer, model, registry, observer, metrics, request_timeout_s)
+    generation = GenerationService(dispatcher, tokenizer, model, observer, metrics)
+    handlers = ApiHandlers(generation, registry, request_timeout_s)
+    responses = ResponsesApi(generation)
     post = partial(JsonEndpoint, handlers, max_concurrent_requests, body_timeout_s)
     api = [
         Route("/v1/completions", post(CompletionBody, handlers.completions), methods=["POST"]),
         Route("/v1/chat/completions", post(ChatBody, handlers.completions), methods=["POST"]),
+        Route("/v1/responses", post(ResponsesBody, responses.create), methods=["POST"]),
         Route("/v1/models", handlers.models),
         *(Route(path, post(TokenizeBody, handlers.tokenize), methods=["POST"]) for path in TOKENIZE),
         *(Route(path, post(DetokenizeBody, handlers.detokenize), methods=["POST"]) for path in DETOKENIZE),
@@ -129,12 +134,8 @@ class ApiHandlers:
     not catch errors: the endpoint or the app's exception handler converts them to responses.
     """
 
-    dispatcher: Dispatcher
-    tokenizer: Tokenizer
-    model: ModelCard
+    generation: GenerationService
     registry: CollectorRegistry
-    observer: RouterObserver
-    request_metrics: RequestMetrics
     request_timeout_s: float  # 0 for none
     num_in_progress: int = 0
     started_ms: int = field(default_factory=lambda: now_ns() // 10**6)
@@ -143,25 +144,17 @@ class ApiHandlers:
         """Handle POST /v1/completions and /v1/chat/completions."""
         assert isinstance(body, CompletionBody | ChatBody)
         request_id = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + token_hex(16)
-        reply.name(request_id)
-        requests = await build_requests(
-            body, self.model, self.tokenizer, request_id, reply.traceparent, reply.identity, reply.deadline
+        requests = await self.generation.requests(body, request_id, reply)
+        output = self.generation.output(body, request_id, requests, reply.arrived)
+        formatter = ResponseFormatter(
+            output, body, self.generation.tokenizer, self.generation.model.name, int(time.time())
         )
-        output = RequestOutput(
-            request_id, body, requests, self.tokenizer, self.request_metrics, self.observer, reply.arrived
-        )
-        formatter = ResponseFormatter(output, body, self.tokenizer, self.model.name, int(time.time()))
-        try:
-            async with output.open(self.dispatcher) as deltas:
-                async for choice, delta in deltas:
-                    if body.stream:
-                        await reply.events(formatter.events(choice, delta))
-                    else:
-                        formatter.collect(choice, delta)
-        finally:
-            used = (output.num_prompt_tokens, output.num_cached, output.num_generated)
-            self.request_metrics.used(reply.identity.tenant, *used)
-            reply.log_fields = output.log_fields()
+        async with self.generation.deltas(output, reply) as deltas:
+            async for choice, delta in deltas:
+                if body.stream:
+                    await reply.events(formatter.events(choice, delta))
+                else:
+                    formatter.collect(choice, delta)
         if body.stream:
             await reply.events(formatter.ending())
             await reply.end()
@@ -172,30 +165,35 @@ class ApiHandlers:
         """Handle POST /tokenize, with the fields of vLLM."""
         assert isinstance(body, TokenizeBody)
         if body.prompt is not None:
-            ids = await encode(self.tokenizer, body.prompt, body.add_special_tokens is not False)
+            ids = await encode(self.generation.tokenizer, body.prompt, body.add_special_tokens is not False)
         else:
-            ids = await encode_chat(self.tokenizer, body)
-        names = [self.tokenizer.token_name(token) for token in ids] if body.return_token_strs else None
+            ids = await encode_chat(self.generation.tokenizer, body)
+        names = [self.generation.tokenizer.token_name(token) for token in ids] if body.return_token_strs else None
         await reply.json(
-            {"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids, "token_strs": names}
+            {
+                "count": len(ids),
+                "max_model_len": self.generation.model.max_model_len,
+                "tokens": ids,
+                "token_strs": names,
+            }
         )
 
     async def detokenize(self, body: Body, reply: ResponseWriter) -> None:
         """Handle POST /detokenize, with the fields of vLLM. The text includes special tokens."""
         assert isinstance(body, DetokenizeBody)
-        check_ids(body.tokens, self.model, "tokens")
-        await reply.json({"prompt": self.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        check_ids(body.tokens, self.generation.model, "tokens")
+        await reply.json({"prompt": self.generation.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     async def models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def one_model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.model.name:
+        if request.path_params["name"] != self.generation.model.name:
             raise RequestError("The model does not exist.", "model", "model_not_found", 404)
         return JSONResponse(self._card())
 
     def _card(self) -> dict[str, Any]:
-        model = self.model
+        model = self.generation.model
         return {
             "id": model.name,
             "object": "model",
@@ -211,20 +209,20 @@ class ApiHandlers:
 
     def whole_status(self) -> dict[str, Any]:
         """Return the dispatcher's status, the totals and latencies of the last minute, and the observer's fields."""
-        status = self.dispatcher.status()
+        status = self.generation.dispatcher.status()
         alive = [node for node in status["nodes"] if node["alive"]]
         gauges = {
             "queued": status["queue"]["requests"] + sum(node["waiting"] for node in alive),
             "running": sum(node["running"] for node in alive),
         }
-        status["totals"] = self.request_metrics.totals() | gauges
+        status["totals"] = self.generation.metrics.totals() | gauges
         status["router"] = {
             "id": status["router"],
             "version": package_version(),
             "started_ms": self.started_ms,
-            "max_model_len": self.model.max_model_len,
+            "max_model_len": self.generation.model.max_model_len,
         }
-        return self.observer.extend_status(status | {"latency": self.request_metrics.latency()})
+        return self.generation.observer.extend_status(status | {"latency": self.generation.metrics.latency()})
 
     async def health(self, _request: Request) -> Response:
         """Report that the router is running. `/ready` reports whether a node can take requests."""
@@ -235,7 +233,7 @@ class ApiHandlers:
         role = request.query_params.get("role")
         if role not in {None, "prefill", "decode"}:
             raise RequestError("`role` must be `prefill` or `decode`.", "role")
-        ready = self.dispatcher.ready(role or "")
+        ready = self.generation.dispatcher.ready(role or "")
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def version(self, _request: Request) -> Response:
@@ -264,11 +262,11 @@ class JsonEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply, handlers = ResponseWriter(scope, send), self.handlers
-        max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * handlers.model.max_model_len
+        max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * handlers.generation.model.max_model_len
         handlers.num_in_progress += 1
         try:
             if handlers.num_in_progress > self.max_concurrent_requests:
-                handlers.request_metrics.refused()
+                handlers.generation.metrics.refused()
                 raise UnavailableError("Too many requests are in progress; try again soon.", status=429)
             reply.deadline = deadline_of(scope, reply.arrived, handlers.request_timeout_s)
             raw = await read_body(scope, receive, max_body_bytes, self.body_timeout_s)
@@ -282,7 +280,7 @@ class JsonEndpoint:
             reply.log()
 
     async def _handle(self, raw: bytes, reply: ResponseWriter) -> None:
-        name = self.handlers.model.name
+        name = self.handlers.generation.model.name
         if len(raw) > PARSED_AT_ONCE:
             body = await run_in_thread(parse_body, self.kind, raw, name)
         else:

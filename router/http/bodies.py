@@ -39,6 +39,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
     ("audio", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "moderation", "structured_outputs"), ()
 )
 UNSUPPORTED |= {"suffix": ("",), "truncate_prompt_tokens": (), "web_search_options": (), "bad_words": ([],)}
+UNSUPPORTED |= dict.fromkeys(("conversation", "context_management"), ())
 UNSUPPORTED |= {"functions": ([],), "function_call": ("none",)}
 UNSUPPORTED |= {"modalities": (["text"],), "response_format": ({"type": "text"},), "use_beam_search": (False,)}
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -59,6 +60,9 @@ NESTED = {
     "messages": 3,
     "stream_options": 2,
     "tools": 4,
+    "input": 6,
+    "text": 3,
+    "reasoning": 2,
 }  # how many parts of an error's location form the parameter's name
 
 
@@ -315,8 +319,10 @@ def parse_body(kind: type[BodyType], raw: bytes, model_name: str) -> BodyType:
         return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    location = first["loc"][: NESTED.get(str(first["loc"][0]), 1)]
+    # A part that begins with "~" is the tag of a union, and not a field.
+    full = [part for part in first["loc"] if not str(part).startswith("~")]
+    location = full[: NESTED.get(str(full[0]), 1)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in location)[1:]
-    is_ours = len(location) < len(first["loc"]) or first["type"] == "literal_error"
+    is_ours = len(location) < len(full) or first["type"] == "literal_error"
     text = EXPECTED.get(str(location[-1])) if is_ours else None
     raise RequestError(f"`{param}` {text}." if text else f"`{param}`: {first['msg']}.", param, "invalid_value")

@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from router.http.bodies import IGNORED, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.http.response_bodies import ResponsesBody
 from router.http.responses import dump
 
 Schema = dict[str, Any]
@@ -62,6 +63,11 @@ CHAT_CHOICE = record({"token_ids": TOKEN_IDS}, **CHOICE, message=MESSAGE, logpro
 ANSWER = {"id": TEXT, "created": WHOLE, "model": TEXT, "usage": USAGE}
 COMPLETION = record(**ANSWER, object={"const": "text_completion"}, choices=list_of(COMPLETION_CHOICE))
 CHAT = record(OF_PROMPT, **ANSWER, object={"const": "chat.completion"}, choices=list_of(CHAT_CHOICE))
+RESPONSE: Schema = {  # OpenAI documents all of its fields
+    "type": "object",
+    "properties": {"id": TEXT, "object": {"const": "response"}, "status": TEXT, "output": list_of(ANY)},
+    "required": ["id", "object", "created_at", "status", "model", "output", "usage", "error"],
+}
 TOKENS = record(count=WHOLE, max_model_len=WHOLE, tokens=TOKEN_IDS, token_strs=nullable(list_of(TEXT)))
 MODEL = record(
     object={"const": "model"}, id=TEXT, created=WHOLE, owned_by=TEXT, root=TEXT, parent=NULL, max_model_len=WHOLE
@@ -74,6 +80,7 @@ STREAM: Schema = {"text/event-stream": {}}  # one event for each chunk, and a la
 POSTS: dict[str, tuple[type[Body], Schema, Schema]] = {
     "/v1/completions": (CompletionBody, COMPLETION, STREAM),
     "/v1/chat/completions": (ChatBody, CHAT, STREAM),
+    "/v1/responses": (ResponsesBody, RESPONSE, STREAM),
     **dict.fromkeys(TOKENIZE, (TokenizeBody, TOKENS, {})),
     **dict.fromkeys(DETOKENIZE, (DetokenizeBody, record(prompt=TEXT), {})),
 }

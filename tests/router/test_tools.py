@@ -1,78 +1,44 @@
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import tokenizers
 
-from router.http.app import build_app
-from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
-from router.text.tool_syntax import find_syntax
-from tests.router.conftest import CHATML, byte_level_tokenizer
-from tests.router.scripted import EOS, MODEL, ScriptedDispatcher, serving
-
-HERMES = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + CHATML.replace(
-    "{{ message['content'] | trim }}",
-    "{{ message['content'] }}{% for call in message.tool_calls %}<tool_call>{{ call | tojson }}</tool_call>{% endfor %}",
-).replace("assistant\n{% endif %}", "assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}")
-FUNCTION = {
-    "name": "get_weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
-TOOL = {"type": "function", "function": FUNCTION}
-HI = [{"role": "user", "content": "What is the weather?"}]
-THOUGHT, SAID = "I need a tool.", "Let me look."
-CALLS = "".join(
-    f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>\n'
-    for city in ("Paris", "Rome")
+from tests.router.answering import (
+    ANSWER,
+    BOTH,
+    CALLS,
+    FUNCTION,
+    HERMES,
+    HI,
+    SAID,
+    THOUGHT,
+    TOOL,
+    Connect,
+    connecting,
+    hermes_tokenizer,
+    tokenizer_of,
 )
-ANSWER = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{CALLS}"
-
-
-def tokenizer_of(template: str, special: list[str], tool_parser: str = "auto", reasoning: str = "auto") -> Tokenizer:
-    """Return a tokenizer for which the markers of the syntax are special tokens."""
-    library = byte_level_tokenizer()
-    library.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in special])
-    every = [token.content for token in library.get_added_tokens_decoder().values()]
-    return Tokenizer(library, {}, ChatTemplate(template, {}, every), find_syntax(template, tool_parser, reasoning))
+from tests.router.conftest import CHATML
 
 
 @pytest.fixture
 def hermes() -> Tokenizer:
-    return tokenizer_of(HERMES, ["<tool_call>", "</tool_call>", "<think>", "</think>"])
-
-
-Client = Callable[..., Any]
+    return hermes_tokenizer()
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[Client]:
-    """Return a function that returns a client of a router whose model gives an answer."""
-    async with AsyncExitStack() as stack:
-
-        async def connect(
-            tokenizer: Tokenizer, answer: str, tokens_per_piece: int = 1
-        ) -> tuple[Any, ScriptedDispatcher]:
-            dispatcher = ScriptedDispatcher(lambda *_: [*tokenizer.encode(answer), EOS])
-            dispatcher.tokens_per_piece = tokens_per_piece
-            model = MODEL.__class__("tiny", 2000, 400, frozenset({EOS}))
-            _, port = await stack.enter_async_context(serving(build_app(dispatcher, tokenizer, model)))
-            own = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-            return await stack.enter_async_context(own), dispatcher
-
+async def client() -> AsyncIterator[Connect]:
+    async with connecting() as connect:
         yield connect
 
 
 def summary(message: Any) -> tuple:
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
     return message.content, getattr(message, "reasoning_content", None), calls
-
-
-BOTH = [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})]
 
 
 @pytest.mark.parametrize("tokens_per_piece", [1, 7, 1000])

@@ -1,0 +1,51 @@
+"""Runs the generation of one HTTP request: builds its output, and counts what it used."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.requests import GenerationRequest, ModelCard
+from router.http.asgi import ResponseWriter
+from router.http.bodies import ChatBody, CompletionBody
+from router.http.output import Output, RequestOutput
+from router.http.parsing import build_requests
+from router.metrics.request_metrics import RequestMetrics
+from router.observer import RouterObserver
+from router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class GenerationService:
+    """What the handlers of all APIs need to generate an answer."""
+
+    dispatcher: Dispatcher
+    tokenizer: Tokenizer
+    model: ModelCard
+    observer: RouterObserver
+    metrics: RequestMetrics
+
+    async def requests(
+        self, body: CompletionBody | ChatBody, request_id: str, reply: ResponseWriter
+    ) -> list[GenerationRequest]:
+        """Name the reply, and return a request for each prompt of the body. Raises RequestError."""
+        reply.name(request_id)
+        return await build_requests(
+            body, self.model, self.tokenizer, request_id, reply.traceparent, reply.identity, reply.deadline
+        )
+
+    def output(
+        self, body: CompletionBody | ChatBody, request_id: str, requests: list[GenerationRequest], arrived: float
+    ) -> RequestOutput:
+        return RequestOutput(request_id, body, requests, self.tokenizer, self.metrics, self.observer, arrived)
+
+    @asynccontextmanager
+    async def deltas(self, output: RequestOutput, reply: ResponseWriter) -> AsyncIterator[AsyncGenerator[Output, None]]:
+        """Generate the output, and provide its text as it arrives. Count the tokens for the client's tenant."""
+        try:
+            async with output.open(self.dispatcher) as deltas:
+                yield deltas
+        finally:
+            used = (output.num_prompt_tokens, output.num_cached, output.num_generated)
+            self.metrics.used(reply.identity.tenant, *used)
+            reply.log_fields = output.log_fields()

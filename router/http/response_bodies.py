@@ -1,0 +1,280 @@
+"""The body of POST /v1/responses, and its translation to a chat.
+
+The names, limits and meanings are those of OpenAI's Responses API. vLLM's sampling parameters are accepted too. Each
+item of `input` becomes a message or a part of one: reasoning, text and calls of the assistant that follow each other
+form one message.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from router.http.bodies import ChatBody, GenerateBody, LogprobCount, ReasoningEffort, TemplateArguments, TokenCount
+from router.http.messages import (
+    MAX_CALL_ID,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    FunctionCall,
+    FunctionDefinition,
+    FunctionName,
+    Strict,
+    ToolDefinition,
+)
+from shared.errors import RequestError
+
+Id = Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)]
+INCLUDES = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+
+
+def _kind(default: str) -> Callable[[Any], str]:
+    """Return a function that returns the tag of an item or a part, which "~" marks in the locations of errors."""
+    return lambda value: (
+        "~" + str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", ""))
+    )
+
+
+class InputText(BaseModel):
+    """A text in a message. `annotations` and `logprobs` are those of an earlier answer, and have no effect."""
+
+    model_config = Strict
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class RefusalPart(BaseModel):
+    """A refusal in a message of the assistant."""
+
+    model_config = Strict
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _kind_of_part(value: Any) -> str:
+    kind = _kind("")(value)
+    return "~input_text" if kind == "~output_text" else kind
+
+
+Part = Annotated[
+    Annotated[InputText, Tag("~input_text")] | Annotated[RefusalPart, Tag("~refusal")],
+    Discriminator(_kind_of_part, "part", "must be an input_text or an output_text; images and files are not supported"),
+]
+Parts = Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+TextOrParts = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[Parts, Tag("~parts")],
+    Discriminator(lambda value: "~text" if isinstance(value, str) else "~parts"),
+]
+
+
+def text_of(content: str | Sequence[InputText | RefusalPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text if isinstance(part, InputText) else part.refusal for part in content)
+
+
+class ResponseItem(BaseModel):
+    """The base of the items of `input`. `id` and `status` are those of an earlier answer, and have no effect."""
+
+    model_config = Strict
+    id: Id | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(ResponseItem):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextOrParts
+    phase: str | None = None
+
+
+class CallItem(ResponseItem):
+    """A call that the model asked for."""
+
+    type: Literal["function_call"]
+    call_id: Id
+    name: FunctionName
+    arguments: str
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> "CallItem":
+        FunctionCall(name=self.name, arguments=self.arguments).parsed()
+        return self
+
+
+class CallOutputItem(ResponseItem):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: TextOrParts
+
+
+class SummaryText(BaseModel):
+    """A part of a reasoning item."""
+
+    model_config = Strict
+    type: Literal["summary_text", "reasoning_text"]
+    text: str
+
+
+class ReasoningItem(ResponseItem):
+    """The reasoning of an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: list[SummaryText] = []
+    content: list[SummaryText] | None = None
+    encrypted_content: str | None = None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("~message")]
+    | Annotated[CallItem, Tag("~function_call")]
+    | Annotated[CallOutputItem, Tag("~function_call_output")]
+    | Annotated[ReasoningItem, Tag("~reasoning")],
+    Discriminator(_kind("message"), "item", "must be a message, function_call, function_call_output or reasoning"),
+]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+TextOrItems = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[Items, Tag("~items")],
+    Discriminator(lambda value: "~text" if isinstance(value, str) else "~items"),
+]
+
+
+class ResponseTool(FunctionDefinition):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("type") != "function":
+            raise PydanticCustomError("tool", "must have the type `function`: the server runs no tools of its own")
+        return value
+
+
+class ReasoningOptions(BaseModel):
+    """How much the model reasons. There are no summaries; a reasoning item has the whole text."""
+
+    model_config = Strict
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class TextFormat(BaseModel):
+    """The format of the text."""
+
+    model_config = Strict
+    type: Literal["text"]
+
+
+class TextOptions(BaseModel):
+    """Options of the text."""
+
+    model_config = Strict
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponsesBody(GenerateBody):
+    """POST /v1/responses."""
+
+    input: TextOrItems
+    background: bool = False
+    chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
+    include: Annotated[list[INCLUDES], Field(max_length=16)] = Field(default_factory=list)
+    instructions: str | None = None
+    max_output_tokens: TokenCount | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # it limits only tools that the server runs
+    metadata: Annotated[Metadata, Field(max_length=16)] = Field(default_factory=dict)
+    n: Literal[1] = 1
+    parallel_tool_calls: bool = True
+    previous_response_id: Id | None = None
+    prompt_logprobs: None = None
+    reasoning: ReasoningOptions = ReasoningOptions()
+    return_token_ids: Literal[False] = False
+    store: bool | None = None
+    text: TextOptions = TextOptions()
+    tool_choice: Literal["none", "auto"] = "auto"
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
+    top_logprobs: LogprobCount | None = None
+    truncation: Literal["disabled"] = "disabled"
+
+    @field_validator("input")
+    @classmethod
+    def _as_items(cls, value: str | list[Item]) -> list[Item]:
+        return [MessageItem(role="user", content=value)] if isinstance(value, str) else value
+
+    @property
+    def items(self) -> Sequence[Item]:
+        assert not isinstance(self.input, str)
+        return self.input
+
+    @property
+    def has_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in self.include
+
+    def to_chat(self, context: Sequence[Item]) -> ChatBody:
+        """Return the chat that continues the conversation of earlier responses, `context`. Raises RequestError if a
+        result has no call, or if a field is invalid."""
+        fields = {name: getattr(self, name) for name in self.model_fields_set & GenerateBody.model_fields.keys()}
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        tools = [tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in self.tools]
+        _check_outputs(self.items, {item.call_id for item in context if isinstance(item, CallItem)})
+        return ChatBody.model_validate(
+            fields
+            | {
+                "messages": system + messages_of([*context, *self.items]),
+                "max_completion_tokens": self.max_output_tokens,
+                "chat_template_kwargs": self.chat_template_kwargs,
+                "reasoning_effort": self.reasoning.effort,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "tools": [ToolDefinition.model_validate({"type": "function", "function": tool}) for tool in tools],
+                "tool_choice": self.tool_choice,
+                "logprobs": self.has_logprobs,
+                "top_logprobs": self.top_logprobs if self.has_logprobs else None,
+            }
+        )
+
+
+def _check_outputs(items: Sequence[Item], called: set[str]) -> None:
+    for number, item in enumerate(items):
+        if isinstance(item, CallItem):
+            called.add(item.call_id)
+        elif isinstance(item, CallOutputItem) and item.call_id not in called:
+            text = f"`input[{number}].call_id` is not the id of an earlier function call."
+            raise RequestError(text, f"input[{number}].call_id", "invalid_value")
+
+
+def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Return the messages of a chat. Items of the assistant that follow each other become one message."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item:
+            case MessageItem() if item.role != "assistant":
+                messages.append({"role": item.role, "content": text_of(item.content)})
+                continue
+            case CallOutputItem():
+                message = {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
+                messages.append(message)
+                continue
+        if not messages or messages[-1]["role"] != "assistant" or isinstance(item, ReasoningItem):
+            messages.append({"role": "assistant", "content": ""})
+        last = messages[-1]
+        match item:
+            case MessageItem():
+                last["content"] += text_of(item.content)
+            case CallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                last.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+            case ReasoningItem():
+                last["reasoning_content"] = "".join(part.text for part in item.content or item.summary)
+    return messages

@@ -1,0 +1,229 @@
+"""The events of a response in OpenAI's Responses API, and the response object that they build.
+
+The events are a function of the body and of the deltas: whoever processes the same deltas again gets the same events
+with the same numbers. So a client can resume a stream at any event, on any router.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from router.http.output import TextDelta
+from router.http.response_bodies import ResponsesBody
+from router.http.responses import chat_logprobs, dump
+from router.text.tokenizer import Tokenizer
+from router.text.tool_parser import AnswerPart, call_id
+
+Event = dict[str, Any]
+
+
+def encode_event(event: Event) -> bytes:
+    return f"event: {event['type']}\ndata: {dump(event)}\n\n".encode()
+
+
+class ResponseEvents:
+    """Builds the events of one response, and the response so far. `start` comes first, then `add` for each delta, and
+    `fail` if there is no last delta. Each of them returns the new events."""
+
+    def __init__(
+        self, response_id: str, created: int, body: ResponsesBody, model: str, tokenizer: Tokenizer, num_prompt: int
+    ) -> None:
+        self.is_complete = False
+        self._tokenizer = tokenizer
+        self._body = body
+        self._number = 0
+        self._num_prompt = num_prompt
+        self._num_generated = self._num_reasoning = self._num_calls = 0
+        self._item: dict[str, Any] | None = None  # the item that grows
+        self.response: dict[str, Any] = {
+            "id": response_id,
+            "object": "response",
+            "created_at": created,
+            "status": "in_progress",
+            "background": body.background,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata,
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": body.reasoning.model_dump(include={"effort", "summary"}),
+            "service_tier": "default",
+            "store": bool(body.store),
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}, "verbosity": body.text.verbosity or "medium"},
+            "tool_choice": body.tool_choice,
+            "tools": [{"strict": False} | tool.model_dump(exclude_none=True) for tool in body.tools],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": body.top_p,
+            "truncation": body.truncation,
+            "usage": None,
+        }
+
+    def start(self) -> list[Event]:
+        if not self._body.background:
+            return [self._of_response("response.created"), self._of_response("response.in_progress")]
+        self.response["status"] = "queued"
+        events = [self._of_response("response.created"), self._of_response("response.queued")]
+        self.response["status"] = "in_progress"
+        return [*events, self._of_response("response.in_progress")]
+
+    def add(self, delta: TextDelta, cached_tokens: int) -> list[Event]:
+        """Return the events for a delta. `cached_tokens` is the length of the cached prefix of the prompt."""
+        events: list[Event] = []
+        parts = delta.parts
+        if parts is None:
+            parts = [AnswerPart("content", delta.text)] if delta.text else []
+        self._num_generated += len(delta.tokens)
+        thoughts, others = (sum(len(p.text) for p in parts if (p.kind == "reasoning") is so) for so in (True, False))
+        self._num_reasoning += round(len(delta.tokens) * thoughts / max(1, thoughts + others))
+        for part in parts:
+            events += self._part(part, delta)
+        if delta.finish is not None:
+            if not self.response["output"]:
+                events += self._open("message")
+            is_cut = delta.finish == "length"
+            events += self._close("incomplete" if is_cut else "completed")
+            self._count(cached_tokens)
+            if is_cut:
+                self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+            events.append(self._end("incomplete" if is_cut else "completed"))
+        return events
+
+    def fail(self, status: str, code: str = "server_error", message: str = "") -> list[Event]:
+        """End the response with the status "failed" or "cancelled"."""
+        events = self._close("incomplete")
+        self._count(0)
+        if status == "failed":
+            self.response["error"] = {"code": code, "message": message}
+        return [*events, self._end(status)]
+
+    # ---- the response --------------------------------------------------------------------------------------------
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event
+
+    def _of_response(self, kind: str) -> Event:
+        return self._event(kind, response=self.response | {"output": list(self.response["output"])})
+
+    def _end(self, status: str) -> Event:
+        self.response["status"] = status
+        self.is_complete = True
+        return self._of_response(f"response.{status}")
+
+    def _count(self, cached_tokens: int) -> None:
+        self.response["usage"] = {
+            "input_tokens": self._num_prompt,
+            "input_tokens_details": {"cached_tokens": cached_tokens},
+            "output_tokens": self._num_generated,
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
+            "total_tokens": self._num_prompt + self._num_generated,
+        }
+
+    # ---- items ---------------------------------------------------------------------------------------------------
+
+    def _part(self, part: AnswerPart, delta: TextDelta) -> list[Event]:
+        kind = {"content": "message", "reasoning": "reasoning"}.get(part.kind, "function_call")
+        events: list[Event] = []
+        if part.kind == "call" or self._item is None or self._item["type"] != kind:
+            events = [*self._close("completed"), *self._open(kind, part.text)]
+        assert self._item is not None
+        match part.kind:
+            case "content":
+                logprobs = self._logprobs(delta)
+                content = self._item["content"][0]
+                content["text"] += part.text
+                content["logprobs"] += logprobs
+                events.append(self._of_item("output_text.delta", content_index=0, delta=part.text, logprobs=logprobs))
+                delta.logprobs = []  # they belong to the first text
+            case "reasoning":
+                self._item["content"][0]["text"] += part.text
+                events.append(self._of_item("reasoning_text.delta", content_index=0, delta=part.text))
+            case "arguments":
+                self._item["arguments"] += part.text
+                events.append(self._of_item("function_call_arguments.delta", delta=part.text))
+        return events
+
+    def _logprobs(self, delta: TextDelta) -> list[dict[str, Any]]:
+        if not self._body.has_logprobs:
+            return []
+        found: list[dict[str, Any]] = chat_logprobs(self._tokenizer, delta.logprobs, self._body.top_logprobs or 0)[
+            "content"
+        ]
+        return found
+
+    def _of_item(self, kind: str, **fields: Any) -> Event:
+        assert self._item is not None
+        place = len(self.response["output"]) - 1
+        return self._event(f"response.{kind}", item_id=self._item["id"], output_index=place, **fields)
+
+    def _open(self, kind: str, name: str = "") -> list[Event]:
+        """Begin an item. `name` is the function of a call."""
+        output, response_id = self.response["output"], self.response["id"]
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        digest = hashlib.sha256(f"{response_id}.{len(output)}".encode()).hexdigest()
+        item: dict[str, Any] = {"id": f"{prefix}_{digest[:32]}", "type": kind, "status": "in_progress"}
+        match kind:
+            case "message":
+                item |= {"role": "assistant", "content": []}
+            case "reasoning":
+                item |= {"summary": [], "content": [], "encrypted_content": None}
+            case _:
+                tools = self._tokenizer.syntax.tools
+                form = tools.id_form if tools is not None else ""
+                item |= {"name": name, "arguments": ""}
+                item |= {"call_id": call_id(form, response_id, 0, self._num_calls, name)}
+                self._num_calls += 1
+        output.append(item)
+        self._item = item
+        added = self._event("response.output_item.added", output_index=len(output) - 1, item=_copy(item))
+        if kind == "function_call":
+            return [added]
+        item["content"].append(
+            {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            if kind == "message"
+            else {"type": "reasoning_text", "text": ""}
+        )
+        return [added, self._of_item("content_part.added", content_index=0, part=_copy(item["content"][0]))]
+
+    def _close(self, status: str) -> list[Event]:
+        """End the current item, if there is one."""
+        item = self._item
+        if item is None:
+            return []
+        events: list[Event] = []
+        item["status"] = status
+        if item["type"] == "function_call":
+            fields = {"name": item["name"], "arguments": item["arguments"]}
+            events.append(self._of_item("function_call_arguments.done", **fields))
+        else:
+            part = _copy(item["content"][0])
+            more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+            kind = "output_text.done" if item["type"] == "message" else "reasoning_text.done"
+            events.append(self._of_item(kind, content_index=0, text=part["text"], **more))
+            events.append(self._of_item("content_part.done", content_index=0, part=part))
+        place = len(self.response["output"]) - 1
+        events.append(self._event("response.output_item.done", output_index=place, item=_copy(item)))
+        self._item = None
+        return events
+
+
+def _copy(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy that does not grow with the item."""
+    return {key: [*value] if isinstance(value, list) else value for key, value in item.items()}
+
+
+def items_with_ids(items: Sequence[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
+    """Return input items with an id each, as /input_items lists them."""
+    prefixes = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+    return [
+        {"id": f"{prefixes[item['type']]}_{hashlib.sha256(f'{response_id}.in.{number}'.encode()).hexdigest()[:32]}"}
+        | item
+        for number, item in enumerate(items)
+    ]

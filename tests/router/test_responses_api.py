@@ -1,0 +1,155 @@
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from router.http.bodies import parse_body
+from router.http.response_bodies import ResponsesBody
+from router.text.tokenizer import Tokenizer
+from shared.errors import RequestError, UnavailableError
+from tests.router.answering import ANSWER, BOTH, FUNCTION, SAID, THOUGHT, Connect, connecting, hermes_tokenizer
+
+TOOL = {"type": "function", **FUNCTION}
+
+
+@pytest.fixture
+def hermes() -> Tokenizer:
+    return hermes_tokenizer()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Connect]:
+    async with connecting() as connect:
+        yield connect
+
+
+def summary(response: Any) -> tuple:
+    reasoning = [item.content[0].text for item in response.output if item.type == "reasoning"]
+    calls = [(item.name, json.loads(item.arguments)) for item in response.output if item.type == "function_call"]
+    return response.output_text, reasoning, calls
+
+
+@pytest.mark.parametrize("tokens_per_piece", [1, 7, 1000])
+async def test_a_response_has_reasoning_text_and_calls_whole_and_streamed(client, hermes, tokens_per_piece):
+    openai_client, dispatcher = await client(hermes, ANSWER, tokens_per_piece)
+    dispatcher.cached_tokens = 3
+    fields: dict[str, Any] = {"model": "tiny", "input": "Weather?", "instructions": "Be brief.", "tools": [TOOL]}
+    response = await openai_client.responses.create(**fields)
+    assert summary(response) == (SAID, [THOUGHT], BOTH)
+    assert (response.status, response.usage.input_tokens_details.cached_tokens) == ("completed", 3)
+    assert response.usage.output_tokens == len(dispatcher.script(None, 0))
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+    async with openai_client.responses.stream(**fields) as stream:
+        events = [event async for event in stream]
+        streamed = await stream.get_final_response()
+    assert summary(streamed) == summary(response)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:2] == ["created", "in_progress"]
+    assert kinds[-1] == "completed"
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == SAID
+    added, done = (
+        [e.item.id for e in events if e.type == f"response.output_item.{kind}"] for kind in ("added", "done")
+    )
+    assert added == done == [item.id for item in streamed.output]
+    prompt = hermes.decode(dispatcher.answers[0].request.prompt, skip_special_tokens=False)
+    assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWeather?" in prompt
+
+
+async def test_a_conversation_continues_with_the_items_of_the_answer(client, hermes):
+    openai_client, dispatcher = await client(hermes, ANSWER)
+    first = await openai_client.responses.create(model="tiny", input="Weather?", tools=[TOOL])
+    calls = [item for item in first.output if item.type == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"} for call in calls]
+    history = [{"role": "user", "content": "Weather?"}, *first.output, *results]
+    await openai_client.responses.create(model="tiny", input=history, tools=[TOOL])
+    prompt = hermes.decode(dispatcher.answers[-1].request.prompt, skip_special_tokens=False)
+    assert prompt.count("<|im_start|>assistant") == 2, "the items of the answer are one message"
+    assert prompt.count("<|im_start|>tool\nsunny") == 2
+    assert f"{SAID}<tool_call>" in prompt
+
+
+async def test_logprobs_come_with_the_text(client, hermes):
+    openai_client, _ = await client(hermes, "abc abc")
+    include = ["message.output_text.logprobs"]
+    response = await openai_client.responses.create(model="tiny", input="x", include=include, top_logprobs=2)
+    logprobs = response.output[0].content[0].logprobs
+    assert "".join(entry.token for entry in logprobs).startswith("abc abc")
+    assert [len(entry.top_logprobs) for entry in logprobs] == [2] * len(logprobs)
+
+
+async def test_a_cut_answer_is_incomplete(client, hermes):
+    openai_client, _ = await client(hermes, "abc " * 20)
+    response = await openai_client.responses.create(model="tiny", input="x", max_output_tokens=5)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.output[0].status == "incomplete"
+    assert response.usage.output_tokens == 5
+
+
+async def test_a_failure_within_a_stream_is_its_last_event(client, hermes):
+    openai_client, dispatcher = await client(hermes, "abc " * 20)
+    dispatcher.fails_after = 3
+    events = [event async for event in await openai_client.responses.create(model="tiny", input="x", stream=True)]
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error.message == "the node is gone"
+    dispatcher.refuses = UnavailableError("full", status=429)
+    with pytest.raises(openai.RateLimitError, match="full"):
+        await openai_client.responses.create(model="tiny", input="x", stream=True)
+
+
+USER = {"role": "user", "content": "x"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "x"}
+BAD = [
+    *[({"input": value}, "input") for value in (5, [], {"role": "user"}, [USER] * 2049)],
+    ({"input": [USER, 5]}, "input[1]"),
+    ({"input": [USER | {"type": "item_reference"}]}, "input[0]"),
+    ({"input": [USER | {"role": "tool"}]}, "input[0].role"),
+    ({"input": [USER | {"content": None}]}, "input[0].content"),
+    ({"input": [USER | {"content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input[0].content[0]"),
+    ({"input": [USER | {"content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+    ({"input": [USER | {"extra": 1}]}, "input[0].extra"),
+    ({"input": [USER, RESULT]}, "input[1].call_id"),
+    ({"input": [USER, CALL | {"call_id": "c2"}, RESULT]}, "input[2].call_id"),
+    ({"input": [USER, CALL | {"arguments": "[]"}]}, "input[1]"),
+    ({"input": [USER, CALL | {"name": "a b"}]}, "input[1].name"),
+    *[({"tools": [tool]}, "tools[0]") for tool in ({"type": "web_search"}, {"type": "mcp", "name": "f"})],
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    ({"tools": [TOOL | {"strict": True}]}, "tools[0].strict"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"include": ["file_search_call.results"]}, "include"),
+    ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": 5000}, "max_output_tokens"),
+    ({"input": "x" * 9000}, "input"),
+    ({"n": 2}, "n"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+    ({"conversation": "c"}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"return_token_ids": True}, "return_token_ids"),
+    ({"store": True}, "store"),
+    ({"background": True}, "background"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: str(value)[:50])
+async def test_a_bad_parameter_is_rejected_by_name(client, hermes, fields, param):
+    openai_client, _ = await client(hermes, "x")
+    with pytest.raises(openai.BadRequestError) as raised:
+        await openai_client.responses.create(**{"model": "tiny", "input": "x", "extra_body": fields})
+    assert raised.value.param == param
+    assert len(raised.value.message) < 300
+
+
+def test_content_without_a_type_of_item_is_a_message():
+    body = parse_body(ResponsesBody, json.dumps({"input": [USER]}).encode(), "m")
+    assert body.items[0].content == "x"
+    with pytest.raises(RequestError, match="images and files are not supported"):
+        parse_body(ResponsesBody, json.dumps({"input": [USER | {"content": [{"type": "x"}]}]}).encode(), "m")

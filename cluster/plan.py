@@ -1,5 +1,6 @@
 """Plans a local cluster: checks the settings of `baton up` on this machine, and lists the processes to start."""
 
+import errno
 import random
 import re
 import socket
@@ -248,5 +249,7 @@ def _free_port(name: str, host: str, port: int) -> int:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"{flag_of(name)} {port}: cannot listen on {host}:{port}: {error.strerror}") from None
+            is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            given = f"{flag_of(name)} {port}" if is_taken else f"{flag_of(name.replace('port', 'host'))} {host}"
+            raise ConfigError(f"{given}: cannot listen on {host}:{port}: {error.strerror}") from None
         return int(probe.getsockname()[1])

@@ -77,7 +77,8 @@ def own_secret(directory: str) -> str:
         path = private(directory).absolute() / NAME
         write_secret(path)
     except OSError as error:
-        raise ConfigError(str(error)) from None
+        reason = str(error) if error.strerror is None else f"--kv-directory {directory}: {error.strerror}"
+        raise ConfigError(reason) from None
     return str(path)
 
 

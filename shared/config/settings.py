@@ -47,12 +47,18 @@ def parse_size(value: int | str) -> int:
 
 
 def parse_count(value: int | str) -> int | str:
-    """Return the number in a count such as "16k" (16,000) or "16K" (16,384), as in vLLM, or other values unchanged."""
-    match = COUNT.fullmatch(str(value).strip())
-    if match is None:
+    """Return the number in a count such as "16k" (16,000) or "16K" (16,384), as in vLLM, or a plain number unchanged.
+
+    Raises ValueError if the count is malformed.
+    """
+    text = str(value).strip()
+    if match := COUNT.fullmatch(text):
+        count = Fraction(match[1]) * (1024 if match[2].isupper() else 1000) ** ("kmg".index(match[2].lower()) + 1)
+        if count.denominator == 1:
+            return int(count)
+    elif re.fullmatch(r"[-+]?\d+", text, re.ASCII):
         return value
-    count = Fraction(match[1]) * (1024 if match[2].isupper() else 1000) ** ("kmg".index(match[2].lower()) + 1)
-    return int(count) if count.denominator == 1 else value
+    raise ValueError("must be a whole number, as in 16384, 16k (16,000) or 16K (16,384)")
 
 
 def parse_cpus(value: str | Iterable[int]) -> tuple[int, ...]:

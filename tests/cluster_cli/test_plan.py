@@ -284,8 +284,12 @@ def test_a_model_that_is_no_directory_is_refused(model: Path, name: str) -> None
 def test_an_address_that_cannot_be_bound_is_refused(model: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
-        for given in ({"port": port}, {"port": 0, "registry_port": port}, {"port": 0, "host": "192.0.2.1"}):
-            with pytest.raises(ConfigError, match="cannot listen on"):
+        for given, named in [
+            ({"port": port}, f"--port {port}"),
+            ({"port": 0, "registry_port": port}, f"--registry-port {port}"),
+            ({"port": 8000, "host": "192.0.2.1"}, "--host 192.0.2.1"),
+        ]:
+            with pytest.raises(ConfigError, match=f"^{named}: cannot listen on"):
                 checked(LocalSettings.model_validate({"model": str(model)} | given))
     with pytest.raises(ConfigError, match="is also the --port"):
         checked(LocalSettings(model=str(model), port=port, registry_port=port))

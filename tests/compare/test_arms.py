@@ -26,7 +26,7 @@ def test_an_arm_is_parsed_with_the_common_settings_below_its_own():
         (["colocated:2", "disaggregated:0p2d"], "needs a device for each of its roles"),
         (["colocated:2", "colocated:2@prefil_first"], "policy 'prefil_first': must be 'stall_free', "),
         (["colocated:2", "colocated:2@budget=3"], "budget is not a setting"),
-        (["colocated:2", "colocated:2@max_num_seqs=none"], "must be a valid integer"),
+        (["colocated:2", "colocated:2@max_num_seqs=none"], "must be a whole number, as in 16384, 16k"),
         (["colocated:2", "colocated:2@port=80"], "port is set by the comparison"),
         (["colocated:2", "colocated:2@max_num_seqs=1,max_num_seqs=2"], "max_num_seqs is given twice"),
         (["colocated:2", "colocated:2"], "is given twice; to compare an arm with itself, use --control"),

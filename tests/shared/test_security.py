@@ -261,3 +261,5 @@ def test_baton_up_writes_its_secret_in_a_private_directory(tmp_path: Path) -> No
     open_to_all.chmod(0o1777)
     with pytest.raises(ConfigError, match="other users can write there"):
         own_secret(str(open_to_all))
+    with pytest.raises(ConfigError, match=r"^--kv-directory /proc/x: "):
+        own_secret("/proc/x")

@@ -28,8 +28,8 @@ def tmp_path() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.fixture
-def restored_logging() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _restored_logging() -> Iterator[None]:
     """Undo what a process configures at its start: handlers, which write to the stderr of one test, and the switch
     interval of threads."""
     root, interval_s = logging.getLogger(), sys.getswitchinterval()

@@ -26,7 +26,6 @@ from shared.config.settings import NodeSettings, RouterSettings
 from tests.cluster.harness import DEMO, ROOT
 
 WEIGHTS = "model.safetensors"
-pytestmark = pytest.mark.usefixtures("restored_logging")
 Breaking = Callable[[Path], object]
 
 

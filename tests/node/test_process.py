@@ -110,7 +110,6 @@ ERRORS = [
 ]
 
 
-@pytest.mark.usefixtures("restored_logging")
 @pytest.mark.parametrize(("stage", "error"), list(zip(STAGES.values(), ERRORS, strict=True)), ids=STAGES)
 def test_a_failure_at_any_stage_of_the_start_prints_one_line_and_exits_with_2(
     tmp_path: Path,

@@ -29,7 +29,7 @@ class Lines:
 
 
 @pytest.fixture
-def lines(capsys, restored_logging):
+def lines(capsys):
     """Return the lines that this process logs."""
     return Lines(capsys)
 

@@ -361,6 +361,59 @@ class Scheduler:
             for context in range(slice_.end - count + 1, slice_.end + 1):
                 step.work.add_draft(context)
 
+    # ---- stretches of decodes, for simulators ---------------------------------------------------------------
+
+    def num_decode_only(self, most: int) -> int:
+        """Return how many of the next steps, at most `most`, will consist of one decode of every running request, if no
+        command comes between them. The result is 0 if that is not certain, with drafts and with groups of layers."""
+        if not self.running or self.speculation or not self.geometry.is_uniform or not self._is_closed():
+            return 0
+        for request in self.running:
+            if request.send_kv or request.num_in_flight or len(request.tokens) - request.num_scheduled != 1:
+                return 0
+            most = min(most, request.max_tokens + request.num_prompt - len(request.tokens))
+        while most and sum(self._missing(request, most) for request in self.running) > self.pool.available:
+            most //= 2
+        return most
+
+    def _is_closed(self) -> bool:
+        """Return whether no waiting request can be admitted while the running requests only decode."""
+        waiting = self._next_waiting()
+        if waiting is None or self.policy.together or len(self.running) + self.num_receiving >= self._max_running:
+            return True
+        return not (self.policy.mixed or self.policy.prompts_first or waiting.receive_kv)
+
+    def skip_decodes(self, count: int, token: int = 0) -> list[Request]:
+        """Change the state as `count` steps would, at most `num_decode_only`, whose decodes all sample `token`, which
+        no request may have as a stop token. Return the requests that end in the last of these steps."""
+        running, size = tuple(self.running), self.block_tokens
+        starts = [request.num_scheduled for request in running]
+        events: list[tuple[int, bool, int]] = []  # (step, whether a block becomes full, index in `running`)
+        for index, (request, start) in enumerate(zip(running, starts, strict=True)):
+            request.tokens += [token] * count
+            room = len(request.tables[0]) * size - start
+            if room < count:
+                events += [(step, False, index) for step in range(room + 1, count + 1, size)]
+            if size - start % size < count:
+                events += [(step, True, index) for step in range(size - start % size, count, size)]
+        for step, is_full, index in sorted(events):  # rows are taken and named in the order of these steps
+            if is_full:
+                self._advance(running[index], starts[index] + step)
+            else:
+                self._take_blocks(running[index], 1)
+        self._steps += count
+        self.counters.steps += count
+        self.counters.generated_tokens += count * len(running)
+        ended = []
+        for request, start in zip(running, starts, strict=True):
+            self._advance(request, start + count)
+            request.finish = request.finish_reason()
+            if request.finish is not None:
+                self._end(request)
+                ended.append(request)
+        self._check_ledger()
+        return ended
+
     # ---- prompts --------------------------------------------------------------------------------------------
 
     def _schedule_prompts(self, step: Step) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import exp, inf
 
 from router.dispatch.requests import GenerationRequest
-from router.nodes.pool import PoolCapacity
+from router.nodes.placement import PoolCapacity
 from shared.errors import UnavailableError
 
 RATE_S = 10.0  # seconds; time constant of the average of the nodes' throughput
@@ -133,18 +133,40 @@ class AdmissionQueue:
 
     def enqueue(self, request: GenerationRequest) -> QueueEntry:
         """Return the request's entry, which is granted or waits. Raises AdmissionRefusedError as `offer` does."""
-        now, deadline = time.monotonic(), inf if request.deadline is None else request.deadline
-        entry = QueueEntry(
+        now = time.monotonic()
+        entry = self.entry(
+            len(request.prompt),
+            request.max_tokens,
+            now,
             tenant=request.tenant,
             priority=request.priority,
-            prompt_tokens=len(request.prompt),
-            sample_tokens=max(1, request.max_tokens // 2),  # the same estimate as in `Attempt.begin`
-            num_left=request.n,
-            expires=min(now + self._max_wait_s, deadline),
-            deadline=deadline,
+            num_samples=request.n,
+            deadline=inf if request.deadline is None else request.deadline,
         )
         self.offer(entry, now)
         return entry
+
+    def entry(
+        self,
+        prompt_tokens: int,
+        max_tokens: int,
+        now: float,
+        *,
+        tenant: str = "",
+        priority: int = 0,
+        num_samples: int = 1,
+        deadline: float = inf,
+    ) -> QueueEntry:
+        """Return the entry of a request that arrives now, to be passed to `offer`."""
+        return QueueEntry(
+            tenant=tenant,
+            priority=priority,
+            prompt_tokens=prompt_tokens,
+            sample_tokens=max(1, max_tokens // 2),  # the same estimate as in `LoadCharge`
+            num_left=num_samples,
+            expires=min(now + self._max_wait_s, deadline),
+            deadline=deadline,
+        )
 
     async def wait_for_slot(self, entry: QueueEntry) -> None:
         """Wait until the entry is granted. Raises UnavailableError if this has not happened by `entry.expires`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from router.dispatch.admission import AdmissionQueue, QueueEntry
 from router.dispatch.requests import GenerationRequest
 from router.nodes.connection import NodeConnection
-from scheduler.cost import pairs_of
+from router.nodes.load import LoadCharge
 from shared import failpoints
 from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
@@ -171,8 +171,7 @@ class Attempt:
         self.decode: NodeConnection | None = None
         self._admitted = admitted
         self._start = len(sample.tokens)
-        self._prompt_tokens = self._prompt_pairs = self._kv_tokens = 0  # the load on the nodes
-        self._is_prompt_computed = False
+        self._charge: LoadCharge | None = None  # the load on the nodes, once they are assigned
         self._handed_off = False
         self._producers: set[NodeConnection] = set()
         self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # deltas that wait for earlier ones, by position
@@ -198,12 +197,10 @@ class Attempt:
         """Assign the nodes, and charge the attempt to their load. `cached_tokens` is the expected length of the cached
         prefix on the node that computes the prompt."""
         self.prefill, self.decode = prefill, decode
-        num_tokens = len(self.request.prompt) + len(self.sample.tokens)
-        self._prompt_tokens = max(0, num_tokens - cached_tokens)
-        self._prompt_pairs = pairs_of(num_tokens - self._prompt_tokens, self._prompt_tokens)
-        self._kv_tokens = num_tokens + (self.request.max_tokens - len(self.sample.tokens)) // 2
-        self._charge_prompt(1)
-        decode.load.kv_tokens += self._kv_tokens
+        prefill_load = None if prefill is None else prefill.load
+        num_done = len(self.sample.tokens)
+        num_tokens, may_add = len(self.request.prompt) + num_done, self.request.max_tokens - num_done
+        self._charge = LoadCharge(prefill_load, decode.load, num_tokens, cached_tokens, may_add)
         self.sample.attempt = self
 
     def end(self, error: Exception | None) -> bool:
@@ -211,9 +208,9 @@ class Attempt:
         if self._is_over:
             return False
         self._is_over, self._error = True, error
-        if self.decode is not None:
-            self._prompt_computed()
-            self.decode.load.kv_tokens -= self._kv_tokens
+        if self._charge is not None:
+            self._prompt_computed(self._charge)
+            self._charge.end()
         for node in self.nodes:
             if error is None and self.sample.outcome == "finished":
                 node.forget(self.id)
@@ -279,8 +276,9 @@ class Attempt:
             if connection is self.decode or not self._handed_off:
                 self.end(_failure(connection, delta))
             return  # ignore the prefill node's error: its commit succeeded, although it did not receive the reply
-        if not self._is_prompt_computed and (self._handed_off or self.prefill is None or delta.finish):
-            self._prompt_computed()
+        assert self._charge is not None
+        if not self._charge.is_prompt_computed and (self._handed_off or self.prefill is None or delta.finish):
+            self._prompt_computed(self._charge)
             if self.sample.index == 0:
                 if self._handed_off or self.prefill is None:
                     self._admitted.kv_node = self.decode
@@ -296,19 +294,10 @@ class Attempt:
                 self.end(None)
                 return
 
-    def _prompt_computed(self) -> None:
-        if not self._is_prompt_computed:
-            self._is_prompt_computed = True
-            self._charge_prompt(-1)
+    def _prompt_computed(self, charge: LoadCharge) -> None:
+        if not charge.is_prompt_computed:
+            charge.prompt_computed()
             self._admitted.prompt_computed()
-
-    def _charge_prompt(self, sign: int) -> None:
-        """Add the prompt's computation to the load of the nodes (`sign` 1), or subtract it (`sign` -1)."""
-        assert self.decode is not None
-        computes = self.prefill or self.decode
-        computes.load.outstanding_tokens += sign * self._prompt_tokens
-        computes.load.outstanding_pairs += sign * self._prompt_pairs
-        self.decode.load.prefilling += sign
 
     def _publish(self, connection: NodeConnection, delta: TokenDelta) -> None:
         failpoints.reach("router.received", self.id)

@@ -28,9 +28,9 @@ from router.dispatch.attempt import (
 )
 from router.dispatch.failover import Failover, RetryBudget
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal
-from router.nodes.connection import NodeConnection
 from router.nodes.load import kv_capacity_tokens
-from router.nodes.pool import NodePool, PlacementCandidate
+from router.nodes.placement import PlacementCandidate
+from router.nodes.pool import NodePool
 from router.observer import RouterObserver
 from scheduler.placement import Placement
 from shared import failpoints
@@ -61,6 +61,21 @@ class DispatchRules:
     max_attempts: int = 5
     disaggregate: str = "auto"
     ttft_slo_s: float = 0.0
+
+    def check_slo(self, placement: Placement, *, is_stale: bool) -> None:
+        """Raise AdmissionRefusedError if the first token is predicted later than the SLO.
+
+        A request without a prediction, or with a stale one, is admitted. If stale predictions counted, a node that was
+        once measured as too slow would get no more requests, and would never be measured again.
+        """
+        slo_s, estimate = self.ttft_slo_s, placement.estimate
+        if not slo_s or estimate is None or estimate.first_token_s <= slo_s or is_stale:
+            return
+        raise AdmissionRefusedError(
+            f"The predicted time to the first token is {estimate.first_token_s * 1000:.0f} ms, over the limit of "
+            f"{slo_s * 1000:.0f} ms (--ttft-slo-ms); try again later.",
+            estimate.first_token_s - slo_s,
+        )
 
 
 class Dispatcher:
@@ -237,26 +252,11 @@ class Dispatcher:
         prefill = None if placement.prefill is None else self._pool.connections[placement.prefill]
         decode = self._pool.connections[placement.decode]
         if attempt.is_first:
-            self._check_slo(placement, prefill or decode)
+            self._rules.check_slo(placement, is_stale=(prefill or decode).load.is_stale)
             self._queue.credit_prefix_hit(admitted.entry, candidate.cached_tokens)
         self._record_placement(attempt, placement)
         self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
         attempt.begin(prefill, decode, candidate.cached_tokens)
-
-    def _check_slo(self, placement: Placement, computes: NodeConnection) -> None:
-        """Raise AdmissionRefusedError if the first token is predicted later than the SLO.
-
-        A request without a prediction, or with a stale one, is admitted. If stale predictions counted, a node that was
-        once measured as too slow would get no more requests, and would never be measured again.
-        """
-        slo_s, estimate = self._rules.ttft_slo_s, placement.estimate
-        if not slo_s or estimate is None or estimate.first_token_s <= slo_s or computes.load.is_stale:
-            return
-        raise AdmissionRefusedError(
-            f"The predicted time to the first token is {estimate.first_token_s * 1000:.0f} ms, over the limit of "
-            f"{slo_s * 1000:.0f} ms (--ttft-slo-ms); try again later.",
-            estimate.first_token_s - slo_s,
-        )
 
     def _record_placement(self, attempt: Attempt, placement: Placement) -> None:
         self._placements[placement.reason] += 1

@@ -51,7 +51,7 @@ class NodeConnection:
         """`on_change` is called when the node becomes alive, ready, not ready or lost."""
         self.info = info
         self.stats = NodeStats()
-        self.load = NodeLoad()
+        self.load = NodeLoad(time.monotonic)
         self.is_alive = False
         self.alive_since = 0.0
         self.ramp_until = 0.0  # until this time, the node gets less than its share of requests

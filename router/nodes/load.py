@@ -1,12 +1,11 @@
 """The load and the speed of one node as placement sees them, and the node's status for `/v1/status`."""
 
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from router.metrics.request_metrics import SloTargets
-from scheduler.cost import MAX_COEFFICIENT, CostModel
+from scheduler.cost import MAX_COEFFICIENT, CostModel, pairs_of
 from scheduler.disaggregate import NodeView
 from shared.rpc.messages import NodeInfo, NodeStats
 
@@ -27,9 +26,10 @@ class NodeLoad:
     """The work that this router has sent to a node, and the speed that the node reports.
 
     Each `NodeConnection` owns one. Attempts change the counters; placement reads them through `view`. The counters are
-    more recent than the node's own reports, which arrive twice a second.
+    more recent than the node's own reports, which arrive twice a second. `clock` is the monotonic clock in seconds.
     """
 
+    clock: Callable[[], float]
     outstanding_tokens: int = 0  # prompt tokens sent to the node that are not computed yet
     outstanding_pairs: int = 0  # query-key pairs of the outstanding tokens
     kv_tokens: int = 0  # tokens whose KV is, or will be, on the node
@@ -38,7 +38,10 @@ class NodeLoad:
     cost: CostModel | None = None  # the step-time model of the node
     push_s: float = 0.0  # constant part of the time of a KV push, in seconds
     byte_s: float = 0.0  # additional time of a KV push for each byte, in seconds
-    last_active: float = field(default_factory=time.monotonic)  # when the node last ran a step or got a request
+    last_active: float = field(init=False)  # when the node last ran a step or got a request
+
+    def __post_init__(self) -> None:
+        self.last_active = self.clock()
 
     def read_stats(self, stats: NodeStats, has_stepped: bool) -> None:
         """Read the node's speed from its stats. Ignore invalid values, and remove an invalid cost from `stats`."""
@@ -48,11 +51,11 @@ class NodeLoad:
         is_valid = len(stats.transfer) == 2 and all(0 <= number < MAX_COEFFICIENT for number in stats.transfer)
         self.push_s, self.byte_s = stats.transfer if is_valid else (0.0, 0.0)
         if has_stepped:
-            self.last_active = time.monotonic()
+            self.last_active = self.clock()
 
     def count_placement(self) -> None:
         self.num_placed += 1
-        self.last_active = time.monotonic()
+        self.last_active = self.clock()
 
     def clear(self) -> None:
         """Reset the counters of outstanding work, because the stream to the node has ended."""
@@ -61,7 +64,7 @@ class NodeLoad:
     @property
     def is_stale(self) -> bool:
         """Whether the node has been idle for too long to trust its step-time model."""
-        return time.monotonic() - self.last_active > STALE_S
+        return self.clock() - self.last_active > STALE_S
 
     def view(self, info: NodeInfo, stats: NodeStats, num_requests: int) -> NodeView:
         """Return the values that placement reads. `num_requests` counts this router's requests on the node."""
@@ -89,6 +92,37 @@ class NodeLoad:
             shared_pool_owner=info.shared_pool_owner,
             stale=self.is_stale,
         )
+
+
+class LoadCharge:
+    """What one attempt adds to the load of its nodes: its prompt until that is computed, and its KV until the end."""
+
+    def __init__(self, prefill: NodeLoad | None, decode: NodeLoad, num_tokens: int, cached: int, may_add: int) -> None:
+        """Charge a row of `num_tokens` tokens, of which the computing node probably has `cached`. `may_add` is the most
+        tokens that the attempt may generate."""
+        self._computing, self._decode = prefill or decode, decode
+        self.prompt_tokens = max(0, num_tokens - cached)
+        self._pairs = pairs_of(num_tokens - self.prompt_tokens, self.prompt_tokens)
+        self._kv_tokens = num_tokens + may_add // 2
+        self._add_prompt(1)
+        decode.kv_tokens += self._kv_tokens
+        self.is_prompt_computed = False
+
+    def prompt_computed(self) -> None:
+        """Remove the prompt from the outstanding work. Later calls do nothing."""
+        if not self.is_prompt_computed:
+            self.is_prompt_computed = True
+            self._add_prompt(-1)
+
+    def end(self) -> None:
+        """Remove all of the charge. Must be called once."""
+        self.prompt_computed()
+        self._decode.kv_tokens -= self._kv_tokens
+
+    def _add_prompt(self, sign: int) -> None:
+        self._computing.outstanding_tokens += sign * self.prompt_tokens
+        self._computing.outstanding_pairs += sign * self._pairs
+        self._decode.prefilling += sign
 
 
 def step_tokens(info: NodeInfo) -> int:

@@ -8,44 +8,24 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from router.nodes.connection import NodeConnection
 from router.nodes.health import OutlierDetector
 from router.nodes.journal import NodeJournal
-from router.nodes.load import kv_capacity_tokens, step_tokens
+from router.nodes.load import step_tokens
+from router.nodes.placement import BACKLOG_STEPS, PlacementCandidate, PoolCapacity, RoutableNodes, capacity_of
 from router.observer import RouterObserver
-from scheduler.disaggregate import NodeView
-from scheduler.placement import Placement, PrefixIndex, candidates, place
+from scheduler.placement import PrefixIndex
 from scheduler.prefix import block_hashes
 from shared.lifecycle import TaskGroup
 from shared.registry import Registry
 from shared.rpc.messages import NodeInfo, NodeStats
 
 log = logging.getLogger("baton.fleet")
-PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
-SPARE_REQUESTS = 8  # for each SPARE_REQUESTS that a node can run, it gets one more, so that it is never idle
-BACKLOG_STEPS = 16  # a node should have a queue of prompts for this many steps, which take a second or two
 SLOW_START_S = 10.0  # during this time, a node that joins busy nodes gets less than its share of requests
 MAX_DETECTORS = 1024
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
-
-
-class PoolCapacity(NamedTuple):
-    """The numbers of requests and tokens that all nodes together should hold at once."""
-
-    requests: int = 0
-    kv_tokens: int = 0
-    prompt_tokens: int = 0  # tokens of prompts that are not computed yet
-    prompts: int = 0  # number of uncomputed prompts that are admitted regardless of their length
-
-
-class PlacementCandidate(NamedTuple):
-    """The placement of a token sequence, its block hashes, and how many of its tokens the computing node has cached."""
-
-    placement: Placement
-    hashes: list[bytes]
-    cached_tokens: int
 
 
 class NodePool:
@@ -80,9 +60,7 @@ class NodePool:
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
         self._changed = asyncio.Event()
-        self._routable: tuple[list[NodeConnection], list[NodeConnection]] | None = None  # None: to be computed
-        self._routable_by_name: dict[str, NodeConnection] = {}
-        self._has_shared_pools = False
+        self._routable: RoutableNodes[NodeConnection] | None = None  # None: to be computed
         self._capacity: PoolCapacity | None = None  # None: to be computed
         self._ramps_until = 0.0  # the latest `ramp_until` of all connections
         self._handoffs_before = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # totals of nodes that left
@@ -215,10 +193,8 @@ class NodePool:
         """Return the prefill and the decode nodes that take requests. They all have the same fingerprint, so that they
         can exchange KV. The lists are recomputed only after a change."""
         if self._routable is None:
-            prefill, decode = self._routable = self._find_routable()
-            self._routable_by_name = {each.info.id: each for each in prefill + decode}
-            self._has_shared_pools = any(each.info.shared_pool_owner for each in prefill)
-        return self._routable
+            self._routable = RoutableNodes(*self._find_routable())
+        return self._routable.prefill, self._routable.decode
 
     def _find_routable(self) -> tuple[list[NodeConnection], list[NodeConnection]]:
         ready = [each for each in self.connections.values() if each.is_ready]
@@ -241,16 +217,10 @@ class NodePool:
         return kept or connections
 
     def capacity(self) -> PoolCapacity:
-        """Return the capacity of the routable nodes, including queued prompts that take a second or two to compute."""
+        """Return the capacity of the routable nodes."""
         prefill, decode = self.routable()
         if self._capacity is None:
-            generating = decode or prefill
-            self._capacity = PoolCapacity(
-                requests=sum(_max_requests(each.info) for each in generating),
-                kv_tokens=sum(kv_capacity_tokens(each.info) for each in generating),
-                prompt_tokens=sum(BACKLOG_STEPS * step_tokens(each.info) for each in prefill + decode),
-                prompts=PROMPTS_PER_NODE * len(prefill + decode),
-            )
+            self._capacity = capacity_of((each.info for each in prefill), (each.info for each in decode))
         return self._capacity
 
     def choose(
@@ -278,29 +248,11 @@ class NodePool:
             prefill = [each for each in prefill if each.info.id == prefix_node] or prefill
         if not (prefill or decode):
             return None
-        block_tokens = (prefill or decode)[0].info.block_tokens
-        hashes = block_hashes(row, block_tokens, salt)
-        cached = {name: depth * block_tokens for name, depth in self.prefixes.overlap(hashes).items()}
-        matches = [name for name in reversed(cached) if name not in avoid]  # the longest match first
-        decode_views = self._views(identity, decode, matches)
-        if self._has_shared_pools:  # a prefill node in a shared pool can hand off only to the pool's owner
-            owners = {"", *(view.incarnation_id for view in decode_views)}
-            prefill = [each for each in prefill if each.info.shared_pool_owner in owners]
-        prefill_views = self._views(identity, prefill, matches)
-        placement = place(len(row), prefill_views, decode_views, cached, disaggregate)
-        assert placement is not None
-        return PlacementCandidate(placement, hashes, cached.get(placement.prefill or placement.decode, 0))
-
-    def _views(self, identity: str, connections: list[NodeConnection], matches: list[str]) -> list[NodeView]:
-        """Return the nodes that a decision considers: a few nodes, and the node with the longest cached prefix."""
-        known = (self._routable_by_name[name] for name in matches if name in self._routable_by_name)
-        role = connections[0].info.role if connections else ""
-        prefix_match = next((each for each in known if each.info.role == role), None)
-        return [each.view() for each in candidates(identity, connections, prefix_match)]
-
-
-def _max_requests(info: NodeInfo) -> int:
-    return info.max_num_seqs * (SPARE_REQUESTS + 1) // SPARE_REQUESTS + 2
+        hashes = block_hashes(row, (prefill or decode)[0].info.block_tokens, salt)
+        assert self._routable is not None
+        return self._routable.choose(
+            identity, len(row), hashes, self.prefixes, disaggregate, among=(prefill, decode), avoid=avoid
+        )
 
 
 def _has_room(connection: NodeConnection, now: float) -> bool:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from router.__main__ import listen
 from router.dispatch import attempt as attempt_module
 from router.dispatch.admission import AdmissionQueue, AdmissionRefusedError, QueueEntry
-from router.nodes.pool import PoolCapacity
+from router.nodes.placement import PoolCapacity
 from shared import failpoints
 from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import wait_until

@@ -1,0 +1,102 @@
+"""The router's choice of nodes and the capacity of its pool, without connections, clocks or event loops.
+
+The pool calls these functions with its connections, and a simulator with its simulated nodes.
+"""
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from router.nodes.load import kv_capacity_tokens, step_tokens
+from scheduler.disaggregate import NodeView
+from scheduler.placement import Placement, PrefixIndex, candidates, place
+from shared.rpc.messages import NodeInfo
+
+PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
+SPARE_REQUESTS = 8  # for each SPARE_REQUESTS that a node can run, it gets one more, so that it is never idle
+BACKLOG_STEPS = 16  # a node should have a queue of prompts for this many steps, which take a second or two
+
+
+class PoolCapacity(NamedTuple):
+    """The numbers of requests and tokens that all nodes together should hold at once."""
+
+    requests: int = 0
+    kv_tokens: int = 0
+    prompt_tokens: int = 0  # tokens of prompts that are not computed yet
+    prompts: int = 0  # number of uncomputed prompts that are admitted regardless of their length
+
+
+class PlacementCandidate(NamedTuple):
+    """The placement of a token sequence, its block hashes, and how many of its tokens the computing node has cached."""
+
+    placement: Placement
+    hashes: list[bytes]
+    cached_tokens: int
+
+
+class RoutableNode(Protocol):
+    """A node that takes requests."""
+
+    @property
+    def info(self) -> NodeInfo: ...
+    def view(self) -> NodeView: ...
+
+
+Routable = TypeVar("Routable", bound=RoutableNode)
+
+
+def capacity_of(prefill: Iterable[NodeInfo], decode: Iterable[NodeInfo]) -> PoolCapacity:
+    """Return the capacity of these nodes, including queued prompts that take a second or two to compute."""
+    prefill, decode = list(prefill), list(decode)
+    generating = decode or prefill
+    return PoolCapacity(
+        requests=sum(info.max_num_seqs * (SPARE_REQUESTS + 1) // SPARE_REQUESTS + 2 for info in generating),
+        kv_tokens=sum(map(kv_capacity_tokens, generating)),
+        prompt_tokens=sum(BACKLOG_STEPS * step_tokens(info) for info in prefill + decode),
+        prompts=PROMPTS_PER_NODE * len(prefill + decode),
+    )
+
+
+class RoutableNodes(Generic[Routable]):
+    """The nodes that take requests, by role. It is replaced when a node changes, so that a choice takes as long with
+    many nodes as with a few."""
+
+    def __init__(self, prefill: list[Routable], decode: list[Routable]) -> None:
+        self.prefill, self.decode = prefill, decode
+        self._by_name = {node.info.id: node for node in (*prefill, *decode)}
+        self._has_shared_pools = any(node.info.shared_pool_owner for node in prefill)
+
+    def choose(
+        self,
+        identity: str,
+        num_tokens: int,
+        hashes: list[bytes],
+        prefixes: PrefixIndex,
+        disaggregate: str,
+        *,
+        among: tuple[list[Routable], list[Routable]] | None = None,
+        avoid: Container[str] = (),
+    ) -> PlacementCandidate | None:
+        """Choose the nodes for a row of `num_tokens` tokens, whose full blocks have these hashes. Return None without
+        nodes. `among` are those prefill and decode nodes that may be chosen, by default all. A node in `avoid` is not
+        considered for its cached prefix."""
+        prefill, decode = among or (self.prefill, self.decode)
+        if not (prefill or decode):
+            return None
+        block_tokens = (prefill or decode)[0].info.block_tokens
+        cached = {name: depth * block_tokens for name, depth in prefixes.overlap(hashes).items()}
+        matches = [name for name in reversed(cached) if name not in avoid]  # the longest match first
+        decode_views = self._views(identity, decode, matches)
+        if self._has_shared_pools:  # a prefill node in a shared pool can hand off only to the pool's owner
+            owners = {"", *(view.incarnation_id for view in decode_views)}
+            prefill = [node for node in prefill if node.info.shared_pool_owner in owners]
+        prefill_views = self._views(identity, prefill, matches)
+        placement = place(num_tokens, prefill_views, decode_views, cached, disaggregate)
+        assert placement is not None
+        return PlacementCandidate(placement, hashes, cached.get(placement.prefill or placement.decode, 0))
+
+    def _views(self, identity: str, nodes: Sequence[Routable], matches: Sequence[str]) -> list[NodeView]:
+        """Return the nodes that a decision considers: a few nodes, and the node with the longest cached prefix."""
+        known = (self._by_name[name] for name in matches if name in self._by_name)
+        role = nodes[0].info.role if nodes else ""
+        prefix_match = next((node for node in known if node.info.role == role), None)
+        return [node.view() for node in candidates(identity, nodes, prefix_match)]

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [
     "router", "node", "prefill_node", "decode_node", "scheduler", "engine", "shared",
-    "dashboard", "compare", "cluster", "baton", "benchmarks", "demo", "deploy",
+    "dashboard", "simulator", "compare", "cluster", "baton", "benchmarks", "demo", "deploy",
 ]  # fmt: skip
 CORE = ("router", "node", "prefill_node", "decode_node", "scheduler", "engine", "shared")
 OPTIONAL_ENGINE = ("cpu", "cuda")
@@ -90,7 +90,8 @@ MAY_IMPORT = {
     "decode_node": {"node", "engine", "scheduler", "shared"},
     "router": {"scheduler", "shared"},
     "dashboard": {"router", "scheduler", "shared"},
-    "compare": {"dashboard", "router", "engine", "scheduler", "shared"},
+    "simulator": {"router", "node", "engine", "scheduler", "shared"},
+    "compare": {"simulator", "dashboard", "router", "engine", "scheduler", "shared"},
     "cluster": set(FOLDERS) - {"baton", "benchmarks", "demo", "deploy"},
     "baton": {"cluster"},
     "demo": {"engine", "scheduler", "shared"},

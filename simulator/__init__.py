@@ -1,0 +1,1 @@
+"""Simulates whole clusters on a virtual clock, with the real scheduler, placement and admission."""

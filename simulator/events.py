@@ -1,0 +1,27 @@
+"""The virtual clock and its queue of events."""
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+from math import inf
+from typing import Any
+
+
+class EventQueue:
+    """Runs functions at times of a virtual clock in seconds, in the order of time, then `late`, then scheduling."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, bool, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._numbers = count()
+
+    def at(self, time_s: float, function: Callable[..., object], *args: Any, late: bool = False) -> None:
+        """Call `function(*args)` at `time_s`, after the other events of this time if `late` is set."""
+        heapq.heappush(self._heap, (time_s, late, next(self._numbers), function, args))
+
+    def run(self, until_s: float = inf) -> None:
+        """Run the events up to `until_s`."""
+        heap = self._heap
+        while heap and heap[0][0] <= until_s:
+            self.now, _, _, function, args = heapq.heappop(heap)
+            function(*args)

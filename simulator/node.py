@@ -1,0 +1,257 @@
+"""A simulated node: the real scheduler on a virtual clock, with steps that take the time that a model predicts.
+
+While only decodes run, the duration of a step is an affine function of the step's number. The node then skips whole
+stretches of steps: their end times have a closed form, and `Scheduler.skip_decodes` changes the state at once.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from random import Random
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.cost import CostModel, StepWork
+from scheduler.request import Request, RequestState, Step
+from scheduler.scheduler import Scheduler, StepOutput
+from shared.rpc.messages import NodeStats
+from simulator.events import EventQueue
+
+TOKEN = 0  # what every step samples: only numbers of tokens matter
+PERIOD = 4096  # number of drawn variations, which then repeat
+LONGEST = 256  # most steps in a stretch
+Command = Callable[[Scheduler], object]
+
+
+class Stretch(NamedTuple):
+    """Consecutive steps of one node, the first of which has this number. If nothing varied, step i, counted from 0,
+    would last first_s + i * slope_s seconds."""
+
+    begin_s: float
+    number: int
+    length: int
+    first_s: float
+    slope_s: float = 0.0
+
+
+class StepTimes:
+    """The durations of a node's steps: the cost model's prediction and the time of the host, times a random factor.
+
+    The factors are drawn from `quantiles`, evenly spaced quantiles of measured divided by predicted durations. A step's
+    factor depends only on its number, so that skipping steps changes no time. Sums over the factors make the end of a
+    stretch a closed form.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        host_s: float = 0.0,
+        host_slice_s: float = 0.0,
+        quantiles: Sequence[float] = (1.0,),
+        seed: str = "",
+    ) -> None:
+        """A step takes `host_s`, and `host_slice_s` for each slice, in addition to the time of the device."""
+        self._cost, self._host_s, self._host_slice_s = cost, host_s, host_slice_s
+        self.varies = any(quantile != 1 for quantile in quantiles)
+        random = Random(seed)
+        places = [random.random() * (len(quantiles) - 1) for _ in range(PERIOD)] if self.varies else []
+        self._factors = np.interp(places, range(len(quantiles)), quantiles).tolist()
+        self._sums = list(accumulate(self._factors, initial=0.0))
+        self._moments = list(accumulate((i * each for i, each in enumerate(self._factors)), initial=0.0))
+
+    def of_step(self, work: StepWork) -> float:
+        """Return the seconds of a step, before any variation."""
+        num_slices = work.num_prefills + work.num_decodes
+        return self._cost.seconds(work) + self._host_s + self._host_slice_s * num_slices
+
+    def slope(self, num_decodes: int) -> float:
+        """Return by how many seconds each step of `num_decodes` decodes is longer than the one before."""
+        return self._cost.per_context * num_decodes
+
+    def longest(self, number: int) -> int:
+        """Return how many steps from step `number` on a stretch may have."""
+        return min(LONGEST, PERIOD - number % PERIOD) if self.varies else LONGEST
+
+    def end(self, steps: Stretch, count: int) -> float:
+        """Return the time at which the first `count` steps have ended."""
+        if not self.varies:
+            return steps.begin_s + count * steps.first_s + steps.slope_s * (count * (count - 1) // 2)
+        first = steps.number % PERIOD
+        factors = self._sums[first + count] - self._sums[first]
+        moments = self._moments[first + count] - self._moments[first] - first * factors
+        return steps.begin_s + steps.first_s * factors + steps.slope_s * moments
+
+    def ends(self, log: Sequence[Stretch]) -> NDArray[np.float64]:
+        """Return the end times of all steps of a node's log, by number."""
+        lengths = [steps.length for steps in log]
+        rows = np.array(log, np.float64).reshape(-1, 5).repeat(lengths, axis=0)
+        begin_s, number, _, first_s, slope_s = rows.T
+        ends: NDArray[np.float64]
+        count = np.arange(1, len(rows) + 1) - number
+        if not self.varies:
+            ends = begin_s + count * first_s + slope_s * (count * (count - 1) // 2)
+            return ends
+        first = number.astype(np.int64) % PERIOD
+        last = first + count.astype(np.int64)
+        sums, moments = np.array(self._sums), np.array(self._moments)
+        factors = sums[last] - sums[first]
+        ends = begin_s + first_s * factors + slope_s * (moments[last] - moments[first] - first * factors)
+        return ends
+
+
+class NodeListener(Protocol):
+    """Receives what happens on a node. The node's clock has the time at which it happens."""
+
+    def on_receiving(self, node: "SimulatedNode", requests: list[Request]) -> None:
+        """Called when blocks have been reserved for KV that these requests receive."""
+
+    def on_scheduled(self, node: "SimulatedNode", step: Step) -> None:
+        """Called when a step has been decided and begins. Not called for steps that are skipped."""
+
+    def on_outputs(self, node: "SimulatedNode", step: Step, outputs: Sequence[StepOutput]) -> None:
+        """Called when a step has ended. Not called for steps that are skipped."""
+
+    def on_stretch(self, node: "SimulatedNode", steps: Stretch) -> None:
+        """Called before these steps, each a decode of every running request, are skipped at once."""
+
+    def on_ended(self, node: "SimulatedNode", requests: list[Request]) -> None:
+        """Called when requests have ended in the last of the steps that were skipped."""
+
+
+class SimulatedNode:
+    """One node: its scheduler, and the loop of `engine.engine.Engine` on a virtual clock.
+
+    Commands run between two steps, in the order in which they were posted. A command that arrives during a stretch of
+    decodes shortens the stretch to the steps that have begun. `log` has all steps so far.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        events: EventQueue,
+        scheduler: Scheduler,
+        times: StepTimes,
+        listener: NodeListener,
+        *,
+        skips: bool = True,
+    ) -> None:
+        """If `skips` is false, the node decides every step singly."""
+        self.name, self.scheduler, self.times = name, scheduler, times
+        self.log: list[Stretch] = []
+        self.num_steps = 0
+        self._events, self._listener, self._skips = events, listener, skips
+        self._inbox: deque[Command] = deque()
+        self._is_busy = False
+        self._stretch: Stretch | None = None
+        self._generation = 0  # increases when the end of the current stretch changes
+        self._snapshot = scheduler.ledger(), 0, 0
+
+    def post(self, command: Command) -> None:
+        """Run `command` before the next step."""
+        self._inbox.append(command)
+        if self._stretch is not None:
+            self._shorten(self._stretch)
+        elif not self._is_busy:
+            self._turn()
+
+    def stats(self) -> NodeStats:
+        """Return what the node reports at a heartbeat: its state after its last step that has ended."""
+        if self._stretch is not None:
+            self._settle(self._stretch)
+        ledger, running, num_waiting = self._snapshot
+        requests = self.scheduler.requests.values() if num_waiting else ()
+        waiting = (each for each in requests if each.state is RequestState.WAITING and not each.receive_kv)
+        counters = self.scheduler.counters
+        return NodeStats(
+            running=running,
+            waiting=num_waiting,
+            waiting_tokens=sum(len(request.tokens) for request in waiting),
+            blocks_owned=ledger.owned,
+            blocks_reserved=ledger.reserved,
+            blocks_total=ledger.total,
+            steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+        )
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Run the commands, and begin the next step or stretch. Without work, wait for a command."""
+        self._is_busy = True
+        scheduler, inbox = self.scheduler, self._inbox
+        while inbox:
+            inbox.popleft()(scheduler)
+        self._take_snapshot()
+        if self._skips and (count := scheduler.num_decode_only(self.times.longest(self.num_steps))) > 1:
+            self._begin(count)
+            return
+        step = scheduler.schedule()
+        if step.receiving:
+            self._listener.on_receiving(self, step.receiving)
+        if not step.slices:
+            self._is_busy = False
+            return
+        steps = Stretch(self._events.now, self.num_steps, 1, self.times.of_step(step.work))
+        self.log.append(steps)
+        self._listener.on_scheduled(self, step)
+        self._events.at(self.times.end(steps, 1), self._finish, step, late=True)
+
+    def _finish(self, step: Step) -> None:
+        tokens = [TOKEN if slice_.samples else None for slice_ in step.slices]
+        outputs = self.scheduler.update(step, tokens)
+        self.num_steps += 1
+        self._listener.on_outputs(self, step, outputs)
+        self._turn()
+
+    def _take_snapshot(self) -> None:
+        scheduler = self.scheduler
+        self._snapshot = scheduler.ledger(), len(scheduler.running) + scheduler.num_receiving, scheduler.num_waiting
+
+    # ---- stretches of decodes -----------------------------------------------------------------------------------
+
+    def _begin(self, count: int) -> None:
+        running = self.scheduler.running
+        context = sum(request.num_scheduled for request in running) + len(running)
+        first_s = self.times.of_step(StepWork(num_decodes=len(running), decode_context=context))
+        self._continue(Stretch(self._events.now, self.num_steps, count, first_s, self.times.slope(len(running))))
+
+    def _continue(self, steps: Stretch) -> None:
+        self._stretch = steps
+        self._generation += 1
+        self._events.at(self.times.end(steps, steps.length), self._end, self._generation, late=True)
+
+    def _shorten(self, steps: Stretch) -> None:
+        """Let the stretch end with the step that runs now."""
+        now = self._events.now
+        count = 1 + bisect_left(range(1, steps.length), now, key=lambda count: self.times.end(steps, count))
+        if count < steps.length:
+            self._continue(steps._replace(length=count))
+
+    def _settle(self, steps: Stretch) -> None:
+        """Complete those steps of the stretch that have ended."""
+        now = self._events.now
+        count = bisect_left(range(1, steps.length), True, key=lambda count: self.times.end(steps, count) >= now)
+        if count == 0:
+            return
+        self._skip(steps._replace(length=count))
+        first_s = steps.first_s + steps.slope_s * count
+        begin_s = self.times.end(steps, count)
+        self._continue(Stretch(begin_s, self.num_steps, steps.length - count, first_s, steps.slope_s))
+        self._take_snapshot()
+
+    def _end(self, generation: int) -> None:
+        if generation != self._generation or self._stretch is None:
+            return
+        steps, self._stretch = self._stretch, None
+        if ended := self._skip(steps):
+            self._listener.on_ended(self, ended)
+        self._turn()
+
+    def _skip(self, steps: Stretch) -> list[Request]:
+        self.log.append(steps)
+        self._listener.on_stretch(self, steps)
+        self.num_steps += steps.length
+        return self.scheduler.skip_decodes(steps.length, TOKEN)

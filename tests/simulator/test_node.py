@@ -1,0 +1,49 @@
+"""A simulated node that skips stretches of decodes does what a node that decides every step does."""
+
+from dataclasses import astuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from scheduler.prefix import block_hashes
+from scheduler.scheduler import StepLimits
+from tests.simulator.drive import UNIT, Run, Work, work
+
+
+@given(work=work())
+def test_skipping_decodes_changes_no_step_no_time_and_no_report(work: Work) -> None:
+    stepped, skipped = Run(work, skips=False).run(), Run(work, skips=True).run()
+    assert skipped.members == stepped.members
+    assert skipped.ended == stepped.ended
+    assert [astuple(report) for report in skipped.reports] == [astuple(report) for report in stepped.reports]
+    ends = [run.node.times.ends(run.node.log) for run in (stepped, skipped)]
+    assert ends[0].tolist() == ends[1].tolist()
+    assert skipped.scheduler.ledger() == stepped.scheduler.ledger()
+    assert cached_rows(skipped) == cached_rows(stepped)
+    assert astuple(skipped.scheduler.counters) == astuple(stepped.scheduler.counters)
+
+
+def cached_rows(run: Run) -> tuple[list[object], list[int]]:
+    """Return the rows of all cached blocks of all requests, and all rows in the order in which they are reused."""
+    pool = run.scheduler.pool
+    names = [name for each in run.requests for name in block_hashes(each.tokens, run.work.block_tokens, each.salt)]
+    return [pool.find(name) for name in names], pool.take(pool.available)
+
+
+@given(work=work())
+def test_random_variations_of_durations_do_not_depend_on_skipping(work: Work) -> None:
+    quantiles = (0.9, 1.0, 1.5)
+    stepped, skipped = (Run(work, skips, quantiles).run() for skips in (False, True))
+    assert skipped.members == stepped.members
+    ends = [run.node.times.ends(run.node.log) for run in (stepped, skipped)]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-9)
+    assert [name for _, name in skipped.ended] == [name for _, name in stepped.ended]
+
+
+def test_most_decodes_are_skipped() -> None:
+    fields = [{"id": f"r{n}", "tokens": [n] * 20, "num_prompt": 20, "max_tokens": 500} for n in range(3)]
+    arrivals = [(n * 300 * UNIT, each) for n, each in enumerate(fields)]
+    run = Run(Work("stall_free", StepLimits(64, 8), 1000, 4, False, arrivals, [], 0.0, 5000 * UNIT), skips=True).run()
+    assert len(run.members) - run.num_skipped < 10
+    assert np.all(np.diff(run.node.times.ends(run.node.log)) > 0)

@@ -200,7 +200,7 @@ class SimulatedNode:
         self._events.at(self.times.end(steps, 1), self._finish, step, late=True)
 
     def _finish(self, step: Step) -> None:
-        tokens = [TOKEN if slice_.samples else None for slice_ in step.slices]
+        tokens = [(TOKEN,) if slice_.samples else () for slice_ in step.slices]
         outputs = self.scheduler.update(step, tokens)
         self.num_steps += 1
         self._listener.on_outputs(self, step, outputs)

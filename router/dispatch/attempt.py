@@ -317,7 +317,10 @@ class Attempt:
 def _failure(connection: NodeConnection, delta: TokenDelta) -> Exception:
     if delta.retry:
         return AttemptFailed(delta.error, connection.info.id)
-    if delta.error in {"internal", "numerical", "no_token"}:
+    if delta.error == "no_token":
+        text = "No token is allowed at a position of the answer: the parameters that restrict it leave none"
+        return RequestError(f"{text}, or its grammar is too complex.", code="no_token")
+    if delta.error in {"internal", "numerical"}:
         return UnavailableError(f"The model failed on this request ({delta.error}).", status=500)
     return RequestError(delta.error)
 

@@ -24,6 +24,7 @@ from router.http.messages import (
     check_tool_names,
     check_tool_results,
 )
+from router.http.structured import Constraint, ResponseFormat, StructuredOutputs
 from router.text.chat_template import Argument
 from shared.errors import RequestError
 from shared.limits import INT32_MAX, MAX_LOGIT_BIASES, MAX_LOGPROBS
@@ -36,12 +37,14 @@ IGNORED = frozenset(("metadata", "prediction", "prompt_cache_key", "prompt_cache
 IGNORED |= {"prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity"}
 # Known fields that are not supported. Each is accepted only with the listed values, which have no effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
-    ("audio", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "moderation", "structured_outputs"), ()
+    ("audio", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "moderation"), ()
 )
 UNSUPPORTED |= {"suffix": ("",), "truncate_prompt_tokens": (), "web_search_options": (), "bad_words": ([],)}
 UNSUPPORTED |= dict.fromkeys(("conversation", "context_management"), ())
 UNSUPPORTED |= {"functions": ([],), "function_call": ("none",)}
-UNSUPPORTED |= {"modalities": (["text"],), "response_format": ({"type": "text"},), "use_beam_search": (False,)}
+UNSUPPORTED |= {"modalities": (["text"],), "use_beam_search": (False,)}
+# What replaces the older names of vLLM, which it no longer accepts.
+REPLACED = {f"guided_{name}": f"structured_outputs.{name}" for name in ("choice", "grammar", "json", "regex")}
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 # Error messages of fields that accept several forms. Pydantic's own message would explain only one of the forms.
 EXPECTED = {
@@ -58,7 +61,9 @@ EXPECTED = {
 }
 NESTED = {
     "messages": 3,
+    "response_format": 3,
     "stream_options": 2,
+    "structured_outputs": 2,
     "tools": 4,
     "input": 6,
     "text": 3,
@@ -160,6 +165,7 @@ class GenerateBody(Body):
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
     prompt_logprobs: LogprobCount | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    response_format: ResponseFormat | None = None
     return_token_ids: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     skip_special_tokens: bool = True
@@ -168,6 +174,7 @@ class GenerateBody(Body):
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    structured_outputs: StructuredOutputs | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -183,6 +190,16 @@ class GenerateBody(Body):
                 f"`min_tokens` ({self.min_tokens}) is above `max_tokens` ({self.token_limit}).", "min_tokens"
             )
         return self
+
+    def constraint(self) -> Constraint | None:
+        """Return what the answer must match, if anything. Raises RequestError if the parameters contradict each
+        other."""
+        by_format = self.response_format.constraint() if self.response_format is not None else None
+        if self.structured_outputs is None:
+            return by_format
+        if by_format is not None:
+            raise RequestError("Give `response_format` or `structured_outputs`, not both.", "structured_outputs")
+        return self.structured_outputs.constraint()
 
     @property
     def token_limit(self) -> int | None:
@@ -310,7 +327,8 @@ def parse_body(kind: type[BodyType], raw: bytes, model_name: str) -> BodyType:
     for key in [key for key in fields if key not in kind.model_fields]:
         if fields[key] not in UNSUPPORTED.get(key, (fields[key],)):
             only = " or ".join(json.dumps(value) for value in UNSUPPORTED[key] if value)
-            message = f"`{key}` is not supported" + (f"; it can only be {only}." if only else ".")
+            advice = f"; use `{REPLACED[key]}`." if key in REPLACED else "."
+            message = f"`{key}` is not supported" + (f"; it can only be {only}." if only else advice)
             raise RequestError(message, key, "unsupported_parameter")
         if key not in IGNORED and key not in UNSUPPORTED:
             raise RequestError(f"Unknown parameter: `{key[:MAX_NAME]}`.", key[:MAX_NAME], "unknown_parameter")

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.requests import GenerationRequest, ModelCard
@@ -12,6 +12,7 @@ from router.http.output import Output, RequestOutput
 from router.http.parsing import build_requests
 from router.metrics.request_metrics import RequestMetrics
 from router.observer import RouterObserver
+from router.text.grammar_check import GrammarChecker
 from router.text.tokenizer import Tokenizer
 
 
@@ -24,15 +25,15 @@ class GenerationService:
     model: ModelCard
     observer: RouterObserver
     metrics: RequestMetrics
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
 
     async def requests(
         self, body: CompletionBody | ChatBody, request_id: str, reply: ResponseWriter
     ) -> list[GenerationRequest]:
         """Name the reply, and return a request for each prompt of the body. Raises RequestError."""
         reply.name(request_id)
-        return await build_requests(
-            body, self.model, self.tokenizer, request_id, reply.traceparent, reply.identity, reply.deadline
-        )
+        about = (request_id, reply.traceparent, reply.identity, reply.deadline)
+        return await build_requests(body, self.model, self.tokenizer, *about, self.grammars)
 
     def output(
         self, body: CompletionBody | ChatBody, request_id: str, requests: list[GenerationRequest], arrived: float

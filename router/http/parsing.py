@@ -10,6 +10,7 @@ from router.dispatch.requests import GenerationRequest, ModelCard
 from router.http.asgi import ANONYMOUS, Identity
 from router.http.bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody
 from router.http.tools import check_tools
+from router.text.grammar_check import GrammarChecker
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.limits import GREEDY_BELOW
@@ -40,16 +41,19 @@ async def build_requests(
     traceparent: str = "",
     identity: Identity = ANONYMOUS,
     deadline: float | None = None,
+    grammars: GrammarChecker | None = None,
 ) -> list[GenerationRequest]:
-    """Return one request for each prompt. Raises RequestError if a token id is not in the vocabulary, or if the tokens
-    do not fit the model's context."""
+    """Return one request for each prompt. Raises RequestError if a token id is not in the vocabulary, if the tokens do
+    not fit the model's context, or if `grammars` refuses the grammar that answers must match."""
     check_ids(body.stop_token_ids, model, "stop_token_ids")
     sampling = _sampling(body)
     check_ids(list(sampling.logit_bias), model, "logit_bias")
     prompts = await _encoded(body, model, tokenizer)
-    stop_tokens = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.eos_ids)
+    grammar = await _grammar(body, model, grammars or GrammarChecker())
+    ignores_eos = body.ignore_eos and not grammar
+    stop_tokens = frozenset(body.stop_token_ids) | (frozenset() if ignores_eos else model.eos_ids)
     salt = cache_namespace(identity.tenant, body.cache_salt)
-    return [
+    requests = [
         GenerationRequest(
             id=f"{request_id}-{number}",
             prompt=prompt,
@@ -65,9 +69,25 @@ async def build_requests(
             traceparent=traceparent,
             tenant=identity.tenant,
             deadline=deadline,
+            grammar=grammar,
         )
         for number, prompt in enumerate(prompts)
     ]
+    if grammar and body.ignore_eos:  # the answer ends only where the grammar allows no other token
+        for request in requests:
+            request.min_tokens = request.max_tokens
+    return requests
+
+
+async def _grammar(body: GenerateBody, model: ModelCard, checker: GrammarChecker) -> str:
+    """Return the grammar that the answers must match, or "" for none."""
+    constraint = body.constraint()
+    if constraint is None:
+        return ""
+    if not (model.eos_ids or body.stop_token_ids):
+        text = "This model has no stop token, so an answer cannot end where its grammar does: set `stop_token_ids`."
+        raise RequestError(text, constraint.param)
+    return await asyncio.to_thread(constraint.grammar, checker)
 
 
 def cache_namespace(tenant: str, cache_salt: str | None) -> bytes:

@@ -9,15 +9,12 @@ takes too long. With a child process, long conversations also do not hold the ro
 
 import contextlib
 import json
-import os
 import re
 import resource
 import secrets
 import signal
-import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -28,6 +25,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.text.child_process import ChildProcess
 from shared.errors import ConfigError, RequestError
 
 MAX_SOURCE_BYTES = 1 << 20
@@ -73,7 +71,7 @@ class ChatTemplate:
 
     The router's tokenizer owns it. It owns the child process that renders the template, and restarts the process after
     it was killed. `render` blocks, so callers run it on a worker thread. It is thread-safe: conversations are rendered
-    one at a time, each within RENDER_S. The child process ends when this object is garbage-collected.
+    one at a time, each within RENDER_S.
     """
 
     def __init__(self, source: str, tokens: dict[str, str], special: Sequence[str]) -> None:
@@ -86,7 +84,8 @@ class ChatTemplate:
         names = sorted((re.escape(name) for name in special if name), key=len, reverse=True)
         self._special = re.compile("|".join(names) or "(?!)")  # "(?!)" matches nothing
         self._lock = threading.Lock()
-        self._start()
+        self._child = ChildProcess("router.text.chat_template")
+        self._load()
 
     @classmethod
     def load(cls, directory: Path, config: dict[str, Any], special: Sequence[str]) -> "ChatTemplate | None":
@@ -116,8 +115,9 @@ class ChatTemplate:
         given = {"messages": marked, "add_generation_prompt": add_generation_prompt, "documents": None}
         given["tools"] = [self._marked(tool, mark) for tool in tools] or None
         with self._lock:
-            if self._process.poll() is not None:
-                self._start()
+            if not self._child.is_running:
+                self._child.start()
+                self._load()
             answer = self._ask(self._tokens | own | given)
         if "refused" in answer:
             raise RequestError(f"The chat template refuses this conversation: {answer['refused']}", "messages")
@@ -141,36 +141,14 @@ class ChatTemplate:
             return {self._marked(key, mark): self._marked(each, mark) for key, each in value.items()}
         return [self._marked(each, mark) for each in value] if isinstance(value, list) else value
 
-    def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "router.text.chat_template"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],  # the package `router` is importable from this directory
-            env=os.environ | {"PYTHONSAFEPATH": ""},  # otherwise Python may leave that directory out
-        )
-        self._stop = weakref.finalize(self, _kill, self._process)
+    def _load(self) -> None:
+        """Send the template to a new child. Raises ConfigError when it does not compile."""
         if reasons := self._ask(self.source):
             raise ConfigError(f"the model's chat template does not compile: {next(iter(reasons.values()))}")
 
     def _ask(self, question: object) -> dict[str, str]:
-        """Return the child's answer. If there is none, the child exceeded its limits: kill it and return a refusal."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            self._process.stdin.flush()
-            answer: dict[str, str] = json.loads(self._process.stdout.readline())
-        except (OSError, ValueError):
-            self._stop()
-            return {"refused": "it takes too long or too much memory"}
-        return answer
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    with contextlib.suppress(OSError):  # OSError: the child did not read all of its input
-        process.communicate()
+        answer = self._child.ask(question)
+        return {"refused": "it takes too long or too much memory"} if answer is None else answer
 
 
 # The rest of this module runs in the child process.

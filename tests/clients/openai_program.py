@@ -4,6 +4,7 @@ import asyncio
 
 import openai
 from checks import MODEL, URL, end, refused, works
+from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 HI = [{"role": "user", "content": "Tell me a story"}]
@@ -50,6 +51,17 @@ def helper():
         return stream.get_final_completion().choices[0].message.content
 
 
+class Answer(BaseModel):
+    """An answer."""
+
+    number: int = Field(ge=0, le=99)
+
+
+def parsed():
+    chosen = client.chat.completions.parse(model=MODEL, messages=HI, max_tokens=500, response_format=Answer)
+    return isinstance(chosen.choices[0].message.parsed, Answer)
+
+
 works("models", lambda: [model.id for model in client.models.list()] == [MODEL])
 works("chat", lambda: chat().choices[0].message.content)
 works("stream with usage", streamed)
@@ -65,6 +77,11 @@ works(
     "extra_body",
     lambda: chat(extra_body={"min_tokens": 8, "top_k": 3, "ignore_eos": True}).usage.completion_tokens == 8,
 )
+works("parse", parsed)
+works(
+    "structured_outputs",
+    lambda: complete(extra_body={"structured_outputs": {"choice": ["a", "b"]}}).choices[0].text in ("a", "b"),
+)
 works("hints", lambda: chat(verbosity="low", reasoning_effort="none", prompt_cache_key="k", safety_identifier="s"))
 works("async and cancel", lambda: asyncio.run(many()))
 works(
@@ -78,7 +95,6 @@ works("NotFoundError", lambda: raises(openai.NotFoundError, extra_body={"model":
 works("APITimeoutError", lambda: raises(openai.APITimeoutError, max_tokens=5000, timeout=0.05))
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 refused("tools", lambda: chat(tools=[TOOL]), "has no place for `tools`")
-refused("json_object", lambda: chat(response_format={"type": "json_object"}), "`response_format` is not supported")
 works("responses", lambda: client.responses.create(model=MODEL, input="x", max_output_tokens=8).output_text)
 refused("embeddings", lambda: client.embeddings.create(model=MODEL, input="x"), "POST /v1/embeddings does not exist")
 end()

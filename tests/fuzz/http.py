@@ -15,6 +15,7 @@ from router.http.asgi import check_headers, label_of
 from router.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from router.http.connection import HttpConnection
 from router.http.parsing import build_requests
+from router.text.grammar_check import GrammarChecker
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
@@ -26,6 +27,7 @@ from tests.cluster.harness import DEMO
 from tests.fuzz.target import as_json, target
 
 PROMPT = {"model": "m", "prompt": "once", "max_tokens": 4, "temperature": 0, "stop": ["x"], "logit_bias": {"5": 1}}
+GRAMMARS = GrammarChecker()
 CHAT = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 4, "logprobs": True}
 
 
@@ -50,7 +52,7 @@ def completion_bodies(data: bytes) -> None:
     try:
         body = parse_body(CompletionBody, data, "m")
         model = read_model(DEMO, "m", 64, 0)
-        requests = _loop().run_until_complete(build_requests(body, model, _tokenizer(), "cmpl-1"))
+        requests = _loop().run_until_complete(build_requests(body, model, _tokenizer(), "cmpl-1", grammars=GRAMMARS))
     except RequestError as error:
         _check_rejection(error)
         return

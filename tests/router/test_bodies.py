@@ -78,7 +78,8 @@ BAD_VALUES = {
     "prompt_logprobs": (21, -1),
     "functions": ([{"name": "f"}],),
     "function_call": ("auto",),
-    "response_format": ({"type": "json_object"},),
+    "response_format": ("json_object", []),
+    "structured_outputs": ("x", []),
     **dict.fromkeys(("chat_template", "guided_regex", "remote_host", "temprature"), ("(a+)+b",)),
     **dict.fromkeys(("guided_json", "kv_transfer_params"), ({"remote_host": "10.0.0.1"},)),
     "reasoning_effort": ("huge", 1),
@@ -93,6 +94,12 @@ BAD = [({name: value}, name) for name, values in BAD_VALUES.items() for value in
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"lark": "x"}}, "structured_outputs.lark"),
 ]
 BAD_PROMPTS = [
     *("", [], [[]], [""], ["a", ""], ["a", [1], []], [1, "a"], ["a", 1], [1, [2]], [[[1]]], [1.0], [True], [-1]),
@@ -255,7 +262,7 @@ def test_openais_harmless_fields_are_ignored():
         ({"messages": [RESULT]}, "is not the id of a call in an earlier message of the assistant"),
         ({"tools": [TOOL, TOOL]}, "is the name of an earlier tool: `f`"),
         ({"tool_choice": "required"}, '"required" and named functions are not supported yet'),
-        ({"response_format": {"type": "json_object"}}, 'is not supported; it can only be {"type": "text"}'),
+        ({"guided_regex": "a"}, "`guided_regex` is not supported; use `structured_outputs.regex`."),
         ({"chat_template_kwargs": {"messages": "x"}}, "cannot set `messages`"),
     ],
 )

@@ -1,0 +1,177 @@
+"""The parameters that constrain an answer: OpenAI's `response_format` and vLLM's `structured_outputs`.
+
+A constraint is enforced exactly or refused with the reason; it is never looser than what the client asked for.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from llguidance import LLMatcher
+from pydantic import BaseModel, ConfigDict, Field
+
+from router.text.grammar_check import GrammarChecker, GrammarError
+from shared.errors import RequestError
+from shared.grammar import choice_grammar, json_grammar
+
+MAX_BYTES = 64 << 10  # of a schema, regular expression or grammar
+MAX_DEPTH = 32  # of a schema
+MAX_CHOICES = 1024
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+UNKNOWN_KEYWORDS = re.compile(r'Unimplemented keys: \["([^"]*)"')
+OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+
+Strict = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+Schema = dict[str, Any]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_BYTES)]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer must match, before it is checked: a grammar of llguidance, or the text of a Lark or GBNF grammar.
+
+    `param` is the parameter that an error names, and `schema` the JSON schema, if it is one.
+    """
+
+    param: str
+    text: str
+    is_source: bool = False
+    schema: Schema | None = None
+
+    def grammar(self, checker: GrammarChecker) -> str:
+        """Return the checked grammar, in llguidance's format. Raises RequestError with the reason if it is refused.
+
+        Blocks, so callers run it on a thread.
+        """
+        try:
+            return checker.check(self.text, self.is_source)
+        except GrammarError as error:
+            text, where = str(error), ""
+            if (found := UNKNOWN_KEYWORDS.search(text)) and self.schema is not None:
+                place = next(_places(self.schema, found[1]), "")
+                text, where = f"the keyword `{found[1]}` cannot be enforced", place and f" (in {place})"
+            raise RequestError(f"`{self.param}`: {text}{where}.", self.param, "invalid_grammar") from None
+
+
+class JsonSchema(BaseModel):
+    """The schema of an answer. It is enforced whether or not `strict` is set."""
+
+    model_config = Strict
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[Schema, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`."""
+
+    model_config = Strict
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def constraint(self) -> Constraint | None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            text = "`response_format` must have `json_schema` if, and only if, its type is `json_schema`."
+            raise RequestError(text, "response_format")
+        if self.json_schema is not None:
+            return _of_schema(self.json_schema.schema_, "response_format.json_schema.schema")
+        return _of_schema({"type": "object"}, "response_format") if self.type == "json_object" else None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's `structured_outputs`: one of the first five fields, and options of JSON."""
+
+    model_config = Strict
+    # The names are vLLM's; `json` would hide a method of the base class.
+    json_: Annotated[Schema | Text | None, Field(alias="json")] = None
+    regex: Text | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: Text | None = None
+    json_object: Literal[True] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: Text | None = None
+
+    def constraint(self) -> Constraint:
+        given = [name for name in KINDS if getattr(self, "json_" if name == "json" else name) is not None]
+        if len(given) != 1:
+            names = ", ".join(f"`{name}`" for name in KINDS)
+            raise RequestError(f"`structured_outputs` must have exactly one of {names}.", "structured_outputs")
+        param = f"structured_outputs.{given[0]}"
+        option = next((name for name in OPTIONS if getattr(self, name)), None)
+        if option is not None and not given[0].startswith("json"):
+            name = f"structured_outputs.{option}"
+            raise RequestError(f"`{name}` is only allowed with `json` or `json_object`.", name)
+        if self.regex is not None:
+            return Constraint(param, LLMatcher.grammar_from_regex(self.regex))
+        if self.choice is not None:
+            _check_size(sum(map(len, self.choice)), param)
+            return Constraint(param, choice_grammar(self.choice))
+        if self.grammar is not None:
+            return Constraint(param, self.grammar, is_source=True)
+        schema = {"type": "object"} if self.json_ is None else _parsed(self.json_, param)
+        if self.disable_additional_properties:
+            schema = _closed(schema)
+        options: dict[str, Any] = {"whitespace_flexible": False} if self.disable_any_whitespace else {}
+        if self.disable_any_whitespace:
+            options["whitespace_pattern"] = None
+        elif self.whitespace_pattern is not None:
+            options["whitespace_pattern"] = self.whitespace_pattern
+        return _of_schema(schema, param, **options)
+
+
+def _of_schema(schema: Schema, param: str, **options: Any) -> Constraint:
+    if _depth(schema) > MAX_DEPTH:
+        raise RequestError(f"`{param}` is nested deeper than {MAX_DEPTH} levels.", param, "invalid_grammar")
+    _check_size(len(json.dumps(schema, ensure_ascii=False).encode()), param)
+    return Constraint(param, json_grammar(schema, **options), schema=schema)
+
+
+def _check_size(size: int, param: str) -> None:
+    if size > MAX_BYTES:
+        raise RequestError(f"`{param}` is larger than {MAX_BYTES >> 10} KiB.", param, "invalid_grammar")
+
+
+def _parsed(given: Schema | str, param: str) -> Schema:
+    """Return a schema that may be given as a text."""
+    if isinstance(given, dict):
+        return given
+    try:
+        value = json.loads(given)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError(f"`{param}` must be a JSON schema: an object, or the text of one.", param)
+    return value
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner = [list(each.values()) if isinstance(each, dict) else each for each in level]
+        level = [each for values in inner if isinstance(values, list) for each in values]
+    return depth - 1
+
+
+def _closed(value: Any) -> Any:
+    """Return a schema whose objects have no other properties than those that it names, as vLLM's guidance backend."""
+    if isinstance(value, list):
+        return [_closed(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    closes = "additionalProperties" not in value and ("properties" in value or "patternProperties" in value)
+    return {key: _closed(each) for key, each in value.items()} | ({"additionalProperties": False} if closes else {})
+
+
+def _places(value: Any, key: str, path: str = "") -> Iterator[str]:
+    """Yield the paths of the objects in a schema that have a key, such as `properties.tags`. Skips the root."""
+    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    if isinstance(value, dict) and key in value and path:
+        yield path
+    for name, inner in items:
+        if isinstance(inner, dict | list):
+            yield from _places(inner, key, f"{path}.{name}" if path else str(name))

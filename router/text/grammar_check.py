@@ -1,0 +1,111 @@
+"""Checks a client's grammar in a child process, before it is sent to a node.
+
+llguidance is native code. It limits its own work, but not well enough for input of strangers: a chain of 5,000 rules
+overflows the stack, which ends the process. Therefore this module also runs as a child process
+(`python -m router.text.grammar_check`), whose processor time, memory and stack are limited. What passes there passes on
+nodes too, where the limits are higher. The child has no tokenizer, so the names of special tokens are checked by nodes.
+"""
+
+import contextlib
+import json
+import re
+import resource
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+from router.text.child_process import ChildProcess
+from shared.grammar import LIMITS, lark_grammar, one_line
+
+CHECK_S = 4.0  # of processor time
+MEMORY_BYTES = 1 << 30  # address space of the child
+STACK_BYTES = 2 << 20  # a quarter of that of the threads of a node
+REMEMBERED = 256  # number of grammars whose result is kept, because clients send the same ones again
+NO_TOKENIZER = "no tokenizer"  # in the warnings about special tokens
+# llguidance's own way to set a rule's temperature: nodes could not follow it.
+TEMPERATURE = re.compile(r'^\s*\w+\s*\[[^\]"]*\btemperature\s*=', re.MULTILINE)
+
+
+class GrammarError(ValueError):
+    """The grammar cannot be used. The message is the reason."""
+
+
+class GrammarChecker:
+    """Checks grammars, and converts them to llguidance's format.
+
+    The router's handlers share one object. It owns the child process, which starts with the first grammar, and again
+    after it was killed. `check` blocks for up to CHECK_S of the child's processor time, so callers run it on a thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: ChildProcess | None = None
+        self._checked = lru_cache(REMEMBERED)(self._ask)
+
+    def check(self, text: str, is_source: bool = False) -> str:
+        """Return the grammar in llguidance's format. Raises GrammarError if no answer could match it exactly.
+
+        If `is_source` is set, `text` is a grammar in Lark or GBNF. Otherwise, it is already in llguidance's format.
+        """
+        answer = self._checked(text, is_source)
+        if "error" in answer:
+            raise GrammarError(answer["error"])
+        return answer["grammar"]
+
+    def _ask(self, text: str, is_source: bool) -> dict[str, str]:
+        with self._lock:
+            if self._child is None:
+                self._child = ChildProcess("router.text.grammar_check")
+            elif not self._child.is_running:
+                self._child.start()
+            answer = self._child.ask([text, is_source])
+        return {"error": "it takes too much time or memory to compile"} if answer is None else answer
+
+
+# The rest of this module runs in the child process.
+
+
+def checked(text: str, is_source: bool) -> dict[str, str]:
+    """Return {"grammar": ...} or {"error": the reason}."""
+    if is_source:
+        try:
+            text = gbnf_to_lark(text) if "::=" in text and not is_lark_syntax(text) else text
+        except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+            return {"error": one_line(str(error))}
+        if TEMPERATURE.search(text):
+            return {"error": "`temperature` of a rule is not supported; set it for the request"}
+        text = lark_grammar(text)
+    _, messages = LLMatcher.validate_grammar_with_warnings(text, None, limits=LIMITS)
+    for message in messages:  # a warning means that something is not enforced
+        if not message.startswith(NO_TOKENIZER):
+            return {"error": one_line(message)}
+    matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=LIMITS)
+    if not matcher.is_error():  # it is one if the grammar names special tokens, which a node will check
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            return {"error": "no text matches it"}
+    return {"grammar": text}
+
+
+def main() -> None:
+    """Check grammars from standard input until it ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C also reaches the router, which may still need this process
+    threading.stack_size(STACK_BYTES)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, CHECK_S)  # SIGPROF kills the process
+        with ThreadPoolExecutor(1) as small_stack:
+            answer = small_stack.submit(checked, *json.loads(line)).result()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()

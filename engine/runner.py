@@ -13,7 +13,7 @@ from engine.batch import Batch, BlockRows, build
 from engine.kernels import Kernels
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder, LanguageModel
-from engine.sampling import NUMERICAL, DrawResult, SamplingRow, describe, is_penalized, sample
+from engine.sampling import NUMERICAL, DrawResult, SamplingRow, depends_on_tokens, describe, sample
 from engine.token_masks import MaskFiller
 from scheduler.request import Request, Slice, Step
 from shared.rpc.messages import Logprobs, SamplingParams
@@ -91,11 +91,11 @@ def set_ahead(runner: Runner, mode: str, *, speculates: bool = False) -> None:
 def leads(step: Step) -> bool:
     """Return whether the next step may be built before this step's tokens are known.
 
-    It may not if a request of this step has penalties or a grammar, since its next draw then depends on this step's
-    token, or if the number of tokens is unknown, because guesses are verified.
+    It may not if a request of this step has penalties, bad words or a grammar, since its next draw then depends on this
+    step's token, or if the number of tokens is unknown, because guesses are verified.
     """
     sampled = (slice_.request for slice_ in step.slices if slice_.samples)
-    dependent = any(request.matcher is not None or is_penalized(request.sampling) for request in sampled)
+    dependent = any(request.matcher is not None or depends_on_tokens(request.sampling) for request in sampled)
     return not (dependent or step.work.draft_tokens)
 
 

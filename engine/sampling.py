@@ -1,12 +1,13 @@
 """Samples the next tokens of many rows at once. A draw depends only on its row's logits, parameters and position.
 
-The meaning and order of the parameters are vLLM's: min_tokens and bias, penalties, temperature, min_p, top_k, top_p.
+The meaning and order of the parameters are vLLM's: min_tokens, bad words and bias, penalties, allowed
+tokens, temperature, min_p, top_k, top_p.
 A draw adds Gumbel noise from a counter-based generator (`engine.counter_rng`) to the scores and takes the token with
 the highest sum. The token therefore does not depend on the batch, on chunking, or on the node.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,7 +20,7 @@ from engine.counter_rng import BROKEN, NOTHING_ALLOWED, WORDS, gumbel, key_of
 from engine.cpu import why_not_compiled
 from engine.token_masks import TokenMasks, TokenMatcher
 from shared.limits import GREEDY_BELOW
-from shared.rpc.messages import Logprobs, SamplingParams
+from shared.rpc.messages import Logprobs, SamplingParams, unpack_ids
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -55,8 +56,12 @@ class SamplingRow:
         return is_penalized(self.sampling)
 
 
+def depends_on_tokens(sampling: SamplingParams) -> bool:
+    """Return whether the sampling parameters make a draw depend on the tokens before it."""
+    return is_penalized(sampling) or bool(sampling.bad_words)
+
+
 def is_penalized(sampling: SamplingParams) -> bool:
-    """Return whether penalties make a draw depend on the tokens before it."""
     return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 
@@ -154,12 +159,13 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
     shifts = [
         (index, token, amount)
         for index, row in enumerate(rows)
-        if row.sampling.logit_bias or row.forbids_stop
+        if row.sampling.logit_bias or row.sampling.bad_words or row.forbids_stop
         for token, amount in _shifts(row).items()
         if 0 <= token < logits.shape[1]  # stop tokens outside the vocabulary cannot be drawn anyway
     ]
     penalized = [(index, row) for index, row in enumerate(rows) if row.is_penalized]
-    if not shifts and not penalized and masks is None:
+    limited = [(index, row.sampling.allowed_tokens) for index, row in enumerate(rows) if row.sampling.allowed_tokens]
+    if not shifts and not penalized and not limited and masks is None:
         return logits
     adjusted = logits.clone()
     if shifts:
@@ -167,6 +173,11 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
         adjusted[at, banned] += amounts.to(adjusted.dtype)
     if penalized:
         _penalize(adjusted, penalized)
+    for index, packed in limited:
+        ids = torch.tensor(unpack_ids(packed), device=logits.device)
+        kept = adjusted[index, ids]
+        adjusted[index] = -math.inf
+        adjusted[index, ids] = kept
     if masks is not None:
         masks.apply_(adjusted)
     return adjusted
@@ -174,7 +185,17 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
 
 def _shifts(row: SamplingRow) -> dict[int, float]:
     banned = dict.fromkeys(row.stop_tokens, -math.inf) if row.forbids_stop else {}
+    banned |= dict.fromkeys(_ends_of_bad_words(row), -math.inf)
     return {**row.sampling.logit_bias, **banned}
+
+
+def _ends_of_bad_words(row: SamplingRow) -> Iterator[int]:
+    """Yield the last token of each bad word whose other tokens are the last ones of the answer, as vLLM does."""
+    for packed in row.sampling.bad_words:
+        *others, last = unpack_ids(packed)
+        start = row.position - len(others)
+        if start >= row.num_prompt and list(row.tokens[start : row.position]) == others:
+            yield last
 
 
 def _penalize(logits: Tensor, rows: list[tuple[int, SamplingRow]]) -> None:

@@ -7,7 +7,7 @@ node's. A value out of range would reach arithmetic on the engine's thread, wher
 import re
 
 from shared.grammar import MAX_GRAMMAR_BYTES
-from shared.limits import INT32_MAX, MAX_LOGIT_BIASES, MAX_LOGPROBS
+from shared.limits import INT32_MAX, MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROBS
 from shared.rpc.messages import SamplingParams, SubmitRequest, unpack_ids
 
 MAX_ID, MAX_SALT_BYTES = 256, 256
@@ -62,6 +62,12 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     for token, bias in sampling.logit_bias.items():
         _check("token of sampling.logit_bias", token, 0, vocab_size - 1)
         _check("value of sampling.logit_bias", bias, -100, 100)
+    _check("token of sampling.allowed_tokens", max(unpack_ids(sampling.allowed_tokens), default=0), 0, vocab_size - 1)
+    _check("number of sampling.bad_words", len(sampling.bad_words), 0, 2 * MAX_BAD_WORDS)
+    for word in sampling.bad_words:
+        ids = unpack_ids(word)
+        _check("length of sampling.bad_words", len(ids), 1, 4 * MAX_BAD_WORD_CHARACTERS)
+        _check("token of sampling.bad_words", max(ids), 0, vocab_size - 1)
 
 
 def _check(name: str, value: float, low: float, high: float) -> None:

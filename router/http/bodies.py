@@ -27,7 +27,7 @@ from router.http.messages import (
 from router.http.structured import Constraint, ResponseFormat, StructuredOutputs
 from router.text.chat_template import Argument
 from shared.errors import RequestError
-from shared.limits import INT32_MAX, MAX_LOGIT_BIASES, MAX_LOGPROBS
+from shared.limits import INT32_MAX, MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROBS
 
 MAX_PROMPTS, MAX_SAMPLES = 64, 8
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
@@ -39,7 +39,7 @@ IGNORED |= {"prompt_cache_retention", "safety_identifier", "service_tier", "stor
 UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
     ("audio", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "moderation"), ()
 )
-UNSUPPORTED |= {"suffix": ("",), "truncate_prompt_tokens": (), "web_search_options": (), "bad_words": ([],)}
+UNSUPPORTED |= {"suffix": ("",), "web_search_options": (), "logits_processors": ([],), "length_penalty": (1.0,)}
 UNSUPPORTED |= dict.fromkeys(("conversation", "context_management"), ())
 UNSUPPORTED |= {"functions": ([],), "function_call": ("none",)}
 UNSUPPORTED |= {"modalities": (["text"],), "use_beam_search": (False,)}
@@ -50,6 +50,8 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 EXPECTED = {
     "prompt": f"must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these, and not empty",
     "stop": f"must be a string or a list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_CHARACTERS} characters",
+    "truncate_prompt_tokens": "must be a number of tokens, or -1 for as many as fit",
+    "bad_words": f"must be a list of at most {MAX_BAD_WORDS}, each of 1 to {MAX_BAD_WORD_CHARACTERS} characters",
     "stop_token_ids": f"must be a list of at most {MAX_STOP_TOKENS} token ids",
     "logit_bias": f"must be an object of at most {MAX_LOGIT_BIASES} token ids, with values from -100 to 100",
     "content": f"must be a string or a list of 1 to {MAX_PARTS} text parts, each with `type` and `text`; "
@@ -114,6 +116,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -149,6 +152,8 @@ class Body(BaseModel):
 class GenerateBody(Body):
     """The parameters of both completions and chat completions."""
 
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] = []
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     frequency_penalty: Penalty = 0.0
     ignore_eos: bool = False
@@ -178,6 +183,7 @@ class GenerateBody(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | Literal[-1] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> "GenerateBody":

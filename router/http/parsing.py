@@ -14,7 +14,7 @@ from router.text.grammar_check import GrammarChecker
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.limits import GREEDY_BELOW
-from shared.rpc.messages import SamplingParams
+from shared.rpc.messages import SamplingParams, pack_ids
 
 COMPLETION_TOKENS = 16  # default of `max_tokens` for completions, as in OpenAI and vLLM
 AT_ONCE = 8192  # this number of characters takes about 1 ms to encode; longer texts are encoded on a thread
@@ -48,6 +48,11 @@ async def build_requests(
     check_ids(body.stop_token_ids, model, "stop_token_ids")
     sampling = _sampling(body)
     check_ids(list(sampling.logit_bias), model, "logit_bias")
+    if body.allowed_token_ids is not None:
+        check_ids(body.allowed_token_ids, model, "allowed_token_ids")
+        sampling.allowed_tokens = pack_ids(body.allowed_token_ids)
+    if body.bad_words:
+        sampling.bad_words = await run_in_thread(_spellings, body.bad_words, model, tokenizer)
     prompts = await _encoded(body, model, tokenizer)
     grammar = await _grammar(body, model, grammars or GrammarChecker())
     ignores_eos = body.ignore_eos and not grammar
@@ -134,15 +139,41 @@ async def _encoded(body: CompletionBody | ChatBody, model: ModelCard, tokenizer:
     else:
         param, prompts = "prompt", []
         for prompt in body.prompts:
-            if isinstance(prompt, str) and (least := tokenizer.least_tokens(prompt)) >= model.max_model_len:
-                raise _too_long(f"at least {least}", model, param)
             is_text = isinstance(prompt, str)
+            least = tokenizer.least_tokens(prompt) if is_text and body.truncate_prompt_tokens is None else 0
+            if least >= model.max_model_len:
+                raise _too_long(f"at least {least}", model, param)
             prompts.append(await encode(tokenizer, prompt, body.add_special_tokens) if is_text else prompt)
     for ids in prompts:
         if not ids:
             raise RequestError("The prompt has no tokens.", param)
         check_ids(ids, model, param)
-    return prompts
+    return [_truncated(ids, body, model) for ids in prompts]
+
+
+def _truncated(prompt: list[int], body: GenerateBody, model: ModelCard) -> list[int]:
+    """Return the last tokens of a prompt if the body limits their number."""
+    limit = body.truncate_prompt_tokens
+    if limit == -1:  # leave room for the answer
+        default = 1 if isinstance(body, ChatBody) else COMPLETION_TOKENS
+        limit = max(1, model.max_model_len - max(body.token_limit or default, body.min_tokens))
+    return prompt if limit is None else prompt[-limit:]
+
+
+def _spellings(words: list[str], model: ModelCard, tokenizer: Tokenizer) -> list[bytes]:
+    """Return the packed ids of each word as the first one of a text, and after a space if that changes only its first
+    token, as in vLLM."""
+    spellings = []
+    for word in words:
+        first = tokenizer.encode(word.lstrip() or word, add_special_tokens=False)
+        later = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        if not first or not later:
+            raise RequestError("`bad_words` has a word without tokens.", "bad_words")
+        check_ids(first, model, "bad_words")
+        spellings.append(pack_ids(first))
+        if later[0] != first[0] and len(later) == len(first):
+            spellings.append(pack_ids(later))
+    return spellings
 
 
 def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:

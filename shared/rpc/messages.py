@@ -38,6 +38,8 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # number of alternatives to the sampled token that are returned; None: no logprobs
     prompt_logprobs: int | None = None
+    allowed_tokens: bytes = b""  # ids of the only tokens that may be sampled; b"": all
+    bad_words: list[bytes] = field(default_factory=list)  # ids; the last is banned after the others
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine.counter_rng import GOLDEN, MASK, gumbel, key_of
 from engine.sampling import CANDIDATES, SamplingRow, adjust, compiled_draw, draw, parameters_of, restrict, sample
-from shared.rpc.messages import SamplingParams
+from shared.rpc.messages import SamplingParams, pack_ids
 from tests.gpu_less.draws import FILTERS as COMMON
 
 torch.set_num_threads(1)
@@ -173,6 +173,36 @@ def test_stop_tokens_are_banned_until_min_tokens() -> None:
     assert drawn(logits, [replace(one, position=7)]) == [1]
 
 
+def test_only_allowed_tokens_are_drawn() -> None:
+    logits = random_logits(400, 20)
+    samplings = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(logit_bias={3: 100.0}, top_p=0.9)]
+    for sampling in samplings:
+        rows = [row(replace(sampling, allowed_tokens=pack_ids([2, 7, 19])), position) for position in range(400)]
+        found = set(drawn(logits, rows))
+        assert found == {2, 7, 19}
+    masked = logits.clone()
+    masked[:, [token for token in range(20) if token not in {2, 7, 19}]] = -math.inf
+    one = replace(samplings[1], allowed_tokens=pack_ids([2, 7, 19]))
+    plain = draw(logits, masked, [row(samplings[1], position) for position in range(400)])
+    assert drawn(logits, [row(one, position) for position in range(400)]) == plain
+
+
+def test_the_last_token_of_a_bad_word_is_banned_after_its_others() -> None:
+    sampling = replace(GREEDY, bad_words=[pack_ids([5]), pack_ids([1, 2]), pack_ids([3, 4, 6])])
+    logits = torch.zeros(1, 8)
+    for tokens, num_prompt, banned in (
+        ([0, 0], 0, {5}),
+        ([0, 1], 0, {5, 2}),
+        ([0, 1], 2, {5}),  # the prompt does not count
+        ([3, 4], 0, {5, 6}),
+        ([3, 4], 1, {5}),
+        ([4, 3], 0, {5}),
+        ([], 0, {5}),
+    ):
+        one = SamplingRow(sampling, tokens, num_prompt, len(tokens))
+        assert set(adjust(logits, [one])[0].isneginf().nonzero()[:, 0].tolist()) == banned
+
+
 def test_logprobs_are_of_the_raw_logits() -> None:
     logits = random_logits(3, 20)
     sampling = SamplingParams(temperature=0.0, logit_bias={4: 100.0}, logprobs=3)
@@ -212,6 +242,11 @@ def test_a_row_with_every_token_banned_fails_alone(sampling: SamplingParams) -> 
     draws = sample(logits, [row(sampling), banned, row(sampling)])
     assert (draws[1].token, draws[1].logprobs, draws[1].error) == (None, None, "no_token")
     assert [draw.token for draw in (draws[0], draws[2])] == drawn(logits[[0, 2]], [row(sampling), row(sampling)])
+
+
+def test_parameters_that_together_allow_no_token_fail_alone() -> None:
+    both = replace(GREEDY, allowed_tokens=pack_ids([1]), bad_words=[pack_ids([1])])
+    assert [one.error for one in sample(random_logits(2, 6), [row(both), row(GREEDY)])] == ["no_token", ""]
 
 
 def test_no_rows_give_no_draws() -> None:

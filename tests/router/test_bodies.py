@@ -9,6 +9,7 @@ from router.dispatch.requests import ModelCard
 from router.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body, parse_json
 from router.http.parsing import COMPLETION_TOKENS, build_requests
 from shared.errors import RequestError
+from shared.rpc.messages import unpack_ids
 
 MODEL = ModelCard("m", max_model_len=100, vocab_size=330, eos_ids=frozenset({2}))
 
@@ -83,7 +84,11 @@ BAD_VALUES = {
     **dict.fromkeys(("chat_template", "guided_regex", "remote_host", "temprature"), ("(a+)+b",)),
     **dict.fromkeys(("guided_json", "kv_transfer_params"), ({"remote_host": "10.0.0.1"},)),
     "reasoning_effort": ("huge", 1),
-    "bad_words": (["x"],),
+    "bad_words": ("x", [""], [1], ["x"] * 129, ["x" * 257]),
+    "allowed_token_ids": ([], [-1], ["1"], 5),
+    "truncate_prompt_tokens": (0, -2, 2**31, "1", 1.5),
+    "logits_processors": (["x"],),
+    "length_penalty": (0.5,),
     "moderation": ({"model": "x"},),
     **dict.fromkeys(("bootstrap_room", "block_ids", "do_remote_decode", "remote_engine_id", "trust_remote_code"), (1,)),
 }
@@ -321,6 +326,8 @@ async def requests_of(tokenizer, kind=CompletionBody, **fields):
         ({"prompt": [[1], [2**63]]}, "prompt"),
         ({"stop_token_ids": [330]}, "stop_token_ids"),
         ({"logit_bias": {"330": 1}}, "logit_bias"),
+        ({"allowed_token_ids": [5, 330]}, "allowed_token_ids"),
+        ({"prompt": [1] * 101, "truncate_prompt_tokens": 100}, "prompt"),
         ({"prompt": [1] * 100}, "prompt"),
         ({"prompt": [1] * 5000}, "prompt"),
         ({"prompt": [1] * 60, "max_tokens": 41}, "max_tokens"),
@@ -368,6 +375,30 @@ async def test_parameters_reach_the_generation(byte_level):
     other = await requests_of(byte_level, cache_salt="b")
     assert first.salt == second.salt != other[0].salt
     assert (await requests_of(byte_level))[0].salt == b""
+
+
+async def test_a_prompt_is_cut_to_its_last_tokens(byte_level):
+    rows = list(range(90)), list(range(10, 140))
+    first, second = await requests_of(byte_level, prompt=rows, truncate_prompt_tokens=5)
+    assert (first.prompt, second.prompt) == ([85, 86, 87, 88, 89], [135, 136, 137, 138, 139])
+    [fits] = await requests_of(byte_level, prompt=rows[1], truncate_prompt_tokens=-1, max_tokens=30)
+    assert (fits.prompt, fits.max_tokens) == (rows[1][-70:], 30)
+    long = "ab " * 500
+    [text] = await requests_of(byte_level, prompt=long, truncate_prompt_tokens=9)
+    assert text.prompt == byte_level.encode(long)[-9:]
+    chat = (await requests_of(byte_level, ChatBody, truncate_prompt_tokens=4))[0]
+    assert chat.prompt == (await requests_of(byte_level, ChatBody))[0].prompt[-4:]
+
+
+async def test_bad_words_are_spelled_at_the_start_and_after_a_space(byte_level):
+    sampling = (await requests_of(byte_level, bad_words=["ab", " b", "a b"], allowed_token_ids=[7, 3]))[0].sampling
+    assert unpack_ids(sampling.allowed_tokens) == [7, 3]
+    spelled = [byte_level.decode(unpack_ids(word), skip_special_tokens=False) for word in sampling.bad_words]
+    assert [text.lstrip() for text in spelled] == sorted(
+        (text.lstrip() for text in spelled), key=["ab", "b", "a b"].index
+    )
+    assert {"ab", "b", "a b"} <= set(spelled)
+    assert all(unpack_ids(word) for word in sampling.bad_words)
 
 
 async def test_without_a_seed_every_request_draws_its_own(byte_level):

@@ -10,6 +10,7 @@ from router.dispatch.requests import GenerationRequest, ModelCard
 from router.http.asgi import ANONYMOUS, Identity
 from router.http.bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody
 from router.http.tools import check_tools
+from router.text.answer_grammar import after_reasoning
 from router.text.grammar_check import GrammarChecker
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
@@ -55,6 +56,8 @@ async def build_requests(
         sampling.bad_words = await run_in_thread(_spellings, body.bad_words, model, tokenizer)
     prompts = await _encoded(body, model, tokenizer)
     grammar = await _grammar(body, model, grammars or GrammarChecker())
+    if grammar and isinstance(body, ChatBody):
+        grammar = after_reasoning(grammar, tokenizer, prompts[0])
     ignores_eos = body.ignore_eos and not grammar
     stop_tokens = frozenset(body.stop_token_ids) | (frozenset() if ignores_eos else model.eos_ids)
     salt = cache_namespace(identity.tenant, body.cache_salt)

@@ -2,12 +2,11 @@
 
 from router.http.bodies import ChatBody, GenerateBody
 from router.http.messages import schemas_of
+from router.text.answer_grammar import prompt_end
 from router.text.tokenizer import Tokenizer
 from router.text.tool_parser import AnswerParser
 from router.text.tool_syntax import AnswerSyntax
 from shared.errors import RequestError
-
-PROMPT_END = 16  # number of tokens at the end of a prompt that may begin or end the reasoning
 
 
 def check_tools(body: ChatBody, syntax: AnswerSyntax) -> None:
@@ -25,9 +24,10 @@ def answer_parser(body: GenerateBody, tokenizer: Tokenizer, prompt: list[int]) -
     """Return the parser of an answer to a chat, or None if the answer is plain text."""
     if not isinstance(body, ChatBody):
         return None
-    tools = schemas_of(body.tools) if body.tools and body.tool_choice != "none" else None
+    may_call = body.tools and body.tool_choice != "none" and body.constraint() is None
+    tools = schemas_of(body.tools) if may_call else None
     syntax = tokenizer.syntax
     if tools is None and syntax.reasoning is None and not syntax.is_harmony:
         return None
-    end = tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+    end = prompt_end(tokenizer, prompt)
     return AnswerParser(syntax, tools, prompt_end=end, max_calls=0 if body.parallel_tool_calls else 1)

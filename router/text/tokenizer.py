@@ -39,10 +39,11 @@ class Tokenizer:
         self._as_text.encode_special_tokens = True
         self._template = template
         self.vocabulary = TokenVocabulary(tokenizer)
+        self.special_ids = {self.token_name(token): token for token in self.vocabulary.special}
         self._front, self._back = _missing_affixes(tokenizer, config)
         markers = list(self.syntax.markers())
         self._markers = frozenset(
-            token for token in self.vocabulary.special if any(self.token_name(token) in marker for marker in markers)
+            token for name, token in self.special_ids.items() if any(name in marker for marker in markers)
         )
 
     @classmethod

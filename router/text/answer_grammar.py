@@ -1,0 +1,55 @@
+"""The grammar of a whole answer of a model that reasons: free text up to the end of the reasoning, then the grammar."""
+
+import json
+import re
+
+from router.text.tokenizer import Tokenizer
+from router.text.tool_syntax import AnswerSyntax
+
+PROMPT_END = 16  # number of tokens at the end of a prompt that may begin or end the reasoning
+LEXEMES = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,4}/\n"
+
+
+def prompt_end(tokenizer: Tokenizer, prompt: list[int]) -> str:
+    """Return the text of the end of a prompt, which may begin or end the reasoning."""
+    return tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False).rstrip()
+
+
+def after_reasoning(grammar: str, tokenizer: Tokenizer, prompt: list[int]) -> str:
+    """Return a grammar whose texts begin with the model's reasoning, if it may reason after this prompt, and end with a
+    text of `grammar`. Both are in llguidance's format."""
+    start = _start(tokenizer, tokenizer.syntax, prompt_end(tokenizer, prompt))
+    if not start:
+        return grammar
+    first, *others = json.loads(grammar)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": start + LEXEMES}, first | {"name": "answer"}, *others]})
+
+
+def _start(tokenizer: Tokenizer, syntax: AnswerSyntax, before: str) -> str:
+    """Return the rules of the reasoning, in Lark. Returns "" if the answer does not begin with reasoning."""
+    reasoning = syntax.reasoning
+    if reasoning is None or before.endswith(reasoning.end):
+        return ""
+    if syntax.is_harmony:
+        opens, final = (lark_of(f"<|channel|>{name}<|message|>", tokenizer) for name in ("analysis", "final"))
+        thinks = _until(lark_of("<|end|>", tokenizer))
+        again = lark_of("<|start|>assistant", tokenizer)
+        return f"start: ({opens} thought {again})* {final} @answer\n{thinks}"
+    opens, thinks = lark_of(reasoning.start, tokenizer), _until(lark_of(reasoning.end, tokenizer))
+    if before.endswith(reasoning.start):
+        return f"start: thought SPACE @answer\n{thinks}"
+    if reasoning.is_implicit:
+        return f"start: ({opens})? thought SPACE @answer\n{thinks}"
+    return f"start: ({opens} thought)? SPACE @answer\n{thinks}"
+
+
+def _until(end: str) -> str:
+    """Return the rule of a text that ends with its first `end`. No text contains a special token."""
+    return f"thought{'' if end.startswith('<[') else '[lazy]'}: TEXT {end}\n"
+
+
+def lark_of(text: str, tokenizer: Tokenizer) -> str:
+    """Return a text as a sequence of Lark, in which the names of special tokens stand for these tokens."""
+    names = tokenizer.special_ids
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    return " ".join(f"<[{names[part]}]>" if part in names else json.dumps(part) for part in parts if part)

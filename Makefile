@@ -6,7 +6,7 @@ BIN := .venv/bin
 TORCH ?= $(shell $(PYTHON) -c 'import platform; print("torch==2.13.0" if platform.system() == "Linux" else "torch")')
 
 .PHONY: serve test check lint types imports unit \
-  nightly chaos cancels soak simulate mutations properties kernels fuzz schemathesis clients lock sbom clean
+  nightly chaos cancels soak simulate mutations properties kernels sweep fuzz schemathesis clients lock sbom clean
 
 serve: .venv/installed
 	$(BIN)/baton up $(if $(MODEL),--model "$(MODEL)") $(ARGS)
@@ -42,6 +42,10 @@ nightly: chaos cancels simulate mutations properties kernels fuzz schemathesis
 # Tests marked exhaustive: all kernels compiled for sm_90 and run in the Triton interpreter.
 kernels: .venv/tested
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m exhaustive
+
+# Run every decoder of transformers; writes the list that `baton models --markdown` shows.
+sweep: .venv/tested
+	$(BIN)/python -m tests.sweep $(ARGS)
 
 # Property tests with many examples.
 properties: .venv/tested

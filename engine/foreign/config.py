@@ -16,6 +16,10 @@ from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 OLDEST = (5, 20)
 INSTALL = 'install it with: pip install "baton-serve[models]"'
 UNKNOWN = "transformers {} has no decoder of this name"
+# Layers whose code has a state beside the KV of its tokens, and layers that choose the tokens that they attend to. A
+# choice differs from full attention only for prompts that are longer than those of the check at load.
+RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
 # These kinds of rotation depend on the longest position in a pass, so that one request would change another's answer.
 UNSTABLE_ROPES = ("dynamic", "longrope")
 
@@ -55,11 +59,13 @@ def read_foreign_config(directory: Path) -> ModelConfig:
     if not isinstance(names, list) or len(names) != 1 or not is_causal(str(names[0])):
         keys.refuse("architectures", UNKNOWN.format(release) + "; it must be one class name ending in ForCausalLM")
     found = parsed(directory, release)
+    found.allow_global_per_layer_attribute_access = True  # the sizes of single layers are measured
+    check_layers(found, file)
     check_ropes(found, file)
     try:
         return config_of(found, str(names[0]), release, eos_token_ids(keys, directory, found.vocab_size))
     except Exception as error:  # the classes of transformers' configurations raise errors of several kinds
-        raise ValueError(f"{file}: a size of the decoder is missing, or differs between layers: {error}") from error
+        raise ValueError(f"{file}: a size of the decoder is missing: {error}") from error
 
 
 def transformers_version() -> str:
@@ -94,6 +100,17 @@ def parsed(directory: Path, release: str) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def check_layers(config: Any, file: Path) -> None:
+    """Raise ValueError if a layer does not compute from its own tokens and the KV of all or the last ones."""
+    kinds = getattr(config, "layer_types", None) or ()
+    for unsupported, why in (
+        (RECURRENT, "layers with recurrent states"),
+        (SPARSE, "layers that attend to chosen tokens"),
+    ):
+        if found := [kind for kind in unsupported if kind in kinds]:
+            raise ValueError(f"{file}: layer_types has {found[0]}: {why} do not run through transformers")
+
+
 def check_ropes(config: Any, file: Path) -> None:
     """Raise ValueError if a rotation depends on the other requests of a pass."""
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -107,8 +124,10 @@ def check_ropes(config: Any, file: Path) -> None:
 
 
 def config_of(config: Any, architecture: str, release: str, eos: tuple[int, ...] = ()) -> ModelConfig:
-    """Return the config with estimated layers. Raises AttributeError or TypeError if a size is missing."""
+    """Return the config with estimated layers. Raises AttributeError, TypeError or ValueError if a size is missing."""
     heads = config.num_attention_heads
+    if config.max_position_embeddings < 1:
+        raise ValueError(f"max_position_embeddings is {config.max_position_embeddings}")
     spec = AttentionSpec(
         heads,
         getattr(config, "num_key_value_heads", None) or heads,

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -27,9 +28,13 @@ FAR = 4096  # a query at this position must see all earlier ones, unless the lay
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
-    """The mask of a layer: a query sees the last `window` tokens, or all if it is 0. Takes the place of a tensor."""
+    """The mask of a layer: a query sees the last `window` tokens, or all if it is 0. Takes the place of a tensor.
+
+    If `refusal` is not empty, it says what else a query sees.
+    """
 
     window: int = 0
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +59,8 @@ class ProbePass:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: object, options: dict[str, Any]) -> Tensor:
         if not isinstance(mask, Reach):
             raise ValueError("it computes its masks itself, or attends without one")
+        if mask.refusal:
+            raise ValueError(mask.refusal)
         if query.shape[2] != key.shape[2] or len(query) != 1:
             raise ValueError("it attends to other tokens than those of its input")
         sinks = options.get("s_aux")
@@ -70,9 +77,15 @@ class ProbePass:
         sizes = (local_size,) if local_size else ()
         for at in (5, *(2 * size + 1 for size in sizes), *(3 * size - 1 for size in sizes), *(() if sizes else (FAR,))):
             keys, zero = torch.arange(at + 3), torch.zeros(1, dtype=torch.long)
-            seen = mask_function(zero, zero, torch.tensor([at]), keys)
-            if not bool((seen.expand(len(keys)) == _visible(keys, at, local_size)).all()):
-                raise ValueError(f"a query sees other tokens than the last ones (local size {local_size})")
+            try:
+                seen = mask_function(zero, zero, torch.tensor([at]), keys)
+            except IndexError:
+                return Reach(refusal="which tokens a token attends to depends on the tokens of the prompt")
+            wrong = seen.expand(len(keys)) != _visible(keys, at, local_size)
+            if bool(wrong[at + 1 :].any()):
+                return Reach(refusal="a token attends to later ones: this is not a decoder")
+            if bool(wrong.any()):
+                return Reach(refusal=f"a token attends to others than the last ones (local size {local_size})")
         return Reach(local_size or 0)
 
 
@@ -134,9 +147,14 @@ class ForeignDecoder:
         self.attend_with_baton()
         self.calls = self._probe(config)
         self.config = replace(config, layers=layers_of(config, self.calls))
+        check_windows(module.config.get_text_config(decoder=True), self.calls)
         self.layers = [
             AttentionLayer(index, call.window, call.softcap, call.sinks) for index, call in enumerate(self.calls)
         ]
+
+    @property
+    def takes_positions(self) -> bool:
+        return "position_ids" in signature(self.module.forward).parameters
 
     def attend_with_baton(self) -> None:
         self.module.set_attn_implementation(self._name)
@@ -199,13 +217,30 @@ class ForeignDecoder:
         return self._pass.mask(mask_function, local_size)
 
 
+def check_windows(config: Any, calls: list[AttentionCall]) -> None:
+    """Raise ValueError if the windows of config.json are not those that the code asks for.
+
+    Transformers' caches drop what is outside of the windows of config.json, so its answers would not be certain.
+    """
+    window, found = getattr(config, "sliding_window", None) or 0, [call.window for call in calls]
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(found)
+    if len(kinds) != len(found):
+        return  # a layer calls attention more than once
+    given = [window if kind == "sliding_attention" else 0 for kind in kinds]
+    if given != found:
+        raise ValueError(
+            f"config.json gives the layers windows of {given} tokens (0: all), by layer_types and sliding_window, but "
+            f"transformers' code attends to {found}; correct config.json"
+        )
+
+
 def layers_of(config: ModelConfig, calls: list[AttentionCall]) -> tuple[LayerSpec, ...]:
     """Return the layers with the sizes that the probe found, or raise ValueError if the KV pool cannot hold them."""
     if not calls:
         raise ValueError("it does not use the attention interface of transformers")
-    if len(calls) != config.num_layers:
+    if len(calls) < config.num_layers:
         raise ValueError(
-            f"{len(calls)} of {config.num_layers} layers have attention: layers with recurrent states are not supported"
+            f"only {len(calls)} of {config.num_layers} layers attend to the KV of their own tokens, which all must do"
         )
     heads, kv_heads = {call.heads for call in calls}, max(call.kv_heads for call in calls)
     if len(heads) > 1 or max(heads) % kv_heads or any(kv_heads % call.kv_heads for call in calls):

@@ -54,7 +54,7 @@ def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
     windows = [spec.window if isinstance(spec, AttentionSpec) else 0 for spec in config.attention]
     sizes = sorted(set(windows))
     found = all_in_one_row(len(windows))
-    if not config.transformers and sizes != [0]:
+    if sizes != [0]:
         counts = {size: windows.count(size) for size in sizes}
         row_layers = _row_layers(counts)
         groups: list[Group] = []
@@ -65,7 +65,7 @@ def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
             for number, layer in enumerate(layer for layer, window in enumerate(windows) if window == size):
                 tables[layer], places[layer] = first + number // row_layers, number % row_layers
         found = KVPlaces(row_layers, tuple(groups), tuple(tables), tuple(places))
-    sizes_of_units = () if config.transformers else state_units(config)
+    sizes_of_units = state_units(config)
     if not sizes_of_units or not row_bytes:
         return found
     units = tuple(unit_places(sizes_of_units, row_bytes // STATE_BYTES))

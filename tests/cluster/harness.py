@@ -35,7 +35,8 @@ START_S = 300.0  # time limit for a start; many times the usual duration, for bu
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # because threads do not survive a fork of the fork server
 FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(["tests.cluster.preload"])
+PRELOAD = ["tests.cluster.preload"]
+FORK_SERVER.set_forkserver_preload(PRELOAD)
 
 
 class ForkedProcess(multiprocessing.context.ForkServerProcess):

@@ -1,6 +1,7 @@
 """Test the models that run through transformers' modules: their logits, the check at load, and what is refused."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -9,15 +10,21 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    BartConfig,
+    BertConfig,
+    BloomConfig,
     Cohere2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     FalconConfig,
     Gemma2Config,
+    Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
+    Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
-    MambaConfig,
     OPTConfig,
     PhiConfig,
     PretrainedConfig,
@@ -41,6 +48,11 @@ SIZES = {
     "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 GROUPED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 52}
+LATENT = SIZES | {
+    "intermediate_size": 52, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 12, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8, "v_head_dim": 14, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "moe_intermediate_size": 20, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 CONFIGS: dict[str, PretrainedConfig] = {
     "gpt neox": GPTNeoXConfig(**SIZES, intermediate_size=52),
     "opt": OPTConfig(**SIZES, ffn_dim=52, word_embed_proj_dim=48),
@@ -55,11 +67,12 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gemma2, soft cap": Gemma2Config(
         **GROUPED, head_dim=16, sliding_window=6, query_pre_attn_scalar=24, attn_logit_softcapping=2.0
     ),
-    "deepseek, keys larger than values": DeepseekV3Config(
-        **SIZES, intermediate_size=52, num_key_value_heads=4, kv_lora_rank=24, q_lora_rank=12, qk_nope_head_dim=10,
-        qk_rope_head_dim=8, v_head_dim=14, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=2,
-        moe_intermediate_size=20, n_group=1, topk_group=1,
+    "gemma4, two sizes of heads": Gemma4TextConfig(
+        **GROUPED | {"num_hidden_layers": 4}, head_dim=16, global_head_dim=32, vocab_size_per_layer_input=97,
+        hidden_size_per_layer_input=8, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=6,
+        num_kv_shared_layers=2,
     ),
+    "deepseek, keys larger than values": DeepseekV3Config(**LATENT),
 }  # fmt: skip
 
 
@@ -82,20 +95,20 @@ def load(where: Path) -> ForeignDecoder:
 
 
 def built(where: Path, **options: Any) -> EngineComponents:
-    return build(BuildOptions(str(where), threads=1, num_blocks=64, **options))
+    return build(BuildOptions(str(where), threads=1, num_blocks=256, **options))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_requests_in_company_get_the_tokens_of_generate(name: str, tmp_path: Path) -> None:
     reference = save(CONFIGS[name], tmp_path)
+    reference.generation_config.eos_token_id = None
     prompts = [[Random(seed).randrange(3, 97) for _ in range(length)] for seed, length in enumerate((1, 41, 17))]
     expected = [
-        reference.generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False)[0].tolist()
-        for prompt in prompts
+        reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0].tolist() for prompt in prompts
     ]
     components = built(tmp_path, model_impl="transformers", block_size=4)
     for budget in (7, 64):
-        blocks = Blocks(64, 4)
+        blocks = Blocks(256, 4, components.groups)
         requests = [blocks.request(prompt, max_tokens=12) for prompt in prompts]
         found = generate(components.runner, requests, budget)
         assert [prompt + tokens for prompt, tokens in zip(prompts, found, strict=True)] == expected
@@ -144,10 +157,35 @@ REFUSED: dict[str, tuple[PretrainedConfig, dict[str, Any], str]] = {
         "rope_type is 'dynamic'.*would depend on other requests",
     ),
     "own attention": (FalconConfig(**SIZES, alibi=False), {}, "does not use the attention interface"),
-    "states": (
-        MambaConfig(**{key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}),
-        {"eos_token_id": 2},
-        "a size of the decoder is missing|recurrent",
+    "no length": (
+        BloomConfig(vocab_size=97, hidden_size=48, n_layer=3, n_head=4),
+        {},
+        "has no attribute 'max_position",
+    ),
+    "recurrent states": (
+        Lfm2Config(**GROUPED, layer_types=["conv", "full_attention", "conv"]),
+        {},
+        "has conv: layers with recurrent states",
+    ),
+    "chosen tokens": (
+        DeepseekV32Config(**LATENT, index_topk=8, index_n_heads=2, index_head_dim=16),
+        {},
+        "has indexed_attention: layers that attend to chosen tokens",
+    ),
+    "local chunks": (
+        Llama4TextConfig(**GROUPED, head_dim=12, intermediate_size_mlp=52, num_local_experts=2, attention_chunk_size=9),
+        {},
+        r"a token attends to others than the last ones \(local size 9\)",
+    ),
+    "an encoder": (
+        BertConfig(**SIZES, intermediate_size=52),
+        {},
+        "a token attends to later ones: this is not a decoder",
+    ),
+    "positions of its own": (
+        BartConfig(**SIZES, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=52, d_model=48),
+        {},
+        "the check failed.*its code takes no position_ids",
     ),
 }
 
@@ -207,10 +245,24 @@ def test_code_that_reads_the_mask_is_refused_by_name(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_config_whose_layers_differ_in_a_size_is_refused(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
-    config = transformers.Gemma4TextConfig(**sizes, global_head_dim=32, vocab_size_per_layer_input=97)
-    config.architectures = ["Gemma4ForCausalLM"]
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="a size of the decoder is missing, or differs between layers"):
-        read_foreign_config(tmp_path)
+def test_layers_may_differ_in_the_size_of_their_heads(tmp_path: Path) -> None:
+    save(CONFIGS["gemma4, two sizes of heads"], tmp_path)
+    config = load(tmp_path).config
+    assert (config.num_kv_heads, config.head_dim) == (2, 32)
+
+
+def test_layers_with_windows_form_a_group(tmp_path: Path) -> None:
+    save(CONFIGS["cohere2, windows"], tmp_path)
+    groups = built(tmp_path, model_impl="transformers").groups
+    assert [(group.kind, group.size) for group in groups] == [("full", 0), ("window", 6)]
+
+
+def test_a_config_whose_windows_are_not_those_of_the_code_is_refused(tmp_path: Path) -> None:
+    """Transformers' GPT-NeoX has no windows, whatever its config.json says."""
+    config = deepcopy(CONFIGS["gpt neox"])
+    config.layer_types, config.sliding_window = ["full_attention", "sliding_attention", "full_attention"], 9
+    save(config, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"windows of \[0, 9, 0\] tokens .* transformers' code attends to \[0, 0, 0\]; correct config"
+    ):
+        load(tmp_path)

@@ -68,6 +68,7 @@ class Batch:
     carried: list[tuple[int, int]] = field(default_factory=list)
     others: list[KVTable] = field(default_factory=list)
     states: StateBatch | None = None  # only for models with recurrent layers
+    adapters: list[str] = field(default_factory=list)  # digest of each slice's adapter, or ""; empty if all have none
 
     @property
     def counts(self) -> list[int]:
@@ -217,6 +218,7 @@ def build(
     for index, count in scored:
         logit_rows += range(cu_q[index], cu_q[index] + count)
     starts, kv_lens = [slice_.start for slice_ in slices], [slice_.end for slice_ in slices]
+    adapters = [slice_.request.adapter for slice_ in slices]
     tables = rows.tables(slices, block_tokens)
     positions, slots = _places(np.array(starts, np.int64), np.array(cu_q, np.int64), tables, block_tokens)
 
@@ -239,6 +241,7 @@ def build(
         carried=carried,
         others=[KVTable(on_device(one), on_device(other)) for one, other in zip(tables[1:], slots[1:], strict=True)],
         states=rows.states(slices),
+        adapters=adapters if any(adapters) else [],
     )
 
 

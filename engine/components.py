@@ -15,12 +15,13 @@ from engine.emulation import load_emulation
 from engine.hash_model import EmulatedRunner, HashRunner
 from engine.kv_pool import KVPool
 from engine.linear import LinearFormat
+from engine.lora.build import use_adapters
 from engine.model_memory import log_table, memory_of
 from engine.models.decoder import LanguageModel
 from engine.models.kv_places import kv_places
 from engine.models.load import load_model
 from engine.models.spec import ModelConfig
-from engine.options import BuildOptions, check_holds, check_options, cpu_layout, groups_of
+from engine.options import BuildOptions, check_holds, check_options, cpu_layout, groups_of, lora_adapters
 from engine.runner import Runner, TorchRunner
 from engine.startup import EngineComponents, exchange_fingerprint, stage
 from engine.weights import weight_bytes
@@ -84,13 +85,25 @@ def _build_on_cpu(
         loaded = loaded or _loaded_on_cpu(options, config, path)
         runner, parts = _torch_runner(options, *loaded, KVPool(layout, memory, kv_places(config, layout.block_bytes)))
         attributes |= parts
+        use_adapters(options, runner, loaded[1], loaded[0])
         log_table(memory_of(path, config, layout, groups, options.max_step_tokens))
         name += f" transformers {config.transformers}" if config.transformers else ""
     digest = exchange_fingerprint(name, path, layout, memory.sums, groups)
     attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
     grammars = GrammarTokenizer(path, config.vocab_size) if runs_model else None
+    adapters = {one.name: one.digest for one in lora_adapters(options)}
     return EngineComponents(
-        runner, memory, layout, max_model_len, config.vocab_size, digest, attributes, emulation, groups, grammars
+        runner,
+        memory,
+        layout,
+        max_model_len,
+        config.vocab_size,
+        digest,
+        attributes,
+        emulation,
+        groups,
+        grammars,
+        adapters,
     )
 
 

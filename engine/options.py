@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.emulation import load_emulation
 from engine.foreign.config import choose_config
+from engine.lora.files import lora_digest
 from engine.models.kv_places import kv_places
 from engine.models.spec import ModelConfig, state_units
 from engine.weights import tensor_files
@@ -48,6 +49,8 @@ class BuildOptions:
     speculative_tokens: int = 0  # most guessed tokens of a request in one step
     threads: int = 0
     emulate: str = ""
+    lora_modules: tuple[str, ...] = ()
+    max_lora_rank: int = 64
 
     @classmethod
     def from_settings(cls, settings: object, **changes: object) -> "BuildOptions":
@@ -95,6 +98,8 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
             f"omit it for this model"
         )
     tensor_files(path)
+    if lora_adapters(options) and config.transformers:
+        raise ValueError("--lora-modules: adapters need a model with a native family; see `baton models`")
     if options.on_gpu:
         if config.transformers:
             raise ValueError(f"--device {options.device}: models of transformers run on CPUs only; use --device cpu")
@@ -102,6 +107,25 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
     else:
         _check_cpu(options, config, num_pools)
     return path, config
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    name: str
+    digest: str
+    directory: Path
+
+
+def lora_adapters(options: BuildOptions) -> list[LoraAdapter]:
+    """Return the adapters of --lora-modules. Raises ValueError, which names the flag or the file, for invalid ones."""
+    found: dict[str, LoraAdapter] = {}
+    for given in options.lora_modules:
+        name, _, directory = given.partition("=")
+        if not name or not directory or name in found:
+            raise ValueError(f"--lora-modules {given[:100]}: must be name=directory, with a name that occurs once")
+        path = Path(directory).expanduser()
+        found[name] = LoraAdapter(name, lora_digest(path), path)
+    return list(found.values())
 
 
 def check_gpu(name: str) -> None:

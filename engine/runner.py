@@ -12,6 +12,7 @@ from engine.attention import AttentionBackend, plan_tables
 from engine.batch import Batch, BlockRows, build
 from engine.kernels import Kernels
 from engine.kv_pool import KVPool
+from engine.lora.linear import AdaptedRows
 from engine.models.decoder import Decoder, LanguageModel
 from engine.sampling import NUMERICAL, DrawResult, SamplingRow, depends_on_tokens, describe, sample
 from engine.token_masks import MaskFiller
@@ -127,6 +128,11 @@ class TorchRunner(Runner):
         self._masks = MaskFiller()
         self._worker: ThreadPoolExecutor | None = None
         self._draws: list[DrawResult] | None = None  # draws of the last step; None if it failed
+        self._adapted: AdaptedRows | None = None
+
+    def use_adapters(self, adapted: AdaptedRows) -> None:
+        """Compute requests with the adapters that `engine.lora.linear.adapt` added to the model."""
+        self._adapted = adapted
 
     def run(self, step: Step) -> list[SliceOutput]:
         return self._pass(step, self._build(step))
@@ -168,7 +174,9 @@ class TorchRunner(Runner):
 
     def _computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the logits of the slices that sample, and the hidden states of the rows in `batch.scored`."""
-        if self._whole_pass is not None and self._whole_pass.takes(batch):
+        if self._adapted is not None:
+            self._adapted.select(batch, self._device)
+        if self._whole_pass is not None and not batch.adapters and self._whole_pass.takes(batch):
             return self._whole_pass.logits(batch), torch.empty(0)
         attention, drawing = plan_tables(self._backend, self._pool, batch), batch.drawing()
         last = plan_tables(self._backend, self._pool, drawing) if drawing is not None else None

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -45,6 +45,7 @@ class EngineComponents:
     emulation: Emulation | None = None
     groups: tuple[Group, ...] = UNIFORM
     grammars: GrammarTokenizer | None = None  # None if no model computes the tokens
+    adapters: dict[str, str] = field(default_factory=dict)  # name -> digest of each LoRA adapter
 
 
 def exchange_fingerprint(

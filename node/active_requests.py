@@ -121,6 +121,8 @@ class ActiveRequests:
         rules = self._rules
         tokens = check_submit(submit, self._state.info.max_model_len, rules.vocab_size)
         self._check_limits(submit.id, len(tokens))
+        if submit.adapter and submit.adapter not in self._state.info.adapters.values():
+            raise OverloadedError("this node does not have the request's LoRA adapter")
         shares = submit.share_prefix and rules.share_prefixes
         request = Request(
             submit.id,
@@ -130,6 +132,7 @@ class ActiveRequests:
             min_tokens=submit.min_tokens,
             stop_tokens=frozenset(unpack_ids(submit.stop_tokens)),
             salt=submit.salt if shares else submit.salt + b"\0" + submit.id.encode(),
+            adapter=submit.adapter,
             priority=submit.priority,
             receive_kv=receive_kv,
             send_kv=send_kv,

@@ -82,6 +82,7 @@ def describe(
         version=package_version(),
         attributes=_attributes(settings, components, budget),
         shared_pool_owner=shared_pool_owner,
+        adapters=components.adapters,
     )
 
 

@@ -46,6 +46,7 @@ def check_submit(submit: SubmitRequest, max_model_len: int, vocab_size: int) -> 
     _check("length of traceparent", len(submit.traceparent), 0, MAX_ID)
     if submit.decode_node and not ADDRESS.fullmatch(submit.decode_node):
         raise ValueError(f"decode_node is {submit.decode_node!r:.40}: it must be host:port")
+    _check("length of adapter", len(submit.adapter), 0, MAX_ID)
     _check("length of salt", len(submit.salt), 0, MAX_SALT_BYTES)
     _check("number of stop_tokens", len(stop_tokens), 0, MAX_STOP_TOKENS)
     _check("length of grammar", len(submit.grammar), 0, MAX_GRAMMAR_BYTES)

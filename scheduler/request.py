@@ -49,6 +49,7 @@ class Request:
     min_tokens: int = 0
     stop_tokens: frozenset[int] = frozenset()
     salt: bytes = b""  # requests share cached blocks only with requests that have the same salt
+    adapter: str = ""  # digest of a LoRA adapter, for the runner; the salt differs between adapters
     priority: int = 0  # requests with smaller values run first
     receive_kv: bool = False  # a peer computes the prompt and sends its KV to this node
     send_kv: bool = False  # the request ends on this node at its first token, and its KV is sent to a peer

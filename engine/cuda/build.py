@@ -22,12 +22,13 @@ from engine.cuda.selection import (
 from engine.cuda.staging import StepCapacity
 from engine.formats.kv_scales import read_kv_scales
 from engine.kv_pool import KVPool
+from engine.lora.build import use_adapters
 from engine.model_memory import log_table, memory_of
 from engine.models.decoder import Decoder
 from engine.models.kv_places import kv_places
 from engine.models.load import load_model
 from engine.models.spec import ModelConfig
-from engine.options import BuildOptions, blocks_for
+from engine.options import BuildOptions, blocks_for, lora_adapters
 from engine.startup import EngineComponents, exchange_fingerprint, stage
 from engine.weights import stored_dtype, weight_bytes
 from scheduler.request import Request, Slice, Step, cdiv
@@ -73,6 +74,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
         places = kv_places(config, layout.block_bytes)
         scales = read_kv_scales(path, config) if options.kv_cache_dtype == "fp8" else ()
         runner = _runner(options, model, KVPool(layout, memory, places, scales), gpu, triton)
+    use_adapters(options, runner, model, linear)
     if not options.enforce_eager and model.can_be_captured(runner.kernels):
         with _stage(gpu, "capturing CUDA graphs", f"{LESS_KV}, or use --enforce-eager", "try --enforce-eager"):
             _capture(runner, gpu)
@@ -91,6 +93,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
     return EngineComponents(
         runner, memory, layout, options.max_model_len, config.vocab_size, digest, attributes,
         groups=places.groups, grammars=GrammarTokenizer(path, config.vocab_size),
+        adapters={one.name: one.digest for one in lora_adapters(options)},
     )  # fmt: skip
 
 

@@ -149,7 +149,10 @@ class CudaRunner(TorchRunner):
         self._arrivals.reverse()
         self._events.reverse()
         buffers = self._buffers_for(built)
-        shape, captured = self.passes.choose(built) if buffers is self._buffers else (StepShape.of(built), None)
+        if self._adapted is not None:
+            self._adapted.select(built, self._device)
+        captures = buffers is self._buffers and not built.adapters  # a graph contains no updates of adapters
+        shape, captured = self.passes.choose(built) if captures else (StepShape.of(built), None)
         batch, parameters = buffers.load(built, rows, shape, self._tokens)
         hidden = self.passes.run(batch, captured)
         done = self._events[0]

@@ -230,27 +230,15 @@ class _Loader:
 
         The dimensions of each query and key are in rotated order.
         """
-        sizes, names = [count * spec.head_dim for count in (spec.heads, spec.kv_heads, spec.kv_heads)], self.names.qkv
-        sizes = sizes if len(names) > 1 else [sum(sizes)]
-        if spec.values_are_keys:
-            sizes, names = sizes[:2], names[:2]
-        order, starts = None, torch.arange(spec.heads + spec.kv_heads) * spec.head_dim
-        if spec.gated:  # the rows of a head's gate follow those of its query
-            sizes[0] *= 2
-            starts[: spec.heads] *= 2
-            starts[spec.heads :] += spec.heads * spec.head_dim
-        if spec.gated or (spec.rope is not None and spec.rope.dims):
-            heads = starts[:, None] + rotated_first(spec)
-            values = torch.arange(spec.kv_heads * spec.head_dim) + starts[-1] + spec.head_dim
-            order = torch.cat((heads.flatten(), values))
-        weight, bias = self.parts([prefix + name for name in names], sizes, self.config.hidden_size, spec.qkv_bias)
-        if order is None:
+        made = qkv_rows(spec, self.names.qkv)
+        names = [prefix + name for name in made.names]
+        weight, bias = self.parts(names, made.sizes, self.config.hidden_size, spec.qkv_bias)
+        if made.order is None:
             return self.made(weight, bias), None
-        chosen = self.made(rows_of(weight, order), None if bias is None else bias[order])
-        if not spec.gated:
+        chosen = self.made(rows_of(weight, made.order), None if bias is None else bias[made.order])
+        if made.gates is None:
             return chosen, None
-        gates = torch.arange(sizes[0]).view(spec.heads, 2, -1)[:, 1].flatten()
-        return chosen, self.made(rows_of(weight, gates), None if bias is None else bias[gates])
+        return chosen, self.made(rows_of(weight, made.gates), None if bias is None else bias[made.gates])
 
     def mlp(self, prefix: str, spec: MlpSpec, gate_up: tuple[str, ...] = (), down: str = "") -> Mlp:
         parts = gate_up or self.names.gate_up
@@ -362,3 +350,31 @@ def rotated_first(spec: AttentionSpec) -> Tensor:
     half, rest = dims // 2, (spec.head_dim - dims) // 2
     every = torch.arange(spec.head_dim)
     return torch.cat((every[:half], every[dims : dims + rest], every[half:dims], every[dims + rest :]))
+
+
+@dataclass(frozen=True, slots=True)
+class QkvRows:
+    """The parts of a matrix of queries, keys and values in a checkpoint, and which of their rows are multiplied."""
+
+    names: tuple[str, ...]
+    sizes: list[int]
+    order: Tensor | None  # rows of queries, keys and values, with each head's dimensions in rotated order; None: all
+    gates: Tensor | None  # rows of the gate, if there is one
+
+
+def qkv_rows(spec: AttentionSpec, names: tuple[str, ...]) -> QkvRows:
+    sizes = [count * spec.head_dim for count in (spec.heads, spec.kv_heads, spec.kv_heads)]
+    sizes = sizes if len(names) > 1 else [sum(sizes)]
+    if spec.values_are_keys:
+        sizes, names = sizes[:2], names[:2]
+    order, gates, starts = None, None, torch.arange(spec.heads + spec.kv_heads) * spec.head_dim
+    if spec.gated:  # the rows of a head's gate follow those of its query
+        sizes[0] *= 2
+        starts[: spec.heads] *= 2
+        starts[spec.heads :] += spec.heads * spec.head_dim
+        gates = torch.arange(sizes[0]).view(spec.heads, 2, -1)[:, 1].flatten()
+    if spec.gated or (spec.rope is not None and spec.rope.dims):
+        heads = starts[:, None] + rotated_first(spec)
+        values = torch.arange(spec.kv_heads * spec.head_dim) + starts[-1] + spec.head_dim
+        order = torch.cat((heads.flatten(), values))
+    return QkvRows(names, sizes, order, gates)

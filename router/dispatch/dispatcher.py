@@ -104,6 +104,10 @@ class Dispatcher:
         prefill, decode = self._pool.routable()
         return bool({"prefill": prefill, "decode": decode}.get(role, prefill or decode))
 
+    def adapters(self) -> dict[str, str]:
+        """Return the name and the digest of each LoRA adapter that a node has or had."""
+        return self._pool.adapters
+
     def status(self) -> dict[str, Any]:
         """Return the dispatcher's part of `/v1/status`."""
         return {
@@ -244,7 +248,13 @@ class Dispatcher:
 
         def choose() -> PlacementCandidate | None:
             return self._pool.choose(
-                attempt.id, row, request.salt, failover.avoid, self._rules.disaggregate, failover.prefix_node
+                attempt.id,
+                row,
+                request.salt,
+                failover.avoid,
+                self._rules.disaggregate,
+                failover.prefix_node,
+                request.adapter,
             )
 
         candidate = await self._wait_for(choose, WAIT_UNDER_WAY_S)
@@ -291,6 +301,7 @@ class Dispatcher:
             traceparent=request.traceparent,
             grammar=request.grammar,
             speculative=request.speculative,
+            adapter=request.adapter,
         )
         failpoints.reach("router.placed", attempt.id)
         if prefill is None:

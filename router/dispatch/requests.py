@@ -42,6 +42,7 @@ class GenerationRequest:
     share_prefix: bool = True
     speculative: bool = True
     traceparent: str = ""  # W3C trace context of the client's request
+    adapter: str = ""  # digest of a LoRA adapter
     grammar: str = ""  # the answers match this grammar (see `shared.grammar`)
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds

@@ -147,7 +147,7 @@ class ApiHandlers:
         requests = await self.generation.requests(body, request_id, reply)
         output = self.generation.output(body, request_id, requests, reply.arrived)
         formatter = ResponseFormatter(
-            output, body, self.generation.tokenizer, self.generation.model.name, int(time.time())
+            output, body, self.generation.tokenizer, body.model or self.generation.model.name, int(time.time())
         )
         async with self.generation.deltas(output, reply) as deltas:
             async for choice, delta in deltas:
@@ -185,22 +185,23 @@ class ApiHandlers:
         await reply.json({"prompt": self.generation.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     async def models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self.generation.model_names()]})
 
     async def one_model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.generation.model.name:
+        name = request.path_params["name"]
+        if name not in self.generation.model_names():
             raise RequestError("The model does not exist.", "model", "model_not_found", 404)
-        return JSONResponse(self._card())
+        return JSONResponse(self._card(name))
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         model = self.generation.model
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": model.created,
             "owned_by": "baton",
             "root": model.name,
-            "parent": None,
+            "parent": None if name == model.name else model.name,
             "max_model_len": model.max_model_len,
         }
 
@@ -280,9 +281,9 @@ class JsonEndpoint:
             reply.log()
 
     async def _handle(self, raw: bytes, reply: ResponseWriter) -> None:
-        name = self.handlers.generation.model.name
+        names = self.handlers.generation.model_names()
         if len(raw) > PARSED_AT_ONCE:
-            body = await run_in_thread(parse_body, self.kind, raw, name)
+            body = await run_in_thread(parse_body, self.kind, raw, names)
         else:
-            body = parse_body(self.kind, raw, name)
+            body = parse_body(self.kind, raw, names)
         await self.handler(body, reply)

@@ -9,6 +9,7 @@ the tokens (`IGNORED`) are dropped.
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
@@ -323,11 +324,14 @@ def _check_continuation(continues: bool, prompts: bool) -> None:
 BodyType = TypeVar("BodyType", bound=Body)
 
 
-def parse_body(kind: type[BodyType], raw: bytes, model_name: str) -> BodyType:
-    """Parse and validate a body. Raises RequestError, naming the parameter, if it is invalid."""
+def parse_body(kind: type[BodyType], raw: bytes, models: Sequence[str]) -> BodyType:
+    """Parse and validate a body. `models` has the names that it may give as its model; the first is the default.
+
+    Raises RequestError, naming the parameter, if it is invalid.
+    """
     fields = {key: value for key, value in parse_json(raw).items() if value is not None}
-    name = fields.get("model", model_name)
-    if name != model_name:
+    name = fields.get("model", models[0])
+    if name not in models:
         shown = name[:MAX_NAME] if isinstance(name, str) else ""
         raise RequestError(f"The model `{shown}` does not exist.", "model", "model_not_found", 404)
     for key in [key for key in fields if key not in kind.model_fields]:

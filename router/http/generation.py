@@ -27,13 +27,22 @@ class GenerationService:
     metrics: RequestMetrics
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
 
+    def adapters(self) -> dict[str, str]:
+        """Return the digests of the LoRA adapters, by name. An adapter with the model's own name is not served."""
+        return {name: digest for name, digest in self.dispatcher.adapters().items() if name != self.model.name}
+
+    def model_names(self) -> list[str]:
+        """Return the names that a request can give as its model: the model's own, and those of LoRA adapters."""
+        return [self.model.name, *sorted(self.adapters())]
+
     async def requests(
         self, body: CompletionBody | ChatBody, request_id: str, reply: ResponseWriter
     ) -> list[GenerationRequest]:
         """Name the reply, and return a request for each prompt of the body. Raises RequestError."""
         reply.name(request_id)
         about = (request_id, reply.traceparent, reply.identity, reply.deadline)
-        return await build_requests(body, self.model, self.tokenizer, *about, self.grammars)
+        adapter = self.adapters().get(body.model or "", "")
+        return await build_requests(body, self.model, self.tokenizer, *about, self.grammars, adapter)
 
     def output(
         self, body: CompletionBody | ChatBody, request_id: str, requests: list[GenerationRequest], arrived: float

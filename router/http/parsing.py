@@ -43,6 +43,7 @@ async def build_requests(
     identity: Identity = ANONYMOUS,
     deadline: float | None = None,
     grammars: GrammarChecker | None = None,
+    adapter: str = "",
 ) -> list[GenerationRequest]:
     """Return one request for each prompt. Raises RequestError if a token id is not in the vocabulary, if the tokens do
     not fit the model's context, or if `grammars` refuses the grammar that answers must match."""
@@ -60,7 +61,7 @@ async def build_requests(
         grammar = after_reasoning(grammar, tokenizer, prompts[0])
     ignores_eos = body.ignore_eos and not grammar
     stop_tokens = frozenset(body.stop_token_ids) | (frozenset() if ignores_eos else model.eos_ids)
-    salt = cache_namespace(identity.tenant, body.cache_salt)
+    salt = cache_namespace(identity.tenant, body.cache_salt, adapter)
     requests = [
         GenerationRequest(
             id=f"{request_id}-{number}",
@@ -72,6 +73,7 @@ async def build_requests(
             n=body.n,
             salt=salt,
             speculative=body.speculative,
+            adapter=adapter,
             # Only an admin may raise the priority of a request.
             priority=body.priority if identity.is_admin else max(0, body.priority),
             traceparent=traceparent,
@@ -98,13 +100,15 @@ async def _grammar(body: GenerateBody, model: ModelCard, checker: GrammarChecker
     return await asyncio.to_thread(constraint.grammar, checker)
 
 
-def cache_namespace(tenant: str, cache_salt: str | None) -> bytes:
+def cache_namespace(tenant: str, cache_salt: str | None, adapter: str = "") -> bytes:
     """Return the salt that the router and the nodes use for this client's entries in the prefix cache.
 
     Tenants do not share cached prefixes, because the duration of a request would reveal another tenant's prompts.
-    Requests of one tenant share cached prefixes only if they have the same `cache_salt`.
+    Requests of one tenant share cached prefixes only if they have the same `cache_salt` and LoRA adapter, because KV
+    depends on the adapter.
     """
     parts = [tenant.encode(), *([] if cache_salt is None else [cache_salt.encode()])]
+    parts += [b"lora", adapter.encode()] if adapter else []
     return hashlib.sha256(b"".join(len(part).to_bytes(4) + part for part in parts)).digest() if any(parts) else b""
 
 

@@ -42,7 +42,7 @@ class ResponsesApi:
         with named_parameters():
             chat = body.to_chat([])
             requests = await self.generation.requests(chat, response_id, reply)
-        tokenizer, model = self.generation.tokenizer, self.generation.model.name
+        tokenizer, model = self.generation.tokenizer, body.model or self.generation.model.name
         events = ResponseEvents(response_id, int(time.time()), body, model, tokenizer, len(requests[0].prompt))
         started = events.start()
         output = self.generation.output(chat, response_id, requests, reply.arrived)

@@ -57,6 +57,7 @@ class NodePool:
         self._observer = observer
         self._on_capacity = on_capacity
         self.connections: dict[str, NodeConnection] = {}  # by node
+        self.adapters: dict[str, str] = {}  # name -> digest of the LoRA adapters that nodes have or had
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
         self._changed = asyncio.Event()
@@ -126,6 +127,7 @@ class NodePool:
                 del self.outliers[name]
         connection = NodeConnection(self.router, info, self._timeout_s, self.connection_changed, self._observer)
         self.connections[info.id] = connection
+        self.adapters |= info.adapters
         self.journal.joined(connection)
         self._runs[info.id] = self._tasks.start(connection.run())
 
@@ -231,13 +233,19 @@ class NodePool:
         avoid: Container[str],
         disaggregate: str,
         prefix_node: str = "",
+        adapter: str = "",
     ) -> PlacementCandidate | None:
         """Choose the nodes for a row of tokens, or return None if no node is routable.
 
         Nodes in `avoid` are chosen only if no other node can generate. `prefix_node` is chosen as the prefill node if
-        it is routable, because it has the KV of the prefix. Only a few nodes are considered.
+        it is routable, because it has the KV of the prefix. Only nodes that have `adapter` are chosen, if it is given.
+        Only a few nodes are considered.
         """
         prefill, decode = self.routable()
+        if adapter:
+            prefill, decode = (
+                [each for each in pool if adapter in each.info.adapters.values()] for pool in (prefill, decode)
+            )
         if avoid:
             preferred = [each for each in prefill if each.info.id not in avoid]
             prefill = preferred if decode else preferred or prefill  # a decode node can also compute prompts

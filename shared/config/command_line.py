@@ -28,7 +28,8 @@ from shared.errors import ConfigError
 S = TypeVar("S", bound=Settings)
 
 PANELS = {  # the groups of --help and their settings; --help omits a setting that is in no group
-    "Model": "model served_model_name max_model_len dtype weight_dtype quantization model_impl",
+    "Model": "model served_model_name max_model_len dtype weight_dtype quantization model_impl lora_modules "
+    "max_lora_rank",
     "Computation": "device devices gpu_memory_utilization attention_backend threads cpus emulate",
     "KV cache": "kv_cache_memory kv_cache_dtype num_blocks block_size kv_channel kv_directory "
     "kv_host kv_port reserve_timeout_s push_timeout_s",
@@ -43,12 +44,13 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "Switches": "enable_prefix_caching enforce_eager dashboard",
 }
 NOT_SUPPORTED = (
-    "tensor-parallel-size tp pipeline-parallel-size pp enable-lora swap-space cpu-offload-gb "
+    "tensor-parallel-size tp pipeline-parallel-size pp swap-space cpu-offload-gb "
     "trust-remote-code ssl-keyfile ssl-certfile"
 )
 VLLM_FLAGS = {  # flags of vLLM that have another name here, or none
     **dict.fromkeys(NOT_SUPPORTED.split(), "is not supported"),
     **dict.fromkeys(("data-parallel-size", "dp"), "is named --prefill and --decode here: the numbers of nodes"),
+    **dict.fromkeys(("enable-lora", "max-loras"), "is not needed: --lora-modules names the adapters"),
     "api-key": "is named --api-keys-file here; `baton key` makes a key",
     "kv-cache-memory-bytes": "is named --kv-cache-memory here",
     "num-gpu-blocks-override": "is named --num-blocks here",

@@ -157,6 +157,7 @@ Policy = Literal[
 Size = Annotated[int, BeforeValidator(parse_size)]
 Cpus = Annotated[tuple[int, ...], BeforeValidator(parse_cpus), AfterValidator(_check_cpus)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_parse_list), AfterValidator(_check_origins)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_parse_list)]
 Host = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]+", "a host name or address, without a port"))]
 HostOrNone = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]*", "a host name or address, without a port"))]
 Label = Annotated[str, AfterValidator(partial(_matches, r"[\w.-]{1,64}", "1 to 64 letters, digits and . _ -"))]
@@ -289,6 +290,8 @@ class ComputingSettings(CommonSettings):
     quantization: Literal["none", "int8"] = setting(
         "none", "int8: compute matrix products with 8-bit weights and activations (CPU only)."
     )
+    lora_modules: Names = setting((), "LoRA adapters: name=directory, separated by commas.", "none")
+    max_lora_rank: Count = setting(64, "Maximum rank of a LoRA adapter.")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = setting(
         "auto", "Data type of the KV cache (fp8: GPU only).", "--dtype, or float16 on the CPU with --quantization int8"
     )

@@ -61,6 +61,7 @@ class SubmitRequest:
     traceparent: str = ""  # W3C trace context of the client's request, for logs
     grammar: str = ""  # the answer matches this grammar (see `shared.grammar`); "": any answer
     speculative: bool = True  # whether the node may verify guessed tokens, if it does so at all
+    adapter: str = ""  # digest of a LoRA adapter; "": the model itself
 
 
 @dataclass(slots=True)
@@ -225,6 +226,7 @@ class NodeInfo:
     state: str = "ready"
     attributes: dict[str, str] = field(default_factory=dict)  # other settings, which comparisons and placement read
     shared_pool_owner: str = ""  # incarnation id of the decode node in whose pool this node computes, if any
+    adapters: dict[str, str] = field(default_factory=dict)  # name -> digest of each LoRA adapter
 
 
 @dataclass(slots=True)

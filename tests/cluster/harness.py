@@ -221,7 +221,7 @@ class Cluster:
 
     def complete(self, prompt: list[int] | str, max_tokens: int, **fields: object) -> list[int]:
         """Return the token ids of a greedy completion."""
-        answer = self.post("/v1/completions", completion(self.model, prompt, max_tokens, **fields))
+        answer = self.post("/v1/completions", completion(self.model, prompt, max_tokens) | fields)
         return list(answer["choices"][0]["token_ids"])
 
     def stream(

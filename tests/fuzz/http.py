@@ -50,7 +50,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 @target(as_json(PROMPT), as_json(PROMPT | {"prompt": [[1, 2], [3]], "n": 2, "stream": True}), bytes_per_byte=4000)
 def completion_bodies(data: bytes) -> None:
     try:
-        body = parse_body(CompletionBody, data, "m")
+        body = parse_body(CompletionBody, data, ["m"])
         model = read_model(DEMO, "m", 64, 0)
         requests = _loop().run_until_complete(build_requests(body, model, _tokenizer(), "cmpl-1", grammars=GRAMMARS))
     except RequestError as error:
@@ -72,7 +72,7 @@ def completion_bodies(data: bytes) -> None:
 def chat_bodies(data: bytes) -> None:
     for kind in (ChatBody, TokenizeBody, DetokenizeBody):
         try:
-            parse_body(kind, data, "m")
+            parse_body(kind, data, ["m"])
         except RequestError as error:
             _check_rejection(error)
 

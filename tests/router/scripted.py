@@ -103,6 +103,9 @@ class ScriptedDispatcher:
         nodes = [alive, {"id": "d1", "alive": False, "running": 9, "waiting": 9}]
         return {"router": "router-1", "nodes": nodes, "queue": {"requests": 4}}
 
+    def adapters(self) -> dict[str, str]:
+        return {}
+
     def ready(self, role: str = "") -> bool:
         return self.is_ready and role != self.empty_pool
 

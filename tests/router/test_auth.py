@@ -348,7 +348,7 @@ def test_no_two_tenants_or_salts_share_a_cache(one: tuple[str, str | None], othe
 async def test_requests_carry_their_tenant(byte_level: Any) -> None:
     async def request_of(identity: Identity, **fields: object) -> Any:
         raw = '{"prompt": "a", "priority": -3' + "".join(f', "{k}": "{v}"' for k, v in fields.items()) + "}"
-        body = parse_body(CompletionBody, raw.encode(), "tiny")
+        body = parse_body(CompletionBody, raw.encode(), ["tiny"])
         (request,) = await build_requests(body, MODEL, byte_level, "id", identity=identity, deadline=7.0)
         return request
 

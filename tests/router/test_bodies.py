@@ -218,7 +218,7 @@ ROWS += [(CompletionBody, *row) for row in BAD_OF_COMPLETIONS] + [(ChatBody, *ro
 )
 def test_a_bad_parameter_is_rejected_by_name(kind, fields, param):
     with pytest.raises(RequestError) as raised:
-        parse_body(kind, body_of(kind, **fields), "m")
+        parse_body(kind, body_of(kind, **fields), ["m"])
     assert (raised.value.status, raised.value.param) == (400, param)
     assert len(raised.value.message) < 300
 
@@ -226,7 +226,7 @@ def test_a_bad_parameter_is_rejected_by_name(kind, fields, param):
 def test_text_parts_are_joined_and_nulls_are_not_given():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": parts, "name": None, "refusal": None}]
-    body = parse_body(ChatBody, body_of(ChatBody, messages=messages, max_tokens=None), "m")
+    body = parse_body(ChatBody, body_of(ChatBody, messages=messages, max_tokens=None), ["m"])
     assert [message.plain() for message in body.messages] == [{"role": "user", "content": "a\nb"}]
     assert body.max_tokens is None
 
@@ -239,7 +239,7 @@ def test_messages_of_tools_reach_the_template():
         {"role": "assistant", "content": "y", "tool_calls": []},
         with_arguments(""),
     ]
-    body = parse_body(ChatBody, body_of(ChatBody, messages=messages, tools=[TOOL], tool_choice="none"), "m")
+    body = parse_body(ChatBody, body_of(ChatBody, messages=messages, tools=[TOOL], tool_choice="none"), ["m"])
     plain = [message.plain() for message in body.messages]
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
     thought = {"reasoning_content": "hm", "thinking": "hm"}
@@ -256,7 +256,7 @@ def test_openais_harmless_fields_are_ignored():
     fields |= {"modalities": ["text"], "prediction": {"type": "content", "content": "x"}, "tool_choice": "auto"}
     fields |= {"prompt_cache_options": {"mode": "implicit"}, "stream": True}
     fields |= {"stream_options": {"include_usage": True, "include_obfuscation": False}}
-    parse_body(ChatBody, body_of(ChatBody, **fields, response_format={"type": "text"}), "m")
+    parse_body(ChatBody, body_of(ChatBody, **fields, response_format={"type": "text"}), ["m"])
 
 
 @pytest.mark.parametrize(
@@ -273,24 +273,24 @@ def test_openais_harmless_fields_are_ignored():
 )
 def test_an_error_says_what_is_accepted(fields, says):
     with pytest.raises(RequestError) as raised:
-        parse_body(ChatBody, body_of(ChatBody, **fields), "m")
+        parse_body(ChatBody, body_of(ChatBody, **fields), ["m"])
     assert says in raised.value.message
 
 
 def test_the_effort_of_reasoning_sets_the_switches_of_chat_templates():
-    off = parse_body(ChatBody, body_of(ChatBody, reasoning_effort="none", chat_template_kwargs={"a": 1.5}), "m")
+    off = parse_body(ChatBody, body_of(ChatBody, reasoning_effort="none", chat_template_kwargs={"a": 1.5}), ["m"])
     assert off.chat_template_kwargs == {
         "enable_thinking": False, "thinking": False, "reasoning_effort": "none", "a": 1.5
     }  # fmt: skip
-    high = parse_body(ChatBody, body_of(ChatBody, reasoning_effort="high"), "m")
+    high = parse_body(ChatBody, body_of(ChatBody, reasoning_effort="high"), ["m"])
     assert high.chat_template_kwargs == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
-    assert parse_body(ChatBody, body_of(ChatBody), "m").chat_template_kwargs == {}
+    assert parse_body(ChatBody, body_of(ChatBody), ["m"]).chat_template_kwargs == {}
 
 
 @pytest.mark.parametrize("name", ["", "other", "../../etc", "x" * 10_240, 5, ["m"]])
 def test_an_unknown_model_does_not_exist(name):
     with pytest.raises(RequestError) as raised:
-        parse_body(CompletionBody, body_of(CompletionBody, model=name), "m")
+        parse_body(CompletionBody, body_of(CompletionBody, model=name), ["m"])
     assert (raised.value.status, raised.value.code) == (404, "model_not_found")
     assert len(raised.value.message) < 120
 
@@ -298,24 +298,24 @@ def test_an_unknown_model_does_not_exist(name):
 def test_of_many_unknown_fields_the_first_is_named():
     raw = b"{" + b",".join(b'"k%d":1' % i for i in range(20_000)) + b"}"
     with pytest.raises(RequestError, match="Unknown parameter: `k0`"):
-        parse_body(CompletionBody, raw, "m")
+        parse_body(CompletionBody, raw, ["m"])
 
 
 @pytest.mark.parametrize("fields", [{}, {"prompt": "x", "messages": [USER]}, {"prompt": 5}, {"messages": []}])
 def test_tokenize_takes_a_text_or_a_conversation(fields):
     with pytest.raises(RequestError):
-        parse_body(TokenizeBody, json.dumps(fields).encode(), "m")
+        parse_body(TokenizeBody, json.dumps(fields).encode(), ["m"])
 
 
 @pytest.mark.parametrize("tokens", ["1", [1.0], [True], None, [[1]]])
 def test_detokenize_takes_ids(tokens):
     with pytest.raises(RequestError) as raised:
-        parse_body(DetokenizeBody, json.dumps({"tokens": tokens}).encode(), "m")
+        parse_body(DetokenizeBody, json.dumps({"tokens": tokens}).encode(), ["m"])
     assert raised.value.param == "tokens"
 
 
 async def requests_of(tokenizer, kind=CompletionBody, **fields):
-    return await build_requests(parse_body(kind, body_of(kind, **fields), "m"), MODEL, tokenizer, "id")
+    return await build_requests(parse_body(kind, body_of(kind, **fields), ["m"]), MODEL, tokenizer, "id")
 
 
 @pytest.mark.parametrize(

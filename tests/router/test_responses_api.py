@@ -149,7 +149,7 @@ async def test_a_bad_parameter_is_rejected_by_name(client, hermes, fields, param
 
 
 def test_content_without_a_type_of_item_is_a_message():
-    body = parse_body(ResponsesBody, json.dumps({"input": [USER]}).encode(), "m")
+    body = parse_body(ResponsesBody, json.dumps({"input": [USER]}).encode(), ["m"])
     assert body.items[0].content == "x"
     with pytest.raises(RequestError, match="images and files are not supported"):
-        parse_body(ResponsesBody, json.dumps({"input": [USER | {"content": [{"type": "x"}]}]}).encode(), "m")
+        parse_body(ResponsesBody, json.dumps({"input": [USER | {"content": [{"type": "x"}]}]}).encode(), ["m"])

@@ -1,0 +1,115 @@
+"""Reads LoRA adapters in the format of Hugging Face peft. Rejects pickled weights."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from engine.models.config import read_json
+from engine.weights import text_name
+
+if TYPE_CHECKING:  # `lora_digest` runs before the processes that compute, and torch takes seconds to import
+    from torch import Tensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+SUFFIXES = (".lora_A.weight", ".lora_B.weight")
+PLAIN: dict[str, tuple[Any, ...]] = {  # the fields of adapter_config.json that change the formula, and what is served
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, []),
+    "megatron_config": (None,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The update of one module: its output grows by `down` and then `up`, which contains the scale."""
+
+    down: "Tensor"  # [rank, in]
+    up: "Tensor"  # [out, rank]
+
+
+def lora_digest(directory: Path) -> str:
+    """Return the identity of an adapter, 32 hex digits of its files. Raises ValueError if it is not one that is
+    served."""
+    _read_config(directory)
+    digest = blake2b(digest_size=16)
+    for name in (CONFIG, WEIGHTS):
+        digest.update(blake2b((directory / name).read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def read_lora(directory: Path, max_rank: int) -> dict[str, LowRank]:
+    """Return the update of each module, by its name such as "model.layers.0.self_attn.q_proj".
+
+    Raises ValueError, which names the field or the tensor, if the adapter is malformed, is larger than `max_rank`, or
+    changes the model by more than low-rank updates.
+    """
+    config, file = _read_config(directory), directory / WEIGHTS
+    parts: dict[str, dict[str, Tensor]] = {}
+    try:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is not a mapping
+                module, suffix = _module_of(name, file)
+                parts.setdefault(module, {})[suffix] = opened.get_tensor(name).float()
+    except SafetensorError as error:
+        raise ValueError(f"{file}: {error}") from None
+    if not parts:
+        raise ValueError(f"{file}: has no tensors")
+    return {module: _low_rank(module, pair, config, file, max_rank) for module, pair in parts.items()}
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    for name in (CONFIG, WEIGHTS):
+        if not (directory / name).is_file():
+            pickled = name == WEIGHTS and (directory / "adapter_model.bin").exists()
+            why = "only pickled weights (.bin), which can run code; save the adapter as safetensors" if pickled else ""
+            raise ValueError(f"{directory}: has {why or f'no {name}; --lora-modules must name directories of peft'}")
+    config = read_json(directory / CONFIG)
+    for key, served in PLAIN.items():
+        if config.get(key) not in served:
+            raise ValueError(f"{directory / CONFIG}: {key} is {config.get(key)!r:.60}: only {served[0]!r} is served")
+    return config
+
+
+def _module_of(name: str, file: Path) -> tuple[str, str]:
+    suffix = next((each for each in SUFFIXES if name.endswith(each)), "")
+    module = text_name(name.removeprefix(PREFIX).removesuffix(suffix))
+    if not suffix or not module:
+        raise ValueError(f"{file}: tensor {name[:120]} is not a low-rank update of a module of the text model")
+    return module, suffix
+
+
+def _low_rank(
+    module: str, pair: Mapping[str, "Tensor"], config: Mapping[str, Any], file: Path, max_rank: int
+) -> LowRank:
+    down, up = (pair.get(suffix) for suffix in SUFFIXES)
+    if down is None or up is None or down.dim() != 2 or up.dim() != 2 or len(down) != up.shape[1]:
+        shapes = {suffix: tuple(pair[suffix].shape) for suffix in pair}
+        raise ValueError(f"{file}: {module} has tensors {shapes}: it needs lora_A [rank, in] and lora_B [out, rank]")
+    rank = len(down)
+    if not 0 < rank <= max_rank:
+        raise ValueError(f"{file}: {module} has rank {rank}: at most --max-lora-rank {max_rank} is served")
+    if not bool(down.isfinite().all() and up.isfinite().all()):
+        raise ValueError(f"{file}: {module} has values that are not finite")
+    return LowRank(down, up * _scale(module, rank, config, file))
+
+
+def _scale(module: str, rank: int, config: Mapping[str, Any], file: Path) -> float:
+    """Return the factor of the update: alpha / rank, or alpha / sqrt(rank) for rank-stabilized adapters."""
+    alpha: Any = config.get("lora_alpha")
+    for ending, value in (config.get("alpha_pattern") or {}).items():
+        if not re.fullmatch(r"[\w.]+", ending, re.ASCII):
+            raise ValueError(f"{file.parent / CONFIG}: alpha_pattern has {ending!r:.60}: only names are served")
+        alpha = value if f".{module}".endswith(f".{ending}") else alpha
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ValueError(f"{file.parent / CONFIG}: lora_alpha is {alpha!r:.60}: it must be a number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,0 +1,179 @@
+"""Applies LoRA adapters to a decoder (Hu et al., 2021). One batch may contain requests of several adapters.
+
+As in Punica and S-LoRA (2023), the base model's matrix multiplies all rows, and each adapter adds its low-rank update
+to the rows of its requests. A row's result does not depend on the other rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.kernels import StepKernels
+from engine.linear import Linear, LinearFormat, Lookup
+from engine.lora.files import LowRank, read_lora
+from engine.models.decoder import AttentionDecoderLayer, Decoder, DecoderLayer
+from engine.models.families import FAMILIES
+from engine.models.load import qkv_rows
+from engine.models.mlp import MLP_ROWS, Mlp
+from engine.models.spec import AttentionSpec, MlpSpec
+
+
+@dataclass(slots=True)
+class AdaptedRows:
+    """The rows of the current pass that each adapter changes: of all tokens, and of the logit rows."""
+
+    tokens: dict[str, Tensor] = field(default_factory=dict)  # by digest, int64
+    logit_rows: dict[str, Tensor] = field(default_factory=dict)
+    begin: int = 0  # the first of the rows that are multiplied now, because MLPs divide large batches
+
+    def select(self, batch: Batch, device: torch.device) -> None:
+        """Set the rows for a pass over `batch` on `device`."""
+        self.tokens, self.logit_rows = {}, {}
+        if not batch.adapters:
+            return
+        names = sorted({name for name in batch.adapters if name})
+        numbers = torch.tensor([names.index(name) if name else -1 for name in batch.adapters])
+        owners = numbers.repeat_interleave(torch.tensor(batch.counts))
+        for kept, owner in ((self.tokens, owners), (self.logit_rows, owners[batch.logit_rows.cpu()])):
+            kept |= {name: (owner == number).nonzero().flatten().to(device) for number, name in enumerate(names)}
+
+
+@dataclass(slots=True)
+class AdaptedLinear:
+    """A matrix with the updates of adapters, by digest. In the last layer, some matrices multiply logit rows only."""
+
+    base: Linear
+    updates: dict[str, tuple[Linear, Linear]]
+    rows: AdaptedRows
+    takes_logit_rows: bool = False
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        result, begin = self.base(rows), self.rows.begin
+        for name, index in (self.rows.logit_rows if self.takes_logit_rows else self.rows.tokens).items():
+            if (update := self.updates.get(name)) is None:
+                continue
+            mine = index[(index >= begin) & (index < begin + len(rows))] - begin
+            if len(mine):
+                down, up = update
+                result.index_add_(0, mine, up(down(rows[mine].contiguous())).to(result.dtype))
+        return result
+
+    def lookup(self) -> Lookup | None:
+        return None
+
+
+@dataclass(slots=True)
+class AdaptedMlp(Mlp):
+    """An MLP of adapted matrices."""
+
+    rows: AdaptedRows
+
+    def __call__(self, rows: Tensor, kernels: StepKernels) -> Tensor:
+        if len(rows) <= MLP_ROWS or rows.device.type != "cpu":
+            return self.down(kernels.gated(self.gate_up(rows), self.activation))
+        for begin in range(0, len(rows), MLP_ROWS):
+            self.rows.begin, some = begin, rows[begin : begin + MLP_ROWS]
+            some.copy_(self.down(kernels.gated(self.gate_up(some), self.activation)))
+        self.rows.begin = 0
+        return rows
+
+
+def adapt(model: Decoder, adapters: Mapping[str, Path], linear: LinearFormat, max_rank: int) -> AdaptedRows:
+    """Add the adapters, by digest, to the matrices of `model`. Return the object that selects the rows of a pass.
+
+    Matrices of attention and of MLPs are adapted. Raises ValueError, which names the module, for updates of others:
+    experts, latent attention, recurrent layers, embeddings and the output head.
+    """
+    rows = AdaptedRows()
+    for digest, directory in adapters.items():
+        left = read_lora(directory, max_rank)
+        adapter = _Adapter(model, linear, digest, left, rows)
+        for index in range(len(model.layers)):
+            adapter.update_layer(index)
+        if left:
+            raise ValueError(
+                f"{directory}: module {min(left)[:120]} of the adapter is not a matrix of attention or of an MLP of "
+                f"{model.config.architecture}, so it cannot be adapted"
+            )
+    return rows
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """Adds one adapter to the layers of a model. `left` has the updates that no matrix has taken yet."""
+
+    model: Decoder
+    linear: LinearFormat
+    digest: str
+    left: dict[str, LowRank]
+    rows: AdaptedRows
+
+    def update_layer(self, index: int) -> None:
+        layer, spec = self.model.layers[index], self.model.config.layers[index]
+        names, prefix = FAMILIES[self.model.config.architecture].weights, f"model.layers.{index}."
+        is_last = index == len(self.model.layers) - 1
+        if isinstance(spec.mixer, AttentionSpec) and isinstance(layer, AttentionDecoderLayer):
+            self._update_attention(layer, spec.mixer, prefix, names.qkv, names.output, is_last)
+        if isinstance(spec.mlp, MlpSpec) and isinstance(layer.mlp, Mlp):
+            self._update_mlp(layer, spec.mlp, f"{prefix}{names.mlp}.", names.gate_up, names.down, is_last)
+
+    def _update_attention(
+        self,
+        layer: AttentionDecoderLayer,
+        spec: AttentionSpec,
+        prefix: str,
+        qkv: tuple[str, ...],
+        output: str,
+        is_last: bool,
+    ) -> None:
+        hidden, made = self.model.config.hidden_size, qkv_rows(spec, qkv)
+        update = self._joined([prefix + name for name in made.names], made.sizes, hidden)
+        if update is not None:
+            layer.qkv = self._adapted(layer.qkv, update, made.order, False)
+            if layer.gate is not None:
+                layer.gate = self._adapted(layer.gate, update, made.gates, is_last)
+        update = self._joined([prefix + output], [hidden], spec.heads * spec.head_dim)
+        if update is not None:
+            layer.output = self._adapted(layer.output, update, None, is_last)
+
+    def _update_mlp(
+        self, layer: DecoderLayer, spec: MlpSpec, prefix: str, gate_up: tuple[str, ...], down: str, is_last: bool
+    ) -> None:
+        assert isinstance(layer.mlp, Mlp)
+        hidden, old = self.model.config.hidden_size, layer.mlp
+        mlp = old if isinstance(old, AdaptedMlp) else AdaptedMlp(old.gate_up, old.down, old.activation, self.rows)
+        sizes = [2 * spec.inner // len(gate_up)] * len(gate_up)
+        update = self._joined([prefix + name for name in gate_up], sizes, hidden)
+        if update is not None:
+            layer.mlp, mlp.gate_up = mlp, self._adapted(mlp.gate_up, update, None, is_last)
+        update = self._joined([prefix + down], [hidden], spec.inner)
+        if update is not None:
+            layer.mlp, mlp.down = mlp, self._adapted(mlp.down, update, None, is_last)
+
+    def _joined(self, names: list[str], sizes: list[int], width: int) -> LowRank | None:
+        """Return one update for the matrix that has these modules as parts, or None if there is none for any part."""
+        parts = [self.left.pop(name, None) for name in names]
+        for name, part, size in zip(names, parts, sizes, strict=True):
+            found = (size, width) if part is None else (part.up.shape[0], part.down.shape[1])
+            if found != (size, width):
+                raise ValueError(
+                    f"the adapter's update of {name} is for a matrix of {found[0]} x {found[1]}, and the model's is "
+                    f"{size} x {width}: the adapter belongs to another model"
+                )
+        if not any(parts):
+            return None
+        ups = [part.up if part else torch.zeros(size, 0) for part, size in zip(parts, sizes, strict=True)]
+        return LowRank(torch.cat([part.down for part in parts if part]), torch.block_diag(*ups))  # type: ignore[no-untyped-call]
+
+    def _adapted(self, base: Linear, update: LowRank, order: Tensor | None, is_last: bool) -> AdaptedLinear:
+        adapted = base if isinstance(base, AdaptedLinear) else AdaptedLinear(base, {}, self.rows, is_last)
+        up, dtype, device = update.up if order is None else update.up[order], self.model.dtype, self.model.device
+        adapted.updates[self.digest] = (
+            self.linear.make_exact(update.down.to(device, dtype).contiguous(), None),
+            self.linear.make_exact(up.to(device, dtype).contiguous(), None),
+        )
+        return adapted

@@ -1,0 +1,85 @@
+"""Test that clusters answer requests of the model and of two LoRA adapters at once with the tokens of peft."""
+
+import shutil
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cluster.harness import DEMO, DEMO_VOCABULARY, cluster, prompt_of
+from tests.engine.families import CONFIGS, save
+from tests.engine.lora_files import save_adapter
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads it
+COUNT = 24
+STEM = prompt_of(9, 40)  # all prompts share it, so a prefix of another adapter would be found if its KV were shared
+PROMPTS = [STEM + prompt_of(seed, length) for seed, length in enumerate((1, 30, 90))]
+
+
+def made(name: str, directory: Path) -> tuple[list[str], dict[str, list[list[int]]]]:
+    """Write a tiny model and two adapters. Return --lora-modules, and the expected tokens by name."""
+    config = deepcopy(CONFIGS[name])
+    config.vocab_size = DEMO_VOCABULARY
+    base = save(config, directory)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, directory)
+    models: dict[str, Any] = {directory.name: base}
+    for seed, adapter in enumerate(("sql", "poems")):
+        models[adapter] = save_adapter(deepcopy(base), directory / adapter, seed)
+    expected = {}
+    for adapter, model in models.items():
+        model.generation_config.eos_token_id = None
+        with torch.inference_mode():
+            answers = [
+                model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=COUNT, do_sample=False)
+                for prompt in PROMPTS
+            ]
+        expected[adapter] = [answer[0, len(prompt) :].tolist() for answer, prompt in zip(answers, PROMPTS, strict=True)]
+    return [f"{adapter}={directory / adapter}" for adapter in ("sql", "poems")], expected
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3.5", marks=pytest.mark.exhaustive)])
+def test_the_model_and_two_adapters_in_one_batch_give_the_tokens_of_peft(name: str, tmp_path: Path) -> None:
+    modules, expected = made(name, tmp_path)
+    assert expected["sql"] != expected["poems"] != expected[tmp_path.name]
+    cases = [(adapter, index) for index in range(len(PROMPTS)) for adapter in expected]
+    for prefill, channel, budget, num_blocks in ((1, "shm", 7, 4096), (1, "tcp", 64, 4096), (0, "auto", 512, 24)):
+        settings = {
+            "model": tmp_path, "runner": "torch", "kv_channel": channel, "max_num_batched_tokens": budget,
+            "num_blocks": num_blocks if name == "llama" else 4096, "lora_modules": ",".join(modules),
+        }  # fmt: skip
+        with cluster(prefill, 1, **settings) as running, ThreadPoolExecutor(len(cases)) as pool:
+            assert [card["id"] for card in running.get("/v1/models")["data"]] == [tmp_path.name, "poems", "sql"]
+
+            def ask(case: tuple[str, int], running: Any = running) -> list[int]:
+                return list(running.complete(PROMPTS[case[1]], COUNT, model=case[0]))
+
+            for _ in range(2):  # the second time, prefixes are in the cache
+                found = list(pool.map(ask, cases))
+                assert found == [expected[adapter][index] for adapter, index in cases], f"{channel}, budget {budget}"
+            assert (running.settled()["handoffs"] > 0) == (prefill > 0)
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                running.complete(PROMPTS[0], 1, model="other")
+
+
+def test_a_request_with_an_adapter_survives_the_death_of_its_decode_node(tmp_path: Path) -> None:
+    modules, expected = made("llama", tmp_path)
+    settings = {"model": tmp_path, "runner": "torch", "lora_modules": ",".join(modules)}
+    with cluster(1, 2, **settings) as running, ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(running.complete, prompt, COUNT, model="sql") for prompt in PROMPTS]
+        running.processes["decode-0"].kill()
+        assert [answer.result() for answer in asked] == expected["sql"]
+
+
+def test_a_node_without_the_adapter_gets_no_request_for_it(tmp_path: Path) -> None:
+    modules, expected = made("llama", tmp_path)
+    own: dict[str, dict[str, object]] = {"decode-0": {"lora_modules": ",".join(modules)}}
+    with cluster(0, 2, model=tmp_path, runner="torch", own=own) as running, ThreadPoolExecutor(9) as pool:
+        cases = [(adapter, index) for index in range(3) for adapter in expected]
+        found = pool.map(lambda case: running.complete(PROMPTS[case[1]], COUNT, model=case[0]), cases)
+        assert list(found) == [expected[adapter][index] for adapter, index in cases]
+        assert running.settled()["requests"]["moved"] == 0

@@ -1,0 +1,170 @@
+"""Test that requests of several LoRA adapters in one batch get the logits of peft, and that others are refused."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.attention import plan_tables
+from engine.batch import BlockRows, build
+from engine.linear import Plain
+from engine.lora.files import CONFIG, WEIGHTS, lora_digest, read_lora
+from engine.lora.linear import AdaptedRows, adapt
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
+from engine.models.mlp import MLP_ROWS
+from engine.models.spec import state_units
+from tests.engine.build import (  # fmt: skip
+    CPU,
+    Blocks,
+    States,
+    device_code,
+    every_backend,
+    in_one_piece,
+    layout_of,
+    piece,
+    pool_of,
+    state_size,
+)
+from tests.engine.families import CONFIGS, save
+from tests.engine.lora_files import EVERY, save_adapter
+
+ATTENTION = EVERY[:4]
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads it
+__all__ = ["every_backend"]  # applies to every test here
+
+
+@torch.inference_mode()
+def logits_of(model: Decoder, adapted: AdaptedRows, rows: list[tuple[str, list[int]]]) -> list[torch.Tensor]:
+    """Return the logits of all rows, each with its adapter, computed in two steps of all rows."""
+    one, size = layout_of(model, 4096, 4), 0
+    if state_units(model.config):
+        size = state_size(model.config, one.block_bytes)
+        one = layout_of(model, 4096 + 2 * len(rows) * size, 4)
+    pool = pool_of(model, one, in_one_piece(model.config))
+    (backend, kernels), blocks = device_code(model, pool), Blocks(4096, 4, pool.places.groups)
+    states, rows_of, parts = States(4096, size), BlockRows(pool.places), [[] for _ in rows]  # type: ignore[var-annotated]
+    requests = [blocks.request([*row, 0], max_tokens=1, needs_prompt_logprobs=True, adapter=name) for name, row in rows]
+    for part in (3, None):
+        slices = [piece(each, part or len(each.tokens) - 1 - each.num_computed) for each in requests]
+        states.use(slices)
+        batch = build(slices, 4, CPU, rows=rows_of)
+        adapted.select(batch, CPU)
+        found = model.logits(model.forward(batch, kernels.begin(batch), plan_tables(backend, pool, batch)))
+        for request, slice_, logits, kept in zip(requests, slices, found.split(batch.counts), parts, strict=True):
+            kept.append(logits)
+            request.num_computed = slice_.end
+    return [torch.cat(kept) for kept in parts]
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("llama", EVERY),
+        ("llama", ("q_proj", "v_proj")),
+        ("gemma2", EVERY),
+        ("phi3, window", FUSED),
+        ("qwen3 moe", ATTENTION),
+        ("qwen3.5", EVERY),
+    ],
+)
+def test_a_batch_of_several_adapters_gives_the_logits_of_peft(
+    name: str, modules: tuple[str, ...], tmp_path: Path
+) -> None:
+    base = save(CONFIGS[name], tmp_path)
+    references: dict[str, Any] = {"": deepcopy(base)}
+    changes: list[dict[str, Any]] = [{}, {"r": 7, "use_rslora": True}]
+    for seed, change in enumerate(changes):
+        directory = tmp_path / f"adapter {seed}"
+        model = save_adapter(deepcopy(base), directory, seed, modules, **change)
+        references[lora_digest(directory)] = model
+    model = load_model(tmp_path, torch.float32, CPU)
+    directories = {digest: tmp_path / f"adapter {seed}" for seed, digest in enumerate(list(references)[1:])}
+    adapted = adapt(model, directories, Plain(torch.float32), max_rank=8)
+    random = Random(name)
+    # The last row makes a step that is longer than what an MLP multiplies at once.
+    lengths = [9, 17, 4, 30, 11, *([MLP_ROWS // 3] * 3 if name == "llama" else [])]
+    rows = [
+        (list(references)[index % 3], [random.randrange(97) for _ in range(min(length, 250))])
+        for index, length in enumerate(lengths)
+    ]
+    for (digest, row), found in zip(rows, logits_of(model, adapted, rows), strict=True):
+        with torch.inference_mode():
+            expected = references[digest](torch.tensor([row])).logits[0]
+        limit = 4e-4 if state_units(model.config) else 1e-4
+        assert float((found - expected).abs().max()) <= limit * max(1.0, float(expected.abs().max()))
+
+
+def test_base_rows_are_unchanged_by_company_and_by_loaded_adapters(tmp_path: Path) -> None:
+    base = save(CONFIGS["llama"], tmp_path)
+    save_adapter(deepcopy(base), tmp_path / "adapter", 1)
+    plain, adaptable = (load_model(tmp_path, torch.float32, CPU) for _ in range(2))
+    row = [5, 9, 2, 44, 17, 60]
+    alone = logits_of(plain, AdaptedRows(), [("", row)])[0]
+    adapted = adapt(adaptable, {"d": tmp_path / "adapter"}, Plain(torch.float32), 8)
+    for rows in ([("", row)], [("", row), ("d", row)], [("d", [1, 2, 3, 4]), ("", row)]):
+        found = logits_of(adaptable, adapted, rows)[[name for name, _ in rows].index("")]
+        assert float((found - alone).abs().max()) <= 1e-5
+    changed = logits_of(adaptable, adapted, [("d", row)])[0]
+    assert float((changed - alone).abs().max()) > 0.01
+
+
+def refused(directory: Path, change: Any, says: str, max_rank: int = 8) -> None:
+    """Assert that the adapter is refused after `change`, which gets its config and tensors, with this reason."""
+    config, tensors = json.loads((directory / CONFIG).read_text()), load_file(directory / WEIGHTS)
+    change(config, tensors)
+    (directory / CONFIG).write_text(json.dumps(config))
+    save_file(tensors, directory / WEIGHTS)
+    model = load_model(directory.parent, torch.float32, CPU)
+    with pytest.raises(ValueError, match=says):
+        adapt(model, {"d": directory}, Plain(torch.float32), max_rank)
+
+
+LAYER = "base_model.model.model.layers.0"
+Q = f"{LAYER}.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda config, _: config.update(peft_type="IA3"), "peft_type is 'IA3'"),
+        (lambda config, _: config.update(bias="all"), "bias is 'all'"),
+        (lambda config, _: config.update(use_dora=True), "use_dora is True"),
+        (lambda config, _: config.update(modules_to_save=["lm_head"]), "modules_to_save is"),
+        (lambda config, _: config.update(lora_alpha="16"), "lora_alpha is '16'"),
+        (lambda config, _: config.update(alpha_pattern={"(a+)+": 1}), "alpha_pattern has"),
+        (lambda _, tensors: tensors.pop(f"{Q}.lora_A.weight"), "self_attn.q_proj has tensors"),
+        (lambda _, tensors: tensors[f"{Q}.lora_A.weight"].fill_(float("nan")), "not finite"),
+        (lambda _, tensors: tensors.update({f"{Q}.lora_A.weight": torch.ones(4, 47)}), "the adapter belongs to another model"),
+        (lambda _, tensors: tensors.update({"base_model.model.lm_head.weight": torch.ones(3)}), "lm_head.weight is not"),
+        (
+            lambda _, tensors: tensors.update(
+                {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 48), "base_model.model.lm_head.lora_B.weight": torch.ones(97, 4)}
+            ),
+            "lm_head of the adapter is not a matrix",
+        ),
+        (
+            lambda _, tensors: tensors.update({f"{Q}.lora_A.weight": torch.ones(9, 48), f"{Q}.lora_B.weight": torch.ones(48, 9)}),
+            "rank 9: at most --max-lora-rank 8",
+        ),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_cannot_be_applied_exactly_is_refused(change: Any, says: str, tmp_path: Path) -> None:
+    save_adapter(save(CONFIGS["llama"], tmp_path), tmp_path / "adapter", 1)
+    refused(tmp_path / "adapter", change, says)
+
+
+def test_pickled_and_missing_files_are_refused(tmp_path: Path) -> None:
+    save_adapter(save(CONFIGS["llama"], tmp_path), tmp_path / "adapter", 1)
+    assert read_lora(tmp_path / "adapter", 4)
+    (tmp_path / "adapter" / WEIGHTS).rename(tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(ValueError, match="only pickled weights"):
+        lora_digest(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=f"no {CONFIG}"):
+        lora_digest(tmp_path)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
+from pickle import UnpicklingError  # noqa: TID251 - the error that numba raises for a damaged file
 from stat import S_ISDIR
 from typing import Any, TextIO, TypeVar
 

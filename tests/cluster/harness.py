@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import multiprocessing.context
+import multiprocessing.context  # noqa: TID251 - forks the processes of tests
 import os
 import random
 import runpy

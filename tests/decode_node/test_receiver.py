@@ -14,7 +14,6 @@ from decode_node.receiver import HandoffReceiver
 from decode_node.reservations import LEASE_S
 from node.node import Node
 from scheduler.role import DECODE
-from scheduler.scheduler import Scheduler
 from shared.kv.channel import ChannelError, KVChannel
 from shared.kv.memory import HostMemory, checksums
 from shared.lifecycle import wait_until
@@ -49,22 +48,13 @@ NOT_OPEN = "the reservation is not open"
 
 
 @dataclass
-class Bench:
+class Bench(HashNode):
     """A decode node with an attached router, and a writer whose pool holds the prompt's KV in blocks 1 to 5."""
 
-    here: HashNode
     receiver: HandoffReceiver
     writer: KVChannel
     writer_rows: NDArray[np.uint8]
     line: RouterLine
-
-    @property
-    def node(self) -> Node:
-        return self.here.node
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return self.here.scheduler
 
     async def reserve(self, name: str = "r", max_tokens: int = 6) -> ReserveReply:
         return await self.receiver.reserve(ReserveRequest(submission(name, PROMPT, max_tokens), WRITER, "print"))
@@ -74,8 +64,8 @@ class Bench:
         source = list(range(1 + reserved.num_held, 1 + reserved.num_held + len(targets)))
         await self.writer.push(reserved.descriptors[self.writer.name], reserved.reservation_id, source, targets)
 
-    async def reserve_and_push(self, name: str = "r") -> ReserveReply:
-        reserved = await self.reserve(name)
+    async def reserve_and_push(self) -> ReserveReply:
+        reserved = await self.reserve()
         await self.push(reserved)
         return reserved
 
@@ -83,23 +73,11 @@ class Bench:
         source = list(range(1 + reserved.num_held, 6))
         return CommitRequest(reserved.reservation_id, expected(PROMPT, 1)[0], checksums(self.writer_rows, source))
 
-    def tokens(self, name: str = "r") -> list[int]:
-        return [token for delta in self.line.deltas if delta.id == name for token in unpack_ids(delta.tokens)]
-
     def errors(self) -> list[str]:
         return [error for error, _ in self.line.errors()]
 
     def is_quarantined(self) -> bool:
         return self.scheduler.ledger().quarantined == 5
-
-    async def empty(self) -> None:
-        """Wait until no block belongs to a request."""
-
-        def is_empty() -> bool:
-            ledger = self.scheduler.ledger()
-            return ledger.free + ledger.cached == ledger.total
-
-        assert await wait_until(is_empty, 5.0), self.scheduler.ledger()
 
 
 @asynccontextmanager
@@ -123,7 +101,7 @@ async def bench(
 
         here = hash_node(DECODE, {"decode": make_receiver}, memory=memory, incarnation_id=INCARNATION, heartbeat_s=0.1)
         line = await cleanup.enter_async_context(attached(here))
-        yield Bench(here, receivers[0], writer, writers_memory.rows, line)
+        yield Bench(**vars(here), receiver=receivers[0], writer=writer, writer_rows=writers_memory.rows, line=line)
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
@@ -134,7 +112,7 @@ async def test_a_committed_prompt_is_continued_with_the_tokens_that_belong_to_it
         await here.push(reserved)
         assert (await here.receiver.commit(here.commit(reserved))).error == ""
         assert await wait_until(lambda: bool(here.line.finishes("r")), 5.0)
-        assert here.tokens() == expected(PROMPT, 6)[1:]
+        assert here.line.tokens("r") == expected(PROMPT, 6)[1:]
         await here.empty()
         again = await here.reserve("again")
         assert (len(unpack_ids(again.targets)), again.num_held) == (1, 4), "cached blocks are not sent again"
@@ -163,7 +141,7 @@ async def test_rows_are_checked_as_they_come_and_none_may_be_left_unchecked(tmp_
         await here.push(again)
         assert (await here.receiver.pushed(PushedNotice(again.reservation_id, first))).error == ""
         assert (await here.receiver.commit(CommitRequest(again.reservation_id, whole.first_token, rest))).error == ""
-        assert await wait_until(lambda: len(here.tokens("again")) == 5, 5.0)
+        assert await wait_until(lambda: len(here.line.tokens("again")) == 5, 5.0)
 
 
 async def test_another_model_or_an_unknown_router_is_refused(tmp_path: Path) -> None:

@@ -129,8 +129,7 @@ class BrokenChannel:
 
 
 @dataclass
-class Bench:
-    here: HashNode
+class Bench(HashNode):
     decoder: Decoder
     steps: threading.Semaphore
     line: RouterLine
@@ -140,23 +139,20 @@ class Bench:
         return self.line.deltas
 
     def stats(self) -> NodeStats:
-        return self.here.node.stats()
+        return self.node.stats()
 
     def submit(self, name: str = "r", max_tokens: int = 6) -> None:
         self.line.submit(submission(name, PROMPT, max_tokens, decode_node=self.decoder.address))
 
     async def abort(self, name: str = "r") -> None:
         self.line.abort(name)
-        assert await wait_until(lambda: name not in self.here.node.requests, 5.0)
+        assert await wait_until(lambda: name not in self.node.requests, 5.0)
 
     async def failure(self) -> TokenDelta:
         """Wait until the node sends an error to the router. Return it, and check that it is the only one."""
         assert await wait_until(lambda: bool(self.line.errors()), 5.0)
         (failure,) = [delta for delta in self.deltas if delta.error]
         return failure
-
-    async def empty(self) -> None:
-        await self.here.empty(5.0)
 
 
 @asynccontextmanager
@@ -186,7 +182,7 @@ async def bench(
         )
         line = await cleanup.enter_async_context(attached(here))
         cleanup.callback(runner.steps.release, 1000)
-        yield Bench(here, decoder, runner.steps, line)
+        yield Bench(**vars(here), decoder=decoder, steps=runner.steps, line=line)
 
 
 def prompt_rows() -> NDArray[np.uint8]:
@@ -202,7 +198,7 @@ async def test_a_prompt_is_moved_chunk_by_chunk_and_committed_with_its_first_tok
         here.decoder.held = held
         here.submit()
         reserve = await here.decoder.receives(ReserveRequest)
-        assert (reserve.writer, reserve.fingerprint) == (here.here.node.state.info.incarnation_id, "print")
+        assert (reserve.writer, reserve.fingerprint) == (here.node.state.info.incarnation_id, "print")
         if held == 0:
             first = await here.decoder.receives(PushedNotice)
             assert first.checksums == checksums(prompt_rows(), [0, 1]), "before the next chunk is computed"
@@ -300,7 +296,7 @@ async def test_leases_of_all_reservations_are_renewed_together_until_they_end() 
         reservation_ids = {commit.reservation_id for commit in here.decoder.all(CommitRequest)}
         await here.decoder.receives(RenewRequest, len(here.decoder.all(RenewRequest)) + 2)
         renew = here.decoder.all(RenewRequest)[-1]
-        assert renew.writer == here.here.node.state.info.incarnation_id
+        assert renew.writer == here.node.state.info.incarnation_id
         assert {renew.reservation_ids[:16], renew.reservation_ids[16:]} == reservation_ids
         here.decoder.waits[CommitRequest].set()
         await here.empty()

@@ -341,11 +341,11 @@ async def test_a_cancelled_push_writes_nothing_more_and_the_next_succeeds(pair: 
     assert receiver.lost == []  # the connection was kept
 
 
-async def long_pushes(writer: Peer, receiver: Peer, reservation_id: bytes = b"") -> list[asyncio.Task[None]]:
+async def long_pushes(writer: Peer, receiver: Peer) -> list[asyncio.Task[None]]:
     """Start a push that takes seconds and fills the last row at its end, and a second push that waits for the first."""
     rows = [*range(NUM_ROWS - 1)] * LONG + [NUM_ROWS - 1]
     receiver.memory.rows[:] = 0
-    reservation_id = reservation_id or receiver.granted()
+    reservation_id = receiver.granted()
     pushes = [asyncio.create_task(writer.push(receiver, rows, rows, reservation_id)) for _ in "ab"]
     await until(lambda: receiver.memory.rows[0, 0] == 1)
     assert not any(push.done() for push in pushes)

@@ -13,6 +13,8 @@ from scheduler.cost import CostModel
 
 COSTS = Path(__file__).parent / "costs"
 MAX_NUMBER = 1e15
+VERSION = 1  # of the files
+NEW_FILE = "make a new file with `baton profile`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +26,32 @@ class LinkSpeed:
 
 
 @dataclass(frozen=True, slots=True)
+class ServingTimes:
+    """Times outside the device, in seconds. Emulated nodes do not sleep for them, because they really pass there."""
+
+    step_s: float = 0.0  # of the host, for each step
+    slice_s: float = 0.0  # of the host, for each request in a step
+    request_s: float = 0.0  # from the client's request until the router has queued it
+    rpc_s: float = 0.0  # from one process to another
+    answer_s: float = 0.0  # from the end of a step until the client has its tokens
+    push_s: float = 0.0  # of a push of KV, besides its time on the link
+
+
+@dataclass(frozen=True, slots=True)
 class Emulation:
-    """An emulated device that runs one model. Its memory holds the KV of `kv_tokens` tokens."""
+    """An emulated device that runs one model. Its memory holds the KV of `kv_tokens` tokens.
+
+    `residuals` are evenly spaced quantiles, from 0 to 1, of measured divided by predicted durations of steps.
+    """
 
     name: str
     cost: CostModel
     kv_bytes_per_token: int
     kv_tokens: int
     link: LinkSpeed
+    times: ServingTimes = ServingTimes()
+    residuals: tuple[float, ...] = (1.0,)
+    block_tokens: int = 16
 
 
 def load_emulation(name: str) -> Emulation:
@@ -54,6 +74,9 @@ def load_emulation(name: str) -> Emulation:
 
 
 def _emulation(data: Any, name: str, link: str) -> Emulation:
+    version = data.get("version") if isinstance(data, dict) else None
+    if version != VERSION:
+        raise ValueError(f"version is {version!r:.20}, but must be {VERSION}: {NEW_FILE}")
     cost = _get(data, "cost")
     known = [field.name for field in fields(CostModel)]
     if unknown := sorted(set(cost) - set(known)):
@@ -73,7 +96,17 @@ def _emulation(data: Any, name: str, link: str) -> Emulation:
             _number(links[chosen], "latency_s", f"links.{chosen}."),
             _number(links[chosen], "bytes_per_s", f"links.{chosen}.", least=1),
         ),
+        ServingTimes(*(_number(_get(data, "serving"), each.name, "serving.") for each in fields(ServingTimes))),
+        _residuals(data.get("residuals")),
+        int(_number(data, "block_tokens", least=1)),
     )
+
+
+def _residuals(values: Any) -> tuple[float, ...]:
+    is_list = isinstance(values, list) and 0 < len(values) <= 1000
+    if not is_list or not all(isinstance(each, int | float) and 0 < each < 1000 for each in values):
+        raise ValueError(f"residuals must be a list of measured divided by predicted durations: {NEW_FILE}")
+    return tuple(sorted(map(float, values)))
 
 
 def _get(data: Any, name: str) -> Mapping[str, Any]:

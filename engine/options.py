@@ -176,13 +176,14 @@ def cpu_layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
     dtype = options.kv_cache_dtype
     if dtype == "auto":  # a user who chooses int8 weights prefers speed to exactness
         dtype = "float16" if options.quantization == "int8" else "float32"
-    size = options.block_size or CPU_BLOCK_TOKENS
+    emulation = load_emulation(options.emulate) if options.emulate else None
+    size = options.block_size or (emulation.block_tokens if emulation else CPU_BLOCK_TOKENS)
     one = KVLayout(1, config.num_kv_heads, kv_places(config).row_layers, size, config.head_dim, dtype)
     num_blocks = options.num_blocks
     if options.emulate or options.runner == "hash":
         one = KVLayout(1, 1, 1, size, HASH_LANES, "float32")
-    if options.emulate:
-        num_blocks = num_blocks or 1 + load_emulation(options.emulate).kv_tokens // size
+    if emulation:
+        num_blocks = num_blocks or 1 + emulation.kv_tokens // size
     states = Geometry(size, groups_of(options, config, one.block_bytes)).state_rows * DEFAULT_STATES * one.block_bytes
     return replace(one, num_blocks=num_blocks or blocks_for(options.kv_cache_memory or HOST_KV_BYTES + states, one))
 

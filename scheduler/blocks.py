@@ -5,7 +5,7 @@ never allocated. What has a name in the prefix cache is a bundle: the rows of on
 `scheduler.geometry`), which are found and evicted together.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -42,7 +42,10 @@ class BlockPool:
         assert num_rows >= 2, "a pool holds the dummy row and at least one other"
         self.total = num_rows - 1
         self._empty = list(range(num_rows - 1, 0, -1))
-        self._cached: dict[int, None] = {}  # first rows of bundles without owners, in the order of last use
+        # An OrderedDict, because a dict that loses its first keys one by one takes ever longer to find the next.
+        self._cached: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # first rows of bundles without owners, in the order of last use
         self._num_cached = 0  # rows
         self._references = [0] * num_rows
         self._name_of: list[Hashable | None] = [None] * num_rows  # the name of the bundle that a row belongs to

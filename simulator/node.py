@@ -159,8 +159,7 @@ class SimulatedNode:
 
     def stats(self) -> NodeStats:
         """Return what the node reports at a heartbeat: its state after its last step that has ended."""
-        if self._stretch is not None:
-            self._settle(self._stretch)
+        self.settle()
         ledger, running, num_waiting = self._snapshot
         requests = self.scheduler.requests.values() if num_waiting else ()
         waiting = (each for each in requests if each.state is RequestState.WAITING and not each.receive_kv)
@@ -175,6 +174,11 @@ class SimulatedNode:
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
         )
+
+    def settle(self) -> None:
+        """Bring the scheduler to its state after the last step that has ended, if the current steps are skipped."""
+        if self._stretch is not None:
+            self._settle(self._stretch)
 
     # ---- steps --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,354 @@
+"""A simulated cluster: the router's real admission and placement, simulated nodes, and the times between them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.emulation import Emulation
+from router.dispatch.admission import AdmissionQueue, AdmissionRefusedError, QueueEntry
+from router.dispatch.dispatcher import DispatchRules
+from router.nodes.load import LoadCharge, NodeLoad, kv_capacity_tokens
+from router.nodes.placement import RoutableNodes, capacity_of
+from scheduler.budget import budget_of
+from scheduler.cost import CostModel
+from scheduler.disaggregate import NodeView
+from scheduler.geometry import Geometry
+from scheduler.placement import PrefixIndex
+from scheduler.policy import POLICIES
+from scheduler.request import Request, Step
+from scheduler.scheduler import Scheduler, StepLimits, StepOutput
+from shared.config.settings import ComputingSettings, ServingSettings
+from shared.rpc.messages import NodeInfo, NodeStats
+from simulator.events import EventQueue
+from simulator.handoff import SimulatedHandoff, TransferLink
+from simulator.node import SimulatedNode, StepTimes, Stretch
+
+TIMEOUT, REFUSED, TOO_LARGE = "timeout", "refused", "the request does not fit into the KV cache"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """A cluster to simulate: the numbers of its nodes, the settings of its router and its nodes, and its devices."""
+
+    prefill: int
+    decode: int
+    serving: ServingSettings
+    computing: ComputingSettings
+    device: Emulation
+
+    @property
+    def block_tokens(self) -> int:
+        return self.computing.block_size or self.device.block_tokens
+
+    @property
+    def cost(self) -> CostModel:
+        """The step-time model that nodes learn, which includes the time of the host."""
+        device, times = self.device, self.device.times
+        overhead, per_decode = device.cost.overhead + times.step_s, device.cost.per_decode + times.slice_s
+        return replace(device.cost, overhead=overhead, per_decode=per_decode)
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """One request, and what happens to it. Times are seconds of the virtual clock.
+
+    `hashes` are the hashes of the prompt's full blocks; equal hashes mean equal prefixes. `spans` says when its tokens
+    were sampled: each span has the node, the number of the step of its first token, and the index of this token. The
+    other tokens of a span come from the next steps, one from each.
+    """
+
+    id: str
+    at_s: float
+    num_prompt: int
+    max_tokens: int
+    hashes: list[bytes]
+    tokens: Sequence[int] = ()  # of the prompt; if empty, their values do not matter
+    spans: list[tuple["SimulatedNode", int, int]] = field(default_factory=list)
+    finish_s: float = inf  # at the client
+    error: str = ""
+    num_generated: int = 0
+    num_cached: int = 0  # tokens of the prompt that the computing node had cached
+    entry: QueueEntry | None = None
+    charge: LoadCharge | None = None
+    nodes: "tuple[RoutedNode, ...]" = ()  # the prefill node if there is one, and the decode node
+    rows: dict[str, Request] = field(default_factory=dict)  # by the name of a node: the request in its scheduler
+    shift: int = -(2**62)  # length of the row minus number of the step, which is constant within a span
+    is_over: bool = False
+
+    def token_s(self, answer_s: float, ends: "dict[SimulatedNode, NDArray[np.float64]]") -> NDArray[np.float64]:
+        """Return when the client received each token. `ends` has the ends of each node's steps."""
+        lasts = [first for *_, first in self.spans[1:]] + [self.num_generated]
+        parts = [
+            ends[node][step : step + last - first] for (node, step, first), last in zip(self.spans, lasts, strict=False)
+        ]
+        return np.concatenate(parts) + answer_s if parts else np.empty(0)
+
+
+class RoutedNode:
+    """A node as the router sees it: its description, its load, and its last report."""
+
+    def __init__(self, info: NodeInfo, node: SimulatedNode, clock: Callable[[], float], link: TransferLink) -> None:
+        self.info, self.node, self.link = info, node, link
+        self.load = NodeLoad(clock)
+        self.stats = NodeStats()
+        self.num_requests = 0
+
+    def view(self) -> NodeView:
+        return self.load.view(self.info, self.stats, self.num_requests)
+
+    def report(self, stats: NodeStats) -> None:
+        self.load.read_stats(stats, has_stepped=stats.steps != self.stats.steps)
+        self.stats = stats
+
+
+class SimulatedCluster:
+    """A router and its nodes on one virtual clock. `run` serves requests and sets their results.
+
+    The router admits and places every request with the objects of the real router. Nodes report their state every
+    heartbeat. Requests are not retried, because nothing fails here: a request that is refused or too late ends.
+    """
+
+    def __init__(self, plan: ClusterPlan, *, skips: bool = True, seed: int = 0) -> None:
+        """If `skips` is false, nodes decide every step singly, which takes longer. `seed` determines the variations."""
+        self.plan, self.times = plan, plan.device.times
+        self.events = EventQueue()
+        serving = plan.serving
+        self.queue = AdmissionQueue(serving.max_queue_s, serving.max_queued_tokens)
+        self.rules = DispatchRules(disaggregate=serving.disaggregate, ttft_slo_s=serving.ttft_slo_ms / 1000)
+        roles = ["prefill"] * plan.prefill + ["decode"] * plan.decode
+        self.nodes = [self._node(role, number, skips, f"{seed} {number}") for number, role in enumerate(roles)]
+        self._by_name = {node.info.id: node for node in self.nodes}
+        self.routable = RoutableNodes(self.nodes[: plan.prefill], self.nodes[plan.prefill :])
+        self.prefixes = PrefixIndex()
+        self._waiting: dict[QueueEntry, SimulatedRequest] = {}
+        self._requests: dict[Request, SimulatedRequest] = {}
+        self._num_open = 0
+        self._timeout_s = inf
+        infos = [[node.info for node in pool] for pool in (self.routable.prefill, self.routable.decode)]
+        self.queue.resize(capacity_of(*infos), 0.0)
+
+    def _node(self, role: str, number: int, skips: bool, seed: str) -> RoutedNode:
+        plan, settings, device = self.plan, self.plan.computing, self.plan.device
+        size = plan.block_tokens
+        limits = StepLimits(
+            settings.max_num_batched_tokens,
+            settings.max_num_seqs,
+            settings.long_prefill_token_threshold,
+            settings.max_num_partial_prefills,
+        )
+        budget = budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000)
+        num_blocks = settings.num_blocks or 1 + device.kv_tokens // size
+        scheduler = Scheduler(limits, num_blocks, size, POLICIES[settings.policy], budget)
+        scheduler.cost = plan.cost
+        times = StepTimes(device.cost, self.times.step_s, self.times.slice_s, device.residuals, seed)
+        name = f"{role}-{number if role == 'prefill' else number - plan.prefill}"
+        info = NodeInfo(
+            id=name,
+            incarnation_id=name,
+            role=role,
+            address=name,
+            model=device.name,
+            fingerprint="",
+            block_tokens=size,
+            block_bytes=size * device.kv_bytes_per_token,
+            num_blocks=1 + Geometry(size).capacity(num_blocks, settings.max_num_batched_tokens),
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            attributes={"max_step_tokens": str(budget.ceiling), "tbt_slo_ms": f"{settings.tbt_slo_ms:g}"},
+        )
+        node = SimulatedNode(name, self.events, scheduler, times, self, skips=skips)
+        link = TransferLink(device.link, size * device.kv_bytes_per_token, self.times.push_s)
+        return RoutedNode(info, node, lambda: self.events.now, link)
+
+    # ---- a run --------------------------------------------------------------------------------------------------
+
+    def run(self, requests: Iterable[SimulatedRequest], timeout_s: float = inf) -> None:
+        """Serve requests, given in the order of their arrival, until all have ended. A request ends at the latest
+        `timeout_s` after its arrival. May be called once."""
+        self._timeout_s = timeout_s
+        arrivals = iter(requests)
+        if (first := next(arrivals, None)) is None:
+            return
+        self._num_open = 1
+        for number, node in enumerate(self.nodes):  # nodes do not report at the same times
+            node.report(self._stats(node))
+            phase_s = self.plan.computing.heartbeat_s * (number + 1) / len(self.nodes)
+            self.events.at(phase_s, self._heartbeat, node)
+        self.events.at(first.at_s + self.times.request_s, self._arrive, first, arrivals)
+        self.events.run()
+
+    def ends(self) -> dict[SimulatedNode, NDArray[np.float64]]:
+        """Return the ends of all steps of each node, in seconds."""
+        return {node.node: node.node.times.ends(node.node.log) for node in self.nodes}
+
+    def _heartbeat(self, node: RoutedNode) -> None:
+        if not self._num_open:
+            return
+        now, stats = self.events.now, self._stats(node)
+        self.events.at(now + self.times.rpc_s, node.report, stats)
+        self.events.at(now + self.plan.computing.heartbeat_s, self._heartbeat, node)
+
+    def _stats(self, node: RoutedNode) -> NodeStats:
+        stats, link = node.node.stats(), node.link
+        stats.cost = self.plan.cost.packed()
+        stats.transfer = [link.push_s + link.speed.latency_s, 1 / link.speed.bytes_per_s]
+        return stats
+
+    # ---- the router ---------------------------------------------------------------------------------------------
+
+    def _arrive(self, request: SimulatedRequest, arrivals: "Iterable[SimulatedRequest]") -> None:
+        if (following := next(iter(arrivals), None)) is not None:
+            self._num_open += 1
+            self.events.at(following.at_s + self.times.request_s, self._arrive, following, arrivals)
+        now = self.events.now
+        if request.num_prompt + request.max_tokens > kv_capacity_tokens(self.nodes[-1].info):
+            self._close(request, TOO_LARGE)
+            return
+        entry = self.queue.entry(request.num_prompt, request.max_tokens, now)
+        self._waiting[entry] = request
+        try:
+            granted = self.queue.offer(entry, now)
+        except AdmissionRefusedError as error:
+            del self._waiting[entry]
+            self._close(request, f"{REFUSED}: {error}")
+            return
+        request.entry = entry
+        self._start(granted)
+        if not entry.is_granted and entry.expires < request.at_s + self._timeout_s:
+            self.events.at(entry.expires, self._expire, request)
+        if self._timeout_s < inf:
+            self.events.at(request.at_s + self._timeout_s, self._time_out, request)
+
+    def _start(self, granted: Iterable[QueueEntry]) -> None:
+        for entry in granted:
+            self._place(self._waiting.pop(entry), entry)
+
+    def _place(self, request: SimulatedRequest, entry: QueueEntry) -> None:
+        name, hashes = f"{request.id}.0.0", request.hashes
+        found = self.routable.choose(name, request.num_prompt, hashes, self.prefixes, self.rules.disaggregate)
+        assert found is not None
+        placement = found.placement
+        decode = self._by_name[placement.decode]
+        prefill = self._by_name[placement.prefill] if placement.prefill is not None else None
+        try:
+            self.rules.check_slo(placement, is_stale=(prefill or decode).load.is_stale)
+        except AdmissionRefusedError as error:
+            self._close(request, f"{REFUSED}: {error}")
+            return
+        self.queue.credit_prefix_hit(entry, found.cached_tokens)
+        request.nodes = (decode,) if prefill is None else (prefill, decode)
+        self.prefixes.record(hashes, *(node.info.id for node in request.nodes))
+        loads = None if prefill is None else prefill.load, decode.load
+        request.charge = LoadCharge(*loads, request.num_prompt, found.cached_tokens, request.max_tokens)
+        for node in request.nodes:
+            node.load.count_placement()
+            node.num_requests += 1
+        handoff = None if prefill is None else SimulatedHandoff(self, request, prefill, decode)
+        self.events.at(self.events.now + self.times.rpc_s, self.add, request, prefill or decode, handoff)
+
+    def _expire(self, request: SimulatedRequest) -> None:
+        if request.entry in self._waiting:
+            self._close(request, "the request waited too long in the queue")
+
+    def _time_out(self, request: SimulatedRequest) -> None:
+        if not request.is_over:
+            self._close(request, TIMEOUT)
+
+    def prompt_computed(self, request: SimulatedRequest) -> None:
+        """Process the router's notice that a decode node has the KV of the prompt."""
+        if request.is_over or request.charge is None or request.entry is None:
+            return
+        if not request.charge.is_prompt_computed:
+            request.charge.prompt_computed()
+            self._start(self.queue.prompt_computed(request.entry, self.events.now))
+
+    def _close(self, request: SimulatedRequest, error: str = "") -> None:
+        """End a request, on every node that still runs it, and free its slot."""
+        request.is_over, request.error, request.finish_s = True, error, self.events.now
+        self._num_open -= 1
+        if request.charge is not None:
+            request.charge.end()
+        for node in request.nodes:
+            node.num_requests -= 1
+            if error:
+                node.node.settle()
+                self.abort(request, node)
+        request.num_generated = max((row.num_generated for row in request.rows.values()), default=0)
+        request.rows = {}
+        if request.entry is not None:
+            self._waiting.pop(request.entry, None)
+            self._start(self.queue.release(request.entry, request.num_generated, self.events.now))
+
+    # ---- the nodes ----------------------------------------------------------------------------------------------
+
+    def add(
+        self, request: SimulatedRequest, node: RoutedNode, handoff: SimulatedHandoff | None, *, receives: bool = False
+    ) -> None:
+        """Let a node add the request to its scheduler. With a handoff, it sends or receives the KV of the prompt."""
+        if request.is_over or (handoff is not None and handoff.is_cancelled):
+            return
+        tokens = list(request.tokens) or [0] * request.num_prompt
+        sends = handoff is not None and not receives
+        row = Request(
+            f"{request.id}.0.0", tokens, request.num_prompt, request.max_tokens, receive_kv=receives, send_kv=sends
+        )
+        row.hashes, row.sampling = list(request.hashes), (request, handoff)
+        request.rows[node.info.id] = row
+        node.node.post(lambda scheduler: scheduler.add(row))
+
+    def abort(self, request: SimulatedRequest, node: RoutedNode) -> None:
+        """Send a node the command to end the request, if it runs there."""
+        if (row := request.rows.get(node.info.id)) is not None:
+            self.events.at(self.events.now + self.times.rpc_s, node.node.post, lambda scheduler: scheduler.abort(row))
+
+    # ---- NodeListener -------------------------------------------------------------------------------------------
+
+    def on_receiving(self, node: SimulatedNode, requests: list[Request]) -> None:
+        for row in requests:
+            _, handoff = row.sampling
+            held, reserved = row.num_computed // node.scheduler.block_tokens, len(row.reserved)
+            self.events.at(self.events.now + self.times.rpc_s, handoff.reserved, held, reserved)
+
+    def on_scheduled(self, node: SimulatedNode, step: Step) -> None:
+        for slice_ in step.slices:
+            if slice_.request.send_kv:
+                slice_.request.sampling[1].begin()
+
+    def on_outputs(self, node: SimulatedNode, step: Step, outputs: Sequence[StepOutput]) -> None:
+        now = self.events.now
+        for row, _, tokens, finish, _ in outputs:
+            request, handoff = row.sampling
+            if tokens:
+                self._sampled(node, request, row, len(row.tokens) - step.number)
+            if row.send_kv:
+                handoff.cancel() if finish else handoff.progress(row.num_computed, has_first=bool(tokens))
+            if finish:
+                self.events.at(now + self.times.answer_s, self._finish, request)
+            elif tokens and not row.send_kv and not request.charge.is_prompt_computed:
+                self.events.at(now + self.times.answer_s, self.prompt_computed, request)
+
+    def _sampled(self, node: SimulatedNode, request: SimulatedRequest, row: Request, shift: int) -> None:
+        """Record a token. `shift` is the length of the row with this token, minus the number of the step."""
+        if shift != request.shift or request.spans[-1][0] is not node:
+            request.shift = shift
+            step = len(row.tokens) - shift
+            request.spans.append((node, step, row.num_generated - 1))
+            request.num_cached = max(request.num_cached, row.num_cached)
+
+    def on_stretch(self, node: SimulatedNode, steps: Stretch) -> None:
+        for row in node.scheduler.running:
+            request, shift = row.sampling[0], len(row.tokens) + 1 - steps.number
+            if shift != request.shift or request.spans[-1][0] is not node:
+                request.shift = shift
+                request.spans.append((node, steps.number, row.num_generated))
+
+    def on_ended(self, node: SimulatedNode, requests: list[Request]) -> None:
+        for row in requests:
+            self.events.at(self.events.now + self.times.answer_s, self._finish, row.sampling[0])
+
+    def _finish(self, request: SimulatedRequest) -> None:
+        if not request.is_over:
+            self._close(request)

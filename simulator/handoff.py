@@ -1,0 +1,97 @@
+"""Simulated handoffs: the calls of `prefill_node.sender.HandoffSender`, and the link that carries the KV."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from engine.emulation import LinkSpeed
+from simulator.node import TOKEN
+
+if TYPE_CHECKING:
+    from simulator.cluster import RoutedNode, SimulatedCluster, SimulatedRequest
+
+
+class TransferLink:
+    """The link of one prefill node. It carries one push at a time; others wait in the order in which they came."""
+
+    def __init__(self, speed: LinkSpeed, block_bytes: int, push_s: float) -> None:
+        """`push_s` is the time of a push besides the link's, for checksums."""
+        self.speed, self.push_s = speed, push_s
+        self._block_s = block_bytes / speed.bytes_per_s
+        self._free_at_s = 0.0
+
+    def push(self, now_s: float, num_blocks: int) -> float:
+        """Queue a push, and return its end."""
+        self._free_at_s = max(now_s, self._free_at_s) + self.speed.latency_s + num_blocks * self._block_s
+        return self._free_at_s + self.push_s
+
+
+class SimulatedHandoff:
+    """The handoff of one request. It reserves blocks at the request's first step, pushes the complete blocks of each
+    chunk while the next chunk is computed, and commits."""
+
+    def __init__(
+        self, cluster: "SimulatedCluster", request: "SimulatedRequest", prefill: "RoutedNode", decode: "RoutedNode"
+    ) -> None:
+        self.cluster, self.request, self.prefill, self.decode = cluster, request, prefill, decode
+        self.num_held = 0  # blocks of the prompt that the decode node has cached
+        self.num_pushed = 0
+        self._num_blocks: int | None = None  # blocks to push; None until the decode node has reserved them
+        self._num_computed = 0
+        self.is_cancelled = self._has_begun = self._is_busy = self._has_first = False
+
+    def begin(self) -> None:
+        """Reserve blocks at the request's first step. Later calls do nothing."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._after_call(self.cluster.add, self.request, self.decode, self, receives=True)
+
+    def reserved(self, num_held: int, num_blocks: int) -> None:
+        """Process the decode node's reply: it has `num_held` blocks, and reserved `num_blocks`."""
+        self.num_held, self._num_blocks = num_held, num_blocks
+        self._proceed()
+
+    def progress(self, num_computed: int, *, has_first: bool) -> None:
+        """Process a step: `num_computed` tokens of the prompt have KV, and the first token may be sampled."""
+        self._num_computed, self._has_first = num_computed, self._has_first or has_first
+        self._proceed()
+
+    def cancel(self) -> None:
+        """Stop, because the request ended at its first token."""
+        self.is_cancelled = True
+        self.cluster.abort(self.request, self.decode)
+
+    def _proceed(self) -> None:
+        if self._is_busy or self._num_blocks is None or self.is_cancelled or self.request.is_over:
+            return
+        size, num_prompt = self.prefill.info.block_tokens, self.request.num_prompt
+        done = -(-num_prompt // size) if self._num_computed >= num_prompt else self._num_computed // size
+        if (count := done - self.num_held - self.num_pushed) > 0:
+            self._is_busy = True
+            self.cluster.events.at(self.prefill.link.push(self.cluster.events.now, count), self._pushed, count)
+        elif self.num_pushed == self._num_blocks and self._has_first:
+            self._is_busy = True
+            self._after_call(self._commit)
+
+    def _pushed(self, count: int) -> None:
+        self.num_pushed += count
+        if self.num_pushed == self._num_blocks:
+            self._answered()
+        else:  # the checksums of these blocks are sent and acknowledged before the next push
+            self._after_call(self._after_call, self._answered)
+
+    def _answered(self) -> None:
+        self._is_busy = False
+        self._proceed()
+
+    def _commit(self) -> None:
+        """Let the decode node continue the request. The router is notified, and the prefill node frees its blocks."""
+        if self.request.is_over:
+            return
+        row = self.request.rows[self.decode.info.id]
+        self.decode.node.post(lambda scheduler: scheduler.kv_received(row, TOKEN))
+        self._after_call(self.cluster.prompt_computed, self.request)
+        self.cluster.abort(self.request, self.prefill)
+
+    def _after_call(self, function: Callable[..., object], *args: Any, **more: Any) -> None:
+        self.cluster.events.at(self.cluster.events.now + self.cluster.times.rpc_s, partial(function, *args, **more))

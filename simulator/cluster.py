@@ -1,7 +1,7 @@
 """A simulated cluster: the router's real admission and placement, simulated nodes, and the times between them."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from engine.emulation import Emulation
 from router.dispatch.admission import AdmissionQueue, AdmissionRefusedError, QueueEntry
 from router.dispatch.dispatcher import DispatchRules
-from router.nodes.load import LoadCharge, NodeLoad, kv_capacity_tokens
+from router.nodes.load import LoadCharge, kv_capacity_tokens
 from router.nodes.placement import RoutableNodes, capacity_of
 from scheduler.budget import budget_of
 from scheduler.cost import CostModel
-from scheduler.disaggregate import NodeView
 from scheduler.geometry import Geometry
 from scheduler.placement import PrefixIndex
 from scheduler.policy import POLICIES
@@ -23,8 +22,9 @@ from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.config.settings import ComputingSettings, ServingSettings
 from shared.rpc.messages import NodeInfo, NodeStats
 from simulator.events import EventQueue
-from simulator.handoff import SimulatedHandoff, TransferLink
+from simulator.handoff import SimulatedHandoff
 from simulator.node import SimulatedNode, StepTimes, Stretch
+from simulator.routed import RoutedNode, SimulatedRequest, TransferLink
 
 TIMEOUT, REFUSED, TOO_LARGE = "timeout", "refused", "the request does not fit into the KV cache"
 
@@ -49,59 +49,6 @@ class ClusterPlan:
         device, times = self.device, self.device.times
         overhead, per_decode = device.cost.overhead + times.step_s, device.cost.per_decode + times.slice_s
         return replace(device.cost, overhead=overhead, per_decode=per_decode)
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedRequest:
-    """One request, and what happens to it. Times are seconds of the virtual clock.
-
-    `hashes` are the hashes of the prompt's full blocks; equal hashes mean equal prefixes. `spans` says when its tokens
-    were sampled: each span has the node, the number of the step of its first token, and the index of this token. The
-    other tokens of a span come from the next steps, one from each.
-    """
-
-    id: str
-    at_s: float
-    num_prompt: int
-    max_tokens: int
-    hashes: list[bytes]
-    tokens: Sequence[int] = ()  # of the prompt; if empty, their values do not matter
-    spans: list[tuple["SimulatedNode", int, int]] = field(default_factory=list)
-    finish_s: float = inf  # at the client
-    error: str = ""
-    num_generated: int = 0
-    num_cached: int = 0  # tokens of the prompt that the computing node had cached
-    entry: QueueEntry | None = None
-    charge: LoadCharge | None = None
-    nodes: "tuple[RoutedNode, ...]" = ()  # the prefill node if there is one, and the decode node
-    rows: dict[str, Request] = field(default_factory=dict)  # by the name of a node: the request in its scheduler
-    shift: int = -(2**62)  # length of the row minus number of the step, which is constant within a span
-    is_over: bool = False
-
-    def token_s(self, answer_s: float, ends: "dict[SimulatedNode, NDArray[np.float64]]") -> NDArray[np.float64]:
-        """Return when the client received each token. `ends` has the ends of each node's steps."""
-        lasts = [first for *_, first in self.spans[1:]] + [self.num_generated]
-        parts = [
-            ends[node][step : step + last - first] for (node, step, first), last in zip(self.spans, lasts, strict=False)
-        ]
-        return np.concatenate(parts) + answer_s if parts else np.empty(0)
-
-
-class RoutedNode:
-    """A node as the router sees it: its description, its load, and its last report."""
-
-    def __init__(self, info: NodeInfo, node: SimulatedNode, clock: Callable[[], float], link: TransferLink) -> None:
-        self.info, self.node, self.link = info, node, link
-        self.load = NodeLoad(clock)
-        self.stats = NodeStats()
-        self.num_requests = 0
-
-    def view(self) -> NodeView:
-        return self.load.view(self.info, self.stats, self.num_requests)
-
-    def report(self, stats: NodeStats) -> None:
-        self.load.read_stats(stats, has_stepped=stats.steps != self.stats.steps)
-        self.stats = stats
 
 
 class SimulatedCluster:

@@ -1,29 +1,26 @@
-"""Simulated handoffs: the calls of `prefill_node.sender.HandoffSender`, and the link that carries the KV."""
+"""Simulated handoffs: the calls of `prefill_node.sender.HandoffSender`."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from engine.emulation import LinkSpeed
+from engine.emulation import ServingTimes
+from simulator.events import EventQueue
 from simulator.node import TOKEN
-
-if TYPE_CHECKING:
-    from simulator.cluster import RoutedNode, SimulatedCluster, SimulatedRequest
+from simulator.routed import RoutedNode, SimulatedRequest
 
 
-class TransferLink:
-    """The link of one prefill node. It carries one push at a time; others wait in the order in which they came."""
+class HandoffCluster(Protocol):
+    """What a handoff needs of its cluster."""
 
-    def __init__(self, speed: LinkSpeed, block_bytes: int, push_s: float) -> None:
-        """`push_s` is the time of a push besides the link's, for checksums."""
-        self.speed, self.push_s = speed, push_s
-        self._block_s = block_bytes / speed.bytes_per_s
-        self._free_at_s = 0.0
+    events: EventQueue
+    times: ServingTimes
 
-    def push(self, now_s: float, num_blocks: int) -> float:
-        """Queue a push, and return its end."""
-        self._free_at_s = max(now_s, self._free_at_s) + self.speed.latency_s + num_blocks * self._block_s
-        return self._free_at_s + self.push_s
+    def add(
+        self, request: SimulatedRequest, node: RoutedNode, handoff: "SimulatedHandoff | None", *, receives: bool = False
+    ) -> None: ...
+    def abort(self, request: SimulatedRequest, node: RoutedNode) -> None: ...
+    def prompt_computed(self, request: SimulatedRequest) -> None: ...
 
 
 class SimulatedHandoff:
@@ -31,7 +28,7 @@ class SimulatedHandoff:
     chunk while the next chunk is computed, and commits."""
 
     def __init__(
-        self, cluster: "SimulatedCluster", request: "SimulatedRequest", prefill: "RoutedNode", decode: "RoutedNode"
+        self, cluster: HandoffCluster, request: SimulatedRequest, prefill: RoutedNode, decode: RoutedNode
     ) -> None:
         self.cluster, self.request, self.prefill, self.decode = cluster, request, prefill, decode
         self.num_held = 0  # blocks of the prompt that the decode node has cached

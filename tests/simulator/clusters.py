@@ -7,7 +7,8 @@ from engine.emulation import Emulation, LinkSpeed, ServingTimes
 from scheduler.cost import CostModel
 from scheduler.prefix import block_hashes
 from shared.config.settings import ComputingSettings, ServingSettings
-from simulator.cluster import ClusterPlan, SimulatedCluster, SimulatedRequest
+from simulator.cluster import ClusterPlan, SimulatedCluster
+from simulator.routed import SimulatedRequest
 
 COST = CostModel(2e-3, 1e-5, 200.0, 1e-9, 3e-8, 1e-5)
 TIMES = ServingTimes(step_s=3e-4, slice_s=1e-5, request_s=2e-3, rpc_s=7e-4, answer_s=1.1e-3, push_s=4e-4)

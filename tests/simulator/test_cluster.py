@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from scheduler.cost import StepWork
-from simulator.cluster import TIMEOUT, ClusterPlan, SimulatedRequest
+from simulator.cluster import TIMEOUT, ClusterPlan
+from simulator.routed import SimulatedRequest
 from tests.simulator.clusters import COST, DEVICE, TIMES, cluster_plan, request, serve, traffic
 
 PLANS = {

@@ -1,0 +1,84 @@
+"""What the simulated router knows: the requests, the nodes, and the links between nodes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.emulation import LinkSpeed
+from router.dispatch.admission import QueueEntry
+from router.nodes.load import LoadCharge, NodeLoad
+from scheduler.disaggregate import NodeView
+from scheduler.request import Request
+from shared.rpc.messages import NodeInfo, NodeStats
+from simulator.node import SimulatedNode
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """One request, and what happens to it. Times are seconds of the virtual clock.
+
+    `hashes` are the hashes of the prompt's full blocks; equal hashes mean equal prefixes. `spans` says when its tokens
+    were sampled: each span has the node, the number of the step of its first token, and the index of this token. The
+    other tokens of a span come from the next steps, one from each.
+    """
+
+    id: str
+    at_s: float
+    num_prompt: int
+    max_tokens: int
+    hashes: list[bytes]
+    tokens: Sequence[int] = ()  # of the prompt; if empty, their values do not matter
+    spans: list[tuple[SimulatedNode, int, int]] = field(default_factory=list)
+    finish_s: float = inf  # at the client
+    error: str = ""
+    num_generated: int = 0
+    num_cached: int = 0  # tokens of the prompt that the computing node had cached
+    entry: QueueEntry | None = None
+    charge: LoadCharge | None = None
+    nodes: "tuple[RoutedNode, ...]" = ()  # the prefill node if there is one, and the decode node
+    rows: dict[str, Request] = field(default_factory=dict)  # by the name of a node: the request in its scheduler
+    shift: int = -(2**62)  # length of the row minus number of the step, which is constant within a span
+    is_over: bool = False
+
+    def token_s(self, answer_s: float, ends: dict[SimulatedNode, NDArray[np.float64]]) -> NDArray[np.float64]:
+        """Return when the client received each token. `ends` has the ends of each node's steps."""
+        lasts = [first for *_, first in self.spans[1:]] + [self.num_generated]
+        parts = [
+            ends[node][step : step + last - first] for (node, step, first), last in zip(self.spans, lasts, strict=False)
+        ]
+        return np.concatenate(parts) + answer_s if parts else np.empty(0)
+
+
+class RoutedNode:
+    """A node as the router sees it: its description, its load, and its last report."""
+
+    def __init__(self, info: NodeInfo, node: SimulatedNode, clock: Callable[[], float], link: "TransferLink") -> None:
+        self.info, self.node, self.link = info, node, link
+        self.load = NodeLoad(clock)
+        self.stats = NodeStats()
+        self.num_requests = 0
+
+    def view(self) -> NodeView:
+        return self.load.view(self.info, self.stats, self.num_requests)
+
+    def report(self, stats: NodeStats) -> None:
+        self.load.read_stats(stats, has_stepped=stats.steps != self.stats.steps)
+        self.stats = stats
+
+
+class TransferLink:
+    """The link of one prefill node. It carries one push at a time; others wait in the order in which they came."""
+
+    def __init__(self, speed: LinkSpeed, block_bytes: int, push_s: float) -> None:
+        """`push_s` is the time of a push besides the link's, for checksums."""
+        self.speed, self.push_s = speed, push_s
+        self._block_s = block_bytes / speed.bytes_per_s
+        self._free_at_s = 0.0
+
+    def push(self, now_s: float, num_blocks: int) -> float:
+        """Queue a push, and return its end."""
+        self._free_at_s = max(now_s, self._free_at_s) + self.speed.latency_s + num_blocks * self._block_s
+        return self._free_at_s + self.push_s

@@ -250,14 +250,17 @@ class RequestTrace:
 
     @property
     def state(self) -> str:
+        """The state by the reports of nodes, or by the tokens that arrived before these reports."""
         attempt = self.last_attempt
         if self.ended_ns is not None:
             return STATES.get(self.finish, "failed")
-        if attempt is None or attempt.find("admitted") is None:
+        num_tokens = self.num_first_sample if len(self.attempts) <= self.num_samples else 0  # of the last attempt
+        if attempt is None or (not num_tokens and attempt.find("admitted") is None):
             return "queued"
-        if attempt.at("first") is None:
+        if not num_tokens and attempt.at("first") is None:
             return "prefill"
-        return "transfer" if attempt.at("admitted", attempt.decode) is None else "decode"
+        is_decoding = num_tokens > 1 or attempt.prefill is None or attempt.at("admitted", attempt.decode) is not None
+        return "decode" if is_decoding else "transfer"
 
     def summary(self, rings: Rings) -> dict[str, Any]:
         """Return the request as `/v1/requests` shows it. Times are Unix milliseconds."""

@@ -1,6 +1,6 @@
 /* The live strip: one lane per node, each with a bounded ring of passes, drawn once per frame by strip.js. */
 import { get } from "./feed.js";
-import { make, ms, number, say } from "./text.js";
+import { counted, make, ms, number, say } from "./text.js";
 
 const KEPT = 20000, KEPT_MS = 70000; // kept passes per node, and their time: the longest window and a margin
 const LAG_MS = 400; // the strip ends this long before the newest pass, because records arrive in batches
@@ -56,9 +56,9 @@ export class Lanes {
   }
 
   newLane(id) {
-    const label = make("span", {}, id);
+    const label = make("small");
     const canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": `Forward passes of ${id}; arrow keys choose one` });
-    const lane = { id, label, canvas, passes: [], shown: null, root: make("div", { class: "lane" }, label, canvas) };
+    const lane = { id, label, canvas, passes: [], shown: null, root: make("div", { class: "lane" }, make("span", {}, `${id} `, label), canvas) };
     canvas.addEventListener("click", (event) => {
       const index = Strip.passAt(this.view(lane), event.offsetX, canvas.clientWidth);
       if (index >= 0) this.choose(lane, this.view(lane).passes[index]);
@@ -110,7 +110,7 @@ export class Lanes {
     if (label) this.labelled = now;
     for (const lane of this.lanes.values()) {
       const count = Strip.draw(lane.canvas, this.view(lane));
-      if (label) say(lane.label, `${lane.id} · ${number(count)}`);
+      if (label) say(lane.label, counted(count, "pass", "es"));
     }
   }
 
@@ -131,8 +131,8 @@ const passOf = (row) => [row[START], row[DURATION], row[PREFILL_TOKENS], row[DEC
 function describe(id, row, sloMs) {
   const parts = [`${ms(row[DURATION])} ms on the device, ${ms(row[HOST])} ms on the host`];
   if (row[PREDICTED]) parts.push(`${ms(row[PREDICTED])} ms predicted`);
-  if (row[PREFILLS]) parts.push(`${number(row[PREFILL_TOKENS])} prompt tokens in ${number(row[PREFILLS])} chunk(s)`);
-  if (row[DECODES]) parts.push(`${number(row[DECODES])} decodes`);
+  if (row[PREFILLS]) parts.push(`${number(row[PREFILL_TOKENS])} prompt tokens in ${counted(row[PREFILLS], "chunk")}`);
+  if (row[DECODES]) parts.push(`${counted(row[DECODES], "decode")}`);
   if (row[DRAFTED]) parts.push(`${number(row[ACCEPTED])} of ${number(row[DRAFTED])} guessed tokens right`);
   if (row[PREEMPTED]) parts.push(`${number(row[PREEMPTED])} preempted`);
   const why = row[REASON] ? ` (${row[REASON]})` : "";

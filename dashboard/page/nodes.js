@@ -89,6 +89,6 @@ export function showEvents(place, events = []) {
   if (place.dataset.newest === String(events.at(-1)?.number)) return;
   place.dataset.newest = events.at(-1)?.number;
   place.replaceChildren(...events.toReversed().map((event) => make("li", { class: event.kind },
-    make("time", {}, new Date(event.time_ms).toLocaleTimeString()), make("b", {}, event.kind), event.text)));
+    make("time", {}, new Date(event.time_ms).toLocaleTimeString()), event.text)));
   if (!events.length) place.append(make("li", {}, "No events yet."));
 }

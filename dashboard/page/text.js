@@ -6,7 +6,9 @@ export const number = (value, digits = 0) => value == null ? "–"
 /* Milliseconds with about three digits: 0.12, 4.56, 78.9, 1,234. */
 export const ms = (value) => number(value, value == null ? 0 : value < 10 ? 2 : value < 100 ? 1 : 0);
 
-export const percent = (share) => share == null ? "–" : `${Math.round(share * 100)} %`;
+export const percent = (share) => share == null ? "–" : `${Math.round(share * 100)}%`;
+
+export const counted = (count, name, plural = "s") => `${number(count)} ${name}${count === 1 ? "" : plural}`;
 
 export function bytes(size) {
   if (size == null) return "–";

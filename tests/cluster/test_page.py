@@ -72,7 +72,7 @@ def feed(serve: Callable[[Feed], str]) -> tuple[Feed, str]:
 def passes_of(page: Any, node: str) -> int:
     """Return the number of passes of a node that are in view, as the label of its lane states it."""
     labels = page.locator("#lanes .lane span").all_inner_texts()
-    found = [re.fullmatch(rf"{node} · ([\d,]+)", label) for label in labels]
+    found = [re.fullmatch(rf"{node}\s+([\d,]+) pass(es)?", label) for label in labels]
     return next((int(match[1].replace(",", "")) for match in found if match), 0)
 
 
@@ -104,6 +104,7 @@ def test_every_part_is_shown_and_has_a_name(opened: Any, feed: tuple[Feed, str])
     assert page.locator("#totals > div").nth(5).inner_text().split("\n") == ["Refused/s", "0.9", "9 in 60 s"]
     lost = [line for line in page.locator(".node").last.inner_text().split("\n") if line]
     assert lost == ["decode-2", "decode", "lost 3 min ago", "It ended its connection."]
+    assert not page.locator("text=No requests yet.").is_visible()
     assert "decode-2 is lost" in page.locator("#events li").first.inner_text()
     assert page.locator("#lanes .lane").count() == 4
     assert page.locator("#summary code").inner_text().startswith("baton role decode-")

@@ -147,6 +147,20 @@ def test_the_state_follows_the_events() -> None:
     assert seen == ["queued", "prefill", "transfer", "decode", "cancelled"]
 
 
+@pytest.mark.parametrize(("prefill", "first"), [("prefill-0", "transfer"), (None, "decode")])
+def test_tokens_that_arrive_before_the_records_of_the_nodes_change_the_state(prefill: str | None, first: str) -> None:
+    world = World()
+    world.at(0).accepted("cmpl-a", 40, 1)
+    world.records.placed("cmpl-a-0.0.0", prefill, "decode-0", "r")
+    seen = []
+    for ms in (3, 4):
+        world.at(ms).output("cmpl-a", 0, 1)
+        seen.append(summary(world)["state"])
+    assert seen == [first, "decode"]
+    world.records.placed("cmpl-a-0.0.1", prefill, "decode-1", "r")
+    assert summary(world)["state"] == "queued"
+
+
 @pytest.mark.parametrize(
     ("how", "error", "state", "status", "message"),
     [

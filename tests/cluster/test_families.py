@@ -3,25 +3,31 @@
 Requests run at once, so that they share steps, find prefixes in the cache and, in the small pool, are preempted.
 """
 
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import GPTNeoXConfig, PretrainedConfig
 
-from engine.models.families import read_model_config
-from engine.models.kv_places import kv_places
-from engine.options import BuildOptions, cpu_layout
+from cluster.models import SWEPT
+from engine.components import build
+from engine.models.families import FAMILIES
+from engine.options import BuildOptions
 from scheduler.geometry import Geometry
-from tests.cluster.harness import DEMO, DEMO_VOCABULARY, cluster
+from tests.cluster.harness import DEMO, DEMO_VOCABULARY, FORK_SERVER, PRELOAD, cluster
 from tests.engine.build import thinned
 from tests.engine.families import CONFIGS, MULTIMODAL, SIZES, save
+from tests.sweep.tiny_configs import tiny_model
 
 LONGEST, COUNT = 120, 40
+ENOUGH = 4096  # rows with which no request is preempted
 ODD = {"mistral, window 1"}  # a window that no model has
 NAMES = [name for name in CONFIGS if name not in ODD]
 KINDS: dict[str, PretrainedConfig] = {
@@ -29,6 +35,8 @@ KINDS: dict[str, PretrainedConfig] = {
     "gemma4 of text and images": MULTIMODAL["gemma4"],
     "gpt neox, through transformers": GPTNeoXConfig(**SIZES),
 }
+FOREIGN = [name for name, why in json.loads(SWEPT.read_text())["classes"].items() if not why and name not in FAMILIES]
+KILLED = {"prefill-0": "prefill.after_chunk:3@*", "decode-0": "decode.token:20@*"}
 Way = tuple[int, str, int, int]  # prefill nodes, channel, tokens of a step, rows of the KV pool
 
 
@@ -46,7 +54,18 @@ def written(config: PretrainedConfig, directory: Path) -> list[list[int]]:
     for key in ("vocab_size", "vocab_size_per_layer_input"):
         if hasattr(config.get_text_config(), key):
             setattr(config.get_text_config(), key, DEMO_VOCABULARY)
-    reference = save(config, directory)
+    return answers(save(config, directory), directory)
+
+
+def written_tiny(name: str, directory: Path) -> list[list[int]]:
+    """Write the tiny model of a class of transformers, as `written` does."""
+    tiny_model(name, DEMO_VOCABULARY).save_pretrained(directory)
+    return answers(
+        getattr(transformers, name).from_pretrained(directory, attn_implementation="eager").eval(), directory
+    )
+
+
+def answers(reference: Any, directory: Path) -> list[list[int]]:
     reference.generation_config.eos_token_id = None
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, directory)
@@ -57,35 +76,74 @@ def written(config: PretrainedConfig, directory: Path) -> list[list[int]]:
         ]
 
 
-def check(directory: Path, expected: list[list[int]], ways: list[Way]) -> None:
+def check(directory: Path, expected: list[list[int]], ways: list[Way], model_impl: str = "auto") -> None:
     for prefill, channel, budget, num_blocks in ways:
         settings = {
             "model": directory, "runner": "torch", "kv_channel": channel, "max_num_batched_tokens": budget,
-            "num_blocks": num_blocks,
+            "num_blocks": num_blocks, "model_impl": model_impl,
         }  # fmt: skip
         with cluster(prefill, 1, **settings) as running, ThreadPoolExecutor(len(expected)) as pool:
             for _ in range(2):  # the second time, prefixes are in the cache
                 found = list(pool.map(lambda prompt: running.complete(prompt, COUNT), prompts()))
                 assert found == expected, f"{channel}, budget {budget}, {num_blocks} rows"
-            assert (running.settled()["handoffs"] > 0) == (prefill > 0)
+            status = running.settled()
+            assert (status["handoffs"] > 0) == (prefill > 0)
+            assert num_blocks == ENOUGH or any(node["preemptions"] for node in status["nodes"])
+
+
+def every_way(directory: Path, model_impl: str = "auto") -> list[Way]:
+    """Return all ways. The pool of the last one is so small that requests are preempted."""
+    components = build(BuildOptions(str(directory), model_impl=model_impl, threads=1, num_blocks=ENOUGH))
+    needed = Geometry(components.layout.block_tokens, components.groups).rows_for(LONGEST + COUNT, 64)
+    return [
+        (1, "shm", 7, ENOUGH),
+        (1, "tcp", 64, ENOUGH),
+        (1, "pool", 64, ENOUGH),
+        (0, "auto", 512, ENOUGH),
+        (0, "auto", 64, 2 + int(2.5 * needed)),
+    ]
+
+
+@pytest.fixture
+def _transformers_imported() -> None:
+    """Start nodes from a process that has imported transformers, unless the fork server already runs."""
+    FORK_SERVER.set_forkserver_preload([*PRELOAD, "transformers.models.llama.modeling_llama"])
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, 1000))
 def test_a_family_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     expected = written(CONFIGS[name], tmp_path)
-    sizes = read_model_config(tmp_path)
-    groups = kv_places(sizes, cpu_layout(BuildOptions(str(tmp_path), num_blocks=2), sizes).block_bytes).groups
-    small = 2 + int(2.5 * Geometry(16, groups).rows_for(LONGEST + COUNT, 64))
-    ways = [
-        (1, "shm", 7, 4096),
-        (1, "tcp", 64, 4096),
-        (1, "pool", 64, 4096),
-        (0, "auto", 512, 4096),
-        (0, "auto", 64, small),
-    ]
-    check(tmp_path, expected, ways)
+    check(tmp_path, expected, every_way(tmp_path))
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_model_of_each_kind_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
-    check(tmp_path, written(KINDS[name], tmp_path), [(1, "shm", 48, 4096), (0, "auto", 48, 4096)])
+    check(tmp_path, written(KINDS[name], tmp_path), [(1, "shm", 48, ENOUGH), (0, "auto", 48, ENOUGH)])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("_transformers_imported")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_decoder_without_a_family_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    expected = written_tiny(name, tmp_path)
+    shm, tcp, _, _, small = every_way(tmp_path, "transformers")
+    check(tmp_path, expected, [shm, tcp, (*small[:2], 512, small[3])], "transformers")
+
+
+@pytest.mark.usefixtures("_transformers_imported")
+@pytest.mark.parametrize(
+    ("name", "killed"),
+    thinned(
+        [(name, node) for name in ("qwen3 next", "gpt oss", "deepseek v3", "Olmo3ForCausalLM") for node in KILLED], 5
+    ),
+)
+def test_a_killed_node_changes_no_token(name: str, killed: str, tmp_path: Path) -> None:
+    expected = written(CONFIGS[name], tmp_path) if name in CONFIGS else written_tiny(name, tmp_path)
+    own = {killed: {"failpoint": f"{KILLED[killed]}=kill", "allow_failpoints": True}}
+    settings = {"model": tmp_path, "runner": "torch", "max_num_batched_tokens": 16, "num_blocks": ENOUGH}
+    with cluster(2, 2, own=own, heartbeat_s=0.5, **settings) as running, ThreadPoolExecutor(len(expected)) as pool:
+        assert list(pool.map(lambda prompt: running.complete(prompt, COUNT), prompts())) == expected
+        assert running.processes[killed].wait(60) != 0, "the node was not killed"
+        requests = running.settled()["requests"]
+        assert requests["moved"] > 0
+        assert requests["failed"] == 0

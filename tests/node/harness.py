@@ -16,6 +16,7 @@ from decode_node.receiver import HandoffReceiver
 from engine.hash_model import LANES, HashRunner, expected_tokens
 from node.active_requests import RequestRules
 from node.node import Node
+from scheduler.geometry import UNIFORM, Group
 from scheduler.request import Request, Slice, Step
 from scheduler.role import Role
 from scheduler.scheduler import Scheduler, StepLimits
@@ -48,8 +49,8 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def expected(prompt: list[int], count: int) -> list[int]:
-    return expected_tokens(prompt, count, VOCABULARY)
+def expected(prompt: list[int], count: int, groups: tuple[Group, ...] = UNIFORM) -> list[int]:
+    return expected_tokens(prompt, count, VOCABULARY, groups=groups)
 
 
 def submission(
@@ -172,14 +173,16 @@ def hash_node(
     max_unread: int = 100_000,
     heartbeat_s: float = 0.05,
     max_model_len: int = 512,
+    groups: tuple[Group, ...] = UNIFORM,
 ) -> HashNode:
     """Build a node that is not started. Without `factories`, its adapter has no KV channels."""
     memory = memory or HostMemory(num_blocks, ROW_BYTES)
-    scheduler = Scheduler(limits or StepLimits(max_num_batched_tokens=8), memory.num_rows, BLOCK_TOKENS)
+    limits = limits or StepLimits(max_num_batched_tokens=8)
+    scheduler = Scheduler(limits, memory.num_rows, BLOCK_TOKENS, groups=groups)
     identity = incarnation_id or secrets.token_hex(16)
     sizes = (BLOCK_TOKENS, ROW_BYTES, memory.num_rows, max_model_len, 64)
     info = NodeInfo(f"{role.name}-0", identity, role.name, "h:1", "m", "print", *sizes)
-    runner = runner or HashRunner(memory.rows, BLOCK_TOKENS, VOCABULARY)
+    runner = runner or HashRunner(memory.rows, BLOCK_TOKENS, VOCABULARY, groups)
     makers = factories or {role.name: lambda node, memory: HandoffReceiver(node, memory, [], 1.0)}
     node = Node(
         info,

@@ -14,6 +14,7 @@ from engine.runner import SliceOutput
 from node.node import Node
 from prefill_node.decode_peers import HandoffTiming
 from prefill_node.sender import HandoffSender
+from scheduler.geometry import UNIFORM, Group
 from scheduler.request import Step
 from scheduler.role import DECODE, PREFILL
 from shared.kv.channel import KVChannel
@@ -57,6 +58,7 @@ class Sent:
 
     prompt: list[int]
     max_tokens: int
+    groups: tuple[Group, ...] = UNIFORM
     tokens: dict[int, int] = field(default_factory=dict)  # by position
     finish: str = ""
     errors: list[TokenDelta] = field(default_factory=list)
@@ -68,7 +70,7 @@ class Sent:
     def row(self) -> list[int]:
         """Check that all tokens are right, and return them."""
         row = [self.tokens[at] for at in range(len(self.tokens)) if at in self.tokens]
-        assert row == expected(self.prompt, self.max_tokens)[: len(row)]
+        assert row == expected(self.prompt, self.max_tokens, self.groups)[: len(row)]
         return row
 
 
@@ -78,6 +80,7 @@ class Pair:
     decode: HashNode
     address: str  # of the decode node
     lines: list[RouterLine]
+    groups: tuple[Group, ...]
     sent: dict[str, Sent] = field(default_factory=dict)
 
     def on_delta(self, delta: TokenDelta) -> None:
@@ -92,7 +95,7 @@ class Pair:
 
     def submit(self, name: str, prompt: list[int], max_tokens: int, local: bool = False) -> Sent:
         """Submit a request to the prefill node, which hands it off; if `local`, submit it to the decode node alone."""
-        self.sent[name] = Sent(prompt, max_tokens)
+        self.sent[name] = Sent(prompt, max_tokens, self.groups)
         self.lines[local].submit(submission(name, prompt, max_tokens, decode_node="" if local else self.address))
         return self.sent[name]
 
@@ -123,8 +126,8 @@ class SlowRunner(HashRunner):
         return super().run(step)
 
 
-def _runner(memory: HostMemory, step_s: float) -> SlowRunner:
-    runner = SlowRunner(memory.rows, BLOCK_TOKENS, VOCABULARY)
+def _runner(memory: HostMemory, step_s: float, groups: tuple[Group, ...]) -> SlowRunner:
+    runner = SlowRunner(memory.rows, BLOCK_TOKENS, VOCABULARY, groups)
     runner.step_s = step_s
     return runner
 
@@ -145,6 +148,7 @@ async def pair(
     step_s: float = 0.0,
     timing: HandoffTiming | None = None,
     wrap: Callable[[KVChannel, HostMemory], Any] = lambda channel, _: channel,
+    groups: tuple[Group, ...] = UNIFORM,
 ) -> AsyncIterator[Pair]:
     """Start a pair of nodes. The prefill node uses the channel that `wrap(channel, decode_memory)` returns."""
     memories = [HostMemory(prefill_blocks, ROW_BYTES), HostMemory(decode_blocks, ROW_BYTES)]
@@ -171,7 +175,8 @@ async def pair(
                 {role.name: make},
                 memory=memory,
                 incarnation_id=name,
-                runner=_runner(memory, step_s),
+                runner=_runner(memory, step_s, groups),
+                groups=groups,
                 heartbeat_s=0.2,
             )
             for role, make, memory, name in zip(
@@ -179,7 +184,7 @@ async def pair(
             )
         )
         _, address = await cleanup.enter_async_context(serving(receivers[0].handlers))
-        here = Pair(prefill, decode, address, [RouterLine(), RouterLine()])
+        here = Pair(prefill, decode, address, [RouterLine(), RouterLine()], groups)
         for end, line in zip((prefill, decode), here.lines, strict=True):
             line.on_delta = here.on_delta
             await cleanup.enter_async_context(attached(end, line))

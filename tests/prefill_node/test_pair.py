@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from prefill_node.decode_peers import HandoffTiming
+from scheduler.geometry import UNIFORM, Group
 from shared import failpoints
 from shared.failpoints import FailpointError
 from shared.kv.channel import KVChannel, PeerLostError
@@ -71,6 +72,9 @@ async def test_an_exception_at_any_failpoint_fails_its_request_alone(tmp_path: P
 # ---- rows and connections --------------------------------------------------------------------------------------------
 
 
+STATES = (*UNIFORM, Group("state", 2))
+
+
 class Damaging(ForwardingChannel):
     """A channel that flips a bit of the prompt's row `at` in the decode node after each of its first `times` pushes."""
 
@@ -91,18 +95,24 @@ class Damaging(ForwardingChannel):
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-@pytest.mark.parametrize("at", [0, 3, 4])
+@pytest.mark.parametrize(("groups", "at"), [(UNIFORM, 0), (UNIFORM, 3), (UNIFORM, 4), (STATES, 5), (STATES, 6)])
 @pytest.mark.parametrize("times", [1, 2])
-async def test_damaged_rows_are_pushed_once_more_and_never_read(kind: str, at: int, times: int, tmp_path: Path) -> None:
-    """Row 4 is the last one, and its checksum is sent with the commit."""
+async def test_damaged_rows_are_pushed_once_more_and_never_read(
+    kind: str, groups: tuple[Group, ...], at: int, times: int, tmp_path: Path
+) -> None:
+    """Rows 5 and 6 are those of the state. The checksum of the last row is sent with the commit."""
     prompt = list(range(3, 21))
-    async with pair(kind, tmp_path, wrap=lambda channel, memory: Damaging(channel, memory, times, at)) as here:
+
+    def wrap(channel: KVChannel, memory: HostMemory) -> Damaging:
+        return Damaging(channel, memory, times, at)
+
+    async with pair(kind, tmp_path, wrap=wrap, groups=groups) as here:
         sent = here.submit("r", prompt, 6)
         assert await wait_until(lambda: sent.is_over, 10.0)
         await here.empty()
         handoffs = here.prefill.node.stats().handoffs
         if times == 1:
-            assert (sent.row(), sent.errors, handoffs) == (expected(prompt, 6), [], 1)
+            assert (sent.row(), sent.errors, handoffs) == (expected(prompt, 6, groups), [], 1)
         else:
             assert ("checksums differ" in sent.errors[0].error, sent.errors[0].retry) == (True, True)
             assert (len(sent.row()), handoffs) == (1, 0), "only the first token, which the prefill node sampled"

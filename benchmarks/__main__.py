@@ -9,6 +9,7 @@ from collections.abc import Callable
 BENCHMARKS = {
     "cpu": "Baton on a CPU, compared with llama.cpp, vLLM and transformers",
     "four_bit": "4-bit codes on a CPU, compared with bfloat16 weights",
+    "speculation": "speculative decoding by prompt lookup, on text that repeats its prompt and on text that does not",
     "handoff": "what a handoff adds to the time to first token",
     "footprint": "start-up time to the first token, and memory of the router and a node",
     "router": "streamed tokens per second, latency and memory of the router",
@@ -25,6 +26,8 @@ def load(name: str) -> Callable[[], None]:
             from benchmarks.cpu import main
         case "four_bit":
             from benchmarks.four_bit import main
+        case "speculation":
+            from benchmarks.speculation import main
         case "handoff":
             from benchmarks.handoff import main
         case "footprint":

@@ -11,6 +11,7 @@ from typing import Protocol
 from scheduler.cost import CostModel, StepWork
 
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.0, 2.0  # what a request's acceptance is estimated from before any guess was compared
+EXPLORE_STEPS, EXPLORED = 16, 2  # see `choose_counts`
 DECAY = 0.95  # weight of a comparison relative to the next one: the last 14 have half of the weight
 
 
@@ -89,14 +90,20 @@ class DraftCandidate:
 
 
 def choose_counts(
-    candidates: Sequence[DraftCandidate], work: StepWork, cost: CostModel | None, most_tokens: int, longest_s: float
+    candidates: Sequence[DraftCandidate],
+    work: StepWork,
+    cost: CostModel | None,
+    most_tokens: int,
+    longest_s: float,
+    explores: bool = False,
 ) -> list[int]:
     """Return how many tokens to verify for each candidate, so that the step yields the most tokens per second.
 
     The i-th guess of a request is worth acceptance ** i tokens. Guesses are added in the order of their worth, while
     they increase the expected tokens per predicted second, and while the step with `work` has at most `most_tokens`
     tokens and lasts at most `longest_s` seconds. Without a step-time model, all guesses are verified, unless the
-    duration is limited.
+    duration is limited. If `explores`, at least EXPLORED guesses are, so that the model learns what they cost; steps of
+    equal sizes do not show it.
     """
     counts, tokens = [0] * len(candidates), work.tokens
     if cost is None and longest_s < float("inf"):
@@ -109,7 +116,8 @@ def choose_counts(
         one = candidates[index]
         if cost is not None:
             longer = seconds + cost.decode_seconds(tokens, one.context + counts[index] + 1)
-            if longer > longest_s or (expected + worth) * seconds <= expected * longer:
+            pays = (expected + worth) * seconds > expected * longer
+            if longer > longest_s or not (pays or (explores and tokens < work.tokens + EXPLORED)):
                 break
             seconds = longer
         tokens, expected = tokens + 1, expected + worth

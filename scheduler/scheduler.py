@@ -16,7 +16,7 @@ from typing import NamedTuple
 from scheduler.blocks import BlockPool, Ledger
 from scheduler.budget import Budget
 from scheduler.cost import CostModel
-from scheduler.draft import DraftCandidate, Speculation, choose_counts
+from scheduler.draft import EXPLORE_STEPS, DraftCandidate, Speculation, choose_counts
 from scheduler.geometry import UNIFORM, Geometry, Group
 from scheduler.policy import STALL_FREE, Policy
 from scheduler.prefix import extend_hashes
@@ -133,6 +133,7 @@ class Scheduler:
         self._saves: dict[int, tuple[int, ...]] = {}  # by id of the slice in flight: the rows that get its state
         self._growth_counted = (-1, 0)  # the step of the last count, and the count
         self._state_interval = state_interval
+        self._undrafted = 0  # successive steps with guesses of which none was verified
         # If more requests ran than fit into a step, the last ones would starve.
         self._max_running = min(limits.max_num_seqs, self.budget.ceiling)
 
@@ -344,7 +345,9 @@ class Scheduler:
                 slices.append(slice_)
                 guess = len(request.drafts.guess)
                 candidates.append(DraftCandidate(request.drafts.acceptance, guess, slice_.end))
-        counts = choose_counts(candidates, step.work, self.cost, self.budget.ceiling, self.budget.longest_s())
+        explores = self._undrafted >= EXPLORE_STEPS
+        counts = choose_counts(candidates, step.work, self.cost, self.budget.ceiling, self.budget.longest_s(), explores)
+        self._undrafted = 0 if any(counts) else self._undrafted + bool(candidates)
         for slice_, count in zip(slices, counts, strict=True):
             self._draft(step, slice_, count)
 

@@ -96,6 +96,19 @@ def test_no_more_is_verified_than_the_step_may_have() -> None:
     assert sum(choose_counts(sure, work, cost, 100, 1.55)) == 3
 
 
+def test_the_cost_of_guesses_is_explored_within_the_limits() -> None:
+    work, unsure = StepWork(num_decodes=2, decode_context=20), [DraftCandidate(0.1, 8, 10), DraftCandidate(0.2, 8, 10)]
+    cost = CostModel(overhead=1.0, per_token=1.0)
+    assert choose_counts(unsure, work, cost, *UNLIMITED) == [0, 0]
+    assert sum(choose_counts(unsure, work, cost, *UNLIMITED, explores=True)) == 2
+    assert sum(choose_counts(unsure, work, cost, 100, 4.5, explores=True)) == 1
+    scheduler = Scheduler(StepLimits(), 100, 4, speculation=Speculation(PromptLookup(1), 4))
+    scheduler.cost = cost
+    scheduler.add(request("r", [5, 6] * 8, 60))
+    Driver(scheduler).finish()
+    assert 1 <= scheduler.counters.num_drafts <= 6
+
+
 def drafting(budget: SloBudget | None = None, num_rows: int = 100) -> Scheduler:
     return Scheduler(StepLimits(), num_rows, 4, budget=budget, speculation=Speculation(Guesses(1), 4))
 

@@ -1,0 +1,184 @@
+"""Measure speculative decoding by prompt lookup: tokens per second with and without it, on two kinds of text.
+
+    python -m benchmarks speculation --model 110m
+
+The engine computes every step of a model with random weights. Since such a model writes no text, the tokens that it
+draws are replaced by those of given answers. So the time is that of the model, and which guesses are right depends on
+the text. "edits": the answer is the prompt, in which one word of fifteen is another. "prose": the answer is a text that
+has nothing to do with the prompt. The texts are pages of docs/, with the tokens of the demo model.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks.models import CACHE, SHAPES, TOKENIZER, checkpoint
+from benchmarks.peers.baton import BUDGET_TOKENS, Stopwatch
+from benchmarks.process import ROOT
+from benchmarks.result import Cell, Result, Table, in_turn, parser, ratio
+from engine.components import build
+from engine.engine import Engine
+from engine.options import BuildOptions
+from engine.runner import Runner, SliceOutput
+from engine.startup import EngineComponents
+from scheduler.draft import Speculation
+from scheduler.request import Request, RequestState, Step
+from scheduler.scheduler import Scheduler, StepLimits
+from shared.rpc.messages import SamplingParams
+
+PROMPT, ANSWER = 384, 160  # tokens
+CHANGED = 15  # in edits, one word of this many is replaced
+BATCHES = (1, 8, 32)
+GOALS = {("edits", 1): 1.6, **{("prose", batch): 0.97 for batch in BATCHES}}
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    prompt: list[int]
+    answer: list[int]
+
+
+def scripts_of(kind: str, count: int) -> list[Script]:
+    """Return prompts and answers of equal lengths, from different places of the texts."""
+    tokenizer, rng = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json")), random.Random(0)
+    pages = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
+    words = [[word for word in page.split() if word.isascii()] for page in pages]
+    found: list[Script] = []
+    for number in range(count):
+        here, there = words[number % len(pages)], words[(number + 1) % len(pages)]
+        start = rng.randrange(max(1, len(here) - PROMPT))
+        passage = here[start : start + PROMPT]
+        if kind == "edits":
+            other = [rng.choice(there) if rng.randrange(CHANGED) == 0 else word for word in passage]
+        else:
+            other = there[rng.randrange(max(1, len(there) - ANSWER)) :]
+        prompt, answer = (tokenizer.encode(" ".join(text)).ids for text in (passage, other))
+        found.append(Script(prompt[:PROMPT], answer[:ANSWER]))
+    return found
+
+
+class ScriptedRunner(Runner):
+    """Computes steps, and replaces drawn tokens by those of the requests' scripts."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.rows: dict[str, list[int]] = {}  # the prompt and the answer, by the id of the request
+        self._runner = runner
+
+    def run(self, step: Step) -> list[SliceOutput]:
+        outputs = self._runner.run(step)
+        for slice_, output in zip(step.slices, outputs, strict=True):
+            if output.tokens:
+                output.tokens = [self.rows[slice_.request.id][slice_.end]]
+        return outputs
+
+
+class ScriptedListener(Stopwatch):
+    """Gives each request that receives KV the first token of its answer."""
+
+    def __init__(self, rows: dict[str, list[int]]) -> None:
+        super().__init__(lambda _: None)
+        self._rows = rows
+
+    def on_receiving(self, requests: list[Request]) -> None:
+        def land(scheduler: Scheduler) -> None:
+            for request in requests:
+                scheduler.kv_received(request, self._rows[request.id][request.num_prompt])
+
+        assert self.engine is not None
+        self.engine.post(land)
+
+
+class SpeculatingEngine:
+    """An engine, with or without speculation, which keeps its step-time model between measurements, as a node does."""
+
+    def __init__(self, parts: EngineComponents, speculation: Speculation | None) -> None:
+        layout = parts.layout
+        self._runner = ScriptedRunner(parts.runner)
+        self._watch = ScriptedListener(self._runner.rows)
+        self._scheduler = Scheduler(
+            StepLimits(BUDGET_TOKENS), layout.num_blocks, layout.block_tokens, speculation=speculation
+        )
+        self._watch.engine = self._engine = Engine(self._scheduler, self._runner, self._watch)
+        self._engine.start()
+        for script in scripts_of("prose", 2):
+            self.seconds([script], receives=False)  # its prompt is computed, as some are on each node
+
+    def seconds(self, scripts: Sequence[Script], *, receives: bool = True) -> float:
+        """Return the seconds from the arrival of the prompts' KV to the last token of all answers."""
+        requests = []
+        for number, script in enumerate(scripts):
+            self._runner.rows[f"r{number}"] = script.prompt + script.answer
+            more: dict[str, Any] = {"receive_kv": receives, "sampling": SamplingParams(temperature=0)}
+            requests.append(Request(f"r{number}", list(script.prompt), len(script.prompt), len(script.answer), **more))
+        began_s = time.perf_counter()
+        for request in requests:
+            self._engine.post(partial(_add, request))
+        self._watch.until(lambda: all(request.state is RequestState.DONE for request in requests))
+        return time.perf_counter() - began_s
+
+    def acceptance(self) -> tuple[int, int]:
+        """Return how many tokens were guessed, and how many of them were right."""
+        return self._scheduler.counters.draft_tokens, self._scheduler.counters.accepted_tokens
+
+    def close(self) -> None:
+        self._engine.stop()
+
+
+def _add(request: Request, scheduler: Scheduler) -> None:
+    scheduler.add(request)
+
+
+def measure(parts: EngineComponents, kind: str, batch: int, repeats: int) -> tuple[list[Cell], dict[str, Any]]:
+    """Return a row of the table, and the measurements."""
+    scripts = scripts_of(kind, batch)
+    engines = {
+        name: SpeculatingEngine(parts, speculation) for name, speculation in (("off", None), ("on", Speculation()))
+    }
+    runs = in_turn({name: partial(engine.seconds, scripts) for name, engine in engines.items()}, repeats)
+    drafted, accepted = engines["on"].acceptance()
+    for engine in engines.values():
+        engine.close()
+    tokens = batch * (ANSWER - 1)
+    rates = {name: [tokens / seconds for seconds in values] for name, values in runs.items()}
+    gain, goal = ratio(rates["on"], rates["off"]), GOALS.get((kind, batch))
+    row: list[Cell] = [
+        f"{kind}, batch {batch}", _middle(rates["on"]), _middle(rates["off"]), gain,
+        f"≥ {goal}" if goal else "", None if goal is None else gain >= goal,
+        f"{accepted:,} of {drafted:,}",
+    ]  # fmt: skip
+    print(row, flush=True)
+    return row, {"kind": kind, "batch": batch, "tokens_per_s": rates, "drafted": drafted, "accepted": accepted}
+
+
+def _middle(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--model", choices=SHAPES, default="110m")
+    made.add_argument("--threads", type=int, default=0)
+    made.add_argument("--directory", type=Path, default=CACHE, help="of the generated model")
+    made.add_argument("--rows", default="", help="only these rows, as in edits:1,prose:8")
+    flags = made.parse_args()
+    sizes = {"max_step_tokens": BUDGET_TOKENS, "speculative_tokens": Speculation().num_tokens}
+    path = str(checkpoint(flags.model, flags.directory))
+    parts = build(BuildOptions(path, threads=flags.threads, kv_cache_memory=2**30, **sizes))
+    torch.set_grad_enabled(False)
+    parts.runner.warm_up()
+    wanted = (
+        flags.rows.split(",") if flags.rows else [f"{kind}:{batch}" for kind in ("edits", "prose") for batch in BATCHES]
+    )
+    cases = [(kind, int(batch)) for kind, _, batch in (one.partition(":") for one in wanted)]
+    measured = [measure(parts, kind, batch, flags.repeats) for kind, batch in cases]
+    columns = ["tokens/s", "with guesses", "without", "with / without", "goal", "", "guesses that were right"]
+    table = Table(f"{flags.model}: prompt lookup", columns, [row for row, _ in measured])
+    what = "Speculative decoding by prompt lookup, in turn with and without it; medians of a whole batch."
+    Result("speculation", what, [table], [run for _, run in measured]).finish(flags.out)

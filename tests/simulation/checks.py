@@ -63,6 +63,7 @@ STATES = (
     "client: finished", "client: cancelled", "client: failed", "client: lost", "state: preempted", "state: quarantined",
     "state: reserved", "state: prefix hit", "state: rows found corrupt", "state: two nodes down",
     "state: moved before a token", "state: moved in decode", "state: a moved request found its blocks",
+    "state: guesses accepted", "state: guesses rejected",
     "channel: a fenced writer is refused", "channel: a writer that seems dead is connected",
     "channel: a row without a reservation is dropped", "channel: a row arrives after its writer gave up",
     "exited in order", "log: request %s is retried: %s", "log: handoff of %s failed: %s",

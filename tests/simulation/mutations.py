@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import engine.speculation
 import router.nodes.connection
 import scheduler.scheduler
 from decode_node.receiver import HandoffReceiver
@@ -166,6 +167,18 @@ def _older_state(original: Any, self: OutgoingHandoff, count: int) -> Any:
         self.request.states = kept
 
 
+def _rejected_kept(original: Any, self: Scheduler, step: Any, index: int, tokens: Any) -> Any:
+    output, slice_ = original(self, step, index, tokens), step.slices[index]
+    if slice_.drafts and output.finish is None and slice_.epoch == slice_.request.epoch:
+        for end in range(slice_.request.num_computed + 1, min(slice_.end, len(slice_.request.tokens)) + 1):
+            self._advance(slice_.request, end)
+    return output
+
+
+def _all_accepted(slice_: Any, rows: list[Any]) -> Any:
+    return replace(rows[-1], tokens=[*slice_.drafts, *rows[-1].tokens])
+
+
 def _saved_later(original: Any, self: Scheduler, *given: Any) -> Any:
     use = original(self, *given)
     return replace(use, save_at=use.save_at - 1) if use.save_at - given[1].start > 1 else use
@@ -212,9 +225,11 @@ MUTATIONS: dict[str, tuple[int, Broken]] = {
     ),
     "a cancelled request may still reserve": (5, _in_place_of(HandoffReceiver, "_remember_cancelled", lambda *_: None)),
     "a preempted request resumes at a later position": (10, _around(Scheduler, "_hold", _block_too_far)),
-    "blocks are freed during a step": (1, _around(Scheduler, "_free", _freed_under_a_step)),
+    "blocks are freed during a step": (2, _around(Scheduler, "_free", _freed_under_a_step)),
     "epochs are not compared": (2, _around(Scheduler, "update", _any_epoch)),
     "rows are released too early": (6, _around(Geometry, "first_block", _one_block_less)),
     "the older state is sent": (13, _around(OutgoingHandoff, "sources", _older_state)),
+    "rejected guesses keep their place": (1, _around(Scheduler, "_finish_slice", _rejected_kept)),
+    "guesses are not compared": (1, _in_place_of(engine.speculation, "_joined", _all_accepted)),
     "states are saved too early": (13, _around(Scheduler, "_state_use", _saved_later)),
 }  # fmt: skip

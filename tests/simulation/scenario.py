@@ -35,6 +35,7 @@ class RequestPlan:
     salt: bytes = b""
     priority: int = 0
     stop_tokens: frozenset[int] = frozenset()
+    row: list[int] = field(default_factory=list)  # the prompt and its longest answer
     cancels_at: int | None = None  # number of deltas after which the client disconnects
     cancels_after_s: float | None = None
     reads_slowly_s: float = 0.0
@@ -70,6 +71,7 @@ class Scenario:
     plans: list[RequestPlan]
     faults: list[Fault] = field(default_factory=list)
     groups: tuple[Group, ...] = UNIFORM
+    num_guesses: int = 0  # most guessed tokens per step; 0: no speculative decoding
 
     @property
     def is_outage(self) -> bool:
@@ -133,6 +135,8 @@ def draw(seed: int) -> Scenario:
         plans,
     )
     scenario.faults, scenario.groups = _faults(random), groups
+    if not any(group.kind == "state" for group in groups):
+        scenario.num_guesses = Random(f"guesses {seed}").choice((0, 0, 2, 5))
     if seed % OUTAGE_EVERY == OUTAGE_EVERY - 1:
         _freeze_all(scenario)
     if seed % STALL_EVERY == STALL_EVERY // 2:
@@ -183,12 +187,13 @@ def _plans(random: Random, block_tokens: int, groups: tuple[Group, ...]) -> list
         salt = random.choice((b"", b"", b"one", b"two"))
         expected = expected_tokens(prompt, max_tokens, VOCABULARY, salt, groups=groups)
         stop_tokens: frozenset[int] = frozenset()
+        row = prompt + expected
         if random.random() < 0.2:
             stop_tokens = frozenset({random.choice(expected)})
             expected = expected[: 1 + next(at for at, token in enumerate(expected) if token in stop_tokens)]
         at_s += spread_s * random.random() ** 2
         plan = RequestPlan(
-            f"r{number}", prompt, max_tokens, expected, at_s, 1, salt, random.choice((0, 0, 0, 5)), stop_tokens
+            f"r{number}", prompt, max_tokens, expected, at_s, 1, salt, random.choice((0, 0, 0, 5)), stop_tokens, row
         )
         _behave(random, plan)
         plans.append(plan)

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from scheduler.draft import Speculation
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from shared.failpoints import FailpointError
 from tests.simulation.channel import Exchange
 from tests.simulation.checks import at_the_end, left_behind, unbalanced
 from tests.simulation.client import Client
-from tests.simulation.engine import SimEngine, ledger_error
+from tests.simulation.engine import PlanGuesses, SimEngine, ledger_error
 from tests.simulation.faults import RESTART_S, Faults
 from tests.simulation.hosts import Host, NodeHost, RouterHost
 from tests.simulation.loop import CURRENT, EPOCH_S, WORLD, Process, SimLoop
@@ -173,6 +174,9 @@ class World:
     def engine_made(self, engine: SimEngine, scheduler: Scheduler) -> None:
         host = self.host_of(engine.process)
         host.engine, host.scheduler = engine, scheduler
+        if num_guesses := self.scenario.num_guesses:
+            rows = [plan.row for plan in self.scenario.plans]
+            scheduler.speculation = Speculation(PlanGuesses(rows, self.scenario.seed), num_guesses)
 
     def audit(self, process: Process, scheduler: Scheduler) -> None:
         """Check the blocks after an iteration of an engine."""
@@ -183,6 +187,8 @@ class World:
             ("quarantined", ledger.quarantined),
             ("reserved", ledger.reserved),
             ("preempted", scheduler.counters.preemptions),
+            ("guesses accepted", scheduler.counters.accepted_tokens),
+            ("guesses rejected", scheduler.counters.draft_tokens - scheduler.counters.accepted_tokens),
             ("prefix hit", scheduler.counters.cache_hits),
             ("rows found corrupt", node is not None and node.stats().rows_corrupt),
             ("a moved request found its blocks", any(map(_is_resumed, scheduler.running))),

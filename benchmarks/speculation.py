@@ -168,9 +168,8 @@ def main() -> None:
     made.add_argument("--directory", type=Path, default=CACHE, help="of the generated model")
     made.add_argument("--rows", default="", help="only these rows, as in edits:1,prose:8")
     flags = made.parse_args()
-    sizes = {"max_step_tokens": BUDGET_TOKENS, "speculative_tokens": Speculation().num_tokens}
     path = str(checkpoint(flags.model, flags.directory))
-    parts = build(BuildOptions(path, threads=flags.threads, kv_cache_memory=2**30, **sizes))
+    parts = build(BuildOptions(path, threads=flags.threads, kv_cache_memory=2**30, max_step_tokens=BUDGET_TOKENS))
     torch.set_grad_enabled(False)
     parts.runner.warm_up()
     wanted = (

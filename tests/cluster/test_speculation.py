@@ -17,6 +17,11 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0, "presence_penalty": 0.3, "logit_bias": {"300": 2.5}, "min_tokens": 40},
     {"temperature": 0, "stop": ["Israel. And", "children of"]},
     {"temperature": 0.5, "seed": 9, "stop": ["and "], "include_stop_str_in_output": True},
+    {
+        "temperature": 0.4,
+        "seed": 10,
+        "structured_outputs": {"regex": "(And the LORD said unto Moses, ){3}[A-Z][a-z ]{9}"},
+    },
     {"temperature": 0, "echo": True, "logprobs": 1, "max_tokens": 30},
 ]
 

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +15,7 @@ from benchmarks.cpu import FP32, LLAMA_F32, VLLM_FP32
 from benchmarks.models import SHAPES, checkpoint
 from benchmarks.process import PeerFailedError, PeerProcess
 from engine.models.families import read_model_config
+from tests.cluster.harness import state_of, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +51,7 @@ def test_our_worker_times_each_kind_of_work_and_is_stopped_between_calls(ours: P
     assert ours.call("prefill", tokens=64) > 0
     assert ours.call("decode", batch=3, context=32, steps=4) > 0
     assert ours.peak_bytes > 50e6
-    deadline = time.monotonic() + 10  # the signal takes effect after a short time
-    while (state := Path(f"/proc/{ours.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]) != "T":
-        assert time.monotonic() < deadline, state
-        time.sleep(0.01)
+    wait_for(lambda: state_of(ours.pid) == "stopped", "the signal takes effect", 10.0)
 
 
 def test_our_logprobs_do_not_depend_on_the_previous_call(ours: PeerProcess) -> None:

@@ -20,7 +20,7 @@ from shared.clock import now_ns
 from tests.chaos.evidence import Fault, Gap, at_rest, detection_s, fired, gap_of
 from tests.chaos.proxy import NONE, Harm, Proxy, Relays
 from tests.chaos.traffic import Load, Outcome, answer, failures
-from tests.cluster.harness import Cluster, cluster, free_port, wait_for
+from tests.cluster.harness import Cluster, cluster, free_port, state_of, wait_for
 from tests.cluster.kinds import model_of
 
 CLIENTS = 8
@@ -132,7 +132,7 @@ class Supervisor:
                 if status is not None:
                     self.restarts.append((name, status))
                     start_life(self._running, name, self._lives)
-                elif _is_stopped(process.pid):
+                elif state_of(process.pid) == "stopped":
                     since = self._stopped.setdefault(process.pid, time.monotonic())
                     if time.monotonic() - since > self._thaw_s:
                         process.send_signal(signal.SIGCONT)
@@ -195,12 +195,6 @@ def send_signals(process: "subprocess.Popen[bytes]", signals: SignalTimes) -> No
     for pause_s, number in signals:
         time.sleep(pause_s)
         process.send_signal(number)  # this has no effect on a process that has exited
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
 
 
 # ---- a row, from start to end ---------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cluster.secret import write_secret
 from engine.hash_model import expected_tokens
 from scheduler.geometry import UNIFORM, Group
@@ -99,6 +101,14 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
         time.sleep(0.05)
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process as psutil names it, such as "stopped", or "" if the process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        state = psutil.Process(pid).status()
+        return "" if state in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} else state
+    return ""
 
 
 class Cluster:

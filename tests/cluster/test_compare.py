@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.harness import ROOT, cluster, wait_for
+from tests.cluster.harness import ROOT, cluster, state_of, wait_for
 
 # The limits are long, because other tests share the machine and these tests do not measure its speed.
 QUICK = ["--preset", "chat", "--scale-tokens", "0.04", "--rate", "8", "--slo-ttft-ms", "60000", "--slo-tbt-ms", "60000"]
@@ -48,14 +48,6 @@ def pids(directory: Path) -> list[int]:
     """Return the process ids of all arms, from their logs."""
     logs = [log.read_text() for log in (directory / "report" / "logs").iterdir()]
     return [int(pid) for log in logs for pid in re.findall(r"started, process (\d+)", log)]
-
-
-def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
@@ -94,7 +86,7 @@ def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
     assert all(any(strip["nodes"].values()) for strip in report["strip"].values())
     assert json.loads((tmp_path / "report" / "trace.json").read_text())
     assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
-    assert not [pid for pid in pids(tmp_path) if is_alive(pid)]
+    assert not any(map(state_of, pids(tmp_path)))
 
 
 @pytest.mark.parametrize("what", ["interrupt", "router"])
@@ -123,7 +115,7 @@ def test_a_session_that_ends_early_keeps_its_measurements_and_leaves_nothing_run
     assert not report["runs"][0]["valid"]
     assert (tmp_path / "report" / "requests.jsonl").stat().st_size > 0
     assert started
-    wait_for(lambda: not [pid for pid in started if is_alive(pid)], "all processes ended")
+    wait_for(lambda: not any(map(state_of, started)), "all processes ended")
 
 
 def num_ended(url: str) -> int:

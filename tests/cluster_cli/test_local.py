@@ -7,17 +7,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.local import lines_of, num_ready, report_waiting, restart_delay_s, url_of
+from tests.cluster.harness import ROOT, state_of, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
 
 DRIVER = """
@@ -102,21 +100,6 @@ def watch() -> Iterator[Watch]:
         watcher.process.communicate()
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in {"Z", "X"}
-
-
-def until_gone(*pids: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, "a child outlived its parent"
-        time.sleep(0.02)
-
-
 def test_a_signal_restarts_the_nodes_in_turn_and_another_ends_the_router_before_them(watch: Watch) -> None:
     polite = POLITE.format(delay_s=0)
     watcher = watch(router=POLITE.format(delay_s=0.3), prefill_0=polite, decode_0=polite)
@@ -147,7 +130,8 @@ def test_a_process_that_ignores_sigterm_is_killed_in_time_or_by_a_second_signal(
     assert watcher.ended() == (130 if signals == 2 else 0)
     assert any("has not ended in time and is killed" in line for line in watcher.lines) == (signals == 1)
     assert re.fullmatch(r"baton +\| ended", watcher.lines[-1])
-    until_gone(watcher.pid("router"), watcher.pid("decode-0"))
+    pids = watcher.pid("router"), watcher.pid("decode-0")
+    wait_for(lambda: not any(map(state_of, pids)), "both processes end", PATIENCE_S)
 
 
 def test_a_node_that_dies_is_started_again_and_a_killed_parent_leaves_no_process(watch: Watch) -> None:
@@ -159,9 +143,9 @@ def test_a_node_that_dies_is_started_again_and_a_killed_parent_leaves_no_process
     while watcher.pid("decode-0") == first:
         watcher.read()
     pids = watcher.pid("router"), watcher.pid("decode-0")
-    assert all(map(is_alive, pids))
+    assert all(map(state_of, pids))
     watcher.process.kill()
-    until_gone(*pids)
+    wait_for(lambda: not any(map(state_of, pids)), "the children end with their parent", PATIENCE_S)
 
 
 @pytest.mark.parametrize(

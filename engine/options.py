@@ -20,7 +20,6 @@ from shared.model_files import resolve
 
 CPU_BLOCK_TOKENS = 16
 DEFAULT_STATES = 24  # recurrent states for which the default size of a pool has room
-LARGE_ROW = 1 << 30  # bytes: any unit of a state fits into such a row
 HASH_LANES = 4  # 64-bit integers that the hash model stores for a token
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one exists where CUDA works: on Linux, in WSL and on Jetson
 

@@ -16,7 +16,6 @@ STEPS, REQUESTS, SPANS, DIFFERENT = 9000, 36, 120, 50
 BINS = 64  # number of candidates for the start of a strip
 
 Document = dict[str, Any]
-Steps = list[list[Any]]  # rows of start, duration, prompt tokens, decodes, predicted duration (or None)
 
 
 def write_report(report: Document, directory: Path) -> Path:

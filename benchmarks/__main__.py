@@ -10,6 +10,7 @@ BENCHMARKS = {
     "cpu": "Baton on a CPU, compared with llama.cpp, vLLM and transformers",
     "four_bit": "4-bit codes on a CPU, compared with bfloat16 weights",
     "speculation": "speculative decoding by prompt lookup, on text that repeats its prompt and on text that does not",
+    "grammar": "what grammars cost, in tokens per second of a batch",
     "handoff": "what a handoff adds to the time to first token",
     "footprint": "start-up time to the first token, and memory of the router and a node",
     "router": "streamed tokens per second, latency and memory of the router",
@@ -28,6 +29,8 @@ def load(name: str) -> Callable[[], None]:
             from benchmarks.four_bit import main
         case "speculation":
             from benchmarks.speculation import main
+        case "grammar":
+            from benchmarks.grammar import main
         case "handoff":
             from benchmarks.handoff import main
         case "footprint":

@@ -24,6 +24,9 @@ from shared.grammar import GrammarTokenizer
 log = logging.getLogger("baton.engine")
 IntArray = NDArray[np.int32]
 WORD_BITS = 32
+# The limits of the eight tokens of a byte of a mask, float32 [256, 8].
+LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
+LIMITS = LIMITS.astype(np.float32)
 
 
 class TokenMatcher:
@@ -72,23 +75,22 @@ class TokenMasks:
 
     def apply_(self, logits: Tensor) -> None:
         """Set the logits of forbidden tokens to -inf, in place. `logits` is float32 [R, vocab]."""
-        allowed = _unpacked(self.words, logits.device)[:, : logits.shape[1]]
-        if (missing := logits.shape[1] - allowed.shape[1]) > 0:  # the tokenizer has none of these tokens
-            allowed = torch.nn.functional.pad(allowed, (0, missing))
-        if len(self.rows) == len(logits):
-            logits.masked_fill_(~allowed, -torch.inf)
-        else:
-            at = torch.tensor(self.rows, device=logits.device)
-            logits[at] = logits[at].masked_fill_(~allowed, -torch.inf)
+        limits = _limits(self.words, logits.device)
+        width = min(limits.shape[1], logits.shape[1])
+        at = slice(None) if len(self.rows) == len(logits) else torch.tensor(self.rows, device=logits.device)
+        logits[at, :width] = torch.minimum(logits[at, :width], limits[:, :width])
+        logits[at, width:] = -torch.inf  # the tokenizer has none of these tokens
 
 
-def _unpacked(words: IntArray, device: torch.device) -> Tensor:
-    """Return the bits of `words` [R, W] as bool [R, 32 W]."""
+def _limits(words: IntArray, device: torch.device) -> Tensor:
+    """Return inf for each bit of `words` [R, W] that is set, and -inf for the others, float32 [R, 32 W].
+
+    On a CPU, a table of bytes and `torch.minimum` take a tenth of the time of `masked_fill`.
+    """
+    octets = words.view(np.uint8)
     if device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")).view(torch.bool)
-    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=device)
-    bits = torch.from_numpy(words).to(device, non_blocking=True)[:, :, None] >> shifts
-    return (bits & 1).bool().flatten(1)
+        return torch.from_numpy(LIMITS.take(octets, axis=0).reshape(len(words), -1))
+    return torch.from_numpy(LIMITS).to(device)[torch.from_numpy(octets).to(device).int()].flatten(1)
 
 
 class MaskFiller:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 MAX_GRAMMAR_BYTES = 1 << 20  # of the text that a node accepts; a router accepts less from a client
 # Between the tokens of JSON, at most 8 characters of white space. Without a bound, a model may write it forever. What
@@ -41,6 +41,14 @@ def with_json_options(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
 def lark_grammar(text: str) -> str:
     """Return the grammar that a text in llguidance's dialect of Lark defines."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def regex_grammar(regex: str) -> str:
+    """Return the grammar of the texts that a regular expression matches as a whole, in the syntax of Rust's `regex`.
+
+    The classes \\d, \\w and \\s and their opposites are those of ASCII, as in vLLM's default backend.
+    """
+    return lark_grammar(f"start: /{regex_to_lark(regex, use_ascii='dws')}/")
 
 
 def choice_grammar(choices: Iterable[str]) -> str:

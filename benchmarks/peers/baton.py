@@ -106,7 +106,7 @@ class BatonEngine:
 
     def prefill(self, tokens: int) -> float:
         """Return the seconds from a prompt's arrival to its first token."""
-        return self._first(self._prompt(tokens), GREEDY)[1]
+        return self._first(self.prompt(tokens), GREEDY)[1]
 
     def logprobs(self, tokens: list[int], top: int = 20) -> dict[str, float]:
         """Return the top logprobs of the next token. A peer with the same weights must return similar logprobs."""
@@ -116,12 +116,18 @@ class BatonEngine:
 
     def decode(self, batch: int, context: int, steps: int) -> float:
         """Return how many seconds `steps` steps of `batch` decodes take. The prompts' KV is random."""
-        full = [ended_s for ended_s, tokens in self._decoded(batch, context, steps).steps if tokens == batch]
+        requests = [_request(f"r{index}", self.prompt(context), steps + 4, receives=True) for index in range(batch)]
+        return self.seconds(requests, steps)
+
+    def seconds(self, requests: list[Request], steps: int) -> float:
+        """Return how many seconds `steps` steps of all requests take. Their prompts' KV is random."""
+        batch = len(requests)
+        full = [ended_s for ended_s, tokens in self._decoded(requests, steps).steps if tokens == batch]
         return full[steps] - full[0]
 
-    def _decoded(self, batch: int, context: int, steps: int) -> Stopwatch:
+    def _decoded(self, requests: list[Request], steps: int) -> Stopwatch:
         watch, engine = self._start()
-        requests = [_request(f"r{index}", self._prompt(context), steps + 4, receives=True) for index in range(batch)]
+        batch = len(requests)
         # In one command: of requests that are added one at a time, the first may end before the last one starts.
         engine.post(lambda scheduler: _add_all(scheduler, requests))
         watch.until(lambda: sum(tokens == batch for _, tokens in watch.steps) > steps)
@@ -146,7 +152,7 @@ class BatonEngine:
         watch.engine.start()
         return watch, watch.engine
 
-    def _prompt(self, tokens: int) -> list[int]:
+    def prompt(self, tokens: int) -> list[int]:
         return [self._random.randrange(3, min(2048, self._parts.vocab_size)) for _ in range(tokens)]
 
     def _write(self, blocks: list[int]) -> None:

@@ -69,6 +69,7 @@ def build_app(
     metrics = RequestMetrics(model.name, slo)
     registry.register(metrics)
     generation = GenerationService(dispatcher, tokenizer, model, observer, metrics)
+    registry.register(generation.grammars)
     handlers = ApiHandlers(generation, registry, request_timeout_s)
     responses = ResponsesApi(generation)
     post = partial(JsonEndpoint, handlers, max_concurrent_requests, body_timeout_s)

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from llguidance import LLMatcher
 from pydantic import BaseModel, ConfigDict, Field
 
 from router.text.grammar_check import GrammarChecker, GrammarError
 from shared.errors import RequestError
-from shared.grammar import choice_grammar, json_grammar
+from shared.grammar import choice_grammar, json_grammar, regex_grammar
 
 MAX_BYTES = 64 << 10  # of a schema, regular expression or grammar
 MAX_DEPTH = 32  # of a schema
@@ -50,7 +49,7 @@ class Constraint:
         except GrammarError as error:
             text, where = str(error), ""
             if (found := UNKNOWN_KEYWORDS.search(text)) and self.schema is not None:
-                place = next(_places(self.schema, found[1]), "")
+                place = next((path for path, each in _objects(self.schema) if found[1] in each), "")
                 text, where = f"the keyword `{found[1]}` cannot be enforced", place and f" (in {place})"
             raise RequestError(f"`{self.param}`: {text}{where}.", self.param, "invalid_grammar") from None
 
@@ -106,7 +105,7 @@ class StructuredOutputs(BaseModel):
             name = f"structured_outputs.{option}"
             raise RequestError(f"`{name}` is only allowed with `json` or `json_object`.", name)
         if self.regex is not None:
-            return Constraint(param, LLMatcher.grammar_from_regex(self.regex))
+            return Constraint(param, regex_grammar(self.regex))
         if self.choice is not None:
             _check_size(sum(map(len, self.choice)), param)
             return Constraint(param, choice_grammar(self.choice))
@@ -127,6 +126,9 @@ def _of_schema(schema: Schema, param: str, **options: Any) -> Constraint:
     if _depth(schema) > MAX_DEPTH:
         raise RequestError(f"`{param}` is nested deeper than {MAX_DEPTH} levels.", param, "invalid_grammar")
     _check_size(len(json.dumps(schema, ensure_ascii=False).encode()), param)
+    if place := next((path for path, each in _objects(schema) if "$ref" in each and "$id" in each), None):
+        text = f"`{param}`: `$ref` beside `$id` cannot be enforced (in {place}), because drafts differ in its meaning."
+        raise RequestError(text, param, "invalid_grammar")
     return Constraint(param, json_grammar(schema, **options), schema=schema)
 
 
@@ -167,11 +169,11 @@ def _closed(value: Any) -> Any:
     return {key: _closed(each) for key, each in value.items()} | ({"additionalProperties": False} if closes else {})
 
 
-def _places(value: Any, key: str, path: str = "") -> Iterator[str]:
-    """Yield the paths of the objects in a schema that have a key, such as `properties.tags`. Skips the root."""
+def _objects(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a schema with their paths, such as `properties.tags`. That of the root is ""."""
+    if isinstance(value, dict):
+        yield path, value
     items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-    if isinstance(value, dict) and key in value and path:
-        yield path
     for name, inner in items:
         if isinstance(inner, dict | list):
-            yield from _places(inner, key, f"{path}.{name}" if path else str(name))
+            yield from _objects(inner, f"{path}.{name}" if path else str(name))

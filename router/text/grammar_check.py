@@ -13,11 +13,15 @@ import resource
 import signal
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from router.text.child_process import ChildProcess
 from shared.grammar import LIMITS, lark_grammar, one_line
@@ -35,8 +39,8 @@ class GrammarError(ValueError):
     """The grammar cannot be used. The message is the reason."""
 
 
-class GrammarChecker:
-    """Checks grammars, and converts them to llguidance's format.
+class GrammarChecker(Collector):
+    """Checks grammars, and converts them to llguidance's format. A Prometheus collector of their number and times.
 
     The router's handlers share one object. It owns the child process, which starts with the first grammar, and again
     after it was killed. `check` blocks for up to CHECK_S of the child's processor time, so callers run it on a thread.
@@ -46,16 +50,29 @@ class GrammarChecker:
         self._lock = threading.Lock()
         self._child: ChildProcess | None = None
         self._checked = lru_cache(REMEMBERED)(self._ask)
+        self._counts = {"accepted": 0, "refused": 0}
+        self._waited_s = 0.0
 
     def check(self, text: str, is_source: bool = False) -> str:
         """Return the grammar in llguidance's format. Raises GrammarError if no answer could match it exactly.
 
         If `is_source` is set, `text` is a grammar in Lark or GBNF. Otherwise, it is already in llguidance's format.
         """
+        began_s = time.monotonic()
         answer = self._checked(text, is_source)
+        with self._lock:
+            self._counts["refused" if "error" in answer else "accepted"] += 1
+            self._waited_s += time.monotonic() - began_s
         if "error" in answer:
             raise GrammarError(answer["error"])
         return answer["grammar"]
+
+    def collect(self) -> Iterator[Metric]:
+        counts = CounterMetricFamily("baton_grammars", "Checks of grammars, by result.", labels=["result"])
+        for result, count in self._counts.items():
+            counts.add_metric([result], count)
+        yield counts
+        yield CounterMetricFamily("baton_grammar_check_seconds", "Time of checks of grammars.", self._waited_s)
 
     def _ask(self, text: str, is_source: bool) -> dict[str, str]:
         with self._lock:

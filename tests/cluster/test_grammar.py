@@ -2,15 +2,23 @@
 
 import json
 import re
+import shutil
+import signal
+import threading
 import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import torch
+import transformers
 
-from tests.cluster.harness import Cluster, cluster
+from tests.cluster.harness import DEMO, DEMO_VOCABULARY, START_S, Cluster, cluster, completion, events
+from tests.cluster.random_grammars import constraints
 
 PERSON = {
     "type": "object",
@@ -22,13 +30,28 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
+SETTINGS: dict[str, Any] = {"runner": "torch", "max_num_batched_tokens": 24, "num_blocks": 600}
 DATE = r"(19|20)\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights and the demo model's tokenizer. It draws each allowed token about equally often."""
+    directory = tmp_path_factory.mktemp("random") / "model"
+    shutil.copytree(DEMO, directory)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192, "vocab_size": DEMO_VOCABULARY}
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, bos_token_id=0, eos_token_id=1)).save_pretrained(
+        directory
+    )
+    return directory
+
+
 @pytest.fixture(scope="module", name="both")
-def both_modes() -> Iterator[list[Cluster]]:
-    """A disaggregated and a co-located cluster of the demo model. Chunks are small, so that prompts have several."""
-    settings: dict[str, Any] = {"runner": "torch", "max_num_batched_tokens": 24, "num_blocks": 600}
+def both_modes(model: Path) -> Iterator[list[Cluster]]:
+    """A disaggregated and a co-located cluster. Chunks are small, so that prompts have several."""
+    settings = SETTINGS | {"model": model}
     with cluster(1, 1, **settings) as disaggregated, cluster(0, 1, **settings) as colocated:
         yield [disaggregated, colocated]
 
@@ -36,7 +59,7 @@ def both_modes() -> Iterator[list[Cluster]]:
 def ask(running: Cluster, seed: int, **fields: Any) -> tuple[list[str], list[str]]:
     """Return the texts and the finish reasons of two samples."""
     prompt = "And the LORD said unto Moses, Speak unto the children of Israel. " * (1 + seed % 3)
-    body = {"prompt": prompt, "max_tokens": 500, "seed": seed, "temperature": 1, "n": 2, **fields}
+    body = {"prompt": prompt, "max_tokens": 500, "seed": seed, "temperature": 1, "n": 2} | fields
     choices = running.post("/v1/completions", body)["choices"]
     return [choice["text"] for choice in choices], [choice["finish_reason"] for choice in choices]
 
@@ -78,6 +101,55 @@ def check(text: str, finish: str, fields: dict[str, Any]) -> None:
         assert (text in structured["choice"], finish) == (True, "stop")
     elif "grammar" in structured:
         assert re.fullmatch("(le|la)+!" if finish == "stop" else "(le|la)+.?", text)
+
+
+@pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.exhaustive)])
+def test_every_finished_answer_of_random_constraints_is_valid(both: list[Cluster], share: float) -> None:
+    chosen = constraints(share)
+    with ThreadPoolExecutor(16) as pool:
+        first, second = (
+            list(
+                pool.map(
+                    lambda row, where=running: ask(where, row[0], max_tokens=700, **row[1].fields), enumerate(chosen)
+                )
+            )
+            for running in both
+        )
+    assert first == second
+    pairs = [(each, *pair) for each, answers in zip(chosen, first, strict=True) for pair in zip(*answers, strict=True)]
+    finished = [(each, text) for each, text, finish in pairs if finish == "stop"]
+    assert len(finished) > 0.9 * len(pairs)
+    assert not [(each.fields, text) for each, text in finished if not each.check(text)]
+
+
+def test_an_answer_survives_the_death_of_its_decode_node(both: list[Cluster], model: Path) -> None:
+    """The node that takes over feeds the tokens so far to a new matcher."""
+    people = {"type": "array", "items": PERSON, "minItems": 2}
+    form = {"type": "json_schema", "json_schema": {"name": "people", "schema": people}}
+    rows = [
+        completion("model", "In the beginning", 300, seed=seed, temperature=1, ignore_eos=False) for seed in range(6)
+    ]
+    rows = [row | {"response_format": form} for row in rows]
+    expected = [both[1].post("/v1/completions", row)["choices"][0]["token_ids"] for row in rows]
+    with cluster(1, 2, **SETTINGS | {"model": model}) as running, ThreadPoolExecutor(6) as pool:
+        begun = [threading.Event() for _ in rows]
+
+        def stream(row: dict[str, Any], has_begun: threading.Event) -> list[int]:
+            body = json.dumps(row | {"stream": True}).encode()
+            tokens: list[int] = []
+            request = urllib.request.Request(running.url + "/v1/completions", body, running.headers)
+            with urllib.request.urlopen(request, timeout=START_S) as answer:
+                for event in events(answer):
+                    tokens += event["choices"][0].get("token_ids") or []
+                    if len(tokens) > 5:
+                        has_begun.set()
+            return tokens
+
+        streams = [pool.submit(stream, *pair) for pair in zip(rows, begun, strict=True)]
+        assert all(event.wait(START_S) for event in begun), "a stream did not begin"
+        running.send_signal("decode-0", signal.SIGKILL)
+        assert [each.result() for each in streams] == expected
+        assert running.status()["requests"]["moved"] > 0
 
 
 def test_a_stream_of_chat_is_the_answer_of_the_openai_client(both: list[Cluster]) -> None:

@@ -1,5 +1,6 @@
 """Test the parameters that constrain answers: what they accept, and that anything else is refused with the reason."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -56,7 +57,7 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"structured_outputs": {"json": POINT, "disable_additional_properties": True}}, ['{"x":1}'], ['{"x":1,"y":2}']),
     ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
     ({"structured_outputs": {"json": {"x-guidance": {"lenient": True}, "type": "null"}}}, ["null"], ["1"]),
-    ({"structured_outputs": {"regex": r"[a-c]{2}|/\d"}}, ["ab", "/7"], ["a", "abc", "xab"]),
+    ({"structured_outputs": {"regex": r"[a-c]{2}|/\d"}}, ["ab", "/7"], ["a", "abc", "xab", "/٣"]),
     ({"structured_outputs": {"choice": ["yes", 'no "😀"', ""]}}, ["yes", 'no "😀"', ""], ["ye", "no"]),
     ({"structured_outputs": {"grammar": 'start: "a" WORD\nWORD: /[b-d]+/'}}, ["abd"], ["a", "ae"]),
     ({"structured_outputs": {"grammar": 'root ::= "a" item*\nitem ::= [0-9] | "x"'}}, ["a", "a1x"], ["b", "ay"]),
@@ -83,6 +84,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {"response_format": schema({"properties": {"a": {"items": [{"not": {}}]}}})},
         *(SCHEMA, "keyword `not` cannot be enforced (in properties.a.items.0)"),
     ),
+    ({"response_format": schema({"items": {"$ref": "#", "$id": "x"}})}, SCHEMA, "`$ref` beside `$id`"),
     ({"response_format": schema({"type": "thing"})}, SCHEMA, "Invalid type: thing"),
     ({"response_format": schema({"type": "string", "format": "odd"})}, SCHEMA, "Unknown format: odd"),
     ({"response_format": schema({"$ref": "http://169.254.169.254/"})}, SCHEMA, "does not fetch resources"),
@@ -129,6 +131,18 @@ async def test_a_constraint_that_cannot_be_enforced_is_refused(one: Any, fields:
     assert (raised.value.status, raised.value.param) == (400, param)
     assert says in raised.value.message
     assert len(raised.value.message) < 450
+
+
+async def test_metrics_count_the_checks(one: Any, checker: GrammarChecker) -> None:
+    def total(result: str) -> float:
+        counts, _ = checker.collect()
+        return next(sample.value for sample in counts.samples if sample.labels["result"] == result)
+
+    accepted, refused = total("accepted"), total("refused")
+    for regex in ("a", "a", "("):
+        with contextlib.suppress(RequestError):
+            await one(structured_outputs={"regex": regex})
+    assert (total("accepted"), total("refused")) == (accepted + 2, refused + 1)
 
 
 CHAIN = "start: r0\n" + "\n".join(f"r{index}: r{index + 1}" for index in range(4500)) + '\nr4500: "a"'

@@ -1,0 +1,43 @@
+"""Run the JSON Schema Test Suite: a schema is refused, or no invalid text matches its grammar."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from router.http.structured import StructuredOutputs
+from router.text.grammar_check import GrammarChecker
+from shared.errors import RequestError
+from tests.cluster.harness import DATA
+
+BYTES = LLTokenizer("byte")
+# Number of schemas, number that are enforced, and valid instances of these that no answer can have: properties in another
+# order than in the schema, an integer written as 1.0, and strings that do not match the `format`.
+COUNTS = {"draft2020-12": (366, 162, 22), "draft7": (252, 155, 13)}
+
+
+def matches(grammar: str, text: str) -> bool:
+    matcher, tokens = LLMatcher(BYTES, grammar, log_level=0), list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("draft", COUNTS)
+def test_no_invalid_value_matches_the_grammar_of_a_schema(draft: str) -> None:
+    suite: dict[str, list[dict[str, Any]]] = json.loads((DATA / "json_schema_suite" / f"{draft}.json").read_text())
+    checker, found, wrong = GrammarChecker(), Counter[str](), []
+    for case in (case for cases in suite.values() for case in cases if isinstance(case["schema"], dict)):
+        found["schemas"] += 1
+        try:
+            grammar = StructuredOutputs(json=case["schema"]).constraint().grammar(checker)
+        except RequestError:
+            continue
+        found["enforced"] += 1
+        for test in case["tests"]:
+            accepted = matches(grammar, json.dumps(test["data"], ensure_ascii=False))
+            found["valid values without an answer"] += test["valid"] and not accepted
+            if accepted and not test["valid"]:
+                wrong.append((case["description"], test["description"]))
+    assert not wrong
+    assert tuple(found.values()) == COUNTS[draft]

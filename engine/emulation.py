@@ -14,7 +14,6 @@ from scheduler.cost import CostModel
 COSTS = Path(__file__).parent / "costs"
 MAX_NUMBER = 1e15
 VERSION = 1  # of the files
-NEW_FILE = "make a new file with `baton profile`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +73,10 @@ def load_emulation(name: str) -> Emulation:
 
 
 def _emulation(data: Any, name: str, link: str) -> Emulation:
-    version = data.get("version") if isinstance(data, dict) else None
-    if version != VERSION:
-        raise ValueError(f"version is {version!r:.20}, but must be {VERSION}: {NEW_FILE}")
+    if not isinstance(data, dict):
+        raise ValueError("the file must contain an object")
+    if (version := data.get("version")) != VERSION:
+        raise ValueError(f"version is {version!r:.20}, but must be {VERSION}: see the files in {COSTS}")
     cost = _get(data, "cost")
     known = [field.name for field in fields(CostModel)]
     if unknown := sorted(set(cost) - set(known)):
@@ -105,7 +105,9 @@ def _emulation(data: Any, name: str, link: str) -> Emulation:
 def _residuals(values: Any) -> tuple[float, ...]:
     is_list = isinstance(values, list) and 0 < len(values) <= 1000
     if not is_list or not all(isinstance(each, int | float) and 0 < each < 1000 for each in values):
-        raise ValueError(f"residuals must be a list of measured divided by predicted durations: {NEW_FILE}")
+        raise ValueError(
+            f"residuals must be a list of measured divided by predicted durations: see the files in {COSTS}"
+        )
     return tuple(sorted(map(float, values)))
 
 

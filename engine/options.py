@@ -19,7 +19,7 @@ from shared.kv.memory import available_bytes
 from shared.model_files import resolve
 
 CPU_BLOCK_TOKENS = 16
-DEFAULT_STATES = 24  # recurrent states for which the default size of a pool has room
+DEFAULT_STATES = 24  # number of recurrent states that fit in a pool of the default size
 HASH_LANES = 4  # 64-bit integers that the hash model stores for a token
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one exists where CUDA works: on Linux, in WSL and on Jetson
 

@@ -23,7 +23,7 @@ from shared.rpc.messages import SubmitRequest, TokenDelta, unpack_ids
 log = logging.getLogger("baton.node")
 MAX_REQUESTS = 8192  # a node with this number of requests rejects new ones
 MAX_TOKENS = 1 << 23  # limit of the tokens of all requests, counted when submitted; 36 bytes a token, 300 MB in all
-MAX_POOLS = 16  # if this number of KV pools holds more tokens than MAX_TOKENS, that is the limit
+MAX_POOLS = 16  # if this many KV pools hold more than MAX_TOKENS tokens, their total is the limit
 
 
 class OverloadedError(ValueError):

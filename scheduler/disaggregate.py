@@ -72,7 +72,8 @@ class LatencyEstimate:
 
 
 def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_decode: int) -> LatencyEstimate | None:
-    """Predict the time that a prefill node takes for a prompt of `num_tokens` tokens; None without a model.
+    """Predict the time that a prefill node takes for a prompt of `num_tokens` tokens, or return None
+    if the node has no cost model.
 
     `cached` and `cached_at_decode` are the numbers of prefix tokens that the prefill and the decode node have cached.
     If the link is fast enough, the blocks of every chunk but the last are transferred while the next chunk is computed.
@@ -98,7 +99,9 @@ def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_deco
 
 
 def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, cached: int) -> LatencyEstimate | None:
-    """Predict the time that a decode node takes for a prompt in the budget left by its decodes; None without a model.
+    """Predict how long a decode node would take to compute a prompt in the budget that its decodes leave free.
+
+    Returns None if the node has no cost model.
 
     A decode node learns the cost of prompts only by computing prompts. Until it has, the cost is taken from `teacher`,
     the prefill node's model. If the decode node has a complete model, the predicted times of the decodes and the chunk

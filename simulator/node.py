@@ -115,7 +115,7 @@ class NodeListener(Protocol):
         """Called when a step has ended. Not called for steps that are skipped."""
 
     def on_stretch(self, node: "SimulatedNode", steps: Stretch) -> None:
-        """Called before these steps, each a decode of every running request, are skipped at once."""
+        """Called before a stretch of steps is skipped. Each of them decodes every running request."""
 
     def on_ended(self, node: "SimulatedNode", requests: list[Request]) -> None:
         """Called when requests have ended in the last of the steps that were skipped."""

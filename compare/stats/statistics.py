@@ -67,7 +67,7 @@ def within(low: float, high: float, values: Sequence[float]) -> Interval:
     the mean instead, as in the limit of small shares. Far from the bounds, it is Student's interval.
     """
     found, above = student(values), fmean(values) - low
-    curve = above / (high - low)  # 0 without an upper bound
+    curve = above / (high - low)  # 0 if there is no upper bound
     if found.high is None or above <= 0 or curve >= 1:
         return found
     k = (found.high - found.mean) ** 2 / (above * above * (1 - curve))

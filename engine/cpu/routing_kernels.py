@@ -48,7 +48,8 @@ def score(logits: int, scores: int, count: int, kind: int) -> None:
 def choose(candidates: int, count: int, top_k: int, chosen: int) -> None:
     """Store the numbers of the `top_k` largest candidates, best first, and replace these candidates by -inf.
 
-    Among equal candidates, the lowest number comes first. With NaN, numbers may be repeated, but are in range.
+    Among equal candidates, the lowest number comes first. If values are NaN, numbers may occur
+    twice, but they are in range.
     """
     for place in range(top_k):
         best, most = 0, number_at(candidates)

@@ -1,7 +1,7 @@
 """CUDA graphs: device work that is captured once and replayed with one call. Other work runs between two graphs.
 
-A pass is divided into several graphs at each attention, as in SGLang PR #19102 and vLLM's breakable graphs. This needs
-no compiler: the capture ends, the call of attention is recorded, and another capture begins.
+A pass is split at each attention layer, which gives several graphs, as in SGLang PR #19102 and vLLM's breakable graphs.
+This needs no compiler: the capture ends, the call of attention is recorded, and another capture begins.
 """
 
 import gc

@@ -14,7 +14,7 @@ from shared.errors import RequestError, UnavailableError
 MAX_CRASHES = 2  # a request is the likely cause if this number of nodes crash while they compute it
 TOGETHER_S = 1.0  # two crashes within this time may be one event, such as the end of a host, so a third one decides
 RETRY_SHARE = 0.1  # retries allowed for each request
-RETRIES_PER_S = 3.0  # further retries allowed for each second
+RETRIES_PER_S = 3.0  # number of retries that are added to the budget per second
 BURST_S = 10.0  # seconds for which unused retries accumulate
 MAX_RETRY_WAIT_S = 10.0
 

@@ -1,9 +1,9 @@
 """API keys, read from a file, and the authentication middleware. A request without a valid key reaches no route.
 
 A line of the file is `tenant:sha256` or `tenant:sha256:admin`, and `#` begins a comment. `baton key` creates a key and
-its line. Keys have 256 random bits, so guesses need no rate limit. A tenant's key gives access to the API's routes. All
-other paths, including unknown ones, require an admin's key, so that a new route is closed to tenants until it is
-listed.
+prints the line to add. Keys have 256 random bits, so guesses need no rate limit. A tenant's key gives access to the
+API's routes. All other paths, including unknown ones, require an admin's key, so that a new route is closed to tenants
+until it is listed.
 """
 
 import base64

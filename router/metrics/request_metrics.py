@@ -212,7 +212,9 @@ class RequestMetrics(Collector):
         self._model_name = model_name
         self._slo = slo
         self._seen = {what: Buckets(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}
-        self._counts = Counter[tuple[str, ...]](dict.fromkeys(SHOWN_AS_0, 0))  # by key in COUNTERS and label values
+        self._counts = Counter[tuple[str, ...]](
+            dict.fromkeys(SHOWN_AS_0, 0)
+        )  # by a key of COUNTERS and the label values
         self._window = {what: SlidingPercentiles(clock) for what in ("ttft", "tbt", "ttst")}
         self._kept = SlidingCounts(clock)  # number of samples by whether they met their SLO
         self._recent = SlidingCounts(clock, 1.0)  # samples and tokens, for `totals`

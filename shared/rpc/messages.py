@@ -60,7 +60,7 @@ class SubmitRequest:
     share_prefix: bool = True  # False: shares no prefix cache with other requests
     traceparent: str = ""  # W3C trace context of the client's request, for logs
     grammar: str = ""  # the answer matches this grammar (see `shared.grammar`); "": any answer
-    speculative: bool = True  # whether the node may verify guessed tokens, if it does so at all
+    speculative: bool = True  # False: a node with speculative decoding guesses no tokens of this request
     adapter: str = ""  # digest of a LoRA adapter; "": the model itself
 
 

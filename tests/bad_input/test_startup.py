@@ -201,7 +201,7 @@ def test_nan_and_infinity_in_weights_are_reported_by_tensor(number: float, direc
 
 # ---- settings ------------------------------------------------------------------------------------------------------------
 
-COST = {"cost": {"per_token": 1e-3}, "kv_bytes_per_token": 64, "kv_tokens": 4096, "link": "x"}
+COST = {"version": 1, "cost": {"per_token": 1e-3}, "kv_bytes_per_token": 64, "kv_tokens": 4096, "link": "x"}
 LINKS = {"links": {"x": {"latency_s": 0.0, "bytes_per_s": 1e9}}}
 
 
@@ -246,14 +246,16 @@ COSTS: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", "not valid JSON"),
     "not UTF-8": (b"\xff", "utf-8"),
     "too deep": ("[" * 100_000, "not valid JSON"),
-    "a list": ("[]", "cost must be an object"),
+    "a list": ("[]", "must contain an object"),
     "all zero": (json.dumps(COST | LINKS | {"cost": {"per_token": 0}}), "cost has only zeros"),
     "below zero": (json.dumps(COST | LINKS | {"cost": {"per_token": -1}}), "cost.per_token must be a number from 0"),
-    "NaN": ('{"cost": {"per_token": NaN}}', "cost.per_token must be a number from 0"),
-    "400 digits": ('{"cost": {"per_token": %s}}' % ("9" * 400), "cost.per_token must be a number from 0"),
-    "5,000 digits": ('{"cost": {"per_token": %s}}' % ("9" * 5000), "digits"),
-    "an unknown name": (json.dumps({"cost": {"per_byte": 1}}), "cost.per_byte is not one of"),
-    "a name of two lines": (json.dumps({"cost": {"per\nbyte": 1}}), "cost.per byte is not one of"),
+    "NaN": ('{"version": 1, "cost": {"per_token": NaN}}', "cost.per_token must be a number from 0"),
+    "400 digits": ('{"version": 1, "cost": {"per_token": %s}}' % ("9" * 400), "cost.per_token must be a number from 0"),
+    "5,000 digits": ('{"version": 1, "cost": {"per_token": %s}}' % ("9" * 5000), "digits"),
+    "an unknown name": (json.dumps({"version": 1, "cost": {"per_byte": 1}}), "cost.per_byte is not one of"),
+    "a name of two lines": (json.dumps({"version": 1, "cost": {"per\nbyte": 1}}), "cost.per byte is not one of"),
+    "no version": (json.dumps({"cost": {"per_token": 1}}), "version is None, but must be 1"),
+    "another version": (json.dumps({"version": "2"}), "version is '2', but must be 1"),
     "no such link": (json.dumps(COST | {"links": {}}), "link 'x' is not one of"),
     "a link that is a list": (json.dumps(COST | {"links": {"x": []}}), "links.x.latency_s must be a number"),
     "tokens beyond memory": (json.dumps(COST | LINKS | {"kv_tokens": 1e30}), "kv_tokens must be a number from 1024"),

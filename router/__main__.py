@@ -32,6 +32,7 @@ from router.metrics.node_metrics import NodeMetrics
 from router.nodes.load import slo_targets
 from router.nodes.pool import NodePool
 from router.observer import RouterObserver
+from router.responses_store import open_store
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
 from shared import failpoints, logs
@@ -88,23 +89,17 @@ async def _serve(
     fleet = NodePool(identity, registry, settings.mode, settings.node_timeout_s, observer, queue.resize)
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s)
     dispatch = Dispatcher(fleet, queue, model.name, rules, observer)
-    metrics = CollectorRegistry()
-    if dashboard is None:
-        metrics.register(NodeMetrics(fleet.journal.metric_rows, model.name, dispatch.status))
-    else:
-        record_metrics = RecordMetrics(fleet.journal.metric_rows, model.name, dispatch.status, dashboard)
-        dashboard.subscribe(record_metrics)
-        metrics.register(record_metrics)
     app = build_app(
         dispatch,
         tokenizer,
         model,
-        registry=metrics,
+        registry=_metrics(fleet, dispatch, model, dashboard),
         observer=observer,
         slo=lambda: slo_targets(settings.ttft_slo_ms, (info for info, _, alive in fleet.nodes() if alive)),
         more_routes=admin_routes(fleet, settings.drain_timeout_s),
         keys=keys,
         allowed_origins=settings.allowed_origins,
+        responses_store=open_store(settings.responses_store, settings.cluster),
         max_concurrent_requests=settings.max_concurrent_requests,
         request_timeout_s=settings.request_timeout_s,
     )
@@ -118,6 +113,9 @@ async def _serve(
             print(f"router: cannot listen on registry port {settings.registry_port}: {error}", file=sys.stderr)
             return 2
         cleanup.push_async_callback(fleet.close)
+        if (runs := app.state.responses) is not None:
+            runs.open()
+            cleanup.push_async_callback(runs.close)
         freeze_gc()
         serving = asyncio.gather(*(server.serve([server.listener]) for server in servers))
         _log_addresses(listeners, keys is None)
@@ -130,6 +128,18 @@ async def _serve(
             server.drain()
         await serving
     return 0
+
+
+def _metrics(fleet: NodePool, dispatch: Dispatcher, model: ModelCard, dashboard: Dashboard | None) -> CollectorRegistry:
+    """Return a registry with the metrics of nodes, which include those of steps if there is a dashboard."""
+    metrics = CollectorRegistry()
+    if dashboard is None:
+        metrics.register(NodeMetrics(fleet.journal.metric_rows, model.name, dispatch.status))
+    else:
+        record_metrics = RecordMetrics(fleet.journal.metric_rows, model.name, dispatch.status, dashboard)
+        dashboard.subscribe(record_metrics)
+        metrics.register(record_metrics)
+    return metrics
 
 
 class HttpServer(uvicorn.Server):

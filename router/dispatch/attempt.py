@@ -63,6 +63,7 @@ class AdmittedRequest:
         self.request = request
         self.entry = entry
         self.samples = [SampleState(index) for index in range(request.n)]
+        self.samples[0].tokens += request.generated
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
         self.first_is_computed = asyncio.Event()  # sample 0's prompt is computed; other samples wait for it
         self._queue = queue

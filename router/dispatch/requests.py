@@ -44,6 +44,7 @@ class GenerationRequest:
     traceparent: str = ""  # W3C trace context of the client's request
     adapter: str = ""  # digest of a LoRA adapter
     grammar: str = ""  # the answers match this grammar (see `shared.grammar`)
+    generated: tuple[int, ...] = ()  # tokens of sample 0 that another router has already generated
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds
     nodes: tuple[str | None, str | None] = (None, None)  # (prefill, decode) of sample 0's latest attempt

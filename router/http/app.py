@@ -26,10 +26,12 @@ from router.http.generation import GenerationService
 from router.http.openapi import DETOKENIZE, DOCS, TOKENIZE, document_routes
 from router.http.parsing import check_ids, encode, encode_chat, run_in_thread
 from router.http.response_bodies import ResponsesBody
+from router.http.response_runs import RequestSlots, ResponseRuns
 from router.http.responses import ResponseFormatter
 from router.http.responses_api import ResponsesApi
 from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
 from router.observer import RouterObserver
+from router.responses_store import ResponsesStore
 from router.text.tokenizer import Tokenizer
 from shared.clock import now_ns
 from shared.errors import RequestError, UnavailableError
@@ -51,6 +53,7 @@ def build_app(
     more_routes: Sequence[BaseRoute] = (),
     keys: ApiKeys | None = None,
     allowed_origins: Sequence[str] = (),
+    responses_store: ResponsesStore | None = None,
     max_concurrent_requests: int = 1024,
     request_timeout_s: float = 0.0,
     body_timeout_s: float = 10.0,
@@ -61,6 +64,8 @@ def build_app(
     latency targets of a request that arrives now. `more_routes` require an admin's key. Pages of `allowed_origins` may
     call the routes for tenants from a browser.
 
+    `state.responses` are the runs of stored responses, which the caller opens and closes, or None without a store.
+
     For a router with two ports, `state.api` is an app with only the routes for tenants, and `state.admin` one with only
     the routes that observe or change the cluster. Both include the health routes.
     """
@@ -70,16 +75,12 @@ def build_app(
     registry.register(metrics)
     generation = GenerationService(dispatcher, tokenizer, model, observer, metrics)
     registry.register(generation.grammars)
-    handlers = ApiHandlers(generation, registry, request_timeout_s)
-    responses = ResponsesApi(generation)
-    post = partial(JsonEndpoint, handlers, max_concurrent_requests, body_timeout_s)
+    slots = RequestSlots(max_concurrent_requests)
+    handlers = ApiHandlers(generation, registry, request_timeout_s, slots)
+    runs = None if responses_store is None else ResponseRuns(generation, responses_store, token_hex(8), slots)
     api = [
-        Route("/v1/completions", post(CompletionBody, handlers.completions), methods=["POST"]),
-        Route("/v1/chat/completions", post(ChatBody, handlers.completions), methods=["POST"]),
-        Route("/v1/responses", post(ResponsesBody, responses.create), methods=["POST"]),
+        *_body_routes(handlers, ResponsesApi(generation, runs), body_timeout_s),
         Route("/v1/models", handlers.models),
-        *(Route(path, post(TokenizeBody, handlers.tokenize), methods=["POST"]) for path in TOKENIZE),
-        *(Route(path, post(DetokenizeBody, handlers.detokenize), methods=["POST"]) for path in DETOKENIZE),
         Route("/v1/models/{name:path}", handlers.one_model),
         Route("/version", handlers.version),
         *document_routes(observer.queries),
@@ -96,9 +97,23 @@ def build_app(
     guard = Middleware(AuthMiddleware, keys=keys, tenants_routes=api, admin_routes=admin, metrics=metrics)
     cors = [Middleware(ApiCors, origins=allowed_origins, routes=api)] if allowed_origins else []
     app = _guarded([*api, *health, *admin], [*cors, guard])
+    app.state.responses = runs
     app.state.api = _guarded([*api, *health], [*cors, guard])
     app.state.admin = _guarded([*admin, *health], [guard])
     return app
+
+
+def _body_routes(handlers: "ApiHandlers", responses: ResponsesApi, body_timeout_s: float) -> list[Route]:
+    """Return the routes that take a JSON body, and those of stored responses."""
+    posts: list[tuple[str, type[Body], Callable[[Body, ResponseWriter], Awaitable[None]]]] = [
+        ("/v1/completions", CompletionBody, handlers.completions),
+        ("/v1/chat/completions", ChatBody, handlers.completions),
+        ("/v1/responses", ResponsesBody, responses.create),
+        *((path, TokenizeBody, handlers.tokenize) for path in TOKENIZE),
+        *((path, DetokenizeBody, handlers.detokenize) for path in DETOKENIZE),
+    ]
+    post = partial(JsonEndpoint, handlers, body_timeout_s)
+    return [*(Route(path, post(body, handle), methods=["POST"]) for path, body, handle in posts), *responses.routes()]
 
 
 def _guarded(routes: Sequence[BaseRoute], middleware: Sequence[Middleware]) -> Starlette:
@@ -138,7 +153,7 @@ class ApiHandlers:
     generation: GenerationService
     registry: CollectorRegistry
     request_timeout_s: float  # 0 for none
-    num_in_progress: int = 0
+    slots: RequestSlots
     started_ms: int = field(default_factory=lambda: now_ns() // 10**6)
 
     async def completions(self, body: Body, reply: ResponseWriter) -> None:
@@ -150,12 +165,15 @@ class ApiHandlers:
         formatter = ResponseFormatter(
             output, body, self.generation.tokenizer, body.model or self.generation.model.name, int(time.time())
         )
-        async with self.generation.deltas(output, reply) as deltas:
-            async for choice, delta in deltas:
-                if body.stream:
-                    await reply.events(formatter.events(choice, delta))
-                else:
-                    formatter.collect(choice, delta)
+        try:
+            async with self.generation.deltas(output) as deltas:
+                async for choice, delta in deltas:
+                    if body.stream:
+                        await reply.events(formatter.events(choice, delta))
+                    else:
+                        formatter.collect(choice, delta)
+        finally:
+            reply.log_fields = output.log_fields()
         if body.stream:
             await reply.events(formatter.ending())
             await reply.end()
@@ -243,7 +261,7 @@ class ApiHandlers:
 
     async def load(self, _request: Request) -> Response:
         """Return the number of requests in progress, with the field of vLLM."""
-        return JSONResponse({"server_load": self.num_in_progress})
+        return JSONResponse({"server_load": self.slots.used})
 
     async def metrics(self, _request: Request) -> Response:
         snapshot = Snapshot(self.registry)
@@ -257,7 +275,6 @@ class JsonEndpoint:
     bodies. It cancels the handler when the client disconnects, and sends a response for every error."""
 
     handlers: ApiHandlers
-    max_concurrent_requests: int
     body_timeout_s: float
     kind: type[Body]
     handler: Callable[[Body, ResponseWriter], Awaitable[None]]
@@ -265,9 +282,10 @@ class JsonEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply, handlers = ResponseWriter(scope, send), self.handlers
         max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * handlers.generation.model.max_model_len
-        handlers.num_in_progress += 1
+        slots = handlers.slots
+        slots.used += 1
         try:
-            if handlers.num_in_progress > self.max_concurrent_requests:
+            if slots.used > slots.limit:
                 handlers.generation.metrics.refused()
                 raise UnavailableError("Too many requests are in progress; try again soon.", status=429)
             reply.deadline = deadline_of(scope, reply.arrived, handlers.request_timeout_s)
@@ -278,7 +296,7 @@ class JsonEndpoint:
         except Exception as error:  # noqa: BLE001 - every request gets a response
             await reply.fail(error)
         finally:
-            handlers.num_in_progress -= 1
+            slots.used -= 1
             reply.log()
 
     async def _handle(self, raw: bytes, reply: ResponseWriter) -> None:

@@ -182,7 +182,7 @@ class ApiCors(CORSMiddleware):
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], routes: Sequence[BaseRoute]) -> None:
         headers = ("retry-after", "x-request-id", "traceparent")
-        methods = ("GET", "HEAD", "POST")
+        methods = ("GET", "HEAD", "POST", "DELETE")
         super().__init__(app, origins, allow_methods=methods, allow_headers=("*",), expose_headers=headers)
         self._routes = routes
 

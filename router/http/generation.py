@@ -50,12 +50,11 @@ class GenerationService:
         return RequestOutput(request_id, body, requests, self.tokenizer, self.metrics, self.observer, arrived)
 
     @asynccontextmanager
-    async def deltas(self, output: RequestOutput, reply: ResponseWriter) -> AsyncIterator[AsyncGenerator[Output, None]]:
+    async def deltas(self, output: RequestOutput) -> AsyncIterator[AsyncGenerator[Output, None]]:
         """Generate the output, and provide its text as it arrives. Count the tokens for the client's tenant."""
         try:
             async with output.open(self.dispatcher) as deltas:
                 yield deltas
         finally:
             used = (output.num_prompt_tokens, output.num_cached, output.num_generated)
-            self.metrics.used(reply.identity.tenant, *used)
-            reply.log_fields = output.log_fields()
+            self.metrics.used(output.prompts[0].request.tenant, *used)

@@ -8,7 +8,7 @@ form one message.
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from router.http.bodies import ChatBody, GenerateBody, LogprobCount, ReasoningEffort, TemplateArguments, TokenCount
@@ -243,6 +243,18 @@ class ResponsesBody(GenerateBody):
                 "top_logprobs": self.top_logprobs if self.has_logprobs else None,
             }
         )
+
+
+ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item], config=ConfigDict(hide_input_in_errors=True))
+
+
+def items_of(data: bytes) -> list[Item]:
+    """Return the items in a JSON list."""
+    return ITEMS.validate_json(data)
+
+
+def items_to_json(items: Sequence[Item]) -> bytes:
+    return ITEMS.dump_json(list(items), exclude_none=True)
 
 
 def _check_outputs(items: Sequence[Item], called: set[str]) -> None:

@@ -1,19 +1,36 @@
-"""OpenAI's Responses API: POST /v1/responses."""
+"""OpenAI's Responses API. With a store, responses can be read, cancelled, deleted and continued, and can run in the
+background.
 
+Whether a response belongs to another tenant or does not exist cannot be told apart: both give the status 404.
+"""
+
+import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from secrets import token_hex
+from typing import Any
 
-from router.http.asgi import ResponseWriter, described
-from router.http.bodies import Body
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from router.dispatch.requests import GenerationRequest
+from router.http.asgi import SCOPE_KEY, STREAM_HEADERS, ResponseWriter, described
+from router.http.bodies import Body, ChatBody
 from router.http.generation import GenerationService
-from router.http.response_bodies import ResponsesBody
-from router.http.response_events import ResponseEvents, encode_event
+from router.http.response_bodies import Item, ResponsesBody, items_of, items_to_json
+from router.http.response_events import Event, ResponseEvents, encode_event, items_with_ids
+from router.http.response_runs import ResponseRuns, body_of
+from router.responses_store import StoredResponse
 from shared.errors import RequestError
+from shared.rpc.messages import pack_ids
 
 PARAMS = {"messages": "input", "max_tokens": "max_output_tokens"}  # names of a chat's parameters in this API
+PATH = "/v1/responses/{id}"
+MAX_LIMIT = 100
+NEEDS_STORE = "needs a store of responses; start the router with --responses-store"
 
 
 @contextmanager
@@ -26,40 +43,211 @@ def named_parameters() -> Iterator[None]:
         raise
 
 
+def encode_events(events: Sequence[Event]) -> bytes:
+    return b"".join(map(encode_event, events))
+
+
 @dataclass(frozen=True)
 class ResponsesApi:
-    """The handlers of the Responses API. They run on the router's event loop."""
+    """The handlers of the Responses API. They run on the router's event loop. `runs` is None without a store."""
 
     generation: GenerationService
+    runs: ResponseRuns | None = None
+
+    def routes(self) -> list[Route]:
+        """Return the routes below /v1/responses."""
+        return [
+            Route(PATH, self.get, methods=["GET"]),
+            Route(PATH, self.delete, methods=["DELETE"]),
+            Route(PATH + "/cancel", self.cancel, methods=["POST"]),
+            Route(PATH + "/input_items", self.input_items, methods=["GET"]),
+        ]
 
     async def create(self, body: Body, reply: ResponseWriter) -> None:
         """Handle POST /v1/responses."""
         assert isinstance(body, ResponsesBody)
+        if body.background and body.store is False:
+            raise RequestError("`background` requires `store`.", "background")
         for name in ("store", "background", "previous_response_id"):
-            if getattr(body, name):
-                raise RequestError(f"`{name}` is not supported.", name, "unsupported_parameter")
+            if self.runs is None and getattr(body, name):
+                raise RequestError(f"`{name}` {NEEDS_STORE}.", name, "unsupported_parameter")
+        context = await self._context(body.previous_response_id, reply.identity.tenant)
         response_id = f"resp_{token_hex(16)}"
         with named_parameters():
-            chat = body.to_chat([])
-            requests = await self.generation.requests(chat, response_id, reply)
+            chat = body.to_chat(context)
+            (request,) = await self.generation.requests(chat, response_id, reply)
+        if self.runs is None or body.store is False:
+            body.store = False
+            await self._answer(body, chat, request, response_id, reply)
+            return
+        body.store = True
+        stored = StoredResponse(
+            id=response_id,
+            tenant=reply.identity.tenant,
+            is_admin=reply.identity.is_admin,
+            created=int(time.time()),
+            body=body.model_dump_json(exclude_unset=True).encode(),
+            context=items_to_json(context),
+            prompt=pack_ids(request.prompt),
+            max_tokens=request.max_tokens,
+            seed=request.sampling.seed,
+        )
+        await self._answer_stored(self.runs, body, stored, request, reply)
+
+    async def _answer(
+        self, body: ResponsesBody, chat: ChatBody, request: GenerationRequest, response_id: str, reply: ResponseWriter
+    ) -> None:
+        """Answer without storing the response."""
         tokenizer, model = self.generation.tokenizer, body.model or self.generation.model.name
-        events = ResponseEvents(response_id, int(time.time()), body, model, tokenizer, len(requests[0].prompt))
+        events = ResponseEvents(response_id, int(time.time()), body, model, tokenizer, len(request.prompt))
         started = events.start()
-        output = self.generation.output(chat, response_id, requests, reply.arrived)
+        output = self.generation.output(chat, response_id, [request], reply.arrived)
         try:
-            async with self.generation.deltas(output, reply) as deltas:
+            async with self.generation.deltas(output) as deltas:
                 async for choice, delta in deltas:
                     new = [*started, *events.add(delta, choice.prompt.cached_tokens)]
                     started = []
                     if body.stream:
-                        await reply.events(b"".join(map(encode_event, new)))
+                        await reply.events(encode_events(new))
         except Exception as error:
             if started or not body.stream:  # the status of the reply shows the error
                 raise
             _, value, _ = described(error, response_id)
-            failed = events.fail("failed", "server_error", value["error"]["message"])
-            await reply.events(b"".join(map(encode_event, failed)))
+            await reply.events(encode_events(events.fail("failed", message=value["error"]["message"])))
+        finally:
+            reply.log_fields = output.log_fields()
         if body.stream:
             await reply.end()
         else:
             await reply.json(events.response)
+
+    async def _answer_stored(
+        self,
+        runs: ResponseRuns,
+        body: ResponsesBody,
+        stored: StoredResponse,
+        request: GenerationRequest,
+        reply: ResponseWriter,
+    ) -> None:
+        """Answer with a response that is stored, and that goes on without the client if it is in the background."""
+        if body.background:
+            request.deadline = None
+        await runs.create(stored, request, is_background=body.background)
+        if body.background and not body.stream:
+            await reply.json(await self._snapshot(stored))
+            return
+        try:
+            async with aclosing(runs.follow(stored)) as groups:
+                async for events in groups:
+                    if (error := runs.errors.pop(stored.id, None)) is not None and events[0]["sequence_number"] == 0:
+                        await runs.store.delete(stored.id)  # the client never gets the id
+                        raise error
+                    if body.stream:
+                        await reply.events(encode_events(events))
+        except asyncio.CancelledError:  # the client is gone
+            if not body.background:
+                runs.abandon(stored.id)
+            raise
+        finally:
+            runs.errors.pop(stored.id, None)
+        if body.stream:
+            await reply.end()
+        else:
+            await reply.json(await self._snapshot(stored))
+
+    async def get(self, request: Request) -> Response:
+        """Handle GET /v1/responses/{id}. With `stream`, the events after number `starting_after` follow."""
+        query = dict(request.query_params)
+        stream, after = query.pop("stream", "false"), query.pop("starting_after", "-1")
+        for name in ("include", "include[]", "include_obfuscation"):
+            query.pop(name, None)
+        if query:
+            raise RequestError(f"Unknown parameter: `{min(query)[:64]}`.", min(query)[:64], "unknown_parameter")
+        if stream not in ("true", "false"):
+            raise RequestError("`stream` must be true or false.", "stream")
+        if after != "-1" and (stream == "false" or not after.isascii() or not after.isdigit() or len(after) > 9):
+            raise RequestError("`starting_after` must be the number of an event, with `stream`.", "starting_after")
+        stored = await self._stored(request)
+        if stream == "false":
+            return JSONResponse(await self._snapshot(stored))
+        return StreamingResponse(self._events_after(stored, int(after)), headers=STREAM_HEADERS)
+
+    async def _events_after(self, stored: StoredResponse, number: int) -> AsyncIterator[bytes]:
+        assert self.runs is not None
+        try:
+            async with aclosing(self.runs.follow(stored)) as groups:
+                async for events in groups:
+                    if new := [event for event in events if event["sequence_number"] > number]:
+                        yield encode_events(new)
+        except Exception as error:  # noqa: BLE001 - the status of the reply is already sent
+            _, value, _ = described(error, stored.id)
+            yield encode_event({"type": "error", **value})
+
+    async def delete(self, request: Request) -> Response:
+        """Handle DELETE /v1/responses/{id}. A response under way ends."""
+        stored = await self._stored(request)
+        assert self.runs is not None
+        await self.runs.cancel(stored.id)
+        await self.runs.store.delete(stored.id)
+        return JSONResponse({"id": stored.id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """Handle POST /v1/responses/{id}/cancel. A response that has ended stays as it is."""
+        stored = await self._stored(request)
+        assert self.runs is not None
+        if not body_of(stored).background:
+            raise RequestError("Only a response with `background` can be cancelled.", "id")
+        await self.runs.cancel(stored.id)
+        return JSONResponse(await self._snapshot(stored))
+
+    async def input_items(self, request: Request) -> Response:
+        """Handle GET /v1/responses/{id}/input_items."""
+        stored, query = await self._stored(request), request.query_params
+        limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
+        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= MAX_LIMIT:
+            raise RequestError(f"`limit` must be from 1 to {MAX_LIMIT}.", "limit")
+        if order not in ("asc", "desc"):
+            raise RequestError("`order` must be asc or desc.", "order")
+        own = [*items_of(stored.context), *body_of(stored).items]
+        items = items_with_ids([item.model_dump(exclude_none=True) for item in own], stored.id)
+        items = items if order == "asc" else items[::-1]
+        names = [item["id"] for item in items]
+        if after is not None and after not in names:
+            raise RequestError("`after` is not the id of an input item.", "after")
+        start = 0 if after is None else names.index(after) + 1
+        page = items[start : start + int(limit)]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        return JSONResponse({"object": "list", "data": page, "has_more": start + len(page) < len(items), **ends})
+
+    async def _stored(self, request: Request) -> StoredResponse:
+        return await self._load(request.path_params["id"], request.scope[SCOPE_KEY].tenant, "id")
+
+    async def _load(self, response_id: str, tenant: str, param: str) -> StoredResponse:
+        """Return a stored response of the tenant. Raises RequestError."""
+        if self.runs is None:
+            raise RequestError(f"This path {NEEDS_STORE}.", param, "not_found", 404)
+        stored = await self.runs.store.get(response_id)
+        if stored is None or stored.tenant != tenant:
+            raise RequestError("The response does not exist.", param, "response_not_found", 404)
+        return stored
+
+    async def _context(self, response_id: str | None, tenant: str) -> list[Item]:
+        """Return the items of the conversation up to the end of an earlier response."""
+        if response_id is None:
+            return []
+        stored = await self._load(response_id, tenant, "previous_response_id")
+        assert self.runs is not None
+        response = (await self.runs.replay(stored)).events.response
+        if response["status"] not in ("completed", "incomplete"):
+            text = f"The previous response has the status {response['status']}; it must be completed or incomplete."
+            raise RequestError(text, "previous_response_id", "invalid_value")
+        answer = ResponsesBody.model_validate({"input": response["output"]}).items
+        return [*items_of(stored.context), *body_of(stored).items, *answer]
+
+    async def _snapshot(self, stored: StoredResponse) -> dict[str, Any]:
+        """Return the response so far."""
+        assert self.runs is not None
+        replay = await self.runs.replay(stored)
+        response = replay.events.response
+        is_queued = response["background"] and response["status"] == "in_progress" and not replay.tokens
+        return response | ({"status": "queued"} if is_queued else {})

@@ -35,7 +35,8 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "kv_host kv_port reserve_timeout_s push_timeout_s",
     "Scheduling": "disaggregate policy max_num_batched_tokens max_num_seqs long_prefill_token_threshold "
     "max_num_partial_prefills async_scheduling speculative_config ttft_slo_ms tbt_slo_ms",
-    "API": "tool_call_parser reasoning_parser host port api_keys_file api_keys allowed_origins admin_host admin_port",
+    "API": "host port api_keys_file api_keys allowed_origins admin_host admin_port tool_call_parser reasoning_parser "
+    "responses_store",
     "Limits": "max_concurrent_requests max_connections max_queue_s max_queued_tokens request_timeout_s max_attempts "
     "drain_timeout_s",
     "Cluster": "prefill decode mode url api_key registry registry_host registry_port cluster cluster_secret_file id "

@@ -132,6 +132,12 @@ def _check_router_registry(value: str) -> str:
     return value and _check_registry(value)
 
 
+def _check_store(value: str) -> str:
+    if value and value != "memory" and "://" not in value:
+        raise ValueError('must be memory, redis://host:port/database, or "" to store no responses')
+    return value if value in ("", "memory") else _check_registry(value)
+
+
 def _check_cpus(cpus: tuple[int, ...]) -> tuple[int, ...]:
     allowed = os.sched_getaffinity(0)
     if not allowed.issuperset(cpus):
@@ -231,6 +237,9 @@ class ServingSettings(CommonSettings):
     )
     reasoning_parser: str = setting(
         "auto", "Syntax of reasoning in answers, as in vLLM; none: it is content.", "found from the chat template"
+    )
+    responses_store: Annotated[str, AfterValidator(_check_store)] = setting(
+        "", "Store of /v1/responses: memory, or redis://host:port, for several routers.", "responses are not stored"
     )
     mode: Literal["disaggregated", "colocated"] = setting(
         "disaggregated", "Where prompts are computed: on prefill nodes, or on the decode nodes themselves."

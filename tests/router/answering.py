@@ -58,12 +58,16 @@ async def connecting(**options: Any) -> AsyncIterator[Connect]:
     async with AsyncExitStack() as stack:
 
         async def connect(
-            tokenizer: Tokenizer, answer: str, tokens_per_piece: int = 1
+            tokenizer: Tokenizer, answer: str, tokens_per_piece: int = 1, **more: Any
         ) -> tuple[openai.AsyncOpenAI, ScriptedDispatcher]:
             dispatcher = ScriptedDispatcher(lambda *_: [*tokenizer.encode(answer), EOS])
             dispatcher.tokens_per_piece = tokens_per_piece
             model = ModelCard("tiny", max_model_len=2000, vocab_size=400, eos_ids=frozenset({EOS}))
-            _, port = await stack.enter_async_context(serving(build_app(dispatcher, tokenizer, model, **options)))
+            app = build_app(dispatcher, tokenizer, model, **options | more)
+            _, port = await stack.enter_async_context(serving(app))
+            if (runs := app.state.responses) is not None:
+                runs.open()
+                stack.push_async_callback(runs.close)
             own = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
             return await stack.enter_async_context(own), dispatcher
 

@@ -35,7 +35,7 @@ class ScriptedAnswers:
     async def stream(self, index: int) -> TokenStream:
         owner, request = self.owner, self.request
         row = owner.script(request, index)[: request.max_tokens]
-        position, finish = 0, ""
+        position, finish = len(request.generated), ""
         while not finish:
             await self._wait()
             tokens = row[position : position + owner.tokens_per_piece]

@@ -1,0 +1,259 @@
+"""Generates stored responses, and lets any number of clients follow them.
+
+A run is a task of the router that holds the response's lease. It appends each delta to the store. Clients never read
+the run itself: they replay the store's log, so that a client of any router gets the same events, before and after
+another router has taken the response over.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import TypeVar
+
+from router.dispatch.requests import GenerationRequest
+from router.http.asgi import Identity, described
+from router.http.generation import GenerationService
+from router.http.output import OutputProcessor, PromptOutput
+from router.http.parsing import build_requests
+from router.http.response_bodies import ResponsesBody, items_of
+from router.http.response_events import Event, ResponseEvents
+from router.metrics.request_metrics import SampleTimings, SloTargets
+from router.responses_store import CANCELLED, LEASE_S, POLL_S, ResponsesStore, StoredResponse
+from shared.errors import RequestError, UnavailableError
+from shared.lifecycle import TaskGroup
+from shared.rpc.messages import SamplingParams, TokenDelta, pack_ids, unpack_ids
+
+log = logging.getLogger("baton.responses")
+Result = TypeVar("Result")
+STORE_PAUSE_S, STORE_PATIENCE_S = 0.2, 60.0  # a run waits that long for a store that does not answer
+
+
+@dataclass(slots=True)
+class RequestSlots:
+    """The API requests in progress, and their maximum. Responses that run in the background count too."""
+
+    limit: int
+    used: int = 0
+
+
+def body_of(stored: StoredResponse) -> ResponsesBody:
+    return ResponsesBody.model_validate_json(stored.body)
+
+
+class Replay:
+    """Builds the events of a stored response from its log."""
+
+    def __init__(self, generation: GenerationService, stored: StoredResponse) -> None:
+        body, prompt = body_of(stored), unpack_ids(stored.prompt)
+        chat = body.to_chat(items_of(stored.context))
+        request = GenerationRequest(stored.id, prompt, stored.max_tokens, SamplingParams(), chat.min_tokens)
+        self.tokens: list[int] = []
+        self.events = ResponseEvents(
+            stored.id, stored.created, body, body.model or generation.model.name, generation.tokenizer, len(prompt)
+        )
+        timings = SampleTimings(SloTargets(), 0.0)
+        self._choice = OutputProcessor(0, PromptOutput(request), generation.tokenizer, chat, timings)
+        self._cached_tokens = 0
+
+    def add(self, delta: TokenDelta) -> list[Event]:
+        """Return the events for an entry of the log."""
+        self.tokens += unpack_ids(delta.tokens)
+        if delta.error:
+            return self.events.fail("cancelled" if delta.error == CANCELLED else "failed", message=delta.error)
+        self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
+        return self.events.add(self._choice.process(delta), self._cached_tokens)
+
+
+class ResponseRuns:
+    """The stored responses that this router generates.
+
+    The handlers of the Responses API call `create`, `follow` and `cancel`; the router calls `open` and `close`. With a
+    shared store, the runs' leases are renewed, and responses whose router died are taken over. Runs on the router's
+    event loop. After `close`, other routers may take over what was under way.
+    """
+
+    def __init__(self, generation: GenerationService, store: ResponsesStore, owner: str, slots: RequestSlots) -> None:
+        """`owner` is the id of this router, which is new after each start."""
+        self.store = store
+        self.errors: dict[str, Exception] = {}  # of failed runs in the foreground, until their handler takes them
+        self._generation = generation
+        self._owner = owner
+        self._slots = slots
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._group = TaskGroup()
+        self._news: dict[str, asyncio.Event] = {}  # set when the log of a response has grown
+
+    def open(self) -> None:
+        if self.store.is_shared:
+            self._group.start(self._watch())
+
+    async def close(self) -> None:
+        names = list(self._tasks)
+        await self._group.close()
+        with suppress(UnavailableError):
+            await self.store.release(names, self._owner)
+        await self.store.close()
+
+    async def create(self, stored: StoredResponse, request: GenerationRequest, *, is_background: bool) -> None:
+        """Store a response and start to generate it."""
+        await self.store.create(stored, self._owner)
+        self._start(stored, request, [], stored.id, is_background=is_background)
+
+    async def cancel(self, response_id: str) -> None:
+        """End a response with the status "cancelled", unless it has ended."""
+        await self.store.end(response_id, TokenDelta(response_id, error=CANCELLED))
+        if (task := self._tasks.get(response_id)) is not None:
+            task.cancel()
+        self._wake(response_id)
+
+    def abandon(self, response_id: str) -> None:
+        """Cancel a response whose client is gone, as soon as the store answers."""
+        self._group.start(_patiently(lambda: self.cancel(response_id)))
+
+    async def replay(self, stored: StoredResponse) -> Replay:
+        """Return the response so far."""
+        replay = Replay(self._generation, stored)
+        replay.events.start()
+        for delta in await self.store.read(stored.id, 0):
+            replay.add(delta)
+        return replay
+
+    async def follow(self, stored: StoredResponse) -> AsyncGenerator[list[Event], None]:
+        """Yield the events of a response until it ends or is deleted. The first events come with the first delta."""
+        replay, num_read, deadline = Replay(self._generation, stored), 0, time.monotonic() + STORE_PATIENCE_S
+        events = replay.events.start()
+        while not replay.events.is_complete:
+            news = self._news.setdefault(stored.id, asyncio.Event())
+            try:
+                found = await self.store.read(stored.id, num_read)
+                is_deleted = not found and await self.store.get(stored.id) is None
+                deadline = time.monotonic() + STORE_PATIENCE_S
+            except UnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+                found, is_deleted = [], False
+            if is_deleted:
+                return
+            for delta in found:
+                yield events + replay.add(delta)
+                events = []
+            num_read += len(found)
+            if not found:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LEASE_S if stored.id in self._tasks else POLL_S):
+                        await news.wait()
+
+    # ---- runs ----------------------------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        stored: StoredResponse,
+        request: GenerationRequest,
+        known: Sequence[TokenDelta],
+        run_id: str,
+        *,
+        is_background: bool,
+    ) -> None:
+        self._slots.used += is_background
+        task = self._group.start(self._run(stored, request, known, run_id, is_background=is_background))
+        self._tasks[stored.id] = task
+
+        def ended(_: asyncio.Task[None]) -> None:
+            self._slots.used -= is_background
+            del self._tasks[stored.id]
+            self._wake(stored.id)
+
+        task.add_done_callback(ended)
+
+    async def _run(
+        self,
+        stored: StoredResponse,
+        request: GenerationRequest,
+        known: Sequence[TokenDelta],
+        run_id: str,
+        *,
+        is_background: bool,
+    ) -> None:
+        """Generate the response after the deltas in `known`. End if another router has taken it over."""
+        chat = body_of(stored).to_chat(items_of(stored.context))
+        output = self._generation.output(chat, run_id, [request], time.monotonic())
+        for delta in known:
+            output.choices[0].process(delta)
+        position = len(known)
+        try:
+            async with self._generation.deltas(output) as deltas:
+                async for choice, text in deltas:
+                    delta = TokenDelta(stored.id, choice.num_tokens - len(text.tokens), pack_ids(text.tokens))
+                    # A stop string ends the replay at the same token by itself.
+                    delta.finish = "" if isinstance(text.stop_reason, str) else text.finish or ""
+                    delta.logprobs, delta.cached_tokens = text.logprobs, choice.prompt.cached_tokens
+                    if not await self._append(stored.id, position, delta, ends=text.finish is not None):
+                        return
+                    position += 1
+        except Exception as error:  # noqa: BLE001 - becomes the end of the response
+            if not is_background:
+                self.errors[stored.id] = error
+            _, value, _ = described(error, stored.id)
+            await self._append(stored.id, position, TokenDelta(stored.id, error=value["error"]["message"]), ends=True)
+
+    async def _append(self, response_id: str, position: int, delta: TokenDelta, *, ends: bool) -> bool:
+        """Append to the log, and wait while the store does not answer. Return False if the lease is lost."""
+        append = self.store.append
+        is_kept = await _patiently(lambda: append(response_id, self._owner, position, delta, ends=ends))
+        self._wake(response_id)
+        return bool(is_kept)
+
+    def _wake(self, response_id: str) -> None:
+        if (news := self._news.pop(response_id, None)) is not None:
+            news.set()
+
+    async def _watch(self) -> None:
+        """Renew the leases, and take over responses whose lease has expired."""
+        while True:
+            with suppress(UnavailableError):  # the runs wait for the store themselves
+                for name in await self.store.renew(list(self._tasks), self._owner):
+                    if (task := self._tasks.get(name)) is not None:
+                        task.cancel()
+                free = self._slots.limit - self._slots.used
+                if free > 0 and self._generation.dispatcher.ready():
+                    for name in await self.store.adopt(self._owner, free):
+                        try:
+                            await self._adopt(name)
+                        except (
+                            RequestError,
+                            ValueError,
+                        ) as error:  # another version may have stored it
+                            log.warning("cannot continue response %s: %s", name, error)
+                            text = "The response cannot be continued by this version."
+                            await self.store.end(name, TokenDelta(name, error=text))
+            await asyncio.sleep(LEASE_S / 4)
+
+    async def _adopt(self, response_id: str) -> None:
+        stored = await self.store.get(response_id)
+        if stored is None:
+            await self.store.delete(response_id)
+            return
+        known = await self.store.read(response_id, 0)
+        run_id = f"{response_id}-{token_hex(4)}"  # the nodes may still run the request of the router that died
+        chat = body_of(stored).to_chat(items_of(stored.context))
+        chat.seed = stored.seed
+        service, identity = self._generation, Identity(stored.tenant, stored.is_admin)
+        (request,) = await build_requests(chat, service.model, service.tokenizer, run_id, identity=identity)
+        request.prompt, request.max_tokens = unpack_ids(stored.prompt), stored.max_tokens
+        request.generated = tuple(token for delta in known for token in unpack_ids(delta.tokens))
+        log.info("took over response %s after %d tokens", response_id, len(request.generated))
+        self._start(stored, request, known, run_id, is_background=True)
+
+
+async def _patiently(call: Callable[[], Awaitable[Result]]) -> Result | None:
+    """Repeat a call of the store until the store answers. Return None after STORE_PATIENCE_S."""
+    deadline = time.monotonic() + STORE_PATIENCE_S
+    while time.monotonic() < deadline:
+        with suppress(UnavailableError):
+            return await call()
+        await asyncio.sleep(STORE_PAUSE_S)
+    return None

@@ -1,0 +1,339 @@
+"""Test stored responses, with both stores: read, resume, continue, cancel, delete, isolate, and take over."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import redis
+
+from router.http.auth import ApiKeys
+from router.responses_store import CANCELLED, MAX_BYTES, MemoryStore, RedisStore, ResponsesStore, StoredResponse
+from router.text.tokenizer import Tokenizer
+from shared.errors import UnavailableError
+from shared.lifecycle import wait_until
+from shared.rpc.messages import TokenDelta
+from tests.cluster.harness import RedisServer, wait_for
+from tests.router.answering import ANSWER, SAID, Connect, connecting, hermes_tokenizer
+
+MakeStore = Callable[[], ResponsesStore]
+WAIT_S = 60.0
+HELLO = {"model": "tiny", "input": "Hello?"}
+
+
+def answers(client: redis.Redis) -> bool:
+    with suppress(redis.RedisError):
+        return bool(client.ping())
+    return False
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path) as server:
+        server.start()
+        with redis.Redis(port=server.port) as client:
+            wait_for(lambda: answers(client), "Redis answers")
+        yield server
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def make_store(request: pytest.FixtureRequest) -> MakeStore:
+    """Return a function that opens a store. Stores in Redis share their contents."""
+    if request.param == "memory":
+        return MemoryStore
+    server = request.getfixturevalue("redis_server")
+    return lambda: RedisStore(f"redis://127.0.0.1:{server.port}", "test")
+
+
+@pytest.fixture
+def hermes() -> Tokenizer:
+    return hermes_tokenizer()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Connect]:
+    async with connecting() as connect:
+        yield connect
+
+
+async def finished(own: openai.AsyncOpenAI, response_id: str) -> Any:
+    """Return the response after it has ended."""
+    async with asyncio.timeout(WAIT_S):
+        events = [event async for event in await own.responses.retrieve(response_id, stream=True)]
+        assert events[0].sequence_number == 0
+        return await own.responses.retrieve(response_id)
+
+
+async def test_a_stored_response_can_be_read_continued_and_deleted(client, hermes, make_store):
+    own, dispatcher = await client(hermes, f"<think>{SAID}</think>Fine.", responses_store=make_store())
+    first = await own.responses.create(**HELLO, instructions="Be brief.", metadata={"a": "b"})
+    assert (first.store, first.metadata, first.output_text) == (True, {"a": "b"}, "Fine.")
+    assert await own.responses.retrieve(first.id) == first
+    second = await own.responses.create(model="tiny", input="And you?", previous_response_id=first.id)
+    prompt = hermes.decode(dispatcher.answers[-1].request.prompt, skip_special_tokens=False)
+    assert prompt.startswith(
+        "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\nFine.<|im_end|>\n<|im_start|>user\nAnd"
+    )
+    items = [item async for item in own.responses.input_items.list(second.id, order="asc", limit=1)]
+    assert [item.type for item in items] == ["message", "reasoning", "message", "message"]
+    assert len({item.id for item in items}) == 4
+    await own.responses.delete(first.id)
+    for call in (own.responses.retrieve, own.responses.delete, own.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError):
+            await call(first.id)
+    with pytest.raises(openai.NotFoundError, match="does not exist") as raised:
+        await own.responses.create(**HELLO, previous_response_id=first.id)
+    assert raised.value.param == "previous_response_id"
+    assert (await own.responses.retrieve(second.id)).previous_response_id == first.id
+    unstored = await own.responses.create(**HELLO, store=False)
+    with pytest.raises(openai.NotFoundError):
+        await own.responses.retrieve(unstored.id)
+
+
+async def test_a_stream_resumes_after_any_event(client, hermes, make_store):
+    own, _ = await client(hermes, ANSWER, 3, responses_store=make_store())
+    created = [event async for event in await own.responses.create(**HELLO, background=True, stream=True)]
+    response_id = created[0].response.id
+    assert [event.type for event in created[:3]] == ["response.created", "response.queued", "response.in_progress"]
+    assert [event.sequence_number for event in created] == list(range(len(created)))
+    assert created[-1].type == "response.completed"
+    for after in range(-1, len(created) + 1):
+        more = {} if after < 0 else {"starting_after": after}
+        events = [event async for event in await own.responses.retrieve(response_id, stream=True, **more)]
+        assert events == created[after + 1 :]
+
+
+async def test_a_response_in_the_background_is_followed_and_cancelled(client, hermes, make_store):
+    own, dispatcher = await client(hermes, "abc " * 30, responses_store=make_store())
+    dispatcher.hangs_after = 5
+    response = await own.responses.create(**HELLO, background=True)
+    assert (response.status, response.output) == ("queued", [])
+    await dispatcher.hanging.acquire()
+    stream = await own.responses.retrieve(response.id, stream=True)
+    events = [await anext(stream) for _ in range(8)]
+    assert (await own.responses.retrieve(response.id)).status == "in_progress"
+    assert (await own.responses.cancel(response.id)).status == "cancelled"
+    events += [event async for event in stream]
+    assert events[-1].type == "response.cancelled"
+    assert await wait_until(lambda: dispatcher.answers[0].closed == 1, WAIT_S)
+    assert (await own.responses.cancel(response.id)).status == "cancelled"
+    dispatcher.hangs_after = None
+    done = await finished(own, (await own.responses.create(**HELLO, background=True)).id)
+    assert (done.status, (await own.responses.cancel(done.id)).status) == ("completed", "completed")
+    foreground = await own.responses.create(**HELLO)
+    with pytest.raises(openai.BadRequestError, match="Only a response with `background`"):
+        await own.responses.cancel(foreground.id)
+
+
+async def test_a_deleted_response_stops(client, hermes, make_store):
+    own, dispatcher = await client(hermes, "abc " * 30, responses_store=make_store())
+    dispatcher.hangs_after = 5
+    response = await own.responses.create(**HELLO, background=True)
+    await dispatcher.hanging.acquire()
+    stream = await own.responses.retrieve(response.id, stream=True)
+    await own.responses.delete(response.id)
+    assert [event async for event in stream] != []
+    assert await wait_until(lambda: dispatcher.answers[0].closed == 1, WAIT_S)
+
+
+async def test_a_client_that_leaves_cancels_its_response(client, hermes, make_store):
+    own, dispatcher = await client(hermes, "abc " * 30, responses_store=make_store())
+    dispatcher.hangs_after = 5
+    stream = await own.responses.create(**HELLO, stream=True)
+    response_id = (await anext(stream)).response.id
+    await dispatcher.hanging.acquire()
+    await stream.close()
+    assert (await finished(own, response_id)).status == "cancelled"
+    assert dispatcher.answers[0].closed == 1
+
+
+async def test_failures_are_statuses_or_stored(client, hermes, make_store):
+    own, dispatcher = await client(hermes, "abc " * 30, responses_store=make_store())
+    dispatcher.refuses = UnavailableError("full", status=429)
+    for stream in (False, True):
+        with pytest.raises(openai.RateLimitError, match="full"):
+            await own.responses.create(**HELLO, stream=stream)
+    failed = await finished(own, (await own.responses.create(**HELLO, background=True)).id)
+    assert (failed.status, failed.error.message) == ("failed", "full")
+    dispatcher.refuses, dispatcher.fails_after = None, 4
+    events = [event async for event in await own.responses.create(**HELLO, stream=True)]
+    assert (events[-1].type, events[-1].response.error.message) == ("response.failed", "the node is gone")
+    with pytest.raises(openai.BadRequestError, match="must be completed or incomplete"):
+        await own.responses.create(**HELLO, previous_response_id=failed.id)
+
+
+async def test_responses_in_the_background_count_as_requests_in_progress(client, hermes, make_store):
+    own, dispatcher = await client(hermes, "abc " * 30, responses_store=make_store(), max_concurrent_requests=2)
+    dispatcher.hangs_after = 5
+    held = [await own.responses.create(**HELLO, background=True) for _ in range(2)]
+    with pytest.raises(openai.RateLimitError):
+        await own.responses.create(**HELLO, background=True)
+    for response in held:
+        await own.responses.cancel(response.id)
+    dispatcher.hangs_after = None
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            with suppress(openai.RateLimitError):
+                assert (await own.responses.create(**HELLO)).status == "completed"
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_a_tenant_cannot_see_the_responses_of_another(client, hermes, make_store):
+    lines = ",".join(f"{name}:{sha256(name.encode()).hexdigest()}" for name in ("acme", "other"))
+    lines += f",boss:{sha256(b'boss').hexdigest()}:admin"
+    own, _ = await client(hermes, ANSWER, responses_store=make_store(), keys=ApiKeys("", lines))
+    acme, other, boss = (own.with_options(api_key=name) for name in ("acme", "other", "boss"))
+    response = await acme.responses.create(**HELLO, background=True)
+    await finished(acme, response.id)
+    async with httpx.AsyncClient(base_url=str(own.base_url)) as http:
+        for stranger in ("other", "boss"):
+            for method, path in (
+                ("GET", ""), ("GET", "?stream=true"), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items"),
+            ):  # fmt: skip
+                answers = [
+                    await http.request(
+                        method, f"responses/{name}{path}", headers={"authorization": f"Bearer {stranger}"}
+                    )
+                    for name in (response.id, "resp_" + "0" * 32)
+                ]
+                assert [answer.status_code for answer in answers] == [404, 404]
+                assert answers[0].json() == answers[1].json(), "the answers do not reveal that it exists"
+    for stranger in (other, boss):
+        with pytest.raises(openai.NotFoundError):
+            await stranger.responses.create(**HELLO, previous_response_id=response.id)
+    assert (await acme.responses.retrieve(response.id)).status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("?stream=1", "stream"),
+        ("?starting_after=1", "starting_after"),
+        *((f"?stream=true&starting_after={value}", "starting_after") for value in ("x", "-2", "1.5", "9" * 20, "²")),
+        ("?other=1", "other"),
+        *((f"/input_items?limit={value}", "limit") for value in ("0", "101", "x", "9" * 5000)),
+        ("/input_items?order=up", "order"),
+        ("/input_items?after=msg_1", "after"),
+    ],
+)
+async def test_a_bad_query_is_refused_by_name(client, hermes, path, param):
+    own, _ = await client(hermes, ANSWER, responses_store=MemoryStore())
+    response = await own.responses.create(**HELLO)
+    async with httpx.AsyncClient(base_url=str(own.base_url)) as http:
+        answer = await http.get(f"responses/{response.id}{path}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_without_a_store_the_error_names_the_flag(client, hermes):
+    own, _ = await client(hermes, ANSWER)
+    for fields in ({"store": True}, {"background": True}, {"previous_response_id": "resp_1"}):
+        with pytest.raises(openai.BadRequestError, match="--responses-store"):
+            await own.responses.create(**HELLO, **fields)
+    with pytest.raises(openai.NotFoundError, match="--responses-store"):
+        await own.responses.retrieve("resp_1")
+
+
+# ---- several routers -------------------------------------------------------------------------------------------------
+
+
+async def test_another_router_takes_over_and_the_first_cannot_add_anything(client, hermes, redis_server):
+    url = f"redis://127.0.0.1:{redis_server.port}"
+    text = "one two three four five six seven"
+    first, dispatcher = await client(hermes, text, responses_store=RedisStore(url, "test"))
+    dispatcher.hangs_after = 4
+    response = await first.responses.create(**HELLO, background=True, temperature=0.5)
+    await dispatcher.hanging.acquire()
+    stream = await first.responses.retrieve(response.id, stream=True)
+    events = [await anext(stream) for _ in range(6)]
+    await stream.close()
+    with redis.Redis(port=redis_server.port) as client_of_redis:  # as if the first router had been frozen
+        client_of_redis.delete(f"baton:test:response:{response.id}:lease")
+    second, taker = await client(hermes, text, responses_store=RedisStore(url, "test"))
+    async for event in await second.responses.retrieve(
+        response.id, stream=True, starting_after=events[-1].sequence_number
+    ):
+        events.append(event)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].response.output_text == text
+    continued = taker.answers[0]
+    assert len(continued.request.generated) == 4
+    assert continued.request.sampling.seed == dispatcher.answers[0].request.sampling.seed
+    assert continued.request.id != dispatcher.answers[0].request.id
+    assert await wait_until(lambda: dispatcher.answers[0].closed == 1, WAIT_S), "the first router stops"
+    whole = [event async for event in await first.responses.retrieve(response.id, stream=True)]
+    assert whole == events
+
+
+async def test_a_router_that_stops_gives_its_responses_up_at_once(client, hermes, redis_server):
+    url = f"redis://127.0.0.1:{redis_server.port}"
+    async with connecting() as connect:
+        own, dispatcher = await connect(hermes, "one two three", responses_store=RedisStore(url, "test"))
+        dispatcher.hangs_after = 2
+        response = await own.responses.create(**HELLO, background=True)
+        await dispatcher.hanging.acquire()
+    other, _ = await client(hermes, "one two three", responses_store=RedisStore(url, "test"))
+    assert (await finished(other, response.id)).output_text == "one two three"
+
+
+def stored(name: str) -> StoredResponse:
+    return StoredResponse(name, "acme", False, 7, b"{}", b"[]", b"", 5, 9)
+
+
+async def test_only_the_owner_of_the_lease_appends_and_only_at_the_end(make_store):
+    store = make_store()
+    await store.create(stored("a"), "r1")
+    delta = TokenDelta("a", tokens=b"\1\0\0\0")
+    assert await store.append("a", "r1", 0, delta, ends=False)
+    assert not await store.append("a", "r2", 1, delta, ends=False)
+    assert not await store.append("a", "r1", 2, delta, ends=False)
+    assert await store.renew(["a", "b"], "r1") == ["b"]
+    assert await store.renew(["a"], "r2") == ["a"]
+    assert await store.adopt("r2", 9) == []
+    assert await store.append("a", "r1", 1, TokenDelta("a", finish="stop"), ends=True)
+    await store.end("a", TokenDelta("a", error=CANCELLED))
+    assert [(entry.tokens, entry.finish) for entry in await store.read("a", 0)] == [(b"\1\0\0\0", ""), (b"", "stop")]
+    assert await store.read("a", 1) == [TokenDelta("a", finish="stop")]
+    assert await store.get("a") == stored("a")
+    await store.delete("a")
+    assert (await store.get("a"), await store.read("a", 0)) == (None, [])
+    assert not await store.append("a", "r1", 2, delta, ends=False)
+    await store.close()
+
+
+async def test_an_append_whose_answer_was_lost_is_not_repeated(redis_server):
+    store = RedisStore(f"redis://127.0.0.1:{redis_server.port}", "test")
+    await store.create(stored("a"), "r1")
+    delta = TokenDelta("a", tokens=b"\1\0\0\0")
+    assert await store.append("a", "r1", 0, delta, ends=False)
+    assert await store.append("a", "r1", 0, delta, ends=False)
+    assert await store.read("a", 0) == [delta]
+    await store.release(["a"], "r1")
+    assert await store.adopt("r2", 0) == []
+    assert await store.adopt("r2", 1) == ["a"]
+    await store.end("a", TokenDelta("a", error=CANCELLED))
+    assert await store.adopt("r3", 1) == []
+    await store.close()
+    redis_server.kill()
+    with pytest.raises(UnavailableError):
+        await store.get("a")
+
+
+async def test_memory_is_bounded_and_responses_under_way_stay():
+    store = MemoryStore()
+    size = MAX_BYTES // 8
+    for number in range(12):
+        response = stored(str(number))
+        response.body = bytes(size)
+        await store.create(response, "r1")
+        if number != 1:
+            await store.end(str(number), TokenDelta("", finish="stop"))
+    kept = [number for number in range(12) if await store.get(str(number)) is not None]
+    assert 1 in kept
+    assert 5 <= len(kept) <= 8
+    assert kept[1:] == list(range(12 - len(kept) + 1, 12)), "the oldest are dropped"

@@ -14,6 +14,7 @@ from dashboard.trace import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER
 from router.metrics.node_metrics import NodeMetrics
 from router.metrics.request_metrics import RequestMetrics, SloTargets
 from router.nodes.load import node_status
+from router.text.grammar_check import GrammarChecker
 from scheduler.cost import CostModel
 from shared.clock import now_ns
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord
@@ -196,6 +197,7 @@ def exported() -> set[str]:
     metrics = nodes.requests
     metrics.ended(metrics.pace(0.0), "error", 0.5)
     metrics.used("acme", 1, 1, 1)
+    nodes.registry.register(GrammarChecker())
     return {key[0] for key in samples_of(nodes.registry)}
 
 

@@ -214,7 +214,17 @@ async def test_a_first_token_that_was_lost_with_the_prefill_node_is_generated_ag
     here.check_over()
 
 
-@pytest.mark.parametrize("reason", ["internal", "numerical", "no_token"])
+async def test_a_request_whose_parameters_allow_no_token_is_refused_without_a_retry() -> None:
+    here = stage("p0 d0 d1")
+    run = await here.submit()
+    here.p0.send(TokenDelta("r.0.0", error="no_token"))
+    with pytest.raises(RequestError, match="No token is allowed") as caught:
+        await collect(run)
+    assert (caught.value.status, len(here.sent())) == (400, 1)
+    here.check_over()
+
+
+@pytest.mark.parametrize("reason", ["internal", "numerical"])
 async def test_a_failure_of_the_model_is_a_server_error_without_a_retry(reason: str) -> None:
     here = stage("p0 d0 d1")
     run = await here.submit()

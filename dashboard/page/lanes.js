@@ -144,7 +144,7 @@ function describe(id, row, sloMs) {
 }
 
 function membersOf(step) {
-  return make("ul", { "aria-label": "Members" }, ...step.members.map((each) => make("li",
+  return make("ul", { "aria-label": "Members", tabindex: "0" }, ...step.members.map((each) => make("li",
     { class: each.kind === "chunk" ? "prefill" : "decode" },
     `${each.id || "unknown request"} · ${each.kind === "chunk"
       ? `prompt ${number(each.start)}–${number(each.start + each.count)}` : `token ${number(each.start)}`}`)));

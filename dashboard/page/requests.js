@@ -148,7 +148,7 @@ function showTimeline(cell, timeline) {
   const canvas = make("canvas", { role: "img", "aria-label": "Timeline of the request; the list below has the same content" });
   const wasOpen = cell.querySelector("details")?.open ?? false;
   const list = make("details", {}, make("summary", {}, `${spans.length} spans`),
-    make("ol", {}, ...spans.map((span) => make("li", {}, spanText(span, from)))));
+    make("ol", { "aria-label": "Spans", tabindex: "0" }, ...spans.map((span) => make("li", {}, spanText(span, from)))));
   list.open = wasOpen;
   cell.replaceChildren(...[text, legend, canvas, list].filter(Boolean));
   const chart = { rows: Strip.rowsOf(spans), from, to };

@@ -3,8 +3,8 @@
 import asyncio
 
 from checks import MODEL, URL, end, refused, works
-from pydantic import BaseModel
-from pydantic_ai import Agent
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -15,7 +15,7 @@ settings = {"max_tokens": 8}
 class Answer(BaseModel):
     """An answer."""
 
-    number: int
+    number: int = Field(ge=0, le=99)
 
 
 def with_tool():
@@ -32,5 +32,6 @@ async def streamed():
 works("run_sync", lambda: Agent(model).run_sync("Tell me a story", model_settings=settings).output)
 works("stream", lambda: asyncio.run(streamed()))
 refused("tools", with_tool, "has no place for `tools`")
-refused("output_type", lambda: Agent(model, output_type=Answer).run_sync("x"), "is not supported")
+refused("output_type by a tool", lambda: Agent(model, output_type=Answer).run_sync("x"), "`tool")
+works("NativeOutput", lambda: isinstance(Agent(model, output_type=NativeOutput(Answer)).run_sync("x").output, Answer))
 end()

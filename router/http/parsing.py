@@ -56,7 +56,7 @@ async def build_requests(
     if body.bad_words:
         sampling.bad_words = await run_in_thread(_spellings, body.bad_words, model, tokenizer)
     prompts = await _encoded(body, model, tokenizer)
-    grammar = await _grammar(body, model, grammars or GrammarChecker())
+    grammar = await _grammar(body, model, grammars or GrammarChecker(), tokenizer)
     if grammar and isinstance(body, ChatBody):
         grammar = after_reasoning(grammar, tokenizer, prompts[0])
     ignores_eos = body.ignore_eos and not grammar
@@ -89,7 +89,7 @@ async def build_requests(
     return requests
 
 
-async def _grammar(body: GenerateBody, model: ModelCard, checker: GrammarChecker) -> str:
+async def _grammar(body: GenerateBody, model: ModelCard, checker: GrammarChecker, tokenizer: Tokenizer) -> str:
     """Return the grammar that the answers must match, or "" for none."""
     constraint = body.constraint()
     if constraint is None:
@@ -97,7 +97,7 @@ async def _grammar(body: GenerateBody, model: ModelCard, checker: GrammarChecker
     if not (model.eos_ids or body.stop_token_ids):
         text = "This model has no stop token, so an answer cannot end where its grammar does: set `stop_token_ids`."
         raise RequestError(text, constraint.param)
-    return await asyncio.to_thread(constraint.grammar, checker)
+    return await asyncio.to_thread(constraint.grammar, checker, tokenizer)
 
 
 def cache_namespace(tenant: str, cache_salt: str | None, adapter: str = "") -> bytes:

@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from router.http.structural_tags import StructuralTags
 from router.text.grammar_check import GrammarChecker, GrammarError
+from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.grammar import choice_grammar, json_grammar, regex_grammar
 
 MAX_BYTES = 64 << 10  # of a schema, regular expression or grammar
 MAX_DEPTH = 32  # of a schema
 MAX_CHOICES = 1024
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 UNKNOWN_KEYWORDS = re.compile(r'Unimplemented keys: \["([^"]*)"')
 OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
@@ -31,21 +33,22 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_BYTES)]
 class Constraint:
     """What an answer must match, before it is checked: a grammar of llguidance, or the text of a Lark or GBNF grammar.
 
-    `param` is the parameter that an error names, and `schema` the JSON schema, if it is one.
+    `param` is the parameter that an error names, and `schema` the JSON schema, if it is one. `tags` replace the text.
     """
 
     param: str
     text: str
     is_source: bool = False
     schema: Schema | None = None
+    tags: StructuralTags | None = None
 
-    def grammar(self, checker: GrammarChecker) -> str:
+    def grammar(self, checker: GrammarChecker, tokenizer: Tokenizer) -> str:
         """Return the checked grammar, in llguidance's format. Raises RequestError with the reason if it is refused.
 
         Blocks, so callers run it on a thread.
         """
         try:
-            return checker.check(self.text, self.is_source)
+            return checker.check(self.text if self.tags is None else self.tags.grammar(tokenizer), self.is_source)
         except GrammarError as error:
             text, where = str(error), ""
             if (found := UNKNOWN_KEYWORDS.search(text)) and self.schema is not None:
@@ -68,10 +71,14 @@ class ResponseFormat(BaseModel):
     """OpenAI's `response_format`."""
 
     model_config = Strict
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
 
     def constraint(self) -> Constraint | None:
+        if self.type == "structural_tag" or self.structures is not None or self.triggers is not None:
+            return _of_tags(self.model_dump(exclude_none=True), "response_format")
         if (self.type == "json_schema") != (self.json_schema is not None):
             text = "`response_format` must have `json_schema` if, and only if, its type is `json_schema`."
             raise RequestError(text, "response_format")
@@ -81,7 +88,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's `structured_outputs`: one of the first five fields, and options of JSON."""
+    """vLLM's `structured_outputs`: one of the first six fields, and options of JSON."""
 
     model_config = Strict
     # The names are vLLM's; `json` would hide a method of the base class.
@@ -90,6 +97,7 @@ class StructuredOutputs(BaseModel):
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     grammar: Text | None = None
     json_object: Literal[True] | None = None
+    structural_tag: Text | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: Text | None = None
@@ -111,6 +119,8 @@ class StructuredOutputs(BaseModel):
             return Constraint(param, choice_grammar(self.choice))
         if self.grammar is not None:
             return Constraint(param, self.grammar, is_source=True)
+        if self.structural_tag is not None:
+            return _of_tags(_parsed(self.structural_tag, param), param)
         schema = {"type": "object"} if self.json_ is None else _parsed(self.json_, param)
         if self.disable_additional_properties:
             schema = _closed(schema)
@@ -120,6 +130,22 @@ class StructuredOutputs(BaseModel):
         elif self.whitespace_pattern is not None:
             options["whitespace_pattern"] = self.whitespace_pattern
         return _of_schema(schema, param, **options)
+
+
+def _of_tags(value: dict[str, Any], param: str) -> Constraint:
+    if "format" in value:
+        text = f"`{param}` has `format`, which only xgrammar's structural tags have; give `structures` and `triggers`."
+        raise RequestError(text, param, "unsupported_parameter")
+    try:
+        tags = StructuralTags.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part)[:64] for part in first["loc"])
+        raise RequestError(f"`{param}`: {place}: {first['msg']}.", param, "invalid_value") from None
+    tags.check(param)
+    for tag in tags.structures:
+        _of_schema(tag.schema_, param)
+    return Constraint(param, "", tags=tags)
 
 
 def _of_schema(schema: Schema, param: str, **options: Any) -> Constraint:
@@ -138,7 +164,7 @@ def _check_size(size: int, param: str) -> None:
 
 
 def _parsed(given: Schema | str, param: str) -> Schema:
-    """Return a schema that may be given as a text."""
+    """Return an object of JSON that may be given as its text."""
     if isinstance(given, dict):
         return given
     try:
@@ -146,7 +172,7 @@ def _parsed(given: Schema | str, param: str) -> Schema:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise RequestError(f"`{param}` must be a JSON schema: an object, or the text of one.", param)
+        raise RequestError(f"`{param}` must be an object of JSON, or the text of one.", param)
     return value
 
 

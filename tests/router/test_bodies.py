@@ -101,7 +101,6 @@ BAD = [({name: value}, name) for name, values in BAD_VALUES.items() for value in
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
-    ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"structured_outputs": {"lark": "x"}}, "structured_outputs.lark"),

@@ -9,6 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from router.http.structured import StructuredOutputs
 from router.text.grammar_check import GrammarChecker
+from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from tests.cluster.harness import DATA
 
@@ -24,13 +25,13 @@ def matches(grammar: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("draft", COUNTS)
-def test_no_invalid_value_matches_the_grammar_of_a_schema(draft: str) -> None:
+def test_no_invalid_value_matches_the_grammar_of_a_schema(draft: str, byte_level: Tokenizer) -> None:
     suite: dict[str, list[dict[str, Any]]] = json.loads((DATA / "json_schema_suite" / f"{draft}.json").read_text())
     checker, found, wrong = GrammarChecker(), Counter[str](), []
     for case in (case for cases in suite.values() for case in cases if isinstance(case["schema"], dict)):
         found["schemas"] += 1
         try:
-            grammar = StructuredOutputs(json=case["schema"]).constraint().grammar(checker)
+            grammar = StructuredOutputs(json=case["schema"]).constraint().grammar(checker, byte_level)
         except RequestError:
             continue
         found["enforced"] += 1

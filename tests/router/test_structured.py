@@ -46,6 +46,15 @@ def schema(value: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value, **more}}
 
 
+TAGS = {
+    "type": "structural_tag",
+    "triggers": ["<fn="],
+    "structures": [
+        {"begin": "<fn=f>", "schema": POINT, "end": "</fn>"},
+        {"begin": "<fn=g>", "schema": {"type": "null"}, "end": "</fn>"},
+    ],
+}
+CALL = '<fn=f>{"x": 1}</fn>'
 ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"response_format": {"type": "json_object"}}, ["{}", '{"a": [1, null]}'], ["[]", "1", "", "{} "]),
     ({"response_format": schema(POINT)}, ['{"x":1}', '{"x": 1, "y": 2}'], ["{}", '{"x":1.5}', '{"y":2}']),
@@ -58,6 +67,12 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
     ({"structured_outputs": {"json": {"x-guidance": {"lenient": True}, "type": "null"}}}, ["null"], ["1"]),
     ({"structured_outputs": {"regex": r"[a-c]{2}|/\d"}}, ["ab", "/7"], ["a", "abc", "xab", "/٣"]),
+    (
+        {"response_format": TAGS},
+        ["hi", f"a {CALL}{CALL} b", "<fn=g>null</fn>", "<f"],
+        ["<fn=f>{}</fn>", "<fn=h>", "a<fn="],
+    ),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAGS)}}, ["hi", CALL], ["<fn=f>1</fn>", CALL[:-2]]),
     ({"structured_outputs": {"choice": ["yes", 'no "😀"', ""]}}, ["yes", 'no "😀"', ""], ["ye", "no"]),
     ({"structured_outputs": {"grammar": 'start: "a" WORD\nWORD: /[b-d]+/'}}, ["abd"], ["a", "ae"]),
     ({"structured_outputs": {"grammar": 'root ::= "a" item*\nitem ::= [0-9] | "x"'}}, ["a", "a1x"], ["b", "ay"]),
@@ -98,13 +113,26 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         *("structured_outputs", "not both"),
     ),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "structures: Field required"),
+    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format", "Extra"),
+    ({"response_format": {"type": "text", "triggers": ["a"]}}, "response_format", "type: Input should be"),
+    ({"response_format": TAGS | {"triggers": ["<x"]}}, "response_format", 'no trigger begins the tag "<fn=f>"'),
+    ({"response_format": TAGS | {"triggers": ["<fn=", "<y"]}}, "response_format", "no tag begins with the trigger"),
+    (
+        {"structured_outputs": {"structural_tag": '{"type": "structural_tag", "format": {}}'}},
+        *("structured_outputs.structural_tag", "only xgrammar's structural tags"),
+    ),
+    (
+        {"response_format": TAGS | {"structures": [{"begin": "<fn=f>", "schema": {"not": {}}, "end": ""}]}},
+        *("response_format", 'keys: ["not"]'),
+    ),
     ({"structured_outputs": {}}, "structured_outputs", "exactly one of `json`, `regex`"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one of"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
     ({"structured_outputs": {"regex": r"(a)\1"}}, "structured_outputs.regex", "backreferences"),
     ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs.regex", "no text matches it"),
-    ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json", "must be a JSON schema"),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "must be a JSON schema"),
+    ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json", "must be an object of JSON"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "must be an object of JSON"),
     ({"structured_outputs": {"choice": ["x" * 40_000] * 2}}, "structured_outputs.choice", "larger than 64 KiB"),
     ({"structured_outputs": {"grammar": "start: foo"}}, "structured_outputs.grammar", 'unknown name: "foo"'),
     ({"structured_outputs": {"grammar": "root ::= foo"}}, "structured_outputs.grammar", "Rule 'foo' not found"),

@@ -1,0 +1,64 @@
+"""vLLM's structural tags: free text, in which each trigger begins a tag whose content matches a schema."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from router.text.answer_grammar import lark_of
+from router.text.tokenizer import Tokenizer
+from shared.errors import RequestError
+from shared.grammar import lark_grammar, with_json_options
+
+MAX_TAGS = 128
+Marker = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StructuralTag(BaseModel):
+    """A tag: the text before its content, the schema of the content, and the text after it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+    begin: Marker
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    end: Annotated[str, Field(max_length=256)]
+
+
+class StructuralTags(BaseModel):
+    """The tags that an answer may have. `begin` of each tag starts with a trigger; other text has no trigger."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+    type: Literal["structural_tag"]
+    structures: Annotated[list[StructuralTag], Field(min_length=1, max_length=MAX_TAGS)]
+    triggers: Annotated[list[Marker], Field(min_length=1, max_length=MAX_TAGS)]
+
+    def check(self, param: str) -> None:
+        """Raise RequestError if a tag has no trigger, or a trigger has no tag."""
+        if stray := next(
+            (tag.begin for tag in self.structures if not tag.begin.startswith(tuple(self.triggers))), None
+        ):
+            raise RequestError(f"`{param}`: no trigger begins the tag {json.dumps(stray)}.", param)
+        unused = next((each for each in self.triggers if not self._tags_of(each)), None)
+        if unused is not None:
+            raise RequestError(f"`{param}`: no tag begins with the trigger {json.dumps(unused)} alone.", param)
+
+    def _tags_of(self, trigger: str) -> list[StructuralTag]:
+        """Return the tags whose first trigger this is: the shortest that they begin with, which ends first."""
+        others = tuple(other for other in self.triggers if trigger.startswith(other) and other != trigger)
+        return [tag for tag in self.structures if tag.begin.startswith(trigger) and not tag.begin.startswith(others)]
+
+    def grammar(self, tokenizer: Tokenizer) -> str:
+        """Return the grammar of the answers. A special token in a marker is that token, and not its text."""
+        rules = ["TEXT: /(.|\\n)*/", f"start: ({' | '.join(f'tag_{n}' for n in range(len(self.triggers)))})* TEXT"]
+        for number, trigger in enumerate(self.triggers):
+            marker = lark_of(trigger, tokenizer)
+            lazy = "" if marker.startswith("<[") else "[lazy]"  # the text ends with the first trigger
+            contents = [
+                f"{lark_of(tag.begin[len(trigger) :], tokenizer)} %json {json.dumps(with_json_options(tag.schema_))} "
+                f"{lark_of(tag.end, tokenizer)}"
+                for tag in self._tags_of(trigger)
+            ]
+            rules += [
+                f"trigger_{number}{lazy}: TEXT {marker}",
+                f"tag_{number}: trigger_{number} ({' | '.join(contents)})",
+            ]
+        return lark_grammar("\n".join(rules) + "\n")

@@ -11,6 +11,8 @@ BENCHMARKS = {
     "four_bit": "4-bit codes on a CPU, compared with bfloat16 weights",
     "speculation": "speculative decoding by prompt lookup, on text that repeats its prompt and on text that does not",
     "grammar": "what grammars cost, in tokens per second of a batch",
+    "model_impl": "transformers' modules on a CPU, compared with an implementation of the model",
+    "layers": "recurrences and experts on a CPU",
     "handoff": "what a handoff adds to the time to first token",
     "footprint": "start-up time to the first token, and memory of the router and a node",
     "router": "streamed tokens per second, latency and memory of the router",
@@ -31,6 +33,10 @@ def load(name: str) -> Callable[[], None]:
             from benchmarks.speculation import main
         case "grammar":
             from benchmarks.grammar import main
+        case "model_impl":
+            from benchmarks.model_impl import main
+        case "layers":
+            from benchmarks.layers import main
         case "handoff":
             from benchmarks.handoff import main
         case "footprint":

@@ -8,13 +8,14 @@ turns, and the other one is stopped.
 
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from benchmarks.models import checkpoint
+from benchmarks.models import CACHE, SHAPES, checkpoint
 from benchmarks.process import PeerProcess
 from benchmarks.result import Cell, Result, Table, in_turn, median, parser, ratio, versions
 
-SHAPE, THREADS, CONTEXT, GOAL = "110m", 1, 512, 1.4
+THREADS, CONTEXT, GOAL = 1, 512, 1.4
 OURS, THEIRS = "baton", "transformers"
 ROWS: list[tuple[str, str, dict[str, int], int]] = [  # label, call of the worker, its arguments, tokens
     ("prefill 512", "prefill", {"tokens": 512}, 512),
@@ -24,8 +25,11 @@ ROWS: list[tuple[str, str, dict[str, int], int]] = [  # label, call of the worke
 
 
 def main() -> None:
-    arguments = parser(__doc__, repeats=7).parse_args()
-    model = str(checkpoint(SHAPE))
+    flags = parser(__doc__, repeats=7)
+    flags.add_argument("--model", choices=list(SHAPES), default="110m")
+    flags.add_argument("--directory", type=Path, default=CACHE, help="directory of the generated model")
+    arguments = flags.parse_args()
+    model = str(checkpoint(arguments.model, arguments.directory))
     rows: list[list[Cell]] = []
     runs: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -46,7 +50,7 @@ def main() -> None:
             )
             print(f"{label}: transformers' modules take {cost:.2f} times as long", flush=True)
     columns = ["tokens/s", "own implementation", "transformers' modules", "cost of the latter", "goal", ""]
-    title = f"{SHAPE}, {THREADS} thread, {CONTEXT} tokens of context"
+    title = f"{arguments.model}, {THREADS} thread, {CONTEXT} tokens of context"
     what = "A Llama by its own implementation, and by transformers' modules with Baton's products and attention."
     compared = versions("torch", "numba", "transformers")
     Result("model_impl", what, [Table(title, columns, rows)], runs, compared).finish(arguments.out)

@@ -7,6 +7,7 @@ from engine.linear import LinearFormat, Plain
 from engine.models.decoder import Decoder
 from engine.models.load import assemble
 from engine.models.spec import ModelConfig
+from engine.models.weight_map import LLAMA, WeightMap
 
 STANDARD_DEVIATION = 0.02  # as in an untrained Llama
 
@@ -18,6 +19,7 @@ def random_decoder(
     linear: LinearFormat | None = None,
     seed: int = 0,
     deviation: float = STANDARD_DEVIATION,
+    names: WeightMap = LLAMA,
 ) -> Decoder:
     """Return a decoder in the shape of `config`. Its weights are normally distributed; the weights of norms are 1.
 
@@ -31,4 +33,4 @@ def random_decoder(
             return tensor.fill_(1)
         return tensor.normal_(0, deviation, generator=generator)
 
-    return assemble(take, config, dtype, linear or Plain(dtype))
+    return assemble(take, config, dtype, linear or Plain(dtype), names)

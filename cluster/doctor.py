@@ -205,10 +205,10 @@ def _fingerprints(status: Document) -> str:
     nodes = _members(status)
     prints = [node["fingerprint"] for node in nodes]
     expected = max(sorted(set(prints)), key=prints.count, default="")
-    if others := [node["id"] for node in nodes if node["fingerprint"] != expected]:
+    if others := [f"{node['id']}: {node['fingerprint']}" for node in nodes if node["fingerprint"] != expected]:
         raise ValueError(
-            f"different and not used: {', '.join(others)}: give all nodes one model, dtype and block size; "
-            "compare their `facts` in /v1/status"
+            f"different and not used: {'; '.join(others)}; the others: {expected}: give all nodes one model, "
+            "--model-impl, dtype and block size"
         )
     return f"all {expected}"
 

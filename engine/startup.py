@@ -51,12 +51,14 @@ class EngineComponents:
 def exchange_fingerprint(
     runner: str, path: Path, layout: KVLayout, sums: str, groups: tuple[Group, ...] = UNIFORM
 ) -> str:
-    """Return a digest (24 hex digits) of all properties that must be equal for two nodes to exchange KV.
+    """Return a text that is equal for two nodes if they can exchange KV: a digest (24 hex digits) and a description.
 
     `sums` is the name of the checksum that the KV memory computes for each row.
     """
-    parts = (runner, fingerprint(path), layout.describe(), sums, *(() if groups == UNIFORM else map(str, groups)))
-    return hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
+    kinds = [] if groups == UNIFORM else list(map(str, groups))
+    parts = (runner, fingerprint(path), layout.describe(), sums, *kinds)
+    digest = hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
+    return f"{digest} ({', '.join((runner, layout.describe(), *kinds))})"
 
 
 @contextmanager

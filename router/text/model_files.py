@@ -10,13 +10,14 @@ from shared.model_files import text_values
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_COUNT = 2**31 - 1
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last two are those of GPT-2 and DBRX
 
 
 def read_model(directory: Path, name: str, max_model_len: int, created: int) -> ModelCard:
     """Return the model's card, with the model's own limit if `max_model_len` is 0. Raises ConfigError for invalid
     files."""
     config = text_values(read_object(directory / "config.json"))
-    positions = _count(config, "max_position_embeddings", directory)
+    positions = _count(config, next((key for key in POSITIONS if key in config), POSITIONS[0]), directory)
     vocab_size = _count(config, "vocab_size", directory)
     return ModelCard(
         name,

@@ -20,7 +20,7 @@ from cluster.models import SWEPT
 from engine.components import build
 from engine.models.families import FAMILIES
 from engine.options import BuildOptions
-from scheduler.geometry import Geometry
+from scheduler.geometry import UNIFORM, Geometry
 from tests.cluster.harness import DEMO, DEMO_VOCABULARY, FORK_SERVER, PRELOAD, cluster
 from tests.engine.build import thinned
 from tests.engine.families import CONFIGS, MULTIMODAL, SIZES, save
@@ -76,7 +76,9 @@ def answers(reference: Any, directory: Path) -> list[list[int]]:
         ]
 
 
-def check(directory: Path, expected: list[list[int]], ways: list[Way], model_impl: str = "auto") -> None:
+def check(directory: Path, expected: list[list[int]], ways: list[Way], model_impl: str = "auto") -> int:
+    """Run a cluster in each way, and compare its answers. Return the number of preemptions."""
+    preemptions = 0
     for prefill, channel, budget, num_blocks in ways:
         settings = {
             "model": directory, "runner": "torch", "kv_channel": channel, "max_num_batched_tokens": budget,
@@ -88,20 +90,26 @@ def check(directory: Path, expected: list[list[int]], ways: list[Way], model_imp
                 assert found == expected, f"{channel}, budget {budget}, {num_blocks} rows"
             status = running.settled()
             assert (status["handoffs"] > 0) == (prefill > 0)
-            assert num_blocks == ENOUGH or any(node["preemptions"] for node in status["nodes"])
+            preemptions += sum(node["preemptions"] for node in status["nodes"])
+    return preemptions
 
 
-def every_way(directory: Path, model_impl: str = "auto") -> list[Way]:
-    """Return all ways. The pool of the last one is so small that requests are preempted."""
+def every_way(directory: Path, model_impl: str = "auto") -> tuple[list[Way], bool]:
+    """Return all ways, and whether requests are preempted in the small pool of the last one.
+
+    Requests with windows release rows while they run, and those with states keep most of their rows from the start.
+    """
     components = build(BuildOptions(str(directory), model_impl=model_impl, threads=1, num_blocks=ENOUGH))
-    needed = Geometry(components.layout.block_tokens, components.groups).rows_for(LONGEST + COUNT, 64)
-    return [
+    geometry = Geometry(components.layout.block_tokens, components.groups)
+    in_chunks, in_decodes = (geometry.rows_for(LONGEST + COUNT, chunk) for chunk in (64, 1))
+    ways = [
         (1, "shm", 7, ENOUGH),
         (1, "tcp", 64, ENOUGH),
         (1, "pool", 64, ENOUGH),
         (0, "auto", 512, ENOUGH),
-        (0, "auto", 64, 2 + int(2.5 * needed)),
+        (0, "auto", 64, 2 + max(in_chunks, int(2.5 * in_decodes))),
     ]
+    return ways, components.groups == UNIFORM
 
 
 @pytest.fixture
@@ -113,7 +121,8 @@ def _transformers_imported() -> None:
 @pytest.mark.parametrize("name", thinned(NAMES, 1000))
 def test_a_family_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     expected = written(CONFIGS[name], tmp_path)
-    check(tmp_path, expected, every_way(tmp_path))
+    ways, preempts = every_way(tmp_path)
+    assert (check(tmp_path, expected, ways) > 0) >= preempts
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -126,8 +135,9 @@ def test_a_model_of_each_kind_gives_the_tokens_of_transformers(name: str, tmp_pa
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_decoder_without_a_family_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     expected = written_tiny(name, tmp_path)
-    shm, tcp, _, _, small = every_way(tmp_path, "transformers")
-    check(tmp_path, expected, [shm, tcp, (*small[:2], 512, small[3])], "transformers")
+    (*_, small), preempts = every_way(tmp_path, "transformers")
+    ways = [(1, "shm", 7, ENOUGH), (1, "tcp", 512, ENOUGH), small]
+    assert (check(tmp_path, expected, ways, "transformers") > 0) >= preempts
 
 
 @pytest.mark.usefixtures("_transformers_imported")

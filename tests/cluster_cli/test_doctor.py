@@ -51,7 +51,12 @@ async def test_a_healthy_cluster_gets_a_line_for_each_check() -> None:
     ("check", "level", "node", "words"),
     [
         ("nodes", "failed", {"state": "lost"}, "decode-1 is lost"),
-        ("fingerprints", "failed", {"fingerprint": "bb"}, "not used: decode-1: give all nodes one model"),
+        (
+            "fingerprints",
+            "failed",
+            {"fingerprint": "bb"},
+            "not used: decode-1: bb; the others: aa: give all nodes one model",
+        ),
         ("blocks", "failed", {"blocks": NODE["blocks"] | {"free": 49}}, "is not the total"),
         ("channels", "warning", {"channel_fallbacks": 2}, "decode-1 2 times fell back"),
         ("clocks", "warning", {"clock_offset_ms": -90_000.0}, "decode-1 by +90000 ms"),
@@ -125,7 +130,7 @@ def test_a_running_cluster_with_redis_passes(tmp_path: Path, capsys: pytest.Capt
                 assert main(["doctor", *flags, *secret]) == 0
                 lines = capsys.readouterr().out.splitlines()
                 assert {line.split()[0] for line in lines} == {"ok"}
-                assert [line.split()[1] for line in lines if "tokens" in line] == ["replays"]
+                assert [line.split()[1] for line in lines if " tokens" in line] == ["replays"]
                 assert "ok       registry      Redis answers, and knows 2 nodes of cluster default" in lines
             assert main(["doctor", *flags]) == 1
     (failed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]

@@ -214,6 +214,11 @@ def test_a_config_of_gemma_3_with_images_omits_the_defaults(tmp_path: Path) -> N
     assert (card.vocab_size, card.max_model_len, card.eos_ids) == (262_208, 131_072, {1, 106})
 
 
+def test_the_router_reads_the_length_of_older_models(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 97, "n_positions": 256, "eos_token_id": 2}))
+    assert read_model(tmp_path, "gpt2", 0, 0).max_model_len == 256
+
+
 def test_code_is_not_needed_for_a_supported_architecture(tmp_path: Path) -> None:
     auto_map = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
     assert read_model_config(write_config(tmp_path, auto_map=auto_map)).num_layers == 1

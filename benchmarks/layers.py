@@ -1,0 +1,175 @@
+"""Measure two parts of a pass on a CPU: the share of recurrences in a step, and experts against reading their weights.
+
+    python -m benchmarks layers
+
+The models have random weights. The step has one chunk of 512 tokens, at the shape of Qwen3.5 0.8B. The experts are
+those of Qwen3-MoE, 8 of 128 for each of 8 tokens. The time to read is that of a sum over as many bytes as the chosen
+experts have.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.models import SHAPES
+from benchmarks.random_model import random_decoder
+from benchmarks.result import Cell, Result, Table, in_turn, median, parser, ratio
+from engine.batch import BlockRows, build
+from engine.cpu.selection import attention_on_cpu, kernels_on_cpu, linear_on_cpu
+from engine.kernels import Kernels
+from engine.kv_pool import KVPool
+from engine.models.config import ConfigReader
+from engine.models.decoder import Decoder
+from engine.models.experts import Experts
+from engine.models.families import FAMILIES
+from engine.models.kv_places import kv_places
+from engine.models.spec import ModelConfig, MoeSpec
+from engine.runner import TorchRunner
+from scheduler.request import Request, Slice, StateUse, Step
+from shared.kv.layout import KVLayout
+from shared.kv.memory import HostMemory
+from shared.rpc.messages import SamplingParams
+
+CPU = torch.device("cpu")
+TOKENS, BLOCK_TOKENS, BATCH, MOE_LAYERS = 512, 16, 8, 6
+SHARE, TIMES = 0.05, 1.3  # the goals
+QWEN35: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 3584,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16, "vocab_size": 248_320, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e7,
+}  # fmt: skip
+
+
+class RecurrenceClock:
+    """The kernels of one step, which adds the time of its recurrences to `seconds`."""
+
+    def __init__(self, step: Any, seconds: list[float]) -> None:
+        self._step, self._seconds = step, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
+
+    def recur(self, *given: Any) -> Tensor:
+        began_s = time.perf_counter()
+        result: Tensor = self._step.recur(*given)
+        self._seconds.append(time.perf_counter() - began_s)
+        return result
+
+
+class TimedKernels(Kernels):
+    """Kernels whose steps record the time of each recurrence in `seconds`."""
+
+    name = "timed"
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__(kernels.config, kernels.pool)
+        self._kernels = kernels
+        self.seconds: list[float] = []
+
+    def begin(self, batch: Any) -> Any:
+        return RecurrenceClock(self._kernels.begin(batch), self.seconds)
+
+
+def config_of(values: dict[str, Any]) -> ModelConfig:
+    return FAMILIES[values["architectures"][0]].read(ConfigReader(values, Path("config.json")))
+
+
+def decoder_of(config: ModelConfig) -> Decoder:
+    names = FAMILIES[config.architecture].weights
+    return random_decoder(config, torch.float32, CPU, linear_on_cpu("auto", "none"), names=names)
+
+
+def pool_for(config: ModelConfig, tokens: int) -> KVPool:
+    """Return a pool for one request."""
+    layout = KVLayout(1, config.num_kv_heads, kv_places(config).row_layers, BLOCK_TOKENS, config.head_dim, "float32")
+    places = kv_places(config, layout.block_bytes)
+    rows = 1 + tokens // BLOCK_TOKENS + places.state_rows
+    return KVPool(replace(layout, num_blocks=rows), HostMemory(rows, layout.block_bytes), places)
+
+
+def recurrence_runs(config: ModelConfig, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of whole steps, and of their recurrences."""
+    pool = pool_for(config, TOKENS)
+    kernels = TimedKernels(kernels_on_cpu(config, pool))
+    runner = TorchRunner(decoder_of(config), pool, attention_on_cpu("auto", pool), kernels, CPU)
+    blocks = list(range(1, 1 + TOKENS // BLOCK_TOKENS))
+    state = StateUse(None, tuple(range(len(blocks) + 1, pool.layout.num_blocks)))
+    runs: dict[str, list[float]] = {"step": [], "recurrences": []}
+    for number in range(repeats + 1):
+        request = Request("r", list(range(3, 3 + TOKENS)), TOKENS, 1, sampling=SamplingParams(temperature=0))
+        request.tables = [blocks]
+        kernels.seconds.clear()
+        began_s = time.perf_counter()
+        runner.run(Step(number, [Slice(request, 0, TOKENS, True, 0, state)], []))
+        if number:  # the first one is a warm-up
+            runs["step"].append(time.perf_counter() - began_s)
+            runs["recurrences"].append(sum(kernels.seconds))
+    return runs
+
+
+def expert_arms(config: ModelConfig) -> tuple[dict[str, Callable[[], float]], int]:
+    """Return the calls that time the layers' experts and the reading of the chosen ones, and the number of bytes."""
+    pool, model = pool_for(config, TOKENS), decoder_of(config)
+    layers = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
+    moe = layers[0].spec
+    request = Request("r", list(range(BATCH)), BATCH, 1)
+    request.tables = [[1]]
+    batch = build([Slice(request, 0, BATCH, True, 0)], BLOCK_TOKENS, CPU, (), BlockRows(pool.places))
+    kernels = kernels_on_cpu(config, pool).begin(batch)
+    rows = torch.randn(BATCH, config.hidden_size)
+    chosen = sum(chosen_experts(layer, moe, rows, kernels) for layer in layers)
+    count = chosen * 3 * moe.expert.inner * config.hidden_size  # numbers in the matrices of the chosen experts
+    memory = torch.ones(count)
+
+    def compute() -> float:
+        began_s = time.perf_counter()
+        for layer in layers:
+            layer(rows, kernels)
+        return time.perf_counter() - began_s
+
+    def read() -> float:
+        began_s = time.perf_counter()
+        memory.sum()
+        return time.perf_counter() - began_s
+
+    return {"experts": compute, "reading": read}, 4 * count
+
+
+def chosen_experts(layer: Experts, spec: MoeSpec, rows: Tensor, kernels: Any) -> int:
+    _, chosen = kernels.route(spec, layer.router(rows), layer.correction, layer.factors)
+    return len(chosen.unique())
+
+
+@torch.inference_mode()
+def main() -> None:
+    arguments = parser(__doc__, repeats=9).parse_args()
+    threads = len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    arms, num_bytes = expert_arms(config_of(SHAPES["1b-moe"] | {"num_hidden_layers": MOE_LAYERS}))
+    experts = {name: values[1:] for name, values in in_turn(arms, arguments.repeats + 1).items()}
+    times = ratio(experts["experts"], experts["reading"])
+    recurrences = recurrence_runs(config_of(QWEN35), arguments.repeats)
+    share = ratio(recurrences["recurrences"], recurrences["step"])
+    shares: list[Cell] = [
+        f"recurrences of a step of {TOKENS} tokens, Qwen3.5 0.8B", 1e3 * median(recurrences["recurrences"]),
+        1e3 * median(recurrences["step"]), share, f"≤ {SHARE}", share <= SHARE,
+    ]  # fmt: skip
+    reading: list[Cell] = [
+        f"8 of 128 experts, {MOE_LAYERS} layers, batch {BATCH}; the chosen ones have {num_bytes / 2**20:,.0f} MiB",
+        1e3 * median(experts["experts"]), 1e3 * median(experts["reading"]), times, f"≤ {TIMES}", times <= TIMES,
+    ]  # fmt: skip
+    columns = ["", "part, ms", "step, or reading, ms", "ratio", "goal", ""]
+    what = "Two parts of a pass with random float32 weights: recurrences in a step, and experts against reading them."
+    table = Table(f"on a CPU, {threads} threads", columns, [shares, reading])
+    Result("layers", what, [table], {"recurrences": recurrences, "experts": experts}).finish(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -178,7 +178,14 @@ def tail(status: Document, now: float) -> list[str]:
 
 
 def row_of(node: Document) -> tuple[str, ...]:
-    """Return the cells of a node's row. The batch "512p+8d" has 512 prompt tokens and 8 decodes."""
+    """Return the cells of a node's row. The batch "512p+8d" has 512 prompt tokens and 8 decodes.
+
+    A node that is lost or has left has only its name, role and state, because its last report is out of date.
+    """
+    state = str(node.get("state", "?")) if node.get("alive", True) or node.get("state") == "left" else "lost"
+    named = (str(node.get("id", "?")), str(node.get("role", "?")), state)
+    if state in {"lost", "left"}:
+        return (*named, *["-"] * (len(COLUMNS) - len(named)))
     batch, busy, blocks = node.get("batch") or {}, node.get("busy"), node.get("blocks") or {}
     decodes, total = batch.get("decodes") or 0, blocks.get("total", 0)
     counts = {"p": (batch.get("tokens") or 0) - decodes, "d": decodes} if node.get("running") else {}
@@ -186,9 +193,7 @@ def row_of(node: Document) -> tuple[str, ...]:
     channels = ", ".join(sorted(set((node.get("channels") or {}).values()))) or "-"
     fallbacks = node.get("channel_fallbacks", 0)
     return (
-        str(node.get("id", "?")),
-        str(node.get("role", "?")),
-        str(node.get("state", "?")) if node.get("alive", True) or node.get("state") == "left" else "lost",
+        *named,
         str(node.get("running", 0)),
         str(node.get("waiting", 0)),
         "+".join(f"{count}{kind}" for kind, count in counts.items() if count) or "-",

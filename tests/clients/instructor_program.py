@@ -6,7 +6,7 @@ from checks import MODEL, URL, end, refused, works
 from pydantic import BaseModel, Field
 
 
-class Answer(BaseModel):
+class Answer(BaseModel, extra="forbid"):
     """An answer."""
 
     number: int = Field(ge=0, le=99)
@@ -16,7 +16,7 @@ def ask(mode):
     client = instructor.from_openai(openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0), mode=mode)
     messages = [{"role": "user", "content": "Give a number"}]
     return client.chat.completions.create(
-        model=MODEL, messages=messages, response_model=Answer, max_retries=0, max_tokens=2000, seed=1
+        model=MODEL, messages=messages, response_model=Answer, max_retries=0, max_tokens=500, seed=1
     )
 
 

@@ -252,6 +252,7 @@ def test_totals_lost_nodes_and_events_are_shown() -> None:
     assert below[1].startswith("d2: left 12 s ago")
     assert [line.partition(" ")[2] for line in below[2:]] == [f"Node n{n} has joined." for n in range(4, 9)]
     assert [row_of(node)[2] for node in status["nodes"]] == ["ready", "lost", "left"]
+    assert set(row_of(LOST | {"running": 1, "busy": 0.3, "channels": {"prefill-0": "shm"}})[3:]) == {"-"}
 
 
 @pytest.mark.parametrize("columns", [80, 100])

@@ -192,7 +192,10 @@ def main() -> int:
         spec = SPEC.validate_json(sys.stdin.buffer.read())
         with suppress(OSError):  # needs a privilege; a higher priority reduces delays of the client
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
-        sys.stdout.buffer.write(RECORDING.dump_json(uvloop.run(generate(spec))))
+        recording = RECORDING.dump_json(uvloop.run(generate(spec)))
+        # With PYTHONUNBUFFERED, sys.stdout.buffer would drop the rest of a write that a signal interrupts.
+        with open(sys.stdout.fileno(), "wb", closefd=False) as out:
+            out.write(recording)
     except (OSError, ValueError) as error:
         print(f"load generator: {error}", file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -220,3 +221,18 @@ def test_texts_share_prefixes_like_their_ids_only_with_the_same_salt() -> None:
     assert len(first) == len(other) == 40
     assert first[:3] != other[:3]
     assert "cache_salt" not in json.loads(body_of("m", ids, 1, "text", "run 1"))
+
+
+async def test_a_load_generator_that_is_stopped_and_continued_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    recording, times = LoadRecording(), [0.0] * 3000  # more than a pipe holds
+    running = asyncio.create_task(drive(spec_of("http://127.0.0.1:1", "plain", *times), recording))
+    while not running.done():
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                child.suspend()
+                child.resume()
+        await asyncio.sleep(0.001)
+    await running
+    assert len(recording.outcomes) == len(times)
+    assert all("Connect" in outcome.error for outcome in recording.outcomes)

@@ -19,7 +19,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.grammar import GrammarTokenizer
+from shared.grammar import GrammarTokenizer, one_line
 
 log = logging.getLogger("baton.engine")
 IntArray = NDArray[np.int32]
@@ -43,10 +43,10 @@ class TokenMatcher:
 
         Then the state is the one before that token. Speculative decoding may thus advance by draft tokens, and go back.
         """
-        seen = self._seen
-        same = next((at for at, pair in enumerate(zip(seen, generated, strict=False)) if pair[0] != pair[1]), len(seen))
-        same = min(same, len(generated))
-        if same < len(seen):
+        seen, same = self._seen, len(self._seen)
+        if list(generated[:same]) != seen:
+            pairs = zip(seen, generated, strict=False)
+            same = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), len(generated))
             self.matcher.rollback(len(seen) - same)
             del seen[same:]
         new = list(generated[same:])
@@ -131,7 +131,7 @@ class MaskFiller:
             fill_next_token_bitmask_par(self._executor, [(matcher.matcher, index) for index, _, matcher in fed], words)
         for index, row, matcher in fed:
             if matcher.matcher.is_error():
-                log.warning("a grammar failed after %d tokens: %s", row.position, matcher.matcher.get_error())
+                log.warning("a grammar failed at token %d: %s", row.position, one_line(matcher.matcher.get_error()))
                 words[index] = 0
             else:
                 _allow_end(words[index], row, matcher)

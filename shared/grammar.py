@@ -24,7 +24,7 @@ JSON_OPTIONS: dict[str, Any] = {
 # Errors do not quote the grammar, since they are logged. The other limits on time and memory are llguidance's defaults.
 LIMITS = LLParserLimits(verbose_errors=False)
 MAX_ERROR = 300  # characters
-EXCERPT = re.compile(r"\n *\d+ \| ")
+EXCERPT = re.compile(r"\n *\d+ \| |<state>")
 _END = "<|end of grammar|>"
 
 
@@ -57,7 +57,7 @@ def choice_grammar(choices: Iterable[str]) -> str:
 
 
 def one_line(error: str) -> str:
-    """Return an error of llguidance as one line, without the excerpt of the grammar that follows it."""
+    """Return an error of llguidance as one line, without what follows it: an excerpt of the grammar, or its state."""
     return " ".join(EXCERPT.split(error)[0].split())[:MAX_ERROR]
 
 

@@ -22,7 +22,9 @@ from compare.report.document import report_of
 from compare.report.page import write_report
 from compare.report.terminal import show
 from compare.run.deployments import Deployments, LaunchOptions, LocalStack, fit_together, num_gpus
-from compare.run.session import Experiment, run_session
+from compare.run.session import Experiment, run_session, span
+from compare.run.simulated import SimulatedDeployments
+from engine.emulation import load_emulation
 from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, resolve
 
@@ -30,7 +32,7 @@ NO_VERDICT = 1
 MAX_SLOWDOWN = 3.0  # of the estimated time, because a load average also counts processes of lower priority
 BUSY = 0.5  # at a higher load average per core, other processes distort the figures
 TOO_LONG = ("error", "cut", "drop")
-ON = ("live", "emulated")
+ON = ("live", "emulated", "sim")
 PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # prompt lengths: less than a block to more than a chunk
 WORDS_ONLY = 4096  # vocabulary size if the model is not local; `compare.load.outcome.body_of` turns ids into words
 
@@ -48,7 +50,7 @@ async def run_compare(options: CompareOptions) -> int:
     say(plan)
     say(f"report: {out}")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > BUSY * cores:
+    if load > BUSY * cores and options.on != "sim":
         say(f"the machine is busy (load {load:.1f} on {cores} cores): figures may be noisy and periods invalid")
     began = time.monotonic()
     try:
@@ -60,7 +62,7 @@ async def run_compare(options: CompareOptions) -> int:
         return NO_VERDICT
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror or error}") from None
-    say(f"measured in {(time.monotonic() - began) / 60:.1f} min")
+    say(f"measured in {span(time.monotonic() - began)}")
     report = report_of(experiment, findings, "url" if options.url else options.on, command_line(sys.argv[1:]))
     show(report)
     try:
@@ -90,7 +92,7 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
     arms = _arms_of(options)
     control = copy_of(arms[0]) if options.control else None
     all_arms = [*arms, *([control] if control else [])]
-    launches = {} if options.url else _launches(options, all_arms, str(model))
+    launches = {} if options.url or options.on == "sim" else _launches(options, all_arms, str(model))
     tokenizer = _tokenizer(model) if model else None
     vocabulary, limit = vocabulary_of(model, tokenizer) if model and tokenizer else (PromptVocabulary(WORDS_ONLY), 0)
     seeds = tuple(range(1, options.seeds + 1))
@@ -113,6 +115,8 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         timeout_s=options.timeout,
         out=options.out or Path(time.strftime("baton-compare-%Y%m%d-%H%M%S")),
     )
+    if options.on == "sim":
+        return experiment, *_simulated(options, experiment)
     logs, blank = experiment.out / "logs", LaunchOptions("")
     stacks = [
         LocalStack(arm, launches.get(arm.name, blank), logs / f"arm-{number}.log", options.api_key)
@@ -123,6 +127,17 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
     slowdown = min(max(1.0, load), MAX_SLOWDOWN)
     plan = experiment.plan(options.duration, keeps_all=keeps_all, slowdown=slowdown)
     return experiment, Deployments(stacks, keeps_all=keeps_all), plan
+
+
+def _simulated(options: CompareOptions, experiment: Experiment) -> tuple[Deployments, str]:
+    try:
+        device = load_emulation(options.emulate or DEFAULT_EMULATED)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    deployments = SimulatedDeployments(experiment.all_arms, device, records=not experiment.finds_capacity)
+    num_arms, most = len(experiment.all_arms), "at most " if experiment.finds_capacity else ""
+    periods = f"{num_arms} arms x {most}{experiment.max_trials} periods x {options.duration:g} s of traffic"
+    return deployments, f"plan: {periods}, simulated"
 
 
 def _check_choices(options: CompareOptions) -> None:
@@ -140,8 +155,10 @@ def _check_choices(options: CompareOptions) -> None:
     ):
         if both:
             raise ConfigError(f"{one} and {other}: give only one of them")
-    if options.emulate and options.on != "emulated":
-        raise ConfigError("--emulate: needs --on emulated")
+    if options.emulate and options.on == "live":
+        raise ConfigError("--emulate: needs --on emulated or --on sim")
+    if options.url and options.on == "sim":
+        raise ConfigError("--url: cannot be simulated; give --arms")
 
 
 def _model_of(options: CompareOptions) -> Path | None:

@@ -15,11 +15,11 @@ DEFAULT_EMULATED = "h200-llama-3.1-8b"
 DEFAULT_PRESET = "mix"
 
 
-def _flag(metavar: str, default: Any, about: str, *names: str, **more: Any) -> Any:
+def flag(metavar: str, default: Any, about: str, *names: str, **more: Any) -> Any:
     """Return a field with the description of its flag, whose default is shown unless it is empty."""
     more["show_default"] = default not in ("", None, [])
     option = typer.Option(*names, metavar=metavar or None, help=about, **more)
-    values: Any = {"default_factory": list} if default == [] else {"default": default}
+    values: Any = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**values, metadata={"flag": option})
 
 
@@ -30,32 +30,32 @@ class CompareOptions:
     more_arms: list[str] = field(
         default_factory=list, metadata={"flag": typer.Argument(metavar="[ARM]...", show_default=False, hidden=True)}
     )
-    arms: list[str] = _flag(
+    arms: list[str] = flag(
         "ARM...", [], "colocated:N and disaggregated:XpYd, each optionally followed by @policy,setting=value."
         f" Default: {' '.join(DEFAULT_ARMS)}.",
     )  # fmt: skip
-    url: list[str] = _flag("URL", [], "A running stack, in place of an arm. Give two or more.", parser=base_url)
-    api_key: str = _flag("KEY", "", "Key for these stacks; an admin key also reads records.", envvar="BATON_API_KEY")
-    trace: Path | None = _flag("FILE", None, "Traffic from a file.")
-    trace_format: str = _flag("FORMAT", "auto", "azure, burstgpt, mooncake or own.")
-    preset: str = _flag("NAME", "", f"Traffic: chat, code, rag-long, agentic or mix. Default: {DEFAULT_PRESET}.")
-    scale_tokens: float | None = _flag("FACTOR", None, "Factor for all lengths. Default: 0.5 for presets, else 1.")
-    rate: float | None = _flag("RATE", None, "Requests/s. Default: 4 for presets, else the trace's own times.")
-    burstiness: float = _flag("SHAPE", 1.0, "With a rate: 1 is Poisson, less is burstier.")
-    find_capacity: bool = _flag("", False, "Search for each arm's highest rate within the SLO.", "--find-capacity")
-    start: float = _flag("SECONDS", 0.0, "Seconds of the trace to skip, without --rate.", min=0.0)
-    duration: float = _flag("SECONDS", 20.0, "Seconds of traffic in each period.", min=1.0)
-    too_long: str = _flag("ACTION", "error", "For requests over the context: error, cut or drop.")
-    seeds: int = _flag("NUMBER", 6, "Number of periods of each arm, as paired runs.", min=1, max=100)
-    slo_ttft_ms: float = _flag("MS", 450.0, "Limit of the time to first token.", min=0.001)
-    slo_tbt_ms: float = _flag("MS", 40.0, "Limit of a request's p99 time between tokens.", min=0.001)
-    attainment: float = _flag("SHARE", 0.9, "With --find-capacity: share to meet the limits.", min=0.01, max=0.999)
-    on: str = _flag("PLACE", "live", "live: nodes compute; emulated: they sleep instead (see --emulate).")
-    emulate: str = _flag("NAME", "", f"Step-time model of emulated nodes. Default: {DEFAULT_EMULATED}.")
-    model: str = _flag("MODEL", "", "Model of all arms. Default: the demo's.")
-    set: list[str] = _flag("SETTING=VALUE", [], "A setting of all arms.")
-    unequal: bool = _flag("", False, "Allow arms with different numbers of devices.", "--unequal")
-    control: bool = _flag("", False, "Also compare the first arm with a copy, which must not differ.", "--control")
-    treatment: list[str] = _flag("FACT", [], "A fact that may differ between the arms.")
-    timeout: float = _flag("SECONDS", 60.0, "Seconds after which a request is a miss.", min=1.0)
-    out: Path | None = _flag("DIRECTORY", None, "Directory of the report. Default: baton-compare-TIME.")
+    url: list[str] = flag("URL", [], "A running stack, in place of an arm. Give two or more.", parser=base_url)
+    api_key: str = flag("KEY", "", "Key for these stacks; an admin key also reads records.", envvar="BATON_API_KEY")
+    trace: Path | None = flag("FILE", None, "Traffic from a file.")
+    trace_format: str = flag("FORMAT", "auto", "azure, burstgpt, mooncake or own.")
+    preset: str = flag("NAME", "", f"Traffic: chat, code, rag-long, agentic or mix. Default: {DEFAULT_PRESET}.")
+    scale_tokens: float | None = flag("FACTOR", None, "Factor for all lengths. Default: 0.5 for presets, else 1.")
+    rate: float | None = flag("RATE", None, "Requests/s. Default: 4 for presets, else the trace's own times.")
+    burstiness: float = flag("SHAPE", 1.0, "With a rate: 1 is Poisson, less is burstier.")
+    find_capacity: bool = flag("", False, "Search for each arm's highest rate within the SLO.", "--find-capacity")
+    start: float = flag("SECONDS", 0.0, "Seconds of the trace to skip, without --rate.", min=0.0)
+    duration: float = flag("SECONDS", 20.0, "Seconds of traffic in each period.", min=1.0)
+    too_long: str = flag("ACTION", "error", "For requests over the context: error, cut or drop.")
+    seeds: int = flag("NUMBER", 6, "Number of periods of each arm, as paired runs.", min=1, max=100)
+    slo_ttft_ms: float = flag("MS", 450.0, "Limit of the time to first token.", min=0.001)
+    slo_tbt_ms: float = flag("MS", 40.0, "Limit of a request's p99 time between tokens.", min=0.001)
+    attainment: float = flag("SHARE", 0.9, "With --find-capacity: share to meet the limits.", min=0.01, max=0.999)
+    on: str = flag("PLACE", "live", "live: nodes compute; emulated: they sleep instead; sim: on a virtual clock.")
+    emulate: str = flag("NAME", "", f"Cost model of emulated or simulated nodes. Default: {DEFAULT_EMULATED}.")
+    model: str = flag("MODEL", "", "Model of all arms. Default: the demo's.")
+    set: list[str] = flag("SETTING=VALUE", [], "A setting of all arms.")
+    unequal: bool = flag("", False, "Allow arms with different numbers of devices.", "--unequal")
+    control: bool = flag("", False, "Also compare the first arm with a copy, which must not differ.", "--control")
+    treatment: list[str] = flag("FACT", [], "A fact that may differ between the arms.")
+    timeout: float = flag("SECONDS", 60.0, "Seconds after which a request is a miss.", min=1.0)
+    out: Path | None = flag("DIRECTORY", None, "Directory of the report. Default: baton-compare-TIME.")

@@ -15,11 +15,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from engine.runner import PendingStep, Runner, SliceOutput, leads
 from engine.speculation import expanded, verified
-from engine.step_time_fit import CostFit, StepDeadline
+from engine.step_time_fit import CostFit, StepDeadline, StepTiming
 from scheduler.request import Request, RequestState, Slice, Step
 from scheduler.scheduler import Scheduler, StepOutput
 from shared import failpoints
@@ -30,15 +30,6 @@ Command = Callable[[Scheduler], object]
 INTERNAL = "internal"
 IDLE_S = 1.0
 STUCK_S = 5.0
-
-
-class StepTiming(NamedTuple):
-    """The times of a step: the start of its pass (Unix time), the length of the pass, and the rest of the iteration."""
-
-    step: Step
-    start_ns: int
-    device_ns: int
-    host_ns: int
 
 
 class EngineListener(Protocol):

@@ -38,6 +38,15 @@ SLACK = 10.0  # the deadline is at least this multiple of the expected time, bec
 FIRST_S = 300.0  # deadline of the first step, in seconds
 
 
+class StepTiming(NamedTuple):
+    """The times of a step: the start of its pass (Unix time), the length of the pass, and the rest of the iteration."""
+
+    step: Step
+    start_ns: int
+    device_ns: int
+    host_ns: int
+
+
 class StepObservation(NamedTuple):
     """The work of one step, its measured duration, and this duration rescaled to the device's current speed
     (`seconds`)."""

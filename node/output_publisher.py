@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.engine import INTERNAL, EngineListener, StepTiming
+from engine.engine import INTERNAL, EngineListener
 from engine.runner import SliceOutput
+from engine.step_time_fit import StepTiming
 from node.recorder import SchedulerSnapshot, StepRecorder
 from scheduler.request import Request, Step
 from scheduler.scheduler import Scheduler, StepOutput

@@ -6,10 +6,10 @@ its record later would cost more, because the garbage collector would visit the 
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from engine.engine import StepTiming
+from engine.step_time_fit import StepTiming
 from scheduler.blocks import Ledger
 from scheduler.request import Request, RequestState, Slice, Step
 from scheduler.scheduler import Scheduler, StepOutput
@@ -35,8 +35,12 @@ class StepRecorder:
     event loop takes the records. A full buffer drops its oldest record; `dropped` counts the dropped records.
     """
 
-    def __init__(self, max_steps: int = MAX_STEPS, max_events: int = MAX_EVENTS) -> None:
+    def __init__(
+        self, max_steps: int = MAX_STEPS, max_events: int = MAX_EVENTS, clock: Callable[[], int] = now_ns
+    ) -> None:
+        """`clock` returns the Unix time in nanoseconds."""
         self.dropped = 0
+        self._clock = clock
         self._steps: deque[StepRecord] = deque(maxlen=max_steps)
         self._events: deque[RequestEvent] = deque(maxlen=max_events)
         self._timing: StepTiming | None = None
@@ -52,7 +56,7 @@ class StepRecorder:
         """Record an event of a request, now or at `at_ns`. `fields` are those of `RequestEvent`."""
         if len(self._events) == self._events.maxlen:
             self.dropped += 1
-        self._events.append(RequestEvent(request_id, kind, at_ns or now_ns(), **fields))
+        self._events.append(RequestEvent(request_id, kind, at_ns or self._clock(), **fields))
 
     def added(self, request: Request, at_ns: int) -> None:
         """Record a request that the node received at `at_ns` and has just given to the scheduler."""

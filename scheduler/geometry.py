@@ -67,7 +67,7 @@ class Geometry:
         """The rows of one state, 0 without states."""
         return sum(group.rows for group in self.groups if group.kind == "state")
 
-    @property
+    @cached_property
     def is_uniform(self) -> bool:
         """Whether a block is one row that is kept as long as its request."""
         return self.groups == UNIFORM

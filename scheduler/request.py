@@ -166,7 +166,8 @@ class Step:
     """One forward pass over slices, and the requests for which the step reserved blocks to receive KV.
 
     `budget` is the number of tokens that the step was allowed, and `reason` explains it (see `SloBudget`).
-    `predicted_s` is the predicted duration in seconds, 0 without a model.
+    `predicted_s` is the predicted duration in seconds, 0 without a model. In a simulation, `decodes` may have the
+    requests whose decode is part of the step without a slice.
     """
 
     number: int
@@ -178,6 +179,7 @@ class Step:
     budget: int = 0
     reason: str = ""
     predicted_s: float = 0.0
+    decodes: list[Request] = field(default_factory=list)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -218,13 +218,18 @@ class Scheduler:
 
     # ---- deciding -------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Step:
-        """Decide the next step. The step has no slices if no request can run now."""
+    def schedule(self, gathers: bool = False) -> Step:
+        """Decide the next step. The step has no slices if no request can run now.
+
+        If `gathers` is set, which is for simulators, decodes may be in `Step.decodes` instead of slices, which takes
+        less time. No step may then be in flight, and each of these decodes samples token 0.
+        """
         step = Step(self._steps, [], [])
         self.budget.begin(self.cost, self.num_receiving > 0 or any(map(self._decodes, self.running)))
-        if not self.policy.prompts_first:
+        others = self._gather_decodes(step) if gathers else None
+        if not self.policy.prompts_first and others is None:
             self._schedule_decodes(step)
-        self._schedule_prompts(step)
+        self._schedule_prompts(step, self.running if others is None else others)
         if self.policy.prompts_first and (self.policy.mixed or not step.slices):
             self._schedule_decodes(step)
         if self.speculation is not None:
@@ -232,7 +237,7 @@ class Scheduler:
         step.budget, step.reason = self.budget.end(step.work)
         if self.cost is not None:
             step.predicted_s = self.cost.seconds(step.work)
-        if step.slices:
+        if step.slices or step.decodes:
             self._steps += 1
         return step
 
@@ -245,7 +250,7 @@ class Scheduler:
         of slice i ends with finish "error" if `failed[i]` is true, or if processing the slice raises an exception.
         Steps must be passed in the order in which `schedule` returned them.
         """
-        outputs: list[StepOutput] = []
+        outputs = self._finish_gathered(step.decodes) if step.decodes else []
         for index, slice_ in enumerate(step.slices):
             request, fault = slice_.request, None
             request.num_in_flight -= 1
@@ -364,7 +369,53 @@ class Scheduler:
             for context in range(slice_.end - count + 1, slice_.end + 1):
                 step.work.add_draft(context)
 
-    # ---- stretches of decodes, for simulators ---------------------------------------------------------------
+    # ---- many decodes at once, for simulators -----------------------------------------------------------------
+
+    def _gather_decodes(self, step: Step) -> list[Request] | None:
+        """Add all decodes to `step.decodes`, and return the other running requests. Return None, and change nothing, if
+        that might decide anything else than slices do: if blocks are short, or slices differ in more than requests."""
+        if self.speculation or not self.policy.mixed or self.policy.prompts_first or not self.geometry.is_uniform:
+            return None
+        size, context, missing = self.block_tokens, 0, 0
+        decodes, others, growing = list[Request](), list[Request](), list[Request]()
+        for request in self.running:
+            if request.num_in_flight or request.send_kv:
+                return None
+            start = request.num_scheduled
+            if len(request.tokens) - start == 1:
+                decodes.append(request)
+                context += start + 1
+                if start == len(request.tables[0]) * size:
+                    growing.append(request)
+            else:
+                others.append(request)
+                missing += self._missing(request, len(request.tokens) - start)
+        if len(growing) + missing > self.pool.available:
+            return None
+        for request in growing:
+            self._take_blocks(request, 1)
+        for request in decodes:
+            request.num_scheduled += 1
+            request.num_sampling = 1
+        step.decodes, step.work.num_decodes, step.work.decode_context = decodes, len(decodes), context
+        return others
+
+    def _finish_gathered(self, decodes: Sequence[Request], count: int = 1, token: int = 0) -> list[StepOutput]:
+        """Process the last of `count` steps with these decodes. Return an output for each request that has ended."""
+        size, ended = self.block_tokens, list[StepOutput]()
+        self.counters.generated_tokens += count * len(decodes)
+        for request in decodes:
+            end, request.num_sampling = request.num_scheduled, 0
+            if end % size:
+                request.num_computed = end
+            else:
+                self._advance(request, end)
+            request.tokens.append(token)
+            if len(request.tokens) - request.num_prompt >= request.max_tokens:
+                request.finish = "length"
+                self._end(request)
+                ended.append(StepOutput(request, -1, [token], "length"))
+        return ended
 
     def num_decode_only(self, most: int) -> int:
         """Return how many of the next steps, at most `most`, will consist of one decode of every running request, if no
@@ -386,43 +437,37 @@ class Scheduler:
             return True
         return not (self.policy.mixed or self.policy.prompts_first or waiting.receive_kv)
 
-    def skip_decodes(self, count: int, token: int = 0) -> list[Request]:
+    def skip_decodes(self, count: int, token: int = 0) -> list[StepOutput]:
         """Change the state as `count` steps would, at most `num_decode_only`, whose decodes all sample `token`, which
-        no request may have as a stop token. Return the requests that end in the last of these steps."""
+        no request may have as a stop token. Return the outputs of the requests that end in the last of these steps."""
         running, size = tuple(self.running), self.block_tokens
-        starts = [request.num_scheduled for request in running]
-        events: list[tuple[int, bool, int]] = []  # (step, whether a block becomes full, index in `running`)
-        for index, (request, start) in enumerate(zip(running, starts, strict=True)):
-            request.tokens += [token] * count
+        events: list[tuple[int, bool, int, int]] = []  # (step, whether a block becomes full, index, position)
+        for index, request in enumerate(running):
+            start = request.num_scheduled
+            request.tokens += [token] * (count - 1)
+            request.num_scheduled += count
             room = len(request.tables[0]) * size - start
             if room < count:
-                events += [(step, False, index) for step in range(room + 1, count + 1, size)]
+                events += [(step, False, index, 0) for step in range(room + 1, count + 1, size)]
             if size - start % size < count:
-                events += [(step, True, index) for step in range(size - start % size, count, size)]
-        for step, is_full, index in sorted(events):  # rows are taken and named in the order of these steps
+                events += [(step, True, index, start + step) for step in range(size - start % size, count, size)]
+        for _, is_full, index, position in sorted(events):  # rows are taken and named in the order of these steps
             if is_full:
-                self._advance(running[index], starts[index] + step)
+                self._advance(running[index], position)
             else:
                 self._take_blocks(running[index], 1)
         self._steps += count
         self.counters.steps += count
-        self.counters.generated_tokens += count * len(running)
-        ended = []
-        for request, start in zip(running, starts, strict=True):
-            self._advance(request, start + count)
-            request.finish = request.finish_reason()
-            if request.finish is not None:
-                self._end(request)
-                ended.append(request)
+        ended = self._finish_gathered(running, count, token)
         self._check_ledger()
         return ended
 
     # ---- prompts --------------------------------------------------------------------------------------------
 
-    def _schedule_prompts(self, step: Step) -> None:
+    def _schedule_prompts(self, step: Step, running: Sequence[Request]) -> None:
         may_compute = self.policy.mixed or not step.slices
         partial = 0
-        for request in tuple(self.running) if may_compute else ():
+        for request in tuple(running) if may_compute else ():
             behind = request.num_tokens - request.num_scheduled
             if behind <= 1 or request.state is not RequestState.RUNNING:
                 continue
@@ -644,12 +689,15 @@ class Scheduler:
     def _growth(self, request: Request) -> int:
         """Return how many rows a running request still needs for its whole prompt and for part of its answer."""
         rest = max(0, cdiv(request.num_tokens, self.block_tokens) - self._num_blocks(request))
+        if self.geometry.is_uniform:
+            return rest + self._answer_rows(request)
         return self.geometry.rows_of(rest, self._largest_chunk(request)) + self._answer_rows(request)
 
     def _answer_rows(self, request: Request) -> int:
         """Return how many rows to keep free for the tokens that a request may still generate on this node."""
         tokens = 0 if request.send_kv else GROWTH_SHARE * min(request.remaining_tokens, GROWTH_CAP_TOKENS)
-        return self.geometry.rows_of(cdiv(int(tokens), self.block_tokens), 1)
+        blocks = cdiv(int(tokens), self.block_tokens)
+        return blocks if self.geometry.is_uniform else self.geometry.rows_of(blocks, 1)
 
     def _victim(self, request: Request, step: Step) -> Request | None:
         """Return the request to preempt so that `request` gets blocks, or None if `request` has to wait.

@@ -1,8 +1,10 @@
 """A simulated cluster: the router's real admission and placement, simulated nodes, and the times between them."""
 
+import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,17 +17,18 @@ from router.nodes.placement import RoutableNodes, capacity_of
 from scheduler.budget import budget_of
 from scheduler.cost import CostModel
 from scheduler.geometry import Geometry
-from scheduler.placement import PrefixIndex
+from scheduler.placement import Placement, PrefixIndex
 from scheduler.policy import POLICIES
 from scheduler.request import Request, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.config.settings import ComputingSettings, ServingSettings
 from shared.rpc.messages import NodeInfo, NodeStats
 from simulator.events import EventQueue
-from simulator.handoff import SimulatedHandoff
+from simulator.handoff import LINK, SimulatedHandoff
 from simulator.node import SimulatedNode, StepTimes, Stretch
 from simulator.routed import RoutedNode, SimulatedRequest, TransferLink
 
+ATTRIBUTES = ("policy", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold")  # facts of a node
 TIMEOUT, REFUSED, TOO_LARGE = "timeout", "refused", "the request does not fit into the KV cache"
 
 
@@ -72,7 +75,7 @@ class SimulatedCluster:
         self.prefixes = PrefixIndex()
         self._waiting: dict[QueueEntry, SimulatedRequest] = {}
         self._requests: dict[Request, SimulatedRequest] = {}
-        self._num_open = 0
+        self.num_open = 0  # requests that have not ended, with the next one to arrive
         self._timeout_s = inf
         infos = [[node.info for node in pool] for pool in (self.routable.prefill, self.routable.decode)]
         self.queue.resize(capacity_of(*infos), 0.0)
@@ -104,7 +107,12 @@ class SimulatedCluster:
             num_blocks=1 + Geometry(size).capacity(num_blocks, settings.max_num_batched_tokens),
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
-            attributes={"max_step_tokens": str(budget.ceiling), "tbt_slo_ms": f"{settings.tbt_slo_ms:g}"},
+            attributes={
+                **{name: str(getattr(settings, name)) for name in ATTRIBUTES},
+                "device": f"simulated {device.name}",
+                "max_step_tokens": str(budget.ceiling),
+                "tbt_slo_ms": f"{settings.tbt_slo_ms:g}",
+            },
         )
         node = SimulatedNode(name, self.events, scheduler, times, self, skips=skips)
         link = TransferLink(device.link, size * device.kv_bytes_per_token, self.times.push_s)
@@ -119,27 +127,37 @@ class SimulatedCluster:
         arrivals = iter(requests)
         if (first := next(arrivals, None)) is None:
             return
-        self._num_open = 1
+        self.num_open = 1
         for number, node in enumerate(self.nodes):  # nodes do not report at the same times
-            node.report(self._stats(node))
+            node.report(self.stats(node))
             phase_s = self.plan.computing.heartbeat_s * (number + 1) / len(self.nodes)
             self.events.at(phase_s, self._heartbeat, node)
         self.events.at(first.at_s + self.times.request_s, self._arrive, first, arrivals)
-        self.events.run()
+        is_collecting = gc.isenabled()
+        gc.disable()  # a run makes no cycles, and a collection would visit the objects of all requests
+        try:
+            self.events.run()
+        finally:
+            if is_collecting:
+                gc.enable()
 
     def ends(self) -> dict[SimulatedNode, NDArray[np.float64]]:
         """Return the ends of all steps of each node, in seconds."""
         return {node.node: node.node.times.ends(node.node.log) for node in self.nodes}
 
     def _heartbeat(self, node: RoutedNode) -> None:
-        if not self._num_open:
+        if not self.num_open:
             return
-        now, stats = self.events.now, self._stats(node)
+        now, stats = self.events.now, self.stats(node)
         self.events.at(now + self.times.rpc_s, node.report, stats)
         self.events.at(now + self.plan.computing.heartbeat_s, self._heartbeat, node)
 
-    def _stats(self, node: RoutedNode) -> NodeStats:
+    def stats(self, node: RoutedNode) -> NodeStats:
+        """Return what a node reports at a heartbeat."""
         stats, link = node.node.stats(), node.link
+        stats.handoffs, stats.blocks_moved = link.num_handoffs, link.num_blocks
+        stats.bytes_moved = link.num_blocks * node.info.block_bytes
+        stats.channels = {"decode": LINK} if link.num_blocks else {}
         stats.cost = self.plan.cost.packed()
         stats.transfer = [link.push_s + link.speed.latency_s, 1 / link.speed.bytes_per_s]
         return stats
@@ -148,9 +166,10 @@ class SimulatedCluster:
 
     def _arrive(self, request: SimulatedRequest, arrivals: "Iterable[SimulatedRequest]") -> None:
         if (following := next(iter(arrivals), None)) is not None:
-            self._num_open += 1
+            self.num_open += 1
             self.events.at(following.at_s + self.times.request_s, self._arrive, following, arrivals)
         now = self.events.now
+        self.on_accepted(request)
         if request.num_prompt + request.max_tokens > kv_capacity_tokens(self.nodes[-1].info):
             self._close(request, TOO_LARGE)
             return
@@ -174,8 +193,10 @@ class SimulatedCluster:
             self._place(self._waiting.pop(entry), entry)
 
     def _place(self, request: SimulatedRequest, entry: QueueEntry) -> None:
-        name, hashes = f"{request.id}.0.0", request.hashes
-        found = self.routable.choose(name, request.num_prompt, hashes, self.prefixes, self.rules.disaggregate)
+        hashes = request.hashes
+        found = self.routable.choose(
+            request.attempt, request.num_prompt, hashes, self.prefixes, self.rules.disaggregate
+        )
         assert found is not None
         placement = found.placement
         decode = self._by_name[placement.decode]
@@ -193,6 +214,7 @@ class SimulatedCluster:
         for node in request.nodes:
             node.load.count_placement()
             node.num_requests += 1
+        self.on_placed(request, placement)
         handoff = None if prefill is None else SimulatedHandoff(self, request, prefill, decode)
         self.events.at(self.events.now + self.times.rpc_s, self.add, request, prefill or decode, handoff)
 
@@ -215,7 +237,7 @@ class SimulatedCluster:
     def _close(self, request: SimulatedRequest, error: str = "") -> None:
         """End a request, on every node that still runs it, and free its slot."""
         request.is_over, request.error, request.finish_s = True, error, self.events.now
-        self._num_open -= 1
+        self.num_open -= 1
         if request.charge is not None:
             request.charge.end()
         for node in request.nodes:
@@ -228,6 +250,7 @@ class SimulatedCluster:
         if request.entry is not None:
             self._waiting.pop(request.entry, None)
             self._start(self.queue.release(request.entry, request.num_generated, self.events.now))
+        self.on_closed(request)
 
     # ---- the nodes ----------------------------------------------------------------------------------------------
 
@@ -240,16 +263,39 @@ class SimulatedCluster:
         tokens = list(request.tokens) or [0] * request.num_prompt
         sends = handoff is not None and not receives
         row = Request(
-            f"{request.id}.0.0", tokens, request.num_prompt, request.max_tokens, receive_kv=receives, send_kv=sends
+            request.attempt, tokens, request.num_prompt, request.max_tokens, receive_kv=receives, send_kv=sends
         )
         row.hashes, row.sampling = list(request.hashes), (request, handoff)
         request.rows[node.info.id] = row
-        node.node.post(lambda scheduler: scheduler.add(row))
+        received_s = self.events.now
+
+        def add_row(scheduler: Scheduler) -> None:
+            scheduler.add(row)
+            self.on_added(node, row, received_s)
+
+        node.node.post(add_row)
 
     def abort(self, request: SimulatedRequest, node: RoutedNode) -> None:
         """Send a node the command to end the request, if it runs there."""
         if (row := request.rows.get(node.info.id)) is not None:
             self.events.at(self.events.now + self.times.rpc_s, node.node.post, lambda scheduler: scheduler.abort(row))
+
+    # ---- hooks for records -------------------------------------------------------------------------------------
+
+    def on_accepted(self, request: SimulatedRequest) -> None:
+        """Called when the router has accepted a request."""
+
+    def on_placed(self, request: SimulatedRequest, placement: Placement) -> None:
+        """Called when the router has chosen the nodes of a request."""
+
+    def on_closed(self, request: SimulatedRequest) -> None:
+        """Called when a request has ended."""
+
+    def on_added(self, node: RoutedNode, row: Request, received_s: float) -> None:
+        """Called when a node that received a request at `received_s` has given it to its scheduler."""
+
+    def on_handoff(self, handoff: SimulatedHandoff, kind: str, began_s: float, **fields: Any) -> None:
+        """Called when a handoff has reached a point. `kind` and `fields` are those of `RequestEvent`."""
 
     # ---- NodeListener -------------------------------------------------------------------------------------------
 
@@ -263,13 +309,26 @@ class SimulatedCluster:
         for slice_ in step.slices:
             if slice_.request.send_kv:
                 slice_.request.sampling[1].begin()
+        self._begin_spans(node, step.decodes, step.number)
+
+    def on_stretch(self, node: SimulatedNode, steps: Stretch) -> None:
+        self._begin_spans(node, node.scheduler.running, steps.number)
+
+    def _begin_spans(self, node: SimulatedNode, rows: Sequence[Request], number: int, num_new: int = 1) -> None:
+        """Record those requests that sample a token in step `number`, but sampled none in the step before it. The step
+        adds `num_new` tokens to each row."""
+        for row in rows:
+            request, shift = row.sampling[0], len(row.tokens) + num_new - number
+            if shift != request.shift or request.spans[-1][0] is not node:
+                request.shift = shift
+                request.spans.append((node, number, row.num_generated + num_new - 1))
+                request.num_cached = max(request.num_cached, row.num_cached)
 
     def on_outputs(self, node: SimulatedNode, step: Step, outputs: Sequence[StepOutput]) -> None:
         now = self.events.now
+        self._begin_spans(node, [output.request for output in outputs if output.tokens], step.number, num_new=0)
         for row, _, tokens, finish, _ in outputs:
             request, handoff = row.sampling
-            if tokens:
-                self._sampled(node, request, row, len(row.tokens) - step.number)
             if row.send_kv:
                 handoff.cancel() if finish else handoff.progress(row.num_computed, has_first=bool(tokens))
             if finish:
@@ -277,24 +336,9 @@ class SimulatedCluster:
             elif tokens and not row.send_kv and not request.charge.is_prompt_computed:
                 self.events.at(now + self.times.answer_s, self.prompt_computed, request)
 
-    def _sampled(self, node: SimulatedNode, request: SimulatedRequest, row: Request, shift: int) -> None:
-        """Record a token. `shift` is the length of the row with this token, minus the number of the step."""
-        if shift != request.shift or request.spans[-1][0] is not node:
-            request.shift = shift
-            step = len(row.tokens) - shift
-            request.spans.append((node, step, row.num_generated - 1))
-            request.num_cached = max(request.num_cached, row.num_cached)
-
-    def on_stretch(self, node: SimulatedNode, steps: Stretch) -> None:
-        for row in node.scheduler.running:
-            request, shift = row.sampling[0], len(row.tokens) + 1 - steps.number
-            if shift != request.shift or request.spans[-1][0] is not node:
-                request.shift = shift
-                request.spans.append((node, steps.number, row.num_generated))
-
-    def on_ended(self, node: SimulatedNode, requests: list[Request]) -> None:
-        for row in requests:
-            self.events.at(self.events.now + self.times.answer_s, self._finish, row.sampling[0])
+    def on_ended(self, node: SimulatedNode, outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            self.events.at(self.events.now + self.times.answer_s, self._finish, output.request.sampling[0])
 
     def _finish(self, request: SimulatedRequest) -> None:
         if not request.is_over:

@@ -9,6 +9,8 @@ from simulator.events import EventQueue
 from simulator.node import TOKEN
 from simulator.routed import RoutedNode, SimulatedRequest
 
+LINK = "emulated"  # the name of the channel in records
+
 
 class HandoffCluster(Protocol):
     """What a handoff needs of its cluster."""
@@ -21,6 +23,7 @@ class HandoffCluster(Protocol):
     ) -> None: ...
     def abort(self, request: SimulatedRequest, node: RoutedNode) -> None: ...
     def prompt_computed(self, request: SimulatedRequest) -> None: ...
+    def on_handoff(self, handoff: "SimulatedHandoff", kind: str, began_s: float, **fields: Any) -> None: ...
 
 
 class SimulatedHandoff:
@@ -34,18 +37,19 @@ class SimulatedHandoff:
         self.num_held = 0  # blocks of the prompt that the decode node has cached
         self.num_pushed = 0
         self._num_blocks: int | None = None  # blocks to push; None until the decode node has reserved them
-        self._num_computed = 0
+        self._num_computed, self._began_s = 0, 0.0
         self.is_cancelled = self._has_begun = self._is_busy = self._has_first = False
 
     def begin(self) -> None:
         """Reserve blocks at the request's first step. Later calls do nothing."""
         if not self._has_begun:
-            self._has_begun = True
+            self._has_begun, self._began_s = True, self.cluster.events.now
             self._after_call(self.cluster.add, self.request, self.decode, self, receives=True)
 
     def reserved(self, num_held: int, num_blocks: int) -> None:
         """Process the decode node's reply: it has `num_held` blocks, and reserved `num_blocks`."""
         self.num_held, self._num_blocks = num_held, num_blocks
+        self.cluster.on_handoff(self, "reserving", self._began_s)
         self._proceed()
 
     def progress(self, num_computed: int, *, has_first: bool) -> None:
@@ -64,14 +68,16 @@ class SimulatedHandoff:
         size, num_prompt = self.prefill.info.block_tokens, self.request.num_prompt
         done = -(-num_prompt // size) if self._num_computed >= num_prompt else self._num_computed // size
         if (count := done - self.num_held - self.num_pushed) > 0:
-            self._is_busy = True
-            self.cluster.events.at(self.prefill.link.push(self.cluster.events.now, count), self._pushed, count)
+            self._is_busy, now = True, self.cluster.events.now
+            self.cluster.events.at(self.prefill.link.push(now, count), self._pushed, count, now)
         elif self.num_pushed == self._num_blocks and self._has_first:
             self._is_busy = True
             self._after_call(self._commit)
 
-    def _pushed(self, count: int) -> None:
+    def _pushed(self, count: int, began_s: float) -> None:
         self.num_pushed += count
+        moved = {"count": count, "bytes": count * self.prefill.info.block_bytes, "channel": LINK}
+        self.cluster.on_handoff(self, "transfer", began_s, **moved)
         if self.num_pushed == self._num_blocks:
             self._answered()
         else:  # the checksums of these blocks are sent and acknowledged before the next push
@@ -88,7 +94,14 @@ class SimulatedHandoff:
         row = self.request.rows[self.decode.info.id]
         self.decode.node.post(lambda scheduler: scheduler.kv_received(row, TOKEN))
         self._after_call(self.cluster.prompt_computed, self.request)
+        self.cluster.on_handoff(self, "received", self.cluster.events.now)
+        self._after_call(self._committed, self.cluster.events.now)
         self.cluster.abort(self.request, self.prefill)
+
+    def _committed(self, began_s: float) -> None:
+        self.prefill.link.num_handoffs += 1
+        self.cluster.on_handoff(self, "committed", began_s)
+        self.cluster.on_handoff(self, "ended", self.cluster.events.now, reason="handed_off")
 
     def _after_call(self, function: Callable[..., object], *args: Any, **more: Any) -> None:
         self.cluster.events.at(self.cluster.events.now + self.cluster.times.rpc_s, partial(function, *args, **more))

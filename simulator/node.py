@@ -7,6 +7,7 @@ stretches of steps: their end times have a closed form, and `Scheduler.skip_deco
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import accumulate
 from random import Random
 from typing import NamedTuple, Protocol
@@ -112,13 +113,14 @@ class NodeListener(Protocol):
         """Called when a step has been decided and begins. Not called for steps that are skipped."""
 
     def on_outputs(self, node: "SimulatedNode", step: Step, outputs: Sequence[StepOutput]) -> None:
-        """Called when a step has ended. Not called for steps that are skipped."""
+        """Called when a step has ended, with the outputs of its slices, and of those of its `decodes` that have ended.
+        Not called for steps that are skipped."""
 
     def on_stretch(self, node: "SimulatedNode", steps: Stretch) -> None:
         """Called before a stretch of steps is skipped. Each of them decodes every running request."""
 
-    def on_ended(self, node: "SimulatedNode", requests: list[Request]) -> None:
-        """Called when requests have ended in the last of the steps that were skipped."""
+    def on_ended(self, node: "SimulatedNode", outputs: list[StepOutput]) -> None:
+        """Called with the requests that have ended in the last of the steps that were skipped."""
 
 
 class SimulatedNode:
@@ -163,16 +165,12 @@ class SimulatedNode:
         ledger, running, num_waiting = self._snapshot
         requests = self.scheduler.requests.values() if num_waiting else ()
         waiting = (each for each in requests if each.state is RequestState.WAITING and not each.receive_kv)
-        counters = self.scheduler.counters
         return NodeStats(
             running=running,
             waiting=num_waiting,
             waiting_tokens=sum(len(request.tokens) for request in waiting),
-            blocks_owned=ledger.owned,
-            blocks_reserved=ledger.reserved,
-            blocks_total=ledger.total,
-            steps=counters.steps,
-            prompt_tokens=counters.prompt_tokens,
+            **{f"blocks_{name}": count for name, count in ledger._asdict().items()},
+            **asdict(self.scheduler.counters),
         )
 
     def settle(self) -> None:
@@ -192,10 +190,10 @@ class SimulatedNode:
         if self._skips and (count := scheduler.num_decode_only(self.times.longest(self.num_steps))) > 1:
             self._begin(count)
             return
-        step = scheduler.schedule()
+        step = scheduler.schedule(gathers=self._skips)
         if step.receiving:
             self._listener.on_receiving(self, step.receiving)
-        if not step.slices:
+        if not (step.slices or step.decodes):
             self._is_busy = False
             return
         steps = Stretch(self._events.now, self.num_steps, 1, self.times.of_step(step.work))
@@ -254,7 +252,7 @@ class SimulatedNode:
             self._listener.on_ended(self, ended)
         self._turn()
 
-    def _skip(self, steps: Stretch) -> list[Request]:
+    def _skip(self, steps: Stretch) -> list[StepOutput]:
         self.log.append(steps)
         self._listener.on_stretch(self, steps)
         self.num_steps += steps.length

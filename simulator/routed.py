@@ -43,6 +43,11 @@ class SimulatedRequest:
     shift: int = -(2**62)  # length of the row minus number of the step, which is constant within a span
     is_over: bool = False
 
+    @property
+    def attempt(self) -> str:
+        """The id of the request on nodes."""
+        return f"{self.id}.0.0"
+
     def token_s(self, answer_s: float, ends: dict[SimulatedNode, NDArray[np.float64]]) -> NDArray[np.float64]:
         """Return when the client received each token. `ends` has the ends of each node's steps."""
         lasts = [first for *_, first in self.spans[1:]] + [self.num_generated]
@@ -77,8 +82,10 @@ class TransferLink:
         self.speed, self.push_s = speed, push_s
         self._block_s = block_bytes / speed.bytes_per_s
         self._free_at_s = 0.0
+        self.num_blocks = self.num_handoffs = 0  # that it carried so far
 
     def push(self, now_s: float, num_blocks: int) -> float:
         """Queue a push, and return its end."""
+        self.num_blocks += num_blocks
         self._free_at_s = max(now_s, self._free_at_s) + self.speed.latency_s + num_blocks * self._block_s
         return self._free_at_s + self.push_s

@@ -13,9 +13,10 @@ import torch
 
 from benchmarks.peers.worker import serve
 from engine.components import build
-from engine.engine import Engine, EngineListener, StepTiming
+from engine.engine import Engine, EngineListener
 from engine.options import BuildOptions
 from engine.runner import SliceOutput
+from engine.step_time_fit import StepTiming
 from scheduler.request import Request, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.rpc.messages import Logprobs, SamplingParams

@@ -137,8 +137,7 @@ class TrafficSource:
         for name, value in (*flags, ("--scale-tokens", self._scale)):
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name} {value}: must be over 0")
-        rows, laps = self._rows(seed, rate)
-        fitted, num_cut = self._fitted([_scaled(row, self._scale) for row in rows])
+        fitted, num_cut, laps = self.rows(seed, rate)
         kept = [(index, row) for index, row in enumerate(fitted) if row is not None]
         arrivals = tuple(_arrival(row, index, seed, self._vocabulary) for index, row in kept)
         source = self._preset or str(options.trace)
@@ -160,6 +159,12 @@ class TrafficSource:
             "laps": laps,
         }
         return Traffic(arrivals, notes)
+
+    def rows(self, seed: int, rate: float | None = None) -> tuple[list[TraceRow | None], int, int]:
+        """Return the rows of a seed with their times, None in place of a dropped row; the number of cut rows; and the
+        number of passes over the trace."""
+        rows, laps = self._rows(seed, rate)
+        return *self._fitted([_scaled(row, self._scale) for row in rows]), laps
 
     def _rows(self, seed: int, rate: float | None) -> tuple[list[TraceRow], int]:
         """Return the rows with their times, and the number of passes over the trace."""

@@ -19,7 +19,7 @@ from compare.load.outcome import Outcome
 from compare.load.traffic import spread
 from compare.run.session import Experiment, Findings, Period, main_problem
 from compare.stats import verdict as verdicts
-from compare.stats.capacity import attainment_bands, balanced, influences
+from compare.stats.capacity import attainment_bands, paired_capacities
 from compare.stats.measures import (
     RunMetrics,
     busy_shares,
@@ -153,15 +153,8 @@ class Figures:
 
     @cached_property
     def capacities(self) -> Runs:
-        """The jackknife pseudo-values of each arm's capacity, or None for each if the capacity is only a bound.
-
-        A seed counts only if every arm was measured with this seed at three or more rates."""
-        by_arm = {arm: balanced(points) for arm, points in self.findings.points.items()}
-        rates = [Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}) for points in by_arm.values()]
-        enough = [{seed for seed, count in counts.items() if count >= 3} for counts in rates]
-        shared = sorted(set.intersection(*enough)) if enough else []
-        rows = {arm: [point for point in points if point.seed in shared] for arm, points in by_arm.items()}
-        return {arm: list(influences(row, self.experiment.attainment).values()) for arm, row in rows.items()}
+        """The jackknife pseudo-values of each arm's capacity, or None for each if the capacity is only a bound."""
+        return paired_capacities(self.findings.points, self.experiment.attainment)
 
     @property
     def invalid(self) -> Counter[str]:

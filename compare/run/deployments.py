@@ -16,6 +16,8 @@ from pathlib import Path
 
 from compare.arms import Arm
 from compare.endpoint import Endpoint, EndpointError
+from compare.load.client import LoadSpec, drive
+from compare.load.outcome import LoadRecording
 from shared.config.settings import PREFIX, parse_size
 from shared.errors import ConfigError
 from shared.kv.layout import HOST_KV_BYTES
@@ -142,6 +144,10 @@ class Deployments:
             self._up[name] = self._stacks[name]
             await self._up[name].start()
         return self._up[name].endpoint
+
+    async def drive(self, spec: LoadSpec, recording: LoadRecording) -> None:
+        """Send the requests of one trial to the stack that was returned by the last `up`, and record the outcomes."""
+        await drive(spec, recording)
 
     async def end(self) -> None:
         """End all processes of all arms."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from compare.arms import Arm
 from compare.endpoint import SUMMARIES, Document, Endpoint, EndpointError
-from compare.load.client import LoadSpec, drive
+from compare.load.client import LoadSpec
 from compare.load.outcome import LatencySlo, LoadRecording
 from compare.load.traffic import Traffic
 from compare.run import equivalence
@@ -355,7 +355,7 @@ class Session:
         before = await _idle_status(endpoint, period) if endpoint.is_baton else None
         began = time.monotonic()
         try:
-            await drive(self.spec(endpoint, trial, traffic), period.recording)
+            await self._deployments.drive(self.spec(endpoint, trial, traffic), period.recording)
         except asyncio.CancelledError:
             period.problems.append("interrupted")
             raise

@@ -5,7 +5,7 @@ This module has no I/O; the caller provides the function that measures.
 
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -106,6 +106,20 @@ def balanced(points: Sequence[CapacityPoint]) -> list[CapacityPoint]:
     return several if len({point.seed for point in points}) > 1 else list(points)
 
 
+def paired_capacities(
+    points_by_arm: Mapping[str, Sequence[CapacityPoint]], alpha: float
+) -> dict[str, list[float | None]]:
+    """Return the `influences` of each arm, by seed, or None for each if the capacity is only a bound.
+
+    A seed counts only if every arm was measured with this seed at three or more rates."""
+    by_arm = {arm: balanced(points) for arm, points in points_by_arm.items()}
+    rates = [Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}) for points in by_arm.values()]
+    enough = [{seed for seed, count in counts.items() if count >= 3} for counts in rates]
+    shared = sorted(set.intersection(*enough)) if enough else []
+    rows = {arm: [point for point in points if point.seed in shared] for arm, points in by_arm.items()}
+    return {arm: list(influences(row, alpha).values()) for arm, row in rows.items()}
+
+
 def attainment_bands(points: Sequence[CapacityPoint]) -> dict[str, list[float]]:
     """Return data for a chart: the fitted attainment at every rate, and the lowest and highest of a run."""
     rates, shares = fit_attainment(points)
@@ -123,12 +137,16 @@ class CapacitySearch:
     the estimate until the interval is narrow. `measure` is called on the event loop of `run`, one call at a time.
     """
 
-    def __init__(self, measure: Measure, alpha: float, *, max_runs: int, min_seeds: int = 6) -> None:
+    def __init__(
+        self, measure: Measure, alpha: float, *, max_runs: int, min_seeds: int = 6, widening: float = 2.0
+    ) -> None:
+        """While bracketing, the rate changes by the factor `widening`."""
         self.points: list[CapacityPoint] = []
         self._measure = measure
         self._alpha = alpha
         self._max_runs = max_runs
         self._min_seeds = min_seeds
+        self._widening = widening
 
     @property
     def exhausted(self) -> bool:
@@ -164,9 +182,10 @@ class CapacitySearch:
         return self._found()
 
     async def _bracket(self, rate: float) -> tuple[float, float] | None:
-        """Return a rate that meets alpha, and twice that rate, which does not. Return None if no such pair is found."""
+        """Return a rate that meets alpha, and the next higher one, which does not. Return None if no such pair is
+        found."""
         holds = await self._holds(rate, 0)
-        factor = 2.0 if holds else 0.5
+        factor = self._widening if holds else 1 / self._widening
         first = rate
         while not self.exhausted and 1 / WIDEST < rate / first < WIDEST:
             last, rate = rate, rate * factor

@@ -215,10 +215,11 @@ def test_arms_on_gpus_or_without_enough_memory_do_not_stay_up_together(tmp_path:
     assert not fit("device=cpu", "kv_cache_memory=900TiB")
 
 
-class UnreachableDeployments:
+class UnreachableDeployments(Deployments):
     """Deployments whose arms cannot be reached."""
 
     def __init__(self) -> None:
+        super().__init__([], keeps_all=True)
         self.ended = False
 
     async def up(self, name: str) -> Endpoint:

@@ -7,10 +7,11 @@ from random import Random
 
 import torch
 
-from engine.engine import Engine, EngineListener, StepTiming
+from engine.engine import Engine, EngineListener
 from engine.models.decoder import Decoder
 from engine.models.kv_places import kv_places
 from engine.runner import PendingStep, SliceOutput, TorchRunner
+from engine.step_time_fit import StepTiming
 from scheduler.policy import POLICIES
 from scheduler.request import Request, RequestState, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput

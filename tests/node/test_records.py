@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from dashboard.step_ring import members_of
-from engine.engine import StepTiming
 from engine.runner import SliceOutput
+from engine.step_time_fit import StepTiming
 from node.node import Node
 from node.output_publisher import OutputPublisher
 from node.recorder import SchedulerSnapshot, StepRecorder

@@ -83,6 +83,7 @@ class Run:
     ended: list[tuple[float, str]] = field(default_factory=list)
     reports: list[NodeStats] = field(default_factory=list)
     num_skipped: int = 0
+    num_gathered: int = 0
 
     def __post_init__(self) -> None:
         work = self.work
@@ -126,14 +127,16 @@ class Run:
             self.events.at(self.events.now + self.work.delay_s, node.post, command)
 
     def on_scheduled(self, node: SimulatedNode, step: Step) -> None:
-        self.members.append([(piece.request.id, piece.start, piece.count) for piece in step.slices])
+        gathered = [(each.id, each.num_scheduled - 1, 1) for each in step.decodes]
+        self.num_gathered += len(gathered)
+        self.members.append(gathered + [(piece.request.id, piece.start, piece.count) for piece in step.slices])
 
     def on_outputs(self, node: SimulatedNode, step: Step, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
             if output.request.state is RequestState.SENDING_KV:
                 command = lambda scheduler, request=output.request: scheduler.abort(request)  # noqa: E731
                 self.events.at(self.events.now + self.work.delay_s, node.post, command)
-        self.on_ended(node, [output.request for output in outputs if output.finish])
+        self.on_ended(node, [output for output in outputs if output.finish])
 
     def on_stretch(self, node: SimulatedNode, steps: Stretch) -> None:
         running = node.scheduler.running
@@ -141,5 +144,5 @@ class Run:
         self.members += rows
         self.num_skipped += steps.length
 
-    def on_ended(self, node: SimulatedNode, requests: list[Request]) -> None:
-        self.ended += [(self.events.now, request.id) for request in requests]
+    def on_ended(self, node: SimulatedNode, outputs: list[StepOutput]) -> None:
+        self.ended += [(self.events.now, output.request.id) for output in outputs]

@@ -19,6 +19,8 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 class StepKernels(Protocol):
     """The kernels for one step. They are created from its batch, so that rotations and slots are computed once."""
 
+    pool: KVPool
+
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Return the RMS norm over the last dimension, computed in float32, in the shape and dtype of `rows`."""
 
@@ -123,6 +125,7 @@ class TorchStep(TorchRouting):
         self._config = kernels.config
         self._kernels = kernels
         self._batch = batch
+        self.pool = kernels.pool
         self._slots = batch.all_slots
         self._pool = kernels.pool.tensor
         angles = [rotation.angles(batch.positions) for rotation in kernels.rotations]

@@ -38,6 +38,7 @@ class TritonStep:
     def __init__(self, kernels: TritonKernels, batch: Batch) -> None:
         self._kernels = kernels
         self._batch = batch
+        self.pool = kernels.pool
         self._slots = batch.all_slots
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:

@@ -1,18 +1,21 @@
 """The check of a decoder that runs through transformers: its logits must not depend on how prompts are cut or mixed."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 
 import torch
 from torch import Tensor
 
 from engine.attention import AttentionBackend
-from engine.batch import build
+from engine.batch import BlockRows, build
 from engine.cpu.selection import kernels_on_cpu
 from engine.foreign.decoder import ForeignDecoder
 from engine.kv_pool import KVPool
-from engine.models.spec import ModelConfig
-from scheduler.request import Request, Slice, cdiv
+from engine.models.kv_places import STATE_BYTES, KVPlaces, all_in_one_row
+from engine.models.spec import ModelConfig, state_units, unit_places
+from scheduler.geometry import Group
+from scheduler.request import Request, Slice, StateUse, cdiv
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 
@@ -79,9 +82,11 @@ def packed_logits(
 ) -> list[Tensor]:
     """Return the logits of all positions, computed in the given chunks over a pool whose unused memory is NaN."""
     config = decoder.config
-    blocks = [cdiv(len(prompt) + 1, BLOCK_TOKENS) for prompt in prompts]
-    layout = KVLayout(1 + sum(blocks), config.num_kv_heads, config.num_layers, BLOCK_TOKENS, config.head_dim, "float32")
-    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes))
+    row = row_layout(config)
+    places, size = places_in(config, row), row.block_tokens
+    blocks = [cdiv(len(prompt) + 1, size) for prompt in prompts]
+    layout = replace(row, num_blocks=1 + sum(blocks) + 2 * places.state_rows * len(prompts))
+    pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes), places)
     pool.tensor.fill_(torch.nan)
     backend, kernels = backend_of(pool), kernels_on_cpu(config, pool)
     free = list(range(layout.num_blocks - 1, 0, -1))
@@ -90,22 +95,47 @@ def packed_logits(
         # With one more token, every position of the prompt is followed by a prompt token whose logprob is wanted.
         request = Request(f"check-{number}", [*prompt, 0], len(prompt) + 1, 1, needs_prompt_logprobs=True)
         request.tables[0] = [free.pop() for _ in range(count)]
-        slices.append(chunks(request, len(prompt), sizes))
+        sets = [tuple(free.pop() for _ in range(places.state_rows)) for _ in range(2)]
+        slices.append(chunks(request, len(prompt), sizes, sets if places.state_rows else None))
     found: list[list[Tensor]] = [[] for _ in prompts]
     for step in steps(slices, together):
-        batch = build(step, BLOCK_TOKENS, torch.device("cpu"))
+        batch = build(step, size, torch.device("cpu"), rows=BlockRows(places))
         logits = decoder.logits(decoder.forward(batch, kernels.begin(batch), backend.plan(batch)))
         for one, part in zip(step, torch.split(logits, [one.count for one in step]), strict=True):
             found[int(one.request.id.removeprefix("check-"))].append(part)
     return [torch.cat(parts) for parts in found]
 
 
-def chunks(request: Request, length: int, sizes: Sequence[int]) -> list[Slice]:
-    cut, start = [], 0
+def row_layout(config: ModelConfig) -> KVLayout:
+    """Return the layout of one row of a small pool, which is large enough for the units of states."""
+    layout = KVLayout(1, config.num_kv_heads, config.num_kv_layers, BLOCK_TOKENS, config.head_dim, "float32")
+    while layout.block_bytes < STATE_BYTES * max(state_units(config), default=0):
+        layout = replace(layout, block_tokens=2 * layout.block_tokens)
+    return layout
+
+
+def places_in(config: ModelConfig, row: KVLayout) -> KVPlaces:
+    """Return the places of all layers in one row, and those of the units of a state."""
+    places = all_in_one_row(config.num_kv_layers)
+    if not (sizes := state_units(config)):
+        return places
+    units = tuple(unit_places(sizes, row.block_bytes // STATE_BYTES))
+    return replace(places, groups=(*places.groups, Group("state", units[-1][0] + 1)), units=units)
+
+
+def chunks(
+    request: Request, length: int, sizes: Sequence[int], states: Sequence[tuple[int, ...]] | None = None
+) -> list[Slice]:
+    """Cut a prompt. `states` are the rows of the request's two states, which change places after each chunk."""
+    cut: list[Slice] = []
+    start = 0
     for size in (*sizes, length):
         count = min(size, length - start)
         if count:
-            cut.append(Slice(request, start, count, False, 0))
+            use = (
+                None if states is None else StateUse(states[len(cut) % 2 - 1] if start else None, states[len(cut) % 2])
+            )
+            cut.append(Slice(request, start, count, False, 0, use))
         start += count
     return cut
 

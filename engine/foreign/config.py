@@ -16,9 +16,8 @@ from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 OLDEST = (5, 20)
 INSTALL = 'install it with: pip install "baton-serve[models]"'
 UNKNOWN = "transformers {} has no decoder of this name"
-# Layers whose code has a state beside the KV of its tokens, and layers that choose the tokens that they attend to. A
-# choice differs from full attention only for prompts that are longer than those of the check at load.
-RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+# Layers that choose the tokens that they attend to. The choice may be all tokens of the check's prompts, so that the
+# check would not notice if it is left out.
 SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
 # These kinds of rotation depend on the longest position in a pass, so that one request would change another's answer.
 UNSTABLE_ROPES = ("dynamic", "longrope")
@@ -101,14 +100,10 @@ def parsed(directory: Path, release: str) -> Any:
 
 
 def check_layers(config: Any, file: Path) -> None:
-    """Raise ValueError if a layer does not compute from its own tokens and the KV of all or the last ones."""
+    """Raise ValueError if a layer chooses the tokens that it attends to."""
     kinds = getattr(config, "layer_types", None) or ()
-    for unsupported, why in (
-        (RECURRENT, "layers with recurrent states"),
-        (SPARSE, "layers that attend to chosen tokens"),
-    ):
-        if found := [kind for kind in unsupported if kind in kinds]:
-            raise ValueError(f"{file}: layer_types has {found[0]}: {why} do not run through transformers")
+    if found := [kind for kind in SPARSE if kind in kinds]:
+        raise ValueError(f"{file}: layer_types has {found[0]}: layers that attend to chosen tokens are not supported")
 
 
 def check_ropes(config: Any, file: Path) -> None:

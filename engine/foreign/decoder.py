@@ -18,11 +18,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.attention import AttentionLayer, AttentionPlan
 from engine.batch import Batch
+from engine.foreign.states import CACHE, ModuleStates, StatePass, StateProbe, wrap
 from engine.kernels import StepKernels
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 
 ATTENTION = "baton"  # the name under which transformers finds Baton's attention
 PROBE_TOKENS = 8
+WINDOWED = {"full_attention": 0, "hybrid": 0, "sliding_attention": 1, "hybrid_sliding": 1}
+RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")  # kinds of layers with a state
 FAR = 4096  # a query at this position must see all earlier ones, unless the layer has a window
 
 
@@ -100,6 +103,7 @@ class PackedPass:
     decoder: "ForeignDecoder"
     kernels: StepKernels
     plan: AttentionPlan
+    states: StatePass | None
     calls: int = 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, _: object, options: dict[str, Any]) -> Tensor:
@@ -133,7 +137,8 @@ class ForeignDecoder:
 
     The runner owns the model and calls it on one thread at a time. During a pass, `_pass` receives the calls of
     attention and masks that the model's modules make. `config` has the sizes of keys and values that a probe pass
-    found. Heads that are smaller than those of other layers are padded, and missing KV heads are copies.
+    found. Heads that are smaller than those of other layers are padded, and missing KV heads are copies. `states` are
+    those of its layers. If `stepwise`, layers with states get single tokens.
     """
 
     def __init__(self, module: Any, config: ModelConfig) -> None:
@@ -145,9 +150,13 @@ class ForeignDecoder:
         AttentionInterface.register(self._name, self._attend)
         AttentionMaskInterface.register(self._name, self._mask)
         self.attend_with_baton()
-        self.calls = self._probe(config)
-        self.config = replace(config, layers=layers_of(config, self.calls))
-        check_windows(module.config.get_text_config(decoder=True), self.calls)
+        self.stepwise = False
+        self._sizes = module.config.get_text_config(decoder=True)
+        self.calls, self.states = self._probe(config)
+        units = tuple(size for one in self.states for size in one.units)
+        self.config = replace(config, layers=layers_of(self.calls), units=units)
+        check_windows(self._sizes, self.calls)
+        wrap(module, self.states, self._run_with_states)
         self.layers = [
             AttentionLayer(index, call.window, call.softcap, call.sinks) for index, call in enumerate(self.calls)
         ]
@@ -171,7 +180,8 @@ class ForeignDecoder:
         self, batch: Batch, kernels: StepKernels, attention: AttentionPlan, last: AttentionPlan | None = None
     ) -> Tensor:
         """Store the KV of all T tokens, and return the logits of the batch's logit rows, [R, vocab_size]."""
-        packed = PackedPass(self, kernels, attention)
+        states = StatePass(self._sizes, batch, kernels.pool, self.stepwise) if self.states else None
+        packed = PackedPass(self, kernels, attention, states)
         rows = batch.logit_rows
         found = self._run(packed, batch.tokens, batch.positions, rows if len(rows) else batch.logit_rows.new_zeros(1))
         if packed.calls != len(self.layers):
@@ -182,11 +192,26 @@ class ForeignDecoder:
         """Return the logits, float32, of rows that `forward` returned: it has computed them."""
         return hidden.float()
 
-    def _run(self, receiver: ProbePass | PackedPass, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def _run(
+        self,
+        receiver: ProbePass | PackedPass,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        cache: StateProbe | None = None,
+    ) -> Tensor:
+        own = {}
+        if cache is not None:
+            accepted = signature(self.module.forward).parameters
+            own[next(name for name in CACHE if name in accepted)] = cache
         self._pass = receiver
         try:
             output = self.module(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=cache is not None,
+                logits_to_keep=rows,
+                **own,
             )
         finally:
             self._pass = None
@@ -195,10 +220,22 @@ class ForeignDecoder:
         return logits if len(logits) == len(rows) else logits[rows]
 
     @torch.inference_mode()
-    def _probe(self, config: ModelConfig) -> list[AttentionCall]:
+    def _probe(self, config: ModelConfig) -> tuple[list[AttentionCall], list[ModuleStates]]:
         geometry, positions = ProbePass(), torch.arange(min(PROBE_TOKENS, config.max_position_embeddings))
-        self._run(geometry, positions % config.vocab_size, positions, positions[-1:])
-        return geometry.calls
+        given = geometry, positions % config.vocab_size, positions, positions[-1:]
+        if not set(getattr(self._sizes, "layer_types", None) or ()) & set(RECURRENT):
+            self._run(*given)
+            return geometry.calls, []
+        probe = StateProbe(self._sizes, self.module)
+        with probe.watching():
+            self._run(*given, probe)
+        return geometry.calls, probe.found()
+
+    def _run_with_states(self, states: ModuleStates, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run the module of a layer with states, in a pass over the pool or with transformers' own attention."""
+        if isinstance(self._pass, PackedPass) and self._pass.states is not None:
+            return self._pass.states.run(states, given, options)
+        return states.module(*given, **options)
 
     def _attend(
         self,
@@ -224,24 +261,18 @@ def check_windows(config: Any, calls: list[AttentionCall]) -> None:
     """
     window, found = getattr(config, "sliding_window", None) or 0, [call.window for call in calls]
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(found)
-    if len(kinds) != len(found):
-        return  # a layer calls attention more than once
-    given = [window if kind == "sliding_attention" else 0 for kind in kinds]
-    if given != found:
+    given = [window * WINDOWED[kind] for kind in kinds if kind in WINDOWED]
+    if len(given) == len(found) and given != found:  # if not, a layer calls attention more than once
         raise ValueError(
             f"config.json gives the layers windows of {given} tokens (0: all), by layer_types and sliding_window, but "
             f"transformers' code attends to {found}; correct config.json"
         )
 
 
-def layers_of(config: ModelConfig, calls: list[AttentionCall]) -> tuple[LayerSpec, ...]:
+def layers_of(calls: list[AttentionCall]) -> tuple[LayerSpec, ...]:
     """Return the layers with the sizes that the probe found, or raise ValueError if the KV pool cannot hold them."""
     if not calls:
         raise ValueError("it does not use the attention interface of transformers")
-    if len(calls) < config.num_layers:
-        raise ValueError(
-            f"only {len(calls)} of {config.num_layers} layers attend to the KV of their own tokens, which all must do"
-        )
     heads, kv_heads = {call.heads for call in calls}, max(call.kv_heads for call in calls)
     if len(heads) > 1 or max(heads) % kv_heads or any(kv_heads % call.kv_heads for call in calls):
         raise ValueError(f"its layers have {sorted(heads)} query heads and at most {kv_heads} key heads")

@@ -1,7 +1,8 @@
 """Loads a decoder into transformers' modules, with Baton's products, and checks it before it serves."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ ROUNDED = 0.1  # the largest difference of logits, by their range, if weights ar
 class LinearModule(nn.Module):
     """A linear layer that multiplies with one of Baton's weight formats.
 
-    Some code asks for the dtype of `weight`, which is empty here. The check at load refuses code that reads its values.
+    Some code asks for the dtype of `weight`, which is empty here.
     """
 
     def __init__(self, linear: Linear, width: int) -> None:
@@ -53,8 +54,9 @@ def load_foreign(
     stored = getattr(torch, stored_dtype(path))
     try:
         decoder = ForeignDecoder(module, config)
-        expected = check(decoder, backend)
-        use_products(module, linear, stored)
+        with called_modules(module) as called:
+            expected = checked(decoder, backend)
+        use_products(module, linear, stored, called)
         rounds = linear.name.startswith("int8") or linear.name.split()[0] in LESS.get(stored, ())
         check(decoder, backend, expected, ROUNDED if rounds else TOLERANCE)
     except Exception as error:
@@ -63,6 +65,17 @@ def load_foreign(
         why = str(error) if isinstance(error, ValueError) else f"its code cannot run over a KV pool: {cause(error)}"
         raise ValueError(f"{path}: {config.architecture} through transformers {config.transformers}: {why}") from error
     return decoder
+
+
+def checked(decoder: ForeignDecoder, backend: Callable[[KVPool], AttentionBackend]) -> list[Tensor]:
+    """Check the decoder and return `check`. If its code does not continue a state in a chunk, it gets single tokens."""
+    try:
+        return check(decoder, backend)
+    except ValueError:
+        if not decoder.states:
+            raise
+    decoder.stepwise = True
+    return check(decoder, backend)
 
 
 def read_module(path: Path, config: ModelConfig) -> Any:
@@ -82,11 +95,26 @@ def read_module(path: Path, config: ModelConfig) -> Any:
     return module
 
 
-def use_products(module: nn.Module, linear: LinearFormat, stored: torch.dtype) -> None:
-    """Replace the linear layers by products in a weight format. Weights that fit are passed in the dtype `stored`."""
+@contextmanager
+def called_modules(root: nn.Module) -> Iterator[set[nn.Module]]:
+    """Return a set to which the modules below `root` are added that are called in the `with` block."""
+    called: set[nn.Module] = set()
+    hooks = [one.register_forward_pre_hook(lambda module, _: called.add(module)) for one in root.modules()]
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def use_products(module: nn.Module, linear: LinearFormat, stored: torch.dtype, called: set[nn.Module]) -> None:
+    """Replace the linear layers by products in a weight format. Weights that fit are passed in the dtype `stored`.
+
+    Layers that were not `called` stay as they are, because the code may read their weights instead (Jamba).
+    """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) not in {nn.Linear, Conv1D}:
+            if type(child) not in {nn.Linear, Conv1D} or child not in called:
                 continue
             weight: Tensor = child.weight.detach()  # type: ignore[operator]
             weight = weight.T.contiguous() if type(child) is Conv1D else weight

@@ -267,6 +267,7 @@ class ModelConfig:
     logit_softcap: float = 0.0
     drafter_layers: int = 0
     transformers: str = ""
+    units: tuple[int, ...] = ()  # those of the states of transformers' modules (see `state_units`)
 
     @property
     def num_layers(self) -> int:
@@ -313,7 +314,7 @@ def unit_sizes(spec: DeltaSpec | SsmSpec) -> tuple[int, ...]:
 def state_units(config: ModelConfig) -> tuple[int, ...]:
     """Return the sizes of the units of a request's state, in float32 elements: layer by layer, see `unit_sizes`."""
     recurrent = (layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaSpec | SsmSpec))
-    return tuple(size for spec in recurrent for size in unit_sizes(spec))
+    return (*(size for spec in recurrent for size in unit_sizes(spec)), *config.units)
 
 
 def unit_places(units: Sequence[int], row_size: int) -> list[tuple[int, int]]:

@@ -10,7 +10,8 @@ from shared.model_files import text_values
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_COUNT = 2**31 - 1
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last two are those of GPT-2 and DBRX
+# The maximum length, by its name in most models, GPT-2, DBRX and Kimi Linear.
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 
 
 def read_model(directory: Path, name: str, max_model_len: int, created: int) -> ModelCard:

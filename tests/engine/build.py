@@ -112,9 +112,9 @@ class States:
     A request reads its current state and writes the other one, as in the scheduler.
     """
 
-    def __init__(self, first_row: int, rows: int) -> None:
-        """`rows` is the number of rows of a state."""
-        self._next, self._size = first_row, rows
+    def __init__(self, first_row: int, rows: int, in_one_piece: bool = True) -> None:
+        """`rows` is the number of rows of a state, of which only the first is named if it is `in_one_piece`."""
+        self._next, self._size, self._named = first_row, rows, 1 if in_one_piece else rows
         self._sets: dict[str, tuple[int, int]] = {}
 
     def use(self, slices: Sequence[Slice]) -> None:
@@ -124,8 +124,15 @@ class States:
                 self._sets[one.request.id] = self._next, self._next + self._size
                 self._next += 2 * self._size
             current, other = self._sets[one.request.id]
-            one.state = StateUse((current,) if one.start else None, (other,))
+            read, write = (tuple(range(row, row + self._named)) for row in (current, other))
+            one.state = StateUse(read if one.start else None, write)
             self._sets[one.request.id] = other, current
+
+
+def states_in(groups: Sequence[Group], first_row: int) -> States | None:
+    """Return states in the rows of a pool from `first_row` on, or None if the model has none."""
+    rows = [group.rows for group in groups if group.kind == "state"]
+    return States(first_row, *rows, in_one_piece=False) if rows else None
 
 
 def layout_of(model: Decoder, num_blocks: int, block_tokens: int) -> KVLayout:

@@ -17,11 +17,13 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     FalconConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
+    JambaConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -37,11 +39,12 @@ from engine.cpu.selection import attention_on_cpu, linear_on_cpu
 from engine.foreign.check import check
 from engine.foreign.config import choose_config, read_foreign_config
 from engine.foreign.decoder import ForeignDecoder
-from engine.foreign.load import load_foreign
+from engine.foreign.load import checked, load_foreign, read_module
 from engine.kv_pool import KVPool
 from engine.options import BuildOptions, check_options
 from engine.startup import EngineComponents
-from tests.engine.build import Blocks, generate
+from scheduler.request import Slice, StateUse
+from tests.engine.build import Blocks, generate, run_step, states_in
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -73,6 +76,13 @@ CONFIGS: dict[str, PretrainedConfig] = {
         num_kv_shared_layers=2,
     ),
     "deepseek, keys larger than values": DeepseekV3Config(**LATENT),
+    "lfm2, short convolutions": Lfm2Config(**GROUPED, layer_types=["conv", "full_attention", "conv"]),
+    "falcon h1, states next to attention": FalconH1Config(
+        **GROUPED, mamba_d_ssm=96, mamba_n_heads=6, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2
+    ),
+    "jamba, weights that are read": JambaConfig(
+        **GROUPED, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, mamba_dt_rank=4
+    ),
 }  # fmt: skip
 
 
@@ -95,7 +105,7 @@ def load(where: Path) -> ForeignDecoder:
 
 
 def built(where: Path, **options: Any) -> EngineComponents:
-    return build(BuildOptions(str(where), threads=1, num_blocks=256, **options))
+    return build(BuildOptions(str(where), threads=1, num_blocks=512, **options))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -106,12 +116,53 @@ def test_requests_in_company_get_the_tokens_of_generate(name: str, tmp_path: Pat
     expected = [
         reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0].tolist() for prompt in prompts
     ]
-    components = built(tmp_path, model_impl="transformers", block_size=4)
+    components = built(tmp_path, model_impl="transformers", block_size=16)
     for budget in (7, 64):
-        blocks = Blocks(256, 4, components.groups)
+        blocks, states = Blocks(256, 16, components.groups), states_in(components.groups, 256)
         requests = [blocks.request(prompt, max_tokens=12) for prompt in prompts]
-        found = generate(components.runner, requests, budget)
+        found = generate(components.runner, requests, budget, states)
         assert [prompt + tokens for prompt, tokens in zip(prompts, found, strict=True)] == expected
+
+
+def test_a_state_is_saved_inside_a_chunk(tmp_path: Path) -> None:
+    save(CONFIGS["falcon h1, states next to attention"], tmp_path)
+    components = built(tmp_path, model_impl="transformers", block_size=16)
+    size = components.groups[-1].rows
+    own, saved, other = (tuple(range(first, first + size)) for first in (256, 256 + size, 256 + 2 * size))
+    prompt = [Random(3).randrange(3, 97) for _ in range(21)]
+    request = Blocks(256, 16, components.groups).request(prompt)
+    run_step(components.runner, [Slice(request, 0, 21, True, 0, StateUse(None, own, 16, saved))])
+    answer, request.tokens = request.tokens, list(prompt)
+    run_step(components.runner, [Slice(request, 16, 5, True, 0, StateUse(saved, other))])
+    assert request.tokens == answer
+    assert len(answer) == 22
+    rows = components.memory.rows.view("float32")
+    assert rows[list(own)].any()
+    assert abs(rows[list(own)] - rows[list(other)]).max() < 1e-5
+
+
+def test_code_that_starts_chunks_without_a_state_gets_single_tokens(tmp_path: Path) -> None:
+    save(CONFIGS["lfm2, short convolutions"], tmp_path)
+    config = read_foreign_config(tmp_path)
+    module = read_module(tmp_path, config)
+    for layer in module.model.layers:
+        if not layer.is_attention_layer:
+            layer.conv.register_forward_pre_hook(without_state, with_kwargs=True)
+    decoder = ForeignDecoder(module, config)
+    with pytest.raises(ValueError, match="computed in chunks, with other prompts has logits that differ"):
+        check(decoder, backend)
+    checked(decoder, backend)
+    assert decoder.stepwise
+
+
+def without_state(
+    module: Any, given: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace the state by an empty one if there are several tokens."""
+    cache, hidden = options["cache"], given[0] if given else options["hidden_states"]
+    if cache is not None and hidden.shape[1] > 1:
+        cache.layers[module.layer_idx].reset()
+    return given, options
 
 
 def test_sizes_of_keys_and_values_are_those_that_the_model_has(tmp_path: Path) -> None:
@@ -161,11 +212,6 @@ REFUSED: dict[str, tuple[PretrainedConfig, dict[str, Any], str]] = {
         BloomConfig(vocab_size=97, hidden_size=48, n_layer=3, n_head=4),
         {},
         "has no attribute 'max_position",
-    ),
-    "recurrent states": (
-        Lfm2Config(**GROUPED, layer_types=["conv", "full_attention", "conv"]),
-        {},
-        "has conv: layers with recurrent states",
     ),
     "chosen tokens": (
         DeepseekV32Config(**LATENT, index_topk=8, index_n_heads=2, index_head_dim=16),

@@ -10,13 +10,13 @@ import transformers
 from engine.components import build
 from engine.options import BuildOptions
 from tests.cluster.harness import FORK_SERVER
-from tests.engine.build import Blocks, generate
+from tests.engine.build import Blocks, generate, states_in
 from tests.sweep.tiny_configs import tiny_model
 
 LIMIT_S = 600.0  # for one class; many times the usual
 COUNT = 12
 VOCABULARY = 97
-NUM_BLOCKS, BLOCK_TOKENS = 256, 4
+NUM_ROWS, BLOCK_TOKENS = 1024, 16
 WRONG = "wrong: "  # begins the outcome of a class that is neither right nor refused
 
 
@@ -59,12 +59,14 @@ def outcome(name: str) -> str:
     with tempfile.TemporaryDirectory() as directory:
         tiny_model(name, VOCABULARY).save_pretrained(directory)
         options = BuildOptions(
-            directory, model_impl="transformers", threads=1, num_blocks=NUM_BLOCKS, block_size=BLOCK_TOKENS
+            directory, model_impl="transformers", threads=1, num_blocks=NUM_ROWS, block_size=BLOCK_TOKENS
         )
         try:
             components = build(options)
         except ValueError as error:
             reason = str(error).removeprefix(directory).removeprefix("/config.json").removeprefix(": ")
+            if reason.startswith("starting the engine"):  # an unexpected error
+                return f"{WRONG}{reason}"
             return reason.removeprefix(f"{name} through transformers {transformers.__version__}: ")
         model = getattr(transformers, name).from_pretrained(directory, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
@@ -74,8 +76,12 @@ def outcome(name: str) -> str:
         for prompt in prompts
     ]
     for budget in (7, 64):
-        blocks = Blocks(NUM_BLOCKS, BLOCK_TOKENS, components.groups)
-        found = generate(components.runner, [blocks.request(prompt, max_tokens=COUNT) for prompt in prompts], budget)
+        blocks, states = (
+            Blocks(NUM_ROWS // 2, BLOCK_TOKENS, components.groups),
+            states_in(components.groups, NUM_ROWS // 2),
+        )
+        requests = [blocks.request(prompt, max_tokens=COUNT) for prompt in prompts]
+        found = generate(components.runner, requests, budget, states)
         if found != expected:
             return f"{WRONG}{found} instead of {expected} with a budget of {budget} tokens"
     return ""

@@ -33,6 +33,10 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"moe_layer_end_index", LAYERS - 1),
     (r"sliding_window(_size)?|(attention_)?window_size|local_attention", WINDOW),
     (r"query_pre_attn_scalar", 12),
+    (r"mamba_(n|num)_heads|(mamba_d_|ssm_)?state(_size)?", 8),
+    (r"mamba_d_head", HEAD_DIM),
+    (r"mamba_d_ssm", 8 * HEAD_DIM),
+    (r"(mamba_)?n_groups", 2),
 )  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -42,6 +46,7 @@ PER_LAYER = re.compile(r".*(layer_types?|layers_block_types?|block_types|indexer
 GEMMA4_DRAFTER = {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
 # Classes whose sizes depend on each other in ways of their own.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
     "BltForCausalLM": {"encoder_hash_byte_group_vocab": 97},
     "CohereCompassForCausalLM": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ROPE)},
     "DbrxForCausalLM": {
@@ -56,6 +61,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "Gemma4AssistantForCausalLM": GEMMA4_DRAFTER,
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], LAYERS // 2]]},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)},
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "LongcatFlashForCausalLM": {"head_dim": 8},
@@ -66,7 +73,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "XmodForCausalLM": {"default_language": "en_XX"},
-    "ZambaForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"] * (LAYERS // 2)},
+    "ZambaForCausalLM": {
+        "layers_block_type": ["linear_attention", "hybrid"] * (LAYERS // 2),
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 2 * HEAD_DIM,
+    },
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.requests import ModelCard
+from router.http.anthropic import AnthropicApi, CountTokensBody, MessagesBody
 from router.http.asgi import ResponseWriter, deadline_of, read_body, to_response, while_connected
 from router.http.auth import ApiCors, ApiKeys, AuthMiddleware
 from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
@@ -105,10 +106,13 @@ def build_app(
 
 def _body_routes(handlers: "ApiHandlers", responses: ResponsesApi, body_timeout_s: float) -> list[Route]:
     """Return the routes that take a JSON body, and those of stored responses."""
+    messages = AnthropicApi(handlers.generation)
     posts: list[tuple[str, type[Body], Callable[[Body, ResponseWriter], Awaitable[None]]]] = [
         ("/v1/completions", CompletionBody, handlers.completions),
         ("/v1/chat/completions", ChatBody, handlers.completions),
         ("/v1/responses", ResponsesBody, responses.create),
+        ("/v1/messages", MessagesBody, messages.create),
+        ("/v1/messages/count_tokens", CountTokensBody, messages.count_tokens),
         *((path, TokenizeBody, handlers.tokenize) for path in TOKENIZE),
         *((path, DetokenizeBody, handlers.detokenize) for path in DETOKENIZE),
     ]

@@ -31,6 +31,8 @@ STREAM_HEADERS = {"content-type": STREAM_TYPE, "cache-control": "no-cache", "x-a
 CLIENT_GONE = 499  # nginx's status for a client that disconnected; used only in the access log
 KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_limit"}  # the `type` of an error
 KINDS |= {503: "service_unavailable", 504: "timeout"}
+ANTHROPIC = "/v1/messages"  # the path of Anthropic's API, which has other names for some types of errors
+ANTHROPIC_KINDS = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
 SCOPE_KEY = "baton.identity"  # the key of the Identity in the ASGI scope
 
 
@@ -142,11 +144,19 @@ def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[s
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers
 
 
+def error_body(path: str, value: dict[str, Any]) -> dict[str, Any]:
+    """Return an error in the format of the API that the path belongs to: OpenAI's or Anthropic's."""
+    if not path.startswith(ANTHROPIC):
+        return value
+    kind = ANTHROPIC_KINDS.get(value["error"]["type"], value["error"]["type"])
+    return {"type": "error", **value, "error": value["error"] | {"type": kind}}
+
+
 def to_response(request: Request, error: Exception) -> Response:
     """Return an error as a response. This is the app's exception handler."""
     label = label_of(request.scope)
     status, value, headers = described(error, label)
-    return JSONResponse(value, status, headers | {"x-request-id": label})
+    return JSONResponse(error_body(request.url.path, value), status, headers | {"x-request-id": label})
 
 
 class ResponseWriter:
@@ -210,12 +220,14 @@ class ResponseWriter:
     async def fail(self, error: Exception) -> None:
         """Send an error as the response or, if a stream has started, as the stream's last event."""
         status, value, headers = described(error, self._label)
+        value = error_body(self.scope["path"], value)
         if self._is_complete:
             return
         if not self._streams:
             await self.json(value, status, headers)
         else:
-            await self.events(event(value))
+            name = b"event: error\n" if self.scope["path"].startswith(ANTHROPIC) else b""
+            await self.events(name + event(value))
             await self.end()
         self._outcome = type(error).__name__
 

@@ -199,7 +199,10 @@ def matches(routes: Sequence[BaseRoute], scope: Scope) -> bool:
 def key_of(scope: Scope) -> bytes:
     """Return the key of a request, or b"" if it has none. In a Basic header, the key is the password. Basic is accepted
     only for GET and HEAD, because browsers also add the header to requests that pages of other sites start."""
-    given = Headers(scope=scope).getlist("authorization")
+    headers = Headers(scope=scope)
+    given = headers.getlist("authorization")
+    if not given and len(keys := headers.getlist("x-api-key")) == 1:  # as in Anthropic's API
+        return keys[0].encode("latin-1")
     scheme, _, value = (given[0] if len(given) == 1 else "").partition(" ")
     value = value.strip()
     if scheme.lower() == "bearer":

@@ -21,7 +21,9 @@ from router.http.messages import (
     MAX_TOOLS,
     ChatMessages,
     Strict,
+    ToolChoice,
     Tools,
+    check_tool_choice,
     check_tool_names,
     check_tool_results,
 )
@@ -59,8 +61,7 @@ EXPECTED = {
     "images, files and URLs are not supported",
     "chat_template_kwargs": f"must be an object of at most {MAX_TEMPLATE_ARGUMENTS} strings, numbers and booleans",
     "tools": f"must be a list of at most {MAX_TOOLS} functions",
-    "tool_choice": 'must be "none" or "auto"; "required" and named functions are not supported yet',
-    "strict": "must be false: arguments are not yet enforced",
+    "tool_choice": 'must be "none", "auto", "required" or an object with the type "function" and a function\'s name',
 }
 NESTED = {
     "messages": 3,
@@ -69,6 +70,7 @@ NESTED = {
     "structured_outputs": 2,
     "tools": 4,
     "input": 6,
+    "thinking": 2,
     "text": 3,
     "reasoning": 2,
 }  # how many parts of an error's location form the parameter's name
@@ -263,7 +265,7 @@ class ChatBody(GenerateBody):
     max_completion_tokens: TokenCount | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: ReasoningEffort | None = None
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: ToolChoice = "auto"
     tools: Tools = []
     top_logprobs: LogprobCount | None = None
 
@@ -275,6 +277,7 @@ class ChatBody(GenerateBody):
             own = {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": self.reasoning_effort}
             self.chat_template_kwargs = own | self.chat_template_kwargs
         check_tool_names(self.tools)
+        check_tool_choice(self.tool_choice, self.tools)
         check_tool_results(self.messages)
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("`top_logprobs` is only allowed with `logprobs`.", "top_logprobs")
@@ -343,6 +346,11 @@ def parse_body(kind: type[BodyType], raw: bytes, models: Sequence[str]) -> BodyT
         if key not in IGNORED and key not in UNSUPPORTED:
             raise RequestError(f"Unknown parameter: `{key[:MAX_NAME]}`.", key[:MAX_NAME], "unknown_parameter")
         del fields[key]
+    return validated(kind, fields)
+
+
+def validated(kind: type[BodyType], fields: dict[str, Any]) -> BodyType:
+    """Return a body with these fields. Raises RequestError, naming the parameter, if one is invalid."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.requests import GenerationRequest, ModelCard
-from router.http.asgi import ResponseWriter
+from router.http.asgi import Identity, ResponseWriter
 from router.http.bodies import ChatBody, CompletionBody
 from router.http.output import Output, RequestOutput
 from router.http.parsing import build_requests
@@ -40,9 +40,21 @@ class GenerationService:
     ) -> list[GenerationRequest]:
         """Name the reply, and return a request for each prompt of the body. Raises RequestError."""
         reply.name(request_id)
-        about = (request_id, reply.traceparent, reply.identity, reply.deadline)
+        return await self.build(body, request_id, reply.identity, reply.traceparent, reply.deadline)
+
+    async def build(
+        self,
+        body: CompletionBody | ChatBody,
+        request_id: str,
+        identity: Identity,
+        traceparent: str = "",
+        deadline: float | None = None,
+    ) -> list[GenerationRequest]:
+        """Return a request for each prompt of the body. Raises RequestError."""
         adapter = self.adapters().get(body.model or "", "")
-        return await build_requests(body, self.model, self.tokenizer, *about, self.grammars, adapter)
+        return await build_requests(
+            body, self.model, self.tokenizer, request_id, traceparent, identity, deadline, self.grammars, adapter
+        )
 
     def output(
         self, body: CompletionBody | ChatBody, request_id: str, requests: list[GenerationRequest], arrived: float

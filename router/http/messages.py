@@ -20,7 +20,7 @@ Strict = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-def _check_depth(value: Any) -> Any:
+def check_depth(value: Any) -> Any:
     """Raise an error if lists and objects are nested more than MAX_DEPTH levels deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -37,7 +37,7 @@ def _items(value: object) -> Iterable[Any]:
 def _check_object_schema(value: Any) -> Any:
     if isinstance(value, dict) and (value.get("type", "object") != "object" or not _has_properties(value)):
         raise PydanticCustomError("schema", 'must be a JSON schema of the type "object"')
-    return _check_depth(value)
+    return check_depth(value)
 
 
 def _has_properties(schema: dict[str, Any]) -> bool:
@@ -52,7 +52,7 @@ class FunctionDefinition(BaseModel):
     name: FunctionName
     description: str | None = None
     parameters: Annotated[dict[str, Any], BeforeValidator(_check_object_schema)] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class ToolDefinition(BaseModel):
@@ -65,6 +65,24 @@ class ToolDefinition(BaseModel):
     def plain(self) -> dict[str, Any]:
         """Return the tool in the form that chat templates expect."""
         return {"type": "function", "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
+
+
+class FunctionChoice(BaseModel):
+    """The name of a function."""
+
+    model_config = Strict
+    name: FunctionName
+
+
+class NamedChoice(BaseModel):
+    """A `tool_choice` that requires a call of one function."""
+
+    model_config = Strict
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 class FunctionCall(BaseModel):
@@ -82,7 +100,7 @@ class FunctionCall(BaseModel):
             value = None
         if not isinstance(value, dict):
             raise PydanticCustomError("arguments", "`arguments` must be the text of a JSON object")
-        _check_depth(value)
+        check_depth(value)
         return value
 
 
@@ -195,6 +213,16 @@ def check_tool_names(tools: Sequence[ToolDefinition]) -> None:
             text = f"`tools[{number}].function.name` is the name of an earlier tool: `{tool.function.name}`."
             raise RequestError(text, f"tools[{number}].function.name", "invalid_value")
         names.add(tool.function.name)
+
+
+def check_tool_choice(choice: ToolChoice, tools: Sequence[ToolDefinition]) -> None:
+    """Raise RequestError if the choice requires a call of a function that is not there."""
+    names = [tool.function.name for tool in tools]
+    if choice == "required" and not names:
+        raise RequestError("`tool_choice` is required, but there are no `tools`.", "tool_choice", "invalid_value")
+    if isinstance(choice, NamedChoice) and choice.function.name not in names:
+        text = f"`tool_choice` names the function `{choice.function.name}`, which is not in `tools`."
+        raise RequestError(text, "tool_choice", "invalid_value")
 
 
 def schemas_of(tools: Sequence[ToolDefinition]) -> Mapping[str, Mapping[str, Any]]:

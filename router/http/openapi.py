@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from router.http.anthropic import CountTokensBody, MessagesBody
 from router.http.bodies import IGNORED, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.http.response_bodies import ResponsesBody
 from router.http.responses import dump
@@ -68,11 +69,22 @@ RESPONSE: Schema = {  # OpenAI documents all of its fields
     "properties": {"id": TEXT, "object": {"const": "response"}, "status": TEXT, "output": list_of(ANY)},
     "required": ["id", "object", "created_at", "status", "model", "output", "usage", "error"],
 }
+ANSWERED_MESSAGE = record(
+    **dict.fromkeys(("id", "model"), TEXT),
+    **dict.fromkeys(("stop_reason", "stop_sequence"), nullable(TEXT)),
+    type={"const": "message"},
+    role={"const": "assistant"},
+    content=list_of(ANY),
+    usage=ANY,
+)
 TOKENS = record(count=WHOLE, max_model_len=WHOLE, tokens=TOKEN_IDS, token_strs=nullable(list_of(TEXT)))
 MODEL = record(
     object={"const": "model"}, id=TEXT, created=WHOLE, owned_by=TEXT, root=TEXT, parent=NULL, max_model_len=WHOLE
 )
-ERROR = record(error=record(message=TEXT, type=TEXT, param=nullable(TEXT), code=nullable(TEXT)))
+ERROR = record(  # in Anthropic's API with a type
+    {"type": {"const": "error"}},
+    error=record(message=TEXT, type=TEXT, param=nullable(TEXT), code=nullable(TEXT)),
+)
 DOCS = "/docs"
 TOKENIZE, DETOKENIZE = ("/tokenize", "/v1/tokenize"), ("/detokenize", "/v1/detokenize")
 POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -81,6 +93,8 @@ POSTS: dict[str, tuple[type[Body], Schema, Schema]] = {
     "/v1/completions": (CompletionBody, COMPLETION, STREAM),
     "/v1/chat/completions": (ChatBody, CHAT, STREAM),
     "/v1/responses": (ResponsesBody, RESPONSE, STREAM),
+    "/v1/messages": (MessagesBody, ANSWERED_MESSAGE, STREAM),
+    "/v1/messages/count_tokens": (CountTokensBody, record(input_tokens=WHOLE), {}),
     **dict.fromkeys(TOKENIZE, (TokenizeBody, TOKENS, {})),
     **dict.fromkeys(DETOKENIZE, (DetokenizeBody, record(prompt=TEXT), {})),
 }

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 from router.dispatch.requests import GenerationRequest, ModelCard
 from router.http.asgi import ANONYMOUS, Identity
 from router.http.bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody
-from router.http.tools import check_tools
+from router.http.tools import call_grammar, check_tools, enforces_calls
 from router.text.answer_grammar import after_reasoning
 from router.text.grammar_check import GrammarChecker
 from router.text.tokenizer import Tokenizer
@@ -57,8 +57,12 @@ async def build_requests(
         sampling.bad_words = await run_in_thread(_spellings, body.bad_words, model, tokenizer)
     prompts = await _encoded(body, model, tokenizer)
     grammar = await _grammar(body, model, grammars or GrammarChecker(), tokenizer)
-    if grammar and isinstance(body, ChatBody):
-        grammar = after_reasoning(grammar, tokenizer, prompts[0])
+    if isinstance(body, ChatBody):
+        if has_calls := enforces_calls(body):
+            _check_can_end(body, model, "tools")
+            grammar = await asyncio.to_thread(call_grammar, body, tokenizer, grammars or GrammarChecker())
+        if grammar:
+            grammar = after_reasoning(grammar, tokenizer, prompts[0], has_channels=has_calls)
     ignores_eos = body.ignore_eos and not grammar
     stop_tokens = frozenset(body.stop_token_ids) | (frozenset() if ignores_eos else model.eos_ids)
     salt = cache_namespace(identity.tenant, body.cache_salt, adapter)
@@ -94,10 +98,14 @@ async def _grammar(body: GenerateBody, model: ModelCard, checker: GrammarChecker
     constraint = body.constraint()
     if constraint is None:
         return ""
+    _check_can_end(body, model, constraint.param)
+    return await asyncio.to_thread(constraint.grammar, checker, tokenizer)
+
+
+def _check_can_end(body: GenerateBody, model: ModelCard, param: str) -> None:
     if not (model.eos_ids or body.stop_token_ids):
         text = "This model has no stop token, so an answer cannot end where its grammar does: set `stop_token_ids`."
-        raise RequestError(text, constraint.param)
-    return await asyncio.to_thread(constraint.grammar, checker, tokenizer)
+        raise RequestError(text, param)
 
 
 def cache_namespace(tenant: str, cache_salt: str | None, adapter: str = "") -> bytes:

@@ -5,24 +5,35 @@ item of `input` becomes a message or a part of one: reasoning, text and calls of
 form one message.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from router.http.bodies import ChatBody, GenerateBody, LogprobCount, ReasoningEffort, TemplateArguments, TokenCount
+from router.http.bodies import (
+    ChatBody,
+    GenerateBody,
+    LogprobCount,
+    ReasoningEffort,
+    TemplateArguments,
+    TokenCount,
+    validated,
+)
 from router.http.messages import (
     MAX_CALL_ID,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
     FunctionCall,
+    FunctionChoice,
     FunctionDefinition,
     FunctionName,
+    NamedChoice,
     Strict,
     ToolDefinition,
 )
+from router.http.structured import JsonSchema, ResponseFormat
 from shared.errors import RequestError
 
 Id = Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)]
@@ -30,11 +41,9 @@ INCLUDES = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
-def _kind(default: str) -> Callable[[Any], str]:
-    """Return a function that returns the tag of an item or a part, which "~" marks in the locations of errors."""
-    return lambda value: (
-        "~" + str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", ""))
-    )
+def tag_of(value: Any, default: str = "") -> str:
+    """Return the tag of a value in a union. In the locations of errors, "~" marks a tag."""
+    return "~" + str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", ""))
 
 
 class InputText(BaseModel):
@@ -56,7 +65,7 @@ class RefusalPart(BaseModel):
 
 
 def _kind_of_part(value: Any) -> str:
-    kind = _kind("")(value)
+    kind = tag_of(value)
     return "~input_text" if kind == "~output_text" else kind
 
 
@@ -138,7 +147,11 @@ Item = Annotated[
     | Annotated[CallItem, Tag("~function_call")]
     | Annotated[CallOutputItem, Tag("~function_call_output")]
     | Annotated[ReasoningItem, Tag("~reasoning")],
-    Discriminator(_kind("message"), "item", "must be a message, function_call, function_call_output or reasoning"),
+    Discriminator(
+        lambda value: tag_of(value, "message"),
+        "item",
+        "must be a message, function_call, function_call_output or reasoning",
+    ),
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 TextOrItems = Annotated[
@@ -170,10 +183,29 @@ class ReasoningOptions(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """The format of the text."""
+    """The format of the text: that of `response_format`, without nesting."""
 
     model_config = Strict
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    def response_format(self) -> ResponseFormat:
+        """Return the same format for a chat. Raises RequestError."""
+        if self.type != "json_schema":
+            return ResponseFormat(type=self.type)
+        if self.schema_ is None:
+            raise RequestError("`text.format` needs a `schema`.", "text.format.schema", "invalid_value")
+        schema = JsonSchema.model_validate({"name": self.name or "answer", "schema": self.schema_})
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+class ResponseChoice(FunctionChoice):
+    """A `tool_choice` that requires a call of one function."""
+
+    type: Literal["function"]
 
 
 class TextOptions(BaseModel):
@@ -203,7 +235,7 @@ class ResponsesBody(GenerateBody):
     return_token_ids: Literal[False] = False
     store: bool | None = None
     text: TextOptions = TextOptions()
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Literal["none", "auto", "required"] | ResponseChoice = "auto"
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
     top_logprobs: LogprobCount | None = None
     truncation: Literal["disabled"] = "disabled"
@@ -228,8 +260,16 @@ class ResponsesBody(GenerateBody):
         fields = {name: getattr(self, name) for name in self.model_fields_set & GenerateBody.model_fields.keys()}
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in self.tools]
+        if self.text.format is not None:
+            if self.response_format is not None:
+                raise RequestError("Give `text.format` or `response_format`, not both.", "text.format")
+            fields["response_format"] = self.text.format.response_format()
+        choice: Any = self.tool_choice
+        if isinstance(choice, ResponseChoice):
+            choice = NamedChoice(type="function", function=FunctionChoice(name=choice.name))
         _check_outputs(self.items, {item.call_id for item in context if isinstance(item, CallItem)})
-        return ChatBody.model_validate(
+        return validated(
+            ChatBody,
             fields
             | {
                 "messages": system + messages_of([*context, *self.items]),
@@ -238,10 +278,10 @@ class ResponsesBody(GenerateBody):
                 "reasoning_effort": self.reasoning.effort,
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "tools": [ToolDefinition.model_validate({"type": "function", "function": tool}) for tool in tools],
-                "tool_choice": self.tool_choice,
+                "tool_choice": choice,
                 "logprobs": self.has_logprobs,
                 "top_logprobs": self.top_logprobs if self.has_logprobs else None,
-            }
+            },
         )
 
 

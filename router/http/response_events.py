@@ -55,8 +55,8 @@ class ResponseEvents:
             "service_tier": "default",
             "store": bool(body.store),
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}, "verbosity": body.text.verbosity or "medium"},
-            "tool_choice": body.tool_choice,
+            "text": {"format": _format(body), "verbosity": body.text.verbosity or "medium"},
+            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
             "tools": [{"strict": False} | tool.model_dump(exclude_none=True) for tool in body.tools],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
@@ -212,6 +212,12 @@ class ResponseEvents:
         events.append(self._event("response.output_item.done", output_index=place, item=_copy(item)))
         self._item = None
         return events
+
+
+def _format(body: ResponsesBody) -> dict[str, Any]:
+    if body.text.format is None:
+        return {"type": "text"}
+    return body.text.format.model_dump(exclude_none=True, by_alias=True)
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from router.dispatch.requests import GenerationRequest
 from router.http.asgi import Identity, described
 from router.http.generation import GenerationService
 from router.http.output import OutputProcessor, PromptOutput
-from router.http.parsing import build_requests
 from router.http.response_bodies import ResponsesBody, items_of
 from router.http.response_events import Event, ResponseEvents
 from router.metrics.request_metrics import SampleTimings, SloTargets
@@ -241,8 +240,8 @@ class ResponseRuns:
         run_id = f"{response_id}-{token_hex(4)}"  # the nodes may still run the request of the router that died
         chat = body_of(stored).to_chat(items_of(stored.context))
         chat.seed = stored.seed
-        service, identity = self._generation, Identity(stored.tenant, stored.is_admin)
-        (request,) = await build_requests(chat, service.model, service.tokenizer, run_id, identity=identity)
+        identity = Identity(stored.tenant, stored.is_admin)
+        (request,) = await self._generation.build(chat, run_id, identity)
         request.prompt, request.max_tokens = unpack_ids(stored.prompt), stored.max_tokens
         request.generated = tuple(token for delta in known for token in unpack_ids(delta.tokens))
         log.info("took over response %s after %d tokens", response_id, len(request.generated))

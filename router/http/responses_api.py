@@ -27,7 +27,9 @@ from router.responses_store import StoredResponse
 from shared.errors import RequestError
 from shared.rpc.messages import pack_ids
 
-PARAMS = {"messages": "input", "max_tokens": "max_output_tokens"}  # names of a chat's parameters in this API
+# Names of a chat's parameters in this API.
+PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+PARAMS |= {"response_format.json_schema.schema": "text.format.schema"}
 PATH = "/v1/responses/{id}"
 MAX_LIMIT = 100
 NEEDS_STORE = "needs a store of responses; start the router with --responses-store"
@@ -39,7 +41,10 @@ def named_parameters() -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        error.param = PARAMS.get(error.param or "", error.param)
+        param = error.param or ""
+        error.param = PARAMS.get(
+            param, param.replace("].function.", "].") if param.startswith("tools[") else error.param
+        )
         raise
 
 
@@ -86,7 +91,7 @@ class ResponsesApi:
             tenant=reply.identity.tenant,
             is_admin=reply.identity.is_admin,
             created=int(time.time()),
-            body=body.model_dump_json(exclude_unset=True).encode(),
+            body=body.model_dump_json(exclude_unset=True, by_alias=True).encode(),
             context=items_to_json(context),
             prompt=pack_ids(request.prompt),
             max_tokens=request.max_tokens,

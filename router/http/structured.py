@@ -83,8 +83,8 @@ class ResponseFormat(BaseModel):
             text = "`response_format` must have `json_schema` if, and only if, its type is `json_schema`."
             raise RequestError(text, "response_format")
         if self.json_schema is not None:
-            return _of_schema(self.json_schema.schema_, "response_format.json_schema.schema")
-        return _of_schema({"type": "object"}, "response_format") if self.type == "json_object" else None
+            return schema_constraint(self.json_schema.schema_, "response_format.json_schema.schema")
+        return schema_constraint({"type": "object"}, "response_format") if self.type == "json_object" else None
 
 
 class StructuredOutputs(BaseModel):
@@ -129,7 +129,7 @@ class StructuredOutputs(BaseModel):
             options["whitespace_pattern"] = None
         elif self.whitespace_pattern is not None:
             options["whitespace_pattern"] = self.whitespace_pattern
-        return _of_schema(schema, param, **options)
+        return schema_constraint(schema, param, **options)
 
 
 def _of_tags(value: dict[str, Any], param: str) -> Constraint:
@@ -144,11 +144,12 @@ def _of_tags(value: dict[str, Any], param: str) -> Constraint:
         raise RequestError(f"`{param}`: {place}: {first['msg']}.", param, "invalid_value") from None
     tags.check(param)
     for tag in tags.structures:
-        _of_schema(tag.schema_, param)
+        schema_constraint(tag.schema_, param)
     return Constraint(param, "", tags=tags)
 
 
-def _of_schema(schema: Schema, param: str, **options: Any) -> Constraint:
+def schema_constraint(schema: Schema, param: str, **options: Any) -> Constraint:
+    """Return the constraint that a text is JSON that matches the schema. Raises RequestError if it is too large."""
     if _depth(schema) > MAX_DEPTH:
         raise RequestError(f"`{param}` is nested deeper than {MAX_DEPTH} levels.", param, "invalid_grammar")
     _check_size(len(json.dumps(schema, ensure_ascii=False).encode()), param)

@@ -15,17 +15,18 @@ def prompt_end(tokenizer: Tokenizer, prompt: list[int]) -> str:
     return tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False).rstrip()
 
 
-def after_reasoning(grammar: str, tokenizer: Tokenizer, prompt: list[int]) -> str:
+def after_reasoning(grammar: str, tokenizer: Tokenizer, prompt: list[int], *, has_channels: bool = False) -> str:
     """Return a grammar whose texts begin with the model's reasoning, if it may reason after this prompt, and end with a
-    text of `grammar`. Both are in llguidance's format."""
-    start = _start(tokenizer, tokenizer.syntax, prompt_end(tokenizer, prompt))
+    text of `grammar`. Both are in llguidance's format. With `has_channels`, the texts of `grammar` begin with a channel
+    of gpt-oss."""
+    start = _start(tokenizer, tokenizer.syntax, prompt_end(tokenizer, prompt), has_channels)
     if not start:
         return grammar
     first, *others = json.loads(grammar)["grammars"]
     return json.dumps({"grammars": [{"lark_grammar": start + LEXEMES}, first | {"name": "answer"}, *others]})
 
 
-def _start(tokenizer: Tokenizer, syntax: AnswerSyntax, before: str) -> str:
+def _start(tokenizer: Tokenizer, syntax: AnswerSyntax, before: str, has_channels: bool) -> str:
     """Return the rules of the reasoning, in Lark. Returns "" if the answer does not begin with reasoning."""
     reasoning = syntax.reasoning
     if reasoning is None or before.endswith(reasoning.end):
@@ -34,7 +35,7 @@ def _start(tokenizer: Tokenizer, syntax: AnswerSyntax, before: str) -> str:
         opens, final = (lark_of(f"<|channel|>{name}<|message|>", tokenizer) for name in ("analysis", "final"))
         thinks = _until(lark_of("<|end|>", tokenizer))
         again = lark_of("<|start|>assistant", tokenizer)
-        return f"start: ({opens} thought {again})* {final} @answer\n{thinks}"
+        return f"start: ({opens} thought {again})* {'' if has_channels else final} @answer\n{thinks}"
     opens, thinks = lark_of(reasoning.start, tokenizer), _until(lark_of(reasoning.end, tokenizer))
     if before.endswith(reasoning.start):
         return f"start: thought SPACE @answer\n{thinks}"

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from router.text.tool_syntax import HARMONY_BODY, HARMONY_ENDS, HARMONY_HEADS, AnswerSyntax, ToolSyntax, XmlTags
 
+MAX_REFERENCES = 8  # of a schema to another one, one after the other
 MAX_HEADER = 256  # characters before a call's arguments; a longer text is no call
 NAME = re.compile(r"[\w.-]{1,64}")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -279,7 +280,7 @@ class AnswerParser:
                 yield from self._skip((reasoning.start,))
                 yield from self._reasoning(reasoning.end)
         if tools is not None:
-            markers += tools.opens + ((tools.tags.name[0],) if tools.tags and tools.tags.name[0] else ())
+            markers += tools.starts()
         while True:
             if tools is not None and tools.bare and not self._has_content and (yield from self._begins_bare(tools)):
                 yield from self._calls(tools)
@@ -433,10 +434,10 @@ class AnswerParser:
         name = yield from self._find((tags.name[1], tags.key[0], tags.end), MAX_HEADER)
         self._begin(tools, name.strip())
         yield from self._skip((tags.name[1],) if tags.name[1].strip() else ())
-        types = self._schemas.get(name.strip(), {}).get("properties") or {}
+        schema = self._schemas.get(name.strip(), {})
         before = "{"
         while (yield from self._next_of((tags.key[0],))):
-            before = yield from self._xml_parameter(tags, types, before)
+            before = yield from self._xml_parameter(tags, schema, before)
             yield from self._skip()
         if not (yield from self._next_of((tags.end,))) and self._is_last:  # the answer ends inside the call
             self._at = len(self._text)
@@ -444,7 +445,7 @@ class AnswerParser:
         self._add("{}" if before == "{" else "}")
         yield from self._skip((tags.end,))
 
-    def _xml_parameter(self, tags: XmlTags, types: Mapping[str, Any], before: str) -> Generator[None, None, str]:
+    def _xml_parameter(self, tags: XmlTags, schema: Mapping[str, Any], before: str) -> Generator[None, None, str]:
         self._at += len(tags.key[0])
         key = (yield from self._find((tags.key[1],))).strip()
         self._at += len(tags.key[1])
@@ -460,7 +461,7 @@ class AnswerParser:
             raise
         self._at += len(tags.value[1])
         value = value.removeprefix(tags.padding).removesuffix(tags.padding)
-        self._add(before + _typed(value, types.get(key)))
+        self._add(before + _typed(value, resolved((schema.get("properties") or {}).get(key), schema)))
         return ", "
 
     def _python(self, tools: ToolSyntax) -> Step:
@@ -499,7 +500,7 @@ def _as_object(text: str) -> str:
 
 def _typed(text: str, schema: object) -> str:
     """Return the JSON of a parameter that a model wrote as plain text, with the type that the schema requires."""
-    types = _types(schema)
+    types = types_of(schema)
     if types == {"string"}:
         return dump(text)
     try:
@@ -510,13 +511,26 @@ def _typed(text: str, schema: object) -> str:
     return dump(value if is_allowed and not (types and isinstance(value, bool) and "boolean" not in types) else text)
 
 
-def _types(schema: object) -> set[str]:
+def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema, or the schema within `root` that it refers to; an empty one if there is none."""
+    for _ in range(MAX_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        schema = root
+        for part in reference[2:].split("/"):
+            schema = schema.get(part) if isinstance(schema, Mapping) else None
+    return dict(schema) if isinstance(schema, Mapping) else {}
+
+
+def types_of(schema: object) -> set[str]:
+    """Return the types of JSON that a schema allows; an empty set if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     given = schema.get("type", [])
     found = {kind for kind in ([given] if isinstance(given, str) else given) if kind in KINDS}
     for entry in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-        found |= _types(entry)
+        found |= types_of(entry)
     if not found and all(isinstance(value, str) for value in schema.get("enum") or (0,)):
         found = {"string"}
     return found

@@ -38,6 +38,19 @@ class XmlTags:
 
 
 @dataclass(frozen=True, slots=True)
+class CallForm:
+    """How calls are written when a grammar enforces them: the texts around the calls, and around each call's name and
+    arguments. `begin` or, if it is empty, `before_name` starts with one of the markers in `opens`."""
+
+    begin: str
+    before_name: str
+    after_name: str
+    after: str
+    separator: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
 class ToolSyntax:
     """How a family writes tool calls. `kind` says what follows one of the markers in `opens`:
 
@@ -56,7 +69,12 @@ class ToolSyntax:
     header: str = ""
     quotes: tuple[str, ...] = ('"',)  # of strings in the arguments
     tags: XmlTags | None = None
+    form: CallForm | None = None  # None if the syntax cannot express all values exactly
     id_form: Literal["", "mistral", "kimi"] = ""  # the form of call ids that the chat template expects
+
+    def starts(self) -> tuple[str, ...]:
+        """Return the texts that begin a call in the middle of an answer."""
+        return self.opens + ((self.tags.name[0],) if self.tags is not None and self.tags.name[0] else ())
 
 
 REASONING: dict[str, ReasoningSyntax] = {
@@ -76,14 +94,28 @@ GLM_TAGS = XmlTags(("", "\n"), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</a
 MINIMAX_TAGS = XmlTags(('<invoke name="', '">'), ('<parameter name="', '">'), ("", "</parameter>"), "</invoke>")
 DEEPSEEK_OPENS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 DEEPSEEK_CLOSES = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+MISTRAL_HEADER = r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
+JSON_CALL = ('{"name": "', '", "arguments": ', "}")
 TOOLS: dict[str, ToolSyntax] = {  # in this order, because the templates of later entries may contain earlier markers
-    "openai": ToolSyntax("harmony", ("<|channel|>", "<|message|>")),
+    "openai": ToolSyntax(
+        "harmony",
+        ("<|channel|>", "<|message|>"),
+        form=CallForm("", "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", "", ""),
+    ),
     "kimi_k2": ToolSyntax(
         "named",
         ("<|tool_call_begin|>",),
         ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         ("<|tool_call_end|>", "<|tool_calls_section_end|>"),
         header=r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*",
+        form=CallForm(
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>functions.",
+            ":0<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "",
+            "<|tool_calls_section_end|>",
+        ),
         id_form="kimi",
     ),
     "deepseek_v3": ToolSyntax(
@@ -92,6 +124,14 @@ TOOLS: dict[str, ToolSyntax] = {  # in this order, because the templates of late
         DEEPSEEK_OPENS,
         ("```", *DEEPSEEK_CLOSES),
         header=r"\s*function<｜tool▁sep｜>([\w.-]+)\s*(?:```json)?\s*",
+        form=CallForm(
+            DEEPSEEK_OPENS[0],
+            DEEPSEEK_OPENS[1] + "function<｜tool▁sep｜>",
+            "\n```json\n",
+            "\n```" + DEEPSEEK_CLOSES[0],
+            "\n",
+            DEEPSEEK_CLOSES[1],
+        ),
     ),
     "deepseek_v31": ToolSyntax(
         "named",
@@ -99,12 +139,33 @@ TOOLS: dict[str, ToolSyntax] = {  # in this order, because the templates of late
         DEEPSEEK_OPENS,
         DEEPSEEK_CLOSES,
         header=r"\s*([\w.-]+)<｜tool▁sep｜>\s*",
+        form=CallForm(
+            DEEPSEEK_OPENS[0], DEEPSEEK_OPENS[1], "<｜tool▁sep｜>", DEEPSEEK_CLOSES[0], "", DEEPSEEK_CLOSES[1]
+        ),
     ),
     "minimax_m2": ToolSyntax(
-        "xml", ("<minimax:tool_call>",), ("<minimax:tool_call>",), ("</minimax:tool_call>",), tags=MINIMAX_TAGS
+        "xml",
+        ("<minimax:tool_call>",),
+        ("<minimax:tool_call>",),
+        ("</minimax:tool_call>",),
+        tags=MINIMAX_TAGS,
+        form=CallForm("<minimax:tool_call>\n", '<invoke name="', '">\n', "</invoke>\n", "", "</minimax:tool_call>"),
     ),
-    "glm45": ToolSyntax("xml", ("<arg_key>",), ("<tool_call>",), tags=GLM_TAGS),
-    "qwen3_coder": ToolSyntax("xml", ("<function=",), ("<tool_call>",), ("</tool_call>",), tags=QWEN_TAGS),
+    "glm45": ToolSyntax(
+        "xml",
+        ("<arg_key>",),
+        ("<tool_call>",),
+        tags=GLM_TAGS,
+        form=CallForm("", "<tool_call>", "\n", "</tool_call>", "\n", ""),
+    ),
+    "qwen3_coder": ToolSyntax(
+        "xml",
+        ("<function=",),
+        ("<tool_call>",),
+        ("</tool_call>",),
+        tags=QWEN_TAGS,
+        form=CallForm("", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", ""),
+    ),
     "gemma4": ToolSyntax(
         "named",
         ("<|tool_call>",),
@@ -121,19 +182,53 @@ TOOLS: dict[str, ToolSyntax] = {  # in this order, because the templates of late
         header=r"\s*call:([\w.-]+)\s*",
         quotes=("<escape>",),
     ),
+    "mistral_args": ToolSyntax(
+        "named",
+        ("[TOOL_CALLS]", "[ARGS]"),
+        ("[TOOL_CALLS]",),
+        header=MISTRAL_HEADER,
+        form=CallForm("", "[TOOL_CALLS]", "[ARGS]", "", "", ""),
+        id_form="mistral",
+    ),
     "mistral": ToolSyntax(
         "named",
         ("[TOOL_CALLS]",),
         ("[TOOL_CALLS]",),
-        header=r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*",
+        header=MISTRAL_HEADER,
+        form=CallForm("[TOOL_CALLS] [", *JSON_CALL, ", ", "]"),
         id_form="mistral",
     ),
-    "granite": ToolSyntax("json", ("<|tool_call|>",), ("<|tool_call|>",), ("<|end_of_tool_call|>",)),
-    "phi4_mini_json": ToolSyntax("json", ("<|tool|>",), ("functools", "<|tool_call|>"), ("<|/tool_call|>",)),
-    "hermes": ToolSyntax("json", ("<tool_call>",), ("<tool_call>",), ("</tool_call>",)),
+    "granite": ToolSyntax(
+        "json",
+        ("<|tool_call|>",),
+        ("<|tool_call|>",),
+        ("<|end_of_tool_call|>",),
+        form=CallForm("<|tool_call|>[", *JSON_CALL, ", ", "]"),
+    ),
+    "phi4_mini_json": ToolSyntax(
+        "json",
+        ("<|tool|>",),
+        ("functools", "<|tool_call|>"),
+        ("<|/tool_call|>",),
+        form=CallForm("functools[", *JSON_CALL, ", ", "]"),
+    ),
+    "hermes": ToolSyntax(
+        "json",
+        ("<tool_call>",),
+        ("<tool_call>",),
+        ("</tool_call>",),
+        form=CallForm("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", ""),
+    ),
     "olmo3": ToolSyntax("python", ("<function_calls>",), ("<function_calls>",), ("</function_calls>",)),
     "llama4_pythonic": ToolSyntax("python", ("<|python_start|>",), ("<|python_start|>",), ("<|python_end|>",), "["),
-    "llama3_json": ToolSyntax("json", ('{"name": function name',), ("<|python_tag|>",), (";",), "{"),
+    "llama3_json": ToolSyntax(
+        "json",
+        ('{"name": function name',),
+        ("<|python_tag|>",),
+        (";",),
+        "{",
+        form=CallForm("", '{"name": "', '", "parameters": ', "}", "; ", ""),
+    ),
     "pythonic": ToolSyntax("python", bare="["),
 }
 TOOLS |= {"glm47": TOOLS["glm45"], "qwen3_xml": TOOLS["qwen3_coder"], "granite4": TOOLS["hermes"]}

@@ -169,7 +169,7 @@ BAD_TOOLS = [
         ([{"type": "function", "function": FUNCTION | {"parameters": schema}}], "tools[0].function.parameters")
         for schema in ([], "x", {"type": "string"}, {"properties": []}, {"properties": {"a": 1}}, DEEP)
     ],
-    ([{"type": "function", "function": FUNCTION | {"strict": True}}], "tools[0].function.strict"),
+    ([{"type": "function", "function": FUNCTION | {"strict": "yes"}}], "tools[0].function.strict"),
     ([{"type": "function", "function": FUNCTION | {"extra": 1}}], "tools[0].function.extra"),
 ]
 BAD_OF_CHAT = [
@@ -184,7 +184,10 @@ BAD_OF_CHAT = [
     ({"messages": [USER | {"weight": 1}]}, "messages[0]"),
     *[({"messages": [USER, *messages]}, param) for messages, param in BAD_MESSAGES],
     *[({"tools": tools}, param) for tools, param in BAD_TOOLS],
-    *[({"tool_choice": choice}, "tool_choice") for choice in ("required", "any", 1, {"type": "function"})],
+    *[
+        ({"tool_choice": choice}, "tool_choice")
+        for choice in ("any", 1, {"type": "function"}, "required", {"type": "function", "function": {"name": "f"}})
+    ],
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"include_reasoning": "no"}, "include_reasoning"),
     ({"logprobs": 1}, "logprobs"),
@@ -265,7 +268,7 @@ def test_openais_harmless_fields_are_ignored():
         ({"messages": [with_arguments("[1]")]}, "must be the text of a JSON object"),
         ({"messages": [RESULT]}, "is not the id of a call in an earlier message of the assistant"),
         ({"tools": [TOOL, TOOL]}, "is the name of an earlier tool: `f`"),
-        ({"tool_choice": "required"}, '"required" and named functions are not supported yet'),
+        ({"tool_choice": "any"}, 'must be "none", "auto", "required" or an object'),
         ({"guided_regex": "a"}, "`guided_regex` is not supported; use `structured_outputs.regex`."),
         ({"chat_template_kwargs": {"messages": "x"}}, "cannot set `messages`"),
     ],

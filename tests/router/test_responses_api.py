@@ -117,11 +117,13 @@ BAD = [
     ({"input": [USER, CALL | {"arguments": "[]"}]}, "input[1]"),
     ({"input": [USER, CALL | {"name": "a b"}]}, "input[1].name"),
     *[({"tools": [tool]}, "tools[0]") for tool in ({"type": "web_search"}, {"type": "mcp", "name": "f"})],
-    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
-    ({"tools": [TOOL | {"strict": True}]}, "tools[0].strict"),
-    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+    ({"tools": [TOOL | {"strict": True, "parameters": {"not": {}}}]}, "tools[0].parameters"),
+    *[({"tool_choice": choice}, "tool_choice") for choice in ("required", {"type": "function", "name": "f"})],
     ({"include": ["file_search_call.results"]}, "include"),
-    ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format.schema"),
     ({"truncation": "auto"}, "truncation"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 5000}, "max_output_tokens"),
@@ -146,6 +148,20 @@ async def test_a_bad_parameter_is_rejected_by_name(client, hermes, fields, param
         await openai_client.responses.create(**{"model": "tiny", "input": "x", "extra_body": fields})
     assert raised.value.param == param
     assert len(raised.value.message) < 300
+
+
+async def test_formats_and_choices_reach_the_grammar(client, hermes):
+    openai_client, dispatcher = await client(hermes, "{}")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    text = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}
+    response = await openai_client.responses.create(model="tiny", input="x", text=text)
+    assert response.text.format.schema_ == schema
+    assert '"integer"' in dispatcher.answers[-1].request.grammar
+    strict = TOOL | {"strict": True}
+    for choice in ("required", {"type": "function", "name": "get_weather"}, "auto"):
+        response = await openai_client.responses.create(model="tiny", input="x", tools=[strict], tool_choice=choice)
+        assert "get_weather" in dispatcher.answers[-1].request.grammar
+        assert (response.tool_choice if choice != "auto" else "auto") is not None
 
 
 def test_content_without_a_type_of_item_is_a_message():

@@ -1,0 +1,360 @@
+"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens, as a translation onto a chat and back.
+
+Names and limits are those of Anthropic's API. Thinking blocks have an empty signature, because Baton does not check
+them when they come back. `cache_control` has no effect, because every prefix is cached.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+
+from router.http.asgi import ResponseWriter
+from router.http.bodies import Body, ChatBody, Stop, TemplateArguments, TokenCount, validated
+from router.http.generation import GenerationService
+from router.http.messages import MAX_CALL_ID, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName, Strict, check_depth
+from router.http.output import TextDelta
+from router.http.parsing import encode_chat
+from router.http.response_bodies import tag_of
+from router.http.responses import dump
+from router.http.tools import check_tools
+from router.text.tool_parser import AnswerPart, call_id
+from shared.errors import RequestError
+
+Id = Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)]
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+Event = dict[str, Any]
+
+
+class ContentBlock(BaseModel):
+    """The base of the blocks of a message."""
+
+    model_config = Strict
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(ContentBlock):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+    citations: list[Any] | None = None
+
+
+class ThinkingBlock(ContentBlock):
+    """The reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(ContentBlock):
+    """A call that the model asked for."""
+
+    type: Literal["tool_use"]
+    id: Id
+    name: FunctionName
+    input: Annotated[dict[str, Any], BeforeValidator(check_depth)]
+
+
+class ToolResultBlock(ContentBlock):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Id
+    content: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] = ""
+    is_error: bool = False
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("~text")]
+    | Annotated[ThinkingBlock, Tag("~thinking")]
+    | Annotated[ToolUseBlock, Tag("~tool_use")]
+    | Annotated[ToolResultBlock, Tag("~tool_result")],
+    Discriminator(tag_of, "block", "must be text, thinking, tool_use or tool_result; images are not supported"),
+]
+Blocks = Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class AnthropicMessage(BaseModel):
+    """A message of the conversation."""
+
+    model_config = Strict
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        Annotated[str, Tag("~string")] | Annotated[Blocks, Tag("~blocks")],
+        Discriminator(lambda value: "~string" if isinstance(value, str) else "~blocks"),
+    ]
+
+    def blocks(self) -> Sequence[Block]:
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+
+class AnthropicTool(BaseModel):
+    """An entry of `tools`: a function that the client runs."""
+
+    model_config = Strict
+    name: FunctionName
+    type: Literal["custom"] = "custom"
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class AnthropicChoice(BaseModel):
+    """`tool_choice`."""
+
+    model_config = Strict
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(BaseModel):
+    """Whether the model thinks. `budget_tokens` is accepted, but the length of the thinking is up to the model."""
+
+    model_config = Strict
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: TokenCount | None = None
+
+
+class CountTokensBody(Body):
+    """POST /v1/messages/count_tokens."""
+
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
+    system: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] = ""
+    thinking: Thinking | None = None
+    tool_choice: AnthropicChoice = AnthropicChoice(type="auto")
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
+
+    def chat_fields(self) -> dict[str, Any]:
+        """Return the fields of a chat with the same prompt. Raises RequestError."""
+        choice: Any = {"auto": "auto", "any": "required", "none": "none", "tool": None}[self.tool_choice.type]
+        if (choice is None) != (self.tool_choice.name is not None):
+            raise RequestError("`tool_choice` must have a name if and only if its type is `tool`.", "tool_choice")
+        if choice is None:
+            choice = {"type": "function", "function": {"name": self.tool_choice.name}}
+        system = _text(self.system)
+        messages = [{"role": "system", "content": system}] if system else []
+        for number, message in enumerate(self.messages):
+            messages += _chat_messages(message, number)
+        # A final message of the assistant is the beginning of the answer.
+        continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        switches = {} if self.thinking is None else dict.fromkeys(SWITCHES, self.thinking.type != "disabled")
+        return {
+            "messages": messages,
+            "model": self.model,
+            "add_generation_prompt": not continues,
+            "continue_final_message": continues,
+            "chat_template_kwargs": switches | self.chat_template_kwargs,
+            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            "tool_choice": choice,
+            "tools": [{"type": "function", "function": _function(tool)} for tool in self.tools],
+        }
+
+
+class MessagesBody(CountTokensBody):
+    """POST /v1/messages."""
+
+    max_tokens: TokenCount
+    stop_sequences: Annotated[list[Stop], Field(max_length=4)] = Field(default_factory=list)
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+SWITCHES = ("enable_thinking", "thinking")  # names that chat templates have for the same switch
+
+
+def _function(tool: AnthropicTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {key: value for key, value in (function | {"strict": tool.strict}).items() if value is not None}
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any]]:
+    """Return a message as messages of a chat: results of tools become messages of their own, before the text."""
+    blocks = message.blocks()
+    for place, block in enumerate(blocks):
+        if not isinstance(block, TextBlock) and isinstance(block, ToolResultBlock) != (message.role == "user"):
+            param = f"messages[{number}].content[{place}]"
+            raise RequestError(f"`{param}`: a message of the {message.role} has no {block.type}.", param)
+    found: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+        for block in blocks
+        if isinstance(block, ToolResultBlock)
+    ]
+    text = _text([block for block in blocks if isinstance(block, TextBlock)])
+    calls = [
+        {"id": block.id, "function": {"name": block.name, "arguments": dump(block.input)}}
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    if text or calls or not found:
+        thoughts = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+        fields: dict[str, Any] = {"tool_calls": calls, "reasoning_content": thoughts or None}
+        found.append({"role": message.role, "content": text} | (fields if message.role == "assistant" else {}))
+    return found
+
+
+@contextmanager
+def named_parameters() -> Iterator[None]:
+    """Change the parameter that an error about a chat names to that of this API."""
+    try:
+        yield
+    except RequestError as error:
+        param = error.param or ""
+        if param.startswith("tools["):
+            param = param.replace("].function.parameters", "].input_schema").replace("].function.", "].")
+        error.param = {"stop": "stop_sequences"}.get(param, param) or None
+        raise
+
+
+class MessageEvents:
+    """Builds the events of an answer, and the message so far. `start` comes first, then `add` for each delta."""
+
+    def __init__(self, message_id: str, model: str, num_prompt: int, id_form: str) -> None:
+        self.message: dict[str, Any] = {
+            "id": message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        self._num_prompt = num_prompt
+        self._num_generated = 0
+        self._id_form = id_form
+        self._inputs: list[str] = []  # the pieces of the input of the current call
+
+    def start(self, cached_tokens: int) -> list[Event]:
+        usage = {"input_tokens": self._num_prompt - cached_tokens, "output_tokens": 0}
+        self.message["usage"] = usage | {"cache_read_input_tokens": cached_tokens, "cache_creation_input_tokens": 0}
+        return [{"type": "message_start", "message": self.message | {"content": [], "usage": self.message["usage"]}}]
+
+    def add(self, delta: TextDelta, stop_reason: str | int | None, *, has_calls: bool) -> list[Event]:
+        """Return the events for a delta. `stop_reason` is the stop string or token that ended the answer."""
+        events: list[Event] = []
+        self._num_generated += len(delta.tokens)
+        parts = delta.parts
+        if parts is None:
+            parts = [AnswerPart("content", delta.text)] if delta.text else []
+        for part in parts:
+            events += self._part(part)
+        if delta.finish is not None:
+            events += self._close()
+            reason = STOP_REASONS[delta.finish]
+            if isinstance(stop_reason, str):
+                reason, self.message["stop_sequence"] = "stop_sequence", stop_reason
+            self.message["stop_reason"] = "tool_use" if has_calls and reason == "end_turn" else reason
+            self.message["usage"] = self.message["usage"] | {"output_tokens": self._num_generated}
+            ending = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
+            events.append({"type": "message_delta", "delta": ending, "usage": self.message["usage"]})
+            events.append({"type": "message_stop"})
+        return events
+
+    def _part(self, part: AnswerPart) -> list[Event]:
+        content = self.message["content"]
+        kind = {"content": "text", "reasoning": "thinking"}.get(part.kind, "tool_use")
+        events: list[Event] = []
+        if part.kind == "call" or not content or content[-1]["type"] != kind:
+            events = [*self._close(), self._open(kind, part)]
+        block, place = content[-1], len(content) - 1
+        match part.kind:
+            case "content":
+                block["text"] += part.text
+                change = {"type": "text_delta", "text": part.text}
+            case "reasoning":
+                block["thinking"] += part.text
+                change = {"type": "thinking_delta", "thinking": part.text}
+            case "arguments":
+                self._inputs.append(part.text)
+                change = {"type": "input_json_delta", "partial_json": part.text}
+            case _:
+                return events
+        return [*events, {"type": "content_block_delta", "index": place, "delta": change}]
+
+    def _open(self, kind: str, part: AnswerPart) -> Event:
+        content = self.message["content"]
+        if kind == "tool_use":
+            name, self._inputs = part.text, []
+            block = {"id": call_id(self._id_form, self.message["id"], 0, part.call, name), "name": name, "input": {}}
+        else:
+            block = {"text": ""} if kind == "text" else {"thinking": "", "signature": ""}
+        content.append({"type": kind, **block})
+        return {"type": "content_block_start", "index": len(content) - 1, "content_block": dict(content[-1])}
+
+    def _close(self) -> list[Event]:
+        """End the current block, if there is one."""
+        content = self.message["content"]
+        if not content:
+            return []
+        if content[-1]["type"] == "tool_use":
+            content[-1]["input"] = parsed_input("".join(self._inputs))
+        return [{"type": "content_block_stop", "index": len(content) - 1}]
+
+
+def parsed_input(text: str) -> dict[str, Any]:
+    """Return the input of a call, or an empty one if the answer ended inside the call."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {}
+
+
+def encode_event(event: Event) -> bytes:
+    return f"event: {event['type']}\ndata: {dump(event)}\n\n".encode()
+
+
+@dataclass(frozen=True)
+class AnthropicApi:
+    """The handlers of Anthropic's API. They run on the router's event loop."""
+
+    generation: GenerationService
+
+    async def create(self, body: Body, reply: ResponseWriter) -> None:
+        """Handle POST /v1/messages."""
+        assert isinstance(body, MessagesBody)
+        message_id = f"msg_{token_hex(16)}"
+        fields = {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_k", "top_p")}
+        with named_parameters():
+            chat = validated(ChatBody, body.chat_fields() | fields | {"stop": body.stop_sequences})
+            (request,) = await self.generation.requests(chat, message_id, reply)
+        tools, model = self.generation.tokenizer.syntax.tools, body.model or self.generation.model.name
+        events = MessageEvents(message_id, model, len(request.prompt), tools.id_form if tools is not None else "")
+        output = self.generation.output(chat, message_id, [request], reply.arrived)
+        try:
+            async with self.generation.deltas(output) as deltas:
+                async for choice, delta in deltas:
+                    new = events.start(choice.prompt.cached_tokens) if delta.is_first else []
+                    new += events.add(delta, delta.stop_reason, has_calls=choice.has_calls)
+                    if body.stream:
+                        await reply.events(b"".join(map(encode_event, new)))
+        finally:
+            reply.log_fields = output.log_fields()
+        if body.stream:
+            await reply.end()
+        else:
+            await reply.json(events.message)
+
+    async def count_tokens(self, body: Body, reply: ResponseWriter) -> None:
+        """Handle POST /v1/messages/count_tokens."""
+        assert isinstance(body, CountTokensBody)
+        with named_parameters():
+            chat = validated(ChatBody, body.chat_fields())
+            check_tools(chat, self.generation.tokenizer.syntax)
+            ids = await encode_chat(self.generation.tokenizer, chat)
+        await reply.json({"input_tokens": len(ids)})

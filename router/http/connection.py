@@ -312,7 +312,7 @@ class HttpConnection(HttpToolsProtocol):
     def _refuse(self, error: BatonError) -> None:
         """Send an error and close the connection. Send no error if it would look like the response to another
         request."""
-        response = to_response(Request({"type": "http", "headers": []}), error)
+        response = to_response(Request({"type": "http", "path": "", "headers": []}), error)
         response.headers["connection"] = "close"
         lines = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
         broken = [cycle for cycle in self._under_way if self._in_body and cycle is self.cycle]

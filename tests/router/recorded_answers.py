@@ -76,7 +76,7 @@ ANSWERS = [
     Recorded("llama3_json", "A brace: {}", "A brace: {}"),
     # Mistral, before and after Small 3.2
     Recorded("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ROME_JSON}}}, {{"name": "ping", "arguments": {{}}}}]', calls=[ROME, PING]),
-    Recorded("mistral", f"{SAID}[TOOL_CALLS]get_weather[ARGS]{ROME_JSON}[TOOL_CALLS]ping[CALL_ID]a1B2c3D4e[ARGS]{{}}", SAID, calls=[ROME, PING]),
+    Recorded("mistral_args", f"{SAID}[TOOL_CALLS]get_weather[ARGS]{ROME_JSON}[TOOL_CALLS]ping[CALL_ID]a1B2c3D4e[ARGS]{{}}", SAID, calls=[ROME, PING]),
     Recorded("mistral", f"[THINK]{THOUGHT}[/THINK]{SAID}[TOOL_CALLS]ping{{}}", SAID, THOUGHT, [PING], "mistral"),
     Recorded("mistral", '[TOOL_CALLS] [{"name": "get_w', '[TOOL_CALLS] [{"name": "get_w'),
     # DeepSeek V3 and R1

@@ -23,8 +23,12 @@ ANY_TEXT = f"TEXT: {TEXT}"
 ANNOTATIONS = {"type", "description", "title", "default", "examples", "enum", "anyOf", "oneOf", "deprecated"}
 
 
-class ToolGrammarError(ValueError):
-    """A schema cannot be enforced in the syntax of the model. The message is the reason."""
+class ToolGrammarError(Exception):
+    """A schema cannot be enforced in the syntax of the model. `reason` continues "The parameters"."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ class _Rules:
             return self._parameters(tags, tool)
         except ToolGrammarError as error:
             if tool.is_strict:
-                raise ToolGrammarError(f"of `{tool.name}` {error}") from None
+                raise ToolGrammarError(f"of `{tool.name}` {error.reason}") from None
         name = self._value(r"/[\w.-]{1,64}/", "NAME")
         return f"({self.text(tags.key[0])} {name} {self.text(_before_value(tags))} {self._any_text(tags)})*"
 

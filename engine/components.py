@@ -6,26 +6,39 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engine.cpu.malloc import give_back, keep_large_blocks, map_large_blocks, share_one
 from engine.cpu.selection import attention_on_cpu, kernels_on_cpu, linear_on_cpu
 from engine.cuda.kv.pool import PoolClient
+from engine.draft_model import DraftModel
 from engine.emulation import load_emulation
 from engine.hash_model import EmulatedRunner, HashRunner
-from engine.kv_pool import KVPool
+from engine.kv_pool import KVPool, PrivateMemory
 from engine.linear import LinearFormat
 from engine.lora.build import use_adapters
 from engine.model_memory import log_table, memory_of
 from engine.models.decoder import LanguageModel
+from engine.models.families import read_model_config
 from engine.models.kv_places import kv_places
 from engine.models.load import load_model
 from engine.models.spec import ModelConfig
-from engine.options import BuildOptions, check_holds, check_options, cpu_layout, groups_of, lora_adapters
+from engine.options import (
+    BuildOptions,
+    check_draft_model,
+    check_holds,
+    check_options,
+    cpu_layout,
+    groups_of,
+    lora_adapters,
+)
 from engine.runner import Runner, TorchRunner
 from engine.startup import EngineComponents, exchange_fingerprint, stage
 from engine.weights import weight_bytes
+from scheduler.geometry import Group
 from shared.grammar import GrammarTokenizer
+from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 
 SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-dtype bfloat16, --quantization int8)"
@@ -90,6 +103,7 @@ def _build_on_cpu(
         name += f" transformers {config.transformers}" if config.transformers else ""
     digest = exchange_fingerprint(name, path, layout, memory.sums, groups)
     attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    drafter = _draft_model(options, path, config, layout, groups) if runs_model and options.draft_model else None
     grammars = GrammarTokenizer(path, config.vocab_size) if runs_model else None
     adapters = {one.name: one.digest for one in lora_adapters(options)}
     return EngineComponents(
@@ -103,8 +117,22 @@ def _build_on_cpu(
         emulation,
         groups,
         grammars,
+        drafter,
         adapters,
     )
+
+
+def _draft_model(
+    options: BuildOptions, path: Path, config: ModelConfig, layout: KVLayout, groups: tuple[Group, ...]
+) -> DraftModel:
+    draft = check_draft_model(options, path, config)
+    linear, model = _loaded_on_cpu(options, read_model_config(draft), draft)
+    theirs = model.config
+    places = kv_places(theirs)
+    own = replace(layout, kv_heads=theirs.num_kv_heads, layers=places.row_layers, head_dim=theirs.head_dim)
+    memory = PrivateMemory(np.zeros((own.num_blocks, own.block_bytes), np.uint8))  # takes memory once it is written
+    runner, _ = _torch_runner(options, linear, model, KVPool(own, memory, places))
+    return DraftModel(runner, layout.block_tokens, groups[0].rows)
 
 
 def _torch_runner(

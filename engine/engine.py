@@ -203,7 +203,7 @@ class Engine:
     def _ran(self, step: Step, began_ns: int, pass_ns: int) -> None:
         ended_ns = now_ns()
         turn_ns, self._turn_began_ns = ended_ns - self._turn_began_ns, ended_ns
-        self._fit.observe(step.work, turn_ns / 1e9)
+        self._fit.observe(step.work, turn_ns / 1e9 - step.drafting_s)
         self._scheduler.cost = self._fit.model()
         self._listener.on_timing(StepTiming(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
 

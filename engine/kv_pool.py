@@ -1,6 +1,7 @@
 """The KV pool of a device, which is a typed view of memory to which peers may also write."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +25,13 @@ class PoolMemory(Protocol):
 
     @property
     def rows(self) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]] | Tensor": ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateMemory:
+    """Memory that no peer maps."""
+
+    rows: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
 
 
 class KVPool:

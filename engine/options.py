@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.emulation import load_emulation
 from engine.foreign.config import choose_config
 from engine.lora.files import lora_digest
+from engine.models.families import read_model_config
 from engine.models.kv_places import kv_places
 from engine.models.spec import ModelConfig, state_units
 from engine.weights import tensor_files
@@ -45,6 +46,7 @@ class BuildOptions:
     max_model_len: int = 0
     max_num_seqs: int = 64
     max_step_tokens: int = 512
+    draft_model: str = ""
     speculative_tokens: int = 0  # most guessed tokens of a request in one step
     threads: int = 0
     emulate: str = ""
@@ -97,6 +99,8 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
             f"omit it for this model"
         )
     tensor_files(path)
+    if options.draft_model:
+        check_draft_model(options, path, config)
     if lora_adapters(options) and config.transformers:
         raise ValueError("--lora-modules: adapters need a model with a native family; see `baton models`")
     if options.on_gpu:
@@ -125,6 +129,38 @@ def lora_adapters(options: BuildOptions) -> list[LoraAdapter]:
         path = Path(directory).expanduser()
         found[name] = LoraAdapter(name, lora_digest(path), path)
     return list(found.values())
+
+
+def check_draft_model(options: BuildOptions, path: Path, config: ModelConfig) -> Path:
+    """Return the directory of the draft model. Raises ValueError if it cannot guess for the model in `path`."""
+    try:
+        draft = resolve(options.draft_model)
+        theirs = read_model_config(draft)
+        tensor_files(draft)
+    except ValueError as error:
+        raise ValueError(f"--speculative-config: {error}") from None
+    what = f"--speculative-config: the draft model {draft}"
+    if theirs.vocab_size != config.vocab_size or _vocabulary(draft) != _vocabulary(path):
+        raise ValueError(f"{what} has another vocabulary than {path}: choose a model of the same family")
+    if kv_places(theirs).groups != UNIFORM or state_units(theirs):
+        raise ValueError(f"{what} has sliding windows or recurrent layers: choose one with plain attention")
+    if theirs.max_position_embeddings < (options.max_model_len or config.max_position_embeddings):
+        raise ValueError(
+            f"{what} has {theirs.max_position_embeddings} positions: lower --max-model-len to that, or choose another"
+        )
+    if options.on_gpu:
+        raise ValueError(f"{what}: draft models run on CPUs only; use --device cpu, or the method ngram")
+    return draft
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    """Return the ids of all tokens, or an empty dictionary if there is no tokenizer.json."""
+    file = path / "tokenizer.json"
+    if not file.exists():
+        return {}
+    import tokenizers  # takes a moment, and few nodes have a draft model
+
+    return dict(tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
 
 
 def check_gpu(name: str) -> None:

@@ -15,6 +15,7 @@ from engine.cuda.memory import DeviceMemory
 from engine.emulation import Emulation
 from engine.runner import Runner
 from engine.weights import fingerprint
+from scheduler.draft import Drafter
 from scheduler.geometry import UNIFORM, Group
 from shared.grammar import GrammarTokenizer
 from shared.kv.layout import KVLayout
@@ -45,6 +46,7 @@ class EngineComponents:
     emulation: Emulation | None = None
     groups: tuple[Group, ...] = UNIFORM
     grammars: GrammarTokenizer | None = None  # None if no model computes the tokens
+    drafter: Drafter | None = None  # a draft model
     adapters: dict[str, str] = field(default_factory=dict)  # name -> digest of each LoRA adapter
 
 

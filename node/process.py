@@ -31,7 +31,7 @@ from node.node import Node, RoleAdapter
 from node.stats import advertised, describe
 from node.watchdog import Watchdog, Watched
 from scheduler.budget import Budget, budget_of
-from scheduler.draft import PromptLookup, Speculation
+from scheduler.draft import Drafter, PromptLookup, Speculation
 from scheduler.policy import POLICIES
 from scheduler.role import PREFILL, Role
 from scheduler.scheduler import Scheduler, StepLimits
@@ -94,11 +94,12 @@ def _budget(settings: NodeSettings) -> Budget:
     return budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000)
 
 
-def _speculation(settings: NodeSettings) -> Speculation | None:
+def _speculation(settings: NodeSettings, drafter: Drafter | None) -> Speculation | None:
+    """Return how the node guesses tokens: with `drafter` or, if the settings say so, by prompt lookup."""
     config = settings.speculation
-    if config is None:
-        return None
-    return Speculation(PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max), config.num_speculative_tokens)
+    if config is not None and config.method == "ngram":
+        drafter = PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)
+    return None if config is None or drafter is None else Speculation(drafter, config.num_speculative_tokens)
 
 
 def _shared_pool(settings: NodeSettings, incarnation_id: str) -> PoolClient:
@@ -231,7 +232,7 @@ class NodeProcess:
                 POLICIES[settings.policy],
                 budget,
                 groups=components.groups,
-                speculation=_speculation(settings),
+                speculation=_speculation(settings, components.drafter),
             ),
             components.runner,
             RequestRules(
@@ -258,6 +259,8 @@ class NodeProcess:
             failed = None
             try:
                 self.components.runner.warm_up()
+                if self.components.drafter is not None:
+                    self.components.drafter.warm_up()
             except Exception as error:  # noqa: BLE001 - raised again by the coroutine that waits
                 failed = error
             loop.call_soon_threadsafe(warm.set_result, failed)

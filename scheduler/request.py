@@ -180,6 +180,7 @@ class Step:
     reason: str = ""
     predicted_s: float = 0.0
     decodes: list[Request] = field(default_factory=list)
+    drafting_s: float = 0.0  # seconds that the drafter took
 
 
 def cdiv(a: int, b: int) -> int:

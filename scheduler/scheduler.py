@@ -16,7 +16,7 @@ from typing import NamedTuple
 from scheduler.blocks import BlockPool, Ledger
 from scheduler.budget import Budget
 from scheduler.cost import CostModel
-from scheduler.draft import EXPLORE_STEPS, DraftCandidate, Speculation, choose_counts
+from scheduler.draft import EXPLORE_STEPS, DraftCandidate, DraftLimits, Speculation, choose_counts
 from scheduler.geometry import UNIFORM, Geometry, Group
 from scheduler.policy import STALL_FREE, Policy
 from scheduler.prefix import extend_hashes
@@ -236,7 +236,7 @@ class Scheduler:
             self._add_drafts(step, self.speculation)
         step.budget, step.reason = self.budget.end(step.work)
         if self.cost is not None:
-            step.predicted_s = self.cost.seconds(step.work)
+            step.predicted_s = self.cost.seconds(step.work) + step.drafting_s
         if step.slices or step.decodes:
             self._steps += 1
         return step
@@ -345,29 +345,29 @@ class Scheduler:
             if not slice_.is_decode or slice_.end > len(request.tokens) or request.send_kv or not request.speculates:
                 continue
             limit = min(speculation.num_tokens, request.remaining_tokens)
-            request.drafts.guess = speculation.drafter.propose(request.tokens, request.drafts, limit) if limit else ()
-            if request.drafts.guess:
-                slices.append(slice_)
-                guess = len(request.drafts.guess)
-                candidates.append(DraftCandidate(request.drafts.acceptance, guess, slice_.end))
-        explores = self._undrafted >= EXPLORE_STEPS
-        counts = choose_counts(candidates, step.work, self.cost, self.budget.ceiling, self.budget.longest_s(), explores)
-        self._undrafted = 0 if any(counts) else self._undrafted + bool(candidates)
-        for slice_, count in zip(slices, counts, strict=True):
-            self._draft(step, slice_, count)
+            slices.append(slice_)
+            found = speculation.drafter.find(request, limit)
+            candidates.append(DraftCandidate(request.drafts.acceptance, found, slice_.end))
+        explores, limits = self._undrafted >= EXPLORE_STEPS, DraftLimits(self.budget.ceiling, self.budget.longest_s())
+        counts = choose_counts(candidates, step.work, self.cost, limits, speculation.drafter.pass_s, explores)
+        counts = [self._allot_drafts(slice_, count) for slice_, count in zip(slices, counts, strict=True)]
+        self._undrafted = 0 if any(counts) else self._undrafted + any(one.limit for one in candidates)
+        requests = [slice_.request for slice_ in slices]
+        guesses, step.drafting_s = speculation.drafter.draft(requests, counts) if requests else ([], 0.0)
+        for slice_, guess in zip(slices, guesses, strict=True):
+            slice_.drafts = tuple(guess)
+            slice_.count += len(guess)
+            slice_.request.num_scheduled += len(guess)
+            for context in range(slice_.end - len(guess) + 1, slice_.end + 1):
+                step.work.add_draft(context)
 
-    def _draft(self, step: Step, slice_: Slice, count: int) -> None:
-        request = slice_.request
-        missing = self._missing(request, count)
+    def _allot_drafts(self, slice_: Slice, count: int) -> int:
+        """Allocate blocks for `count` guessed tokens, or for those that no other request will need soon."""
+        request, missing = slice_.request, self._missing(slice_.request, count)
         if missing and missing + self._growth_of_running() > self.pool.available:
             count = self._num_blocks(request) * self.block_tokens - slice_.end
-        if count:
-            self._allot(request, count)
-            slice_.drafts = tuple(request.drafts.guess[:count])
-            slice_.count += count
-            request.num_scheduled += count
-            for context in range(slice_.end - count + 1, slice_.end + 1):
-                step.work.add_draft(context)
+        self._allot(request, count)
+        return count
 
     # ---- many decodes at once, for simulators -----------------------------------------------------------------
 

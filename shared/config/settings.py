@@ -334,7 +334,7 @@ class ComputingSettings(CommonSettings):
         0.0, "Target for the longest time between two tokens, which limits the tokens of a step.", "a fixed limit"
     )
     speculative_config: Annotated[str, AfterValidator(check_speculation)] = setting(
-        "", 'Speculative decoding, as in vLLM: {"method": "ngram", "num_speculative_tokens": 8}, or ngram.', "none"
+        "", 'Speculative decoding, as in vLLM: {"method": "ngram"}, {"model": …} or ngram.', "none"
     )
     emulate: str = setting("", "Cost model (name or JSON file). Steps sleep for its times and compute nothing.")
     enable_prefix_caching: bool = setting(True, "Reuse the KV of prompts that share a prefix.")
@@ -367,6 +367,10 @@ class ComputingSettings(CommonSettings):
     def speculative_tokens(self) -> int:
         """The largest number of tokens that are guessed for a request in one step."""
         return self.speculation.num_speculative_tokens if self.speculation is not None else 0
+
+    @property
+    def draft_model(self) -> str:
+        return self.speculation.model if self.speculation is not None else ""
 
 
 class RouterSettings(ServingSettings):

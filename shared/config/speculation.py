@@ -1,22 +1,40 @@
 """The value of --speculative-config, in vLLM's form: a JSON object, or only the name of the method."""
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 MAX_SPECULATIVE_TOKENS = 32
 MAX_LOOKUP = 16
+DEFAULT_TOKENS = {"ngram": 8, "draft_model": 4}
 
 
 class SpeculativeConfig(BaseModel):
-    """Speculative decoding. The names of the fields are vLLM's; the method "ngram" is prompt lookup."""
+    """Speculative decoding. The names of the fields are vLLM's; the method "ngram" is prompt lookup.
+
+    If there is a `model`, the method is "draft_model" by default.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", hide_input_in_errors=True)
-    method: Literal["ngram"]
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 8
+    method: Literal["ngram", "draft_model"]
+    model: str = ""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 0  # 0: see `DEFAULT_TOKENS`
     prompt_lookup_min: Annotated[int, Field(ge=1, le=MAX_LOOKUP)] = 2
     prompt_lookup_max: Annotated[int, Field(ge=1, le=MAX_LOOKUP)] = 4
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults(cls, value: dict[str, Any]) -> dict[str, Any]:
+        method = value.get("method", "draft_model" if value.get("model") else None)
+        named = {} if method is None else {"method": method}
+        return {"num_speculative_tokens": DEFAULT_TOKENS.get(str(method), 1)} | value | named
+
+    @model_validator(mode="after")
+    def _has_model(self) -> "SpeculativeConfig":
+        if bool(self.model) != (self.method == "draft_model"):
+            raise ValueError("model: give the draft model with the method draft_model, and only then")
+        return self
 
     @model_validator(mode="after")
     def _ordered(self) -> "SpeculativeConfig":

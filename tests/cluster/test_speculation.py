@@ -1,12 +1,13 @@
 """Test that clusters answer the same with and without speculative decoding, in both modes, and count the guesses."""
 
+import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.cluster.harness import Cluster, cluster
+from tests.cluster.harness import DEMO, Cluster, cluster
 
 VERSE = "And the LORD said unto Moses, Speak unto the children of Israel. "
 WAYS: list[dict[str, Any]] = [
@@ -42,8 +43,9 @@ def answer(running: Cluster, number: int, way: dict[str, Any], **more: Any) -> A
 
 
 @pytest.mark.parametrize("prefill", [1, 0], ids=["disaggregated", "co-located"])
-def test_answers_are_the_same_with_and_without_guesses(prefill: int) -> None:
-    settings = {"runner": "torch", "speculative_config": "ngram", "max_num_batched_tokens": 96}
+@pytest.mark.parametrize("drafter", ["ngram", json.dumps({"model": str(DEMO)})], ids=["lookup", "itself"])
+def test_answers_are_the_same_with_and_without_guesses(prefill: int, drafter: str) -> None:
+    settings = {"runner": "torch", "speculative_config": drafter, "max_num_batched_tokens": 96}
     mode = "disaggregated" if prefill else "colocated"
     with cluster(prefill, 1, mode=mode, **settings) as running, ThreadPoolExecutor(8) as pool:
         asked = [(number, way) for number in range(4) for way in WAYS]
@@ -54,7 +56,9 @@ def test_answers_are_the_same_with_and_without_guesses(prefill: int) -> None:
         assert list(pool.map(lambda one: answer(running, *one), asked)) == plain
         after = running.settled()
         assert counted(running, "accepted_tokens") > 20
-        assert counted(running, "draft_tokens") > counted(running, "accepted_tokens"), "some guesses are wrong"
+        is_right = counted(running, "accepted_tokens") / counted(running, "draft_tokens")
+        # With a grammar, the drafter does not know what is forbidden.
+        assert is_right < 1 if drafter == "ngram" else is_right > 0.95
         assert (after["handoffs"] > before["handoffs"]) == bool(prefill)
         node = next(node for node in running.status()["nodes"] if node["role"] == "decode")
         assert node["blocks"]["free"] + node["blocks"]["cached"] == node["blocks"]["total"]

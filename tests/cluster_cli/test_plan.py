@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from cluster.plan import Child, LocalSettings, checked, inherited, plan, share_out
 from shared.config.settings import NodeSettings, RouterSettings, resolve
 from shared.errors import ConfigError
-from tests.cluster.harness import DEMO, ROOT
+from tests.cluster.harness import DATA, DEMO, ROOT
 
 
 def settings(**given: object) -> LocalSettings:
@@ -241,6 +241,17 @@ EARLY: dict[str, tuple[dict[str, object], Callable[[Path], object], str]] = {
         {"speculative_config": "ngram"}, configure(**QWEN3_NEXT),
         "--speculative-config: Qwen3NextForCausalLM has recurrent layers, .*omit it",
     ),
+    "another vocabulary": (
+        {"speculative_config": json.dumps({"model": str(DATA / "stories260K")})}, Path.exists,
+        "--speculative-config: the draft model .*stories260K has another vocabulary than {model}",
+    ),
+    "a draft model with windows": (
+        {"speculative_config": '{"model": "MODEL"}'}, configure(sliding_window=64, architectures=["MistralForCausalLM"]),
+        "--speculative-config: the draft model {model} has sliding windows",
+    ),
+    "no draft model": (
+        {"speculative_config": '{"model": "/no/model"}'}, Path.exists, "--speculative-config: model '/no/model' is neither",
+    ),
     "int8 in 16 bits": ({"quantization": "int8", "weight_dtype": "bfloat16"}, Path.exists, "--weight-dtype bfloat16: omit it with"),
 }  # fmt: skip
 
@@ -250,6 +261,9 @@ def test_what_no_node_could_start_with_is_refused_before_a_process_starts(
     model: Path, given: dict[str, object], change: Callable[[Path], object], complaint: str
 ) -> None:
     change(model)
+    given = {
+        name: value.replace("MODEL", str(model)) if isinstance(value, str) else value for name, value in given.items()
+    }
     with pytest.raises(ConfigError, match=complaint.format(model=model)):
         checked(LocalSettings.model_validate({"model": str(model), "device": "cpu", "port": 0} | given))
 

@@ -9,7 +9,7 @@ from engine.models.kv_places import kv_places
 from engine.runner import TorchRunner
 from engine.speculation import expanded, verified
 from prefill_node.sender import OutgoingHandoff
-from scheduler.draft import Drafter, DraftHistory, Speculation
+from scheduler.draft import Speculation, TextDrafter
 from scheduler.geometry import Geometry
 from scheduler.policy import STALL_FREE, Policy
 from scheduler.request import Request, RequestState
@@ -21,16 +21,16 @@ SUBMIT = SubmitRequest("", "", b"", 0, 0, SamplingParams())
 MAX_ITERATIONS = 5000
 
 
-class Guesses(Drafter):
+class Guesses(TextDrafter):
     """Guesses the tokens of known answers, each right with a given probability."""
 
     def __init__(self, seed: int, rightness: float, rows: Sequence[Sequence[int]]) -> None:
         """`rows` are prompts with their answers."""
         self._rng, self._rightness, self._rows = Random(seed), rightness, [list(row) for row in rows]
 
-    def propose(self, tokens: Sequence[int], history: DraftHistory, limit: int) -> list[int]:
-        known = len(tokens)
-        following = next((row[known:] for row in self._rows if row[:known] == tokens), [])
+    def propose(self, request: Request, limit: int) -> list[int]:
+        known = len(request.tokens)
+        following = next((row[known:] for row in self._rows if row[:known] == request.tokens), [])
         return [
             token if self._rng.random() < self._rightness else self._rng.randrange(VOCABULARY)
             for token in following[:limit]

@@ -7,13 +7,12 @@ state is the list of the tokens before it, in each of its rows.
 import hashlib
 import random
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
 from scheduler.budget import SloBudget
-from scheduler.draft import Drafter, DraftHistory, Speculation
+from scheduler.draft import Speculation, TextDrafter
 from scheduler.geometry import Geometry, Group
 from scheduler.request import Request, RequestState, Slice, StateUse, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
@@ -35,17 +34,17 @@ def expected(prompt: list[int], max_tokens: int, salt: bytes = b"") -> list[int]
     return row[len(prompt) :]
 
 
-class Guesses(Drafter):
+class Guesses(TextDrafter):
     """Guesses the next tokens, each right with a probability of 0.8, except those of tenants."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    def propose(self, tokens: Sequence[int], history: DraftHistory, limit: int) -> list[int]:
-        row = list(tokens)
+    def propose(self, request: Request, limit: int) -> list[int]:
+        row = list(request.tokens)
         for _ in range(self._rng.randrange(limit + 1)):
             row.append(next_token(row) if self._rng.random() < 0.8 else self._rng.randrange(3, VOCABULARY))
-        return row[len(tokens) :]
+        return row[len(request.tokens) :]
 
 
 class Copied(NamedTuple):

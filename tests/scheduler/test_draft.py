@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from scheduler.budget import SloBudget
 from scheduler.cost import CostModel, StepWork
-from scheduler.draft import DraftCandidate, DraftHistory, PromptLookup, Speculation, choose_counts
+from scheduler.draft import DraftCandidate, DraftHistory, DraftLimits, PromptLookup, Speculation, choose_counts
 from scheduler.geometry import Group
 from scheduler.scheduler import Scheduler, StepLimits
 from tests.scheduler.drive import Driver, Guesses, expected, request
 
-UNLIMITED = (10**6, float("inf"))
+UNLIMITED = DraftLimits(10**6)
 
 
 def looked_up(tokens: list[int], shortest: int, longest: int, limit: int) -> list[int]:
@@ -33,10 +33,10 @@ def looked_up(tokens: list[int], shortest: int, longest: int, limit: int) -> lis
     limit=st.integers(1, 9),
 )
 def test_a_lookup_continues_the_longest_earlier_match(tokens: list[int], shortest: int, more: int, limit: int) -> None:
-    lookup, history = PromptLookup(shortest, shortest + more), DraftHistory()
-    for length in range(1, len(tokens) + 1):  # the history grows with the answer
-        found = lookup.propose(tokens[:length], history, limit)
-        assert list(found) == looked_up(tokens[:length], shortest, shortest + more, limit)
+    lookup, one = PromptLookup(shortest, shortest + more), request("r", tokens[:1], 9)
+    for token in [*tokens[1:], tokens[0]]:
+        assert list(lookup.propose(one, limit)) == looked_up(one.tokens, shortest, shortest + more, limit)
+        one.tokens.append(token)
 
 
 def test_acceptance_follows_the_guesses() -> None:
@@ -66,9 +66,10 @@ COSTS = [
 @given(
     acceptances=st.lists(st.sampled_from([0.1, 0.4, 0.7, 0.95]), min_size=1, max_size=3),
     chunk=st.sampled_from([0, 20]),
+    pass_s=st.sampled_from([0.0, 0.1, 1.0]),
 )
 def test_the_chosen_counts_yield_the_most_tokens_per_second(
-    cost: CostModel, acceptances: list[float], chunk: int
+    cost: CostModel, acceptances: list[float], chunk: int, pass_s: float
 ) -> None:
     candidates = [DraftCandidate(acceptance, 4, 10) for acceptance in acceptances]
 
@@ -79,29 +80,29 @@ def test_the_chosen_counts_yield_the_most_tokens_per_second(
             gain += sum(one.acceptance**number for number in range(1, count + 1))
             for number in range(count):
                 work.add_draft(one.context + number + 1)
-        return (len(candidates) + gain) / cost.seconds(work)
+        return (len(candidates) + gain) / (cost.seconds(work) + max(counts) * pass_s)
 
     work = StepWork(1, chunk, 5 * chunk, len(candidates), 10 * len(candidates))
-    chosen = tuple(choose_counts(candidates, work, cost, *UNLIMITED))
+    chosen = tuple(choose_counts(candidates, work, cost, UNLIMITED, pass_s))
     best = max(product(range(5), repeat=len(candidates)), key=rate)
     assert rate(chosen) >= 0.999 * rate(best), (chosen, best)
 
 
 def test_no_more_is_verified_than_the_step_may_have() -> None:
     work, sure = StepWork(num_decodes=2, decode_context=20), [DraftCandidate(0.9, 8, 10)] * 2
-    assert choose_counts(sure, work, None, *UNLIMITED) == [8, 8]
-    assert sum(choose_counts(sure, work, None, 7, float("inf"))) == 5
-    assert choose_counts(sure, work, None, 100, 1.0) == [0, 0], "without a model, the time is unknown"
+    assert choose_counts(sure, work, None, UNLIMITED) == [8, 8]
+    assert sum(choose_counts(sure, work, None, DraftLimits(7))) == 5
+    assert choose_counts(sure, work, None, DraftLimits(100, 1.0)) == [0, 0], "without a model, the time is unknown"
     cost = CostModel(overhead=1.0, per_token=0.1)
-    assert sum(choose_counts(sure, work, cost, 100, 1.55)) == 3
+    assert sum(choose_counts(sure, work, cost, DraftLimits(100, 1.55))) == 3
 
 
 def test_the_cost_of_guesses_is_explored_within_the_limits() -> None:
     work, unsure = StepWork(num_decodes=2, decode_context=20), [DraftCandidate(0.1, 8, 10), DraftCandidate(0.2, 8, 10)]
     cost = CostModel(overhead=1.0, per_token=1.0)
-    assert choose_counts(unsure, work, cost, *UNLIMITED) == [0, 0]
-    assert sum(choose_counts(unsure, work, cost, *UNLIMITED, explores=True)) == 2
-    assert sum(choose_counts(unsure, work, cost, 100, 4.5, explores=True)) == 1
+    assert choose_counts(unsure, work, cost, UNLIMITED) == [0, 0]
+    assert sum(choose_counts(unsure, work, cost, UNLIMITED, explores=True)) == 2
+    assert sum(choose_counts(unsure, work, cost, DraftLimits(100, 4.5), explores=True)) == 1
     scheduler = Scheduler(StepLimits(), 100, 4, speculation=Speculation(PromptLookup(1), 4))
     scheduler.cost = cost
     scheduler.add(request("r", [5, 6] * 8, 60))

@@ -95,7 +95,7 @@ BAD_FOR_NODES = [
     ("cpus", "4095", "this process may use"),
     *[("registry", value, "host:port") for value in ("localhost", "localhost:0", "redis://")],
     ("id", "a b", LABEL),
-    ("speculative_config", "medusa", "method: Input should be 'ngram'"),
+    ("speculative_config", "medusa", "method: Input should be 'ngram' or 'draft_model'"),
     ("speculative_config", '{"method": "ngram",}', "must be JSON such as"),
     ("speculative_config", '{"num_speculative_tokens": 4}', "method: Field required"),
     (
@@ -104,6 +104,8 @@ BAD_FOR_NODES = [
         "num_speculative_tokens: Input should be",
     ),
     ("speculative_config", '{"method": "ngram", "lookup": 2}', "lookup: Extra inputs"),
+    ("speculative_config", '{"method": "ngram", "model": "m"}', "give the draft model with the method draft_model"),
+    ("speculative_config", "draft_model", "give the draft model with the method draft_model"),
     ("speculative_config", '{"method": "ngram", "prompt_lookup_min": 5}', "prompt_lookup_min must be at most"),
 ]
 BAD = [(RouterSettings, *row) for row in BAD_FOR_ROUTER] + [(NodeSettings, *row) for row in BAD_FOR_NODES]

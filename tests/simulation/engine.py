@@ -16,9 +16,9 @@ from engine.engine import Command, Engine, EngineListener
 from engine.hash_model import HashRunner
 from engine.runner import PendingStep, Runner, SliceOutput
 from node.watchdog import TICK_S, Watchdog
-from scheduler.draft import Drafter, DraftHistory
+from scheduler.draft import TextDrafter
 from scheduler.geometry import UNIFORM, Group
-from scheduler.request import RequestState, Slice, Step
+from scheduler.request import Request, RequestState, Slice, Step
 from scheduler.scheduler import Scheduler
 from tests.simulation.loop import CURRENT
 
@@ -157,16 +157,16 @@ class SimEngine(Engine):
         self._iterate()
 
 
-class PlanGuesses(Drafter):
+class PlanGuesses(TextDrafter):
     """Guesses the tokens of the scenario's answers, each right with a probability of 0.8."""
 
     def __init__(self, rows: Sequence[Sequence[int]], seed: int) -> None:
         """`rows` are prompts with their answers."""
         self._rows, self._random = rows, Random(f"guesses {seed}")
 
-    def propose(self, tokens: Sequence[int], history: DraftHistory, limit: int) -> list[int]:
-        known = len(tokens)
-        following = next((row[known:] for row in self._rows if row[:known] == tokens), [])
+    def propose(self, request: Request, limit: int) -> list[int]:
+        known = len(request.tokens)
+        following = next((row[known:] for row in self._rows if row[:known] == request.tokens), [])
         return [token if self._random.random() < 0.8 else token ^ 1 for token in following[:limit]]
 
 

@@ -1,0 +1,152 @@
+"""Guesses tokens with a small model of the same vocabulary.
+
+The draft model draws with the target's noise (`engine.counter_rng`), as in "Coupling without communication and
+drafter-invariant speculative decoding" (Daliri, Musco and Suresh, 2024). So both models draw the same token with a high
+probability, also at high temperatures.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from engine.runner import Runner
+from scheduler.draft import Drafter
+from scheduler.request import Request, RequestState, Slice, Step
+
+log = logging.getLogger("baton.engine")
+CATCH_UP = 256  # most tokens of a text that a draft model computes in a step besides the guesses
+SMOOTHING = 0.1  # weight of the latest pass in `pass_s`
+KEPT_REQUESTS = 256  # ended requests that are kept
+
+
+@dataclass(slots=True)
+class DraftedRequest:
+    """A request, and its mirror in the draft model: the same text with guesses, and the KV of the text so far."""
+
+    request: Request
+    mirror: Request
+    epoch: int
+    num_known: int = 0  # tokens of the text at the last call
+    num_named: int = 0  # blocks of the mirror that have names
+
+
+@dataclass
+class DraftModel(Drafter):
+    """A draft model, on the engine's thread.
+
+    Its KV of a block lies in its own pool, in the row that has the number of the target's block (of the first row of
+    its first group). So no further memory is managed: the KV lives as long as the target's, and is found again with a
+    cached prefix. It is not sent in a handoff: the node that receives a request computes it from the text, at most
+    `CATCH_UP` tokens in a step, and meanwhile guesses nothing. A failure only ends the guesses.
+    """
+
+    runner: Runner  # of the draft model, over its own pool
+    block_tokens: int
+    block_rows: int  # rows of a block in the target's first group
+    pass_s: float = 0.0
+    _drafted: dict[str, DraftedRequest] = field(default_factory=dict)
+    _names: dict[int, bytes] = field(default_factory=dict)  # by row: the hash of the block whose KV it has
+    _has_failed: bool = False
+
+    def warm_up(self) -> None:
+        self.runner.warm_up()
+
+    def find(self, request: Request, limit: int) -> int:
+        if self._has_failed:
+            return 0
+        mirror = self._synchronized(request)
+        return limit if len(mirror.tokens) - mirror.num_computed <= CATCH_UP else 0
+
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> tuple[list[Sequence[int]], float]:
+        """Raises nothing: after an exception, there are no more guesses."""
+        if self._has_failed:
+            return [()] * len(requests), 0.0
+        began_s = time.perf_counter()
+        try:
+            self._run(requests, counts)
+        except Exception:
+            log.exception("the draft model failed; this node guesses no more tokens")
+            self._has_failed = True
+            return [()] * len(requests), time.perf_counter() - began_s
+        for request in requests:
+            request.drafts.guess = self._drafted[request.id].mirror.tokens[len(request.tokens) :]
+        return [tuple(request.drafts.guess) for request in requests], time.perf_counter() - began_s
+
+    def _run(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        mirrors = [self._drafted[request.id].mirror for request in requests]
+        for request, mirror in zip(requests, mirrors, strict=True):
+            table = mirror.tables[0]
+            table += request.tables[0][len(table) * self.block_rows :: self.block_rows]
+        behind, left = list[Slice](), CATCH_UP
+        for mirror, count in zip(mirrors, counts, strict=True):
+            missing = min(left, len(mirror.tokens) - 1 - mirror.num_computed)
+            if missing > 0 and not count:
+                behind.append(Slice(mirror, mirror.num_computed, missing, False, 0))
+                left -= missing
+        for depth in range(max(counts, default=0)):
+            slices = [_next(mirror) for mirror, count in zip(mirrors, counts, strict=True) if count > depth]
+            slices = [slice_ for slice_ in slices if slice_.request.finish is None]
+            self._pass(slices + behind)
+            behind = []
+        if behind:
+            self._pass(behind)
+        for request in requests:
+            self._remember(self._drafted[request.id])
+
+    def _pass(self, slices: list[Slice]) -> None:
+        began_s = time.perf_counter()
+        for slice_ in slices:
+            first, last = slice_.start // self.block_tokens, (slice_.end - 1) // self.block_tokens
+            for row in slice_.request.tables[0][first : last + 1]:
+                self._names.pop(row, None)
+        outputs = self.runner.run(Step(0, slices, []))
+        if all(slice_.samples and slice_.count <= 2 for slice_ in slices):
+            pass_s = time.perf_counter() - began_s
+            self.pass_s += (SMOOTHING if self.pass_s else 1.0) * (pass_s - self.pass_s)
+        for slice_, output in zip(slices, outputs, strict=True):
+            slice_.request.num_computed = slice_.end
+            slice_.request.tokens += output.tokens
+            if output.error:
+                slice_.request.finish = "error"  # of this guess
+
+    def _synchronized(self, request: Request) -> Request:
+        """Return the request's mirror, with the tokens that the request now has."""
+        drafted = self._drafted.get(request.id)
+        if drafted is None or drafted.epoch != request.epoch:
+            drafted = self._drafted[request.id] = self._begin(request)
+        mirror, tokens, agreed = drafted.mirror, request.tokens, drafted.num_known
+        while agreed < min(len(tokens), len(mirror.tokens)) and tokens[agreed] == mirror.tokens[agreed]:
+            agreed += 1
+        mirror.tokens[agreed:] = tokens[agreed:]
+        mirror.num_computed = min(mirror.num_computed, agreed, len(tokens) - 1)
+        mirror.finish = None
+        drafted.num_known = len(tokens)
+        return mirror
+
+    def _begin(self, request: Request) -> DraftedRequest:
+        if len(self._drafted) > KEPT_REQUESTS:
+            live = {name: one for name, one in self._drafted.items() if one.request.state is not RequestState.DONE}
+            self._drafted = live
+        mirror = Request(request.id, [], request.num_prompt, request.max_tokens, request.min_tokens)
+        mirror.stop_tokens = request.stop_tokens
+        mirror.sampling = replace(request.sampling, logprobs=None, prompt_logprobs=None)
+        table = request.tables[0][:: self.block_rows]
+        names = list(zip(table, request.hashes, strict=False))
+        same = next((at for at, (row, name) in enumerate(names) if self._names.get(row) != name), len(names))
+        mirror.num_computed = same * self.block_tokens
+        mirror.tokens = request.tokens[: mirror.num_computed]
+        return DraftedRequest(request, mirror, request.epoch, num_named=same)
+
+    def _remember(self, drafted: DraftedRequest) -> None:
+        """Record which blocks of the text have KV, by their hashes."""
+        request, mirror = drafted.request, drafted.mirror
+        known = min(mirror.num_computed, drafted.num_known) // self.block_tokens
+        for block in range(drafted.num_named, min(known, len(request.hashes))):
+            self._names[mirror.tables[0][block]] = request.hashes[block]
+            drafted.num_named = block + 1
+
+
+def _next(mirror: Request) -> Slice:
+    """Return a slice of the tokens without KV, after which a token is drawn."""
+    return Slice(mirror, mirror.num_computed, len(mirror.tokens) - mirror.num_computed, True, 0)

@@ -8,9 +8,10 @@ the text. "edits": the answer is the prompt, in which one word of fifteen is ano
 has nothing to do with the prompt. The texts are pages of docs/, with the tokens of the demo model.
 """
 
+import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from tokenizers import Tokenizer
 from benchmarks.models import CACHE, SHAPES, TOKENIZER, checkpoint
 from benchmarks.peers.baton import BUDGET_TOKENS, Stopwatch
 from benchmarks.process import ROOT
-from benchmarks.result import Cell, Result, Table, in_turn, parser, ratio
+from benchmarks.result import RESULTS, Cell, Result, Table, in_turn, parser, ratio
 from engine.components import build
 from engine.engine import Engine
 from engine.options import BuildOptions
@@ -135,16 +136,13 @@ def _add(request: Request, scheduler: Scheduler) -> None:
     scheduler.add(request)
 
 
-def measure(parts: EngineComponents, kind: str, batch: int, repeats: int) -> tuple[list[Cell], dict[str, Any]]:
+def measure(
+    engines: Mapping[str, SpeculatingEngine], kind: str, batch: int, repeats: int
+) -> tuple[list[Cell], dict[str, Any]]:
     """Return a row of the table, and the measurements."""
-    scripts = scripts_of(kind, batch)
-    engines = {
-        name: SpeculatingEngine(parts, speculation) for name, speculation in (("off", None), ("on", Speculation()))
-    }
+    scripts, before = scripts_of(kind, batch), engines["on"].acceptance()
     runs = in_turn({name: partial(engine.seconds, scripts) for name, engine in engines.items()}, repeats)
-    drafted, accepted = engines["on"].acceptance()
-    for engine in engines.values():
-        engine.close()
+    drafted, accepted = (now - old for now, old in zip(engines["on"].acceptance(), before, strict=True))
     tokens = batch * (ANSWER - 1)
     rates = {name: [tokens / seconds for seconds in values] for name, values in runs.items()}
     gain, goal = ratio(rates["on"], rates["off"]), GOALS.get((kind, batch))
@@ -154,7 +152,11 @@ def measure(parts: EngineComponents, kind: str, batch: int, repeats: int) -> tup
         f"{accepted:,} of {drafted:,}",
     ]  # fmt: skip
     print(row, flush=True)
-    return row, {"kind": kind, "batch": batch, "tokens_per_s": rates, "drafted": drafted, "accepted": accepted}
+    return row, {"row": row[0], "tokens_per_s": rates, "drafted": drafted, "accepted": accepted}
+
+
+def engines_of(parts: EngineComponents) -> dict[str, SpeculatingEngine]:
+    return {name: SpeculatingEngine(parts, speculation) for name, speculation in (("off", None), ("on", Speculation()))}
 
 
 def _middle(values: Sequence[float]) -> float:
@@ -176,8 +178,16 @@ def main() -> None:
         flags.rows.split(",") if flags.rows else [f"{kind}:{batch}" for kind in ("edits", "prose") for batch in BATCHES]
     )
     cases = [(kind, int(batch)) for kind, _, batch in (one.partition(":") for one in wanted)]
-    measured = [measure(parts, kind, batch, flags.repeats) for kind, batch in cases]
+    engines = engines_of(parts)
+    measured = [measure(engines, kind, batch, flags.repeats) for kind, batch in cases]
+    for engine in engines.values():
+        engine.close()
     columns = ["tokens/s", "with guesses", "without", "with / without", "goal", "", "guesses that were right"]
-    table = Table(f"{flags.model}: prompt lookup", columns, [row for row, _ in measured])
+    rows, runs = [row for row, _ in measured], [run for _, run in measured]
+    if flags.rows and (file := flags.out or RESULTS / "speculation.json").exists():  # keep the other rows
+        old, names = json.loads(file.read_text()), {row[0] for row in rows}
+        rows = [row for row in old["tables"][0]["rows"] if row[0] not in names] + rows
+        runs = [run for run in old["runs"] if run["row"] not in names] + runs
+    table = Table(f"{flags.model}: prompt lookup", columns, rows)
     what = "Speculative decoding by prompt lookup, in turn with and without it; medians of a whole batch."
-    Result("speculation", what, [table], [run for _, run in measured]).finish(flags.out)
+    Result("speculation", what, [table], runs).finish(flags.out)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks.models import checkpoint
-from benchmarks.speculation import ANSWER, PROMPT, measure, scripts_of
+from benchmarks.speculation import ANSWER, PROMPT, engines_of, measure, scripts_of
 from engine.components import build
 from engine.options import BuildOptions
 
@@ -24,7 +24,10 @@ def test_edits_repeat_their_prompt_and_prose_does_not() -> None:
 
 def test_right_guesses_are_counted_and_answers_are_complete(tmp_path: Path) -> None:
     parts = build(BuildOptions(str(checkpoint("tiny", tmp_path)), threads=1, kv_cache_memory=2**26))
-    row, run = measure(parts, "edits", 2, 1)
+    engines = engines_of(parts)
+    row, run = measure(engines, "edits", 2, 1)
+    for engine in engines.values():
+        engine.close()
     assert row[0] == "edits, batch 2"
     assert 0 < run["accepted"] <= run["drafted"]
     assert all(rate > 0 for rates in run["tokens_per_s"].values() for rate in rates)

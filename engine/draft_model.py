@@ -113,7 +113,7 @@ class DraftModel(Drafter):
     def _synchronized(self, request: Request) -> Request:
         """Return the request's mirror, with the tokens that the request now has."""
         drafted = self._drafted.get(request.id)
-        if drafted is None or drafted.epoch != request.epoch:
+        if drafted is None or drafted.request is not request or drafted.epoch != request.epoch:
             drafted = self._drafted[request.id] = self._begin(request)
         mirror, tokens, agreed = drafted.mirror, request.tokens, drafted.num_known
         while agreed < min(len(tokens), len(mirror.tokens)) and tokens[agreed] == mirror.tokens[agreed]:

@@ -144,6 +144,8 @@ def check_draft_model(options: BuildOptions, path: Path, config: ModelConfig) ->
         raise ValueError(f"{what} has another vocabulary than {path}: choose a model of the same family")
     if kv_places(theirs).groups != UNIFORM or state_units(theirs):
         raise ValueError(f"{what} has sliding windows or recurrent layers: choose one with plain attention")
+    if kv_places(config).groups[0].kind != "full":
+        raise ValueError(f"{what}: {path} has sliding windows in all layers; use the method ngram")
     if theirs.max_position_embeddings < (options.max_model_len or config.max_position_embeddings):
         raise ValueError(
             f"{what} has {theirs.max_position_embeddings} positions: lower --max-model-len to that, or choose another"

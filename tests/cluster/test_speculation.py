@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.harness import DEMO, Cluster, cluster
+from tests.cluster.harness import DEMO, Cluster, cluster, wait_for
 
 VERSE = "And the LORD said unto Moses, Speak unto the children of Israel. "
 WAYS: list[dict[str, Any]] = [
@@ -64,6 +64,19 @@ def test_answers_are_the_same_with_and_without_guesses(prefill: int, drafter: st
         assert node["blocks"]["free"] + node["blocks"]["cached"] == node["blocks"]["total"]
         steps = running.get(f"/v1/steps?node={node['id']}&limit=1000")["steps"]
         assert sum(step[19] for step in steps) > 0
+
+
+def test_answers_are_the_same_after_the_death_of_a_decode_node() -> None:
+    settings = {"runner": "torch", "speculative_config": json.dumps({"model": str(DEMO)})}
+    ways: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.8, "seed": 7}]
+    with cluster(1, 2, **settings) as running, ThreadPoolExecutor(6) as pool:
+        asked = [(number, way | {"max_tokens": 400, "ignore_eos": True}) for number in range(3) for way in ways]
+        plain = list(pool.map(lambda one: answer(running, *one, speculative=False), asked))
+        waiting = [pool.submit(answer, running, *one) for one in asked]
+        wait_for(lambda: counted(running, "accepted_tokens") > 20, "guesses are right")
+        running.processes["decode-0"].kill()
+        assert [one.result() for one in waiting] == plain
+        assert running.settled()["requests"]["moved"] > 0
 
 
 def metrics(running: Cluster) -> str:

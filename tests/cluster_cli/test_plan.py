@@ -249,6 +249,11 @@ EARLY: dict[str, tuple[dict[str, object], Callable[[Path], object], str]] = {
         {"speculative_config": '{"model": "MODEL"}'}, configure(sliding_window=64, architectures=["MistralForCausalLM"]),
         "--speculative-config: the draft model {model} has sliding windows",
     ),
+    "a draft model for a model with windows": (
+        {"speculative_config": json.dumps({"model": str(DEMO)})},
+        configure(sliding_window=64, architectures=["MistralForCausalLM"]),
+        "--speculative-config: the draft model .*: {model} has sliding windows in all layers; use the method ngram",
+    ),
     "no draft model": (
         {"speculative_config": '{"model": "/no/model"}'}, Path.exists, "--speculative-config: model '/no/model' is neither",
     ),

@@ -29,7 +29,7 @@ from engine.engine import Engine
 from engine.options import BuildOptions
 from engine.runner import Runner, SliceOutput
 from engine.startup import EngineComponents
-from scheduler.draft import Speculation
+from scheduler.drafters import Speculation
 from scheduler.request import Request, RequestState, Step
 from scheduler.scheduler import Scheduler, StepLimits
 from shared.rpc.messages import SamplingParams

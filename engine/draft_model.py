@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.runner import Runner
-from scheduler.draft import Drafter
+from scheduler.drafters import Drafter
 from scheduler.request import Request, RequestState, Slice, Step
 
 log = logging.getLogger("baton.engine")

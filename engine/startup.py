@@ -15,7 +15,7 @@ from engine.cuda.memory import DeviceMemory
 from engine.emulation import Emulation
 from engine.runner import Runner
 from engine.weights import fingerprint
-from scheduler.draft import Drafter
+from scheduler.drafters import Drafter
 from scheduler.geometry import UNIFORM, Group
 from shared.grammar import GrammarTokenizer
 from shared.kv.layout import KVLayout

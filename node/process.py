@@ -31,7 +31,7 @@ from node.node import Node, RoleAdapter
 from node.stats import advertised, describe
 from node.watchdog import Watchdog, Watched
 from scheduler.budget import Budget, budget_of
-from scheduler.draft import Drafter, PromptLookup, Speculation
+from scheduler.drafters import Drafter, PromptLookup, Speculation
 from scheduler.policy import POLICIES
 from scheduler.role import PREFILL, Role
 from scheduler.scheduler import Scheduler, StepLimits

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from scheduler.blocks import BlockPool, Ledger
 from scheduler.budget import Budget
 from scheduler.cost import CostModel
-from scheduler.draft import EXPLORE_STEPS, DraftCandidate, DraftLimits, Speculation, choose_counts
+from scheduler.draft import EXPLORE_STEPS, DraftCandidate, DraftLimits, choose_counts
+from scheduler.drafters import Speculation
 from scheduler.geometry import UNIFORM, Geometry, Group
 from scheduler.policy import STALL_FREE, Policy
 from scheduler.prefix import extend_hashes

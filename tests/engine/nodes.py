@@ -9,7 +9,7 @@ from engine.models.kv_places import kv_places
 from engine.runner import TorchRunner
 from engine.speculation import expanded, verified
 from prefill_node.sender import OutgoingHandoff
-from scheduler.draft import Speculation, TextDrafter
+from scheduler.drafters import Speculation, TextDrafter
 from scheduler.geometry import Geometry
 from scheduler.policy import STALL_FREE, Policy
 from scheduler.request import Request, RequestState

@@ -17,7 +17,7 @@ from engine.models.decoder import Decoder
 from engine.models.kv_places import kv_places
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec
 from engine.runner import SliceOutput, TorchRunner
-from scheduler.draft import Speculation
+from scheduler.drafters import Speculation
 from scheduler.request import Request, Step
 from scheduler.scheduler import StepLimits
 from shared.rpc.messages import SamplingParams

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.random_model import random_decoder
 from engine.models.decoder import Decoder
 from engine.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec
-from scheduler.draft import Speculation
+from scheduler.drafters import Speculation
 from scheduler.policy import POLICIES, Policy
 from scheduler.request import Request
 from scheduler.scheduler import StepLimits

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.models.decoder import Decoder
 from engine.runner import SliceOutput
 from engine.speculation import verified
-from scheduler.draft import PromptLookup, Speculation
+from scheduler.drafters import PromptLookup, Speculation
 from scheduler.request import Request, Slice
 from scheduler.scheduler import StepLimits
 from shared.rpc.messages import Logprobs, SamplingParams

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from scheduler.budget import SloBudget
-from scheduler.draft import Speculation, TextDrafter
+from scheduler.drafters import Speculation, TextDrafter
 from scheduler.geometry import Geometry, Group
 from scheduler.request import Request, RequestState, Slice, StateUse, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from scheduler.budget import SloBudget
 from scheduler.cost import CostModel, StepWork
-from scheduler.draft import DraftCandidate, DraftHistory, DraftLimits, PromptLookup, Speculation, choose_counts
+from scheduler.draft import DraftCandidate, DraftHistory, DraftLimits, choose_counts
+from scheduler.drafters import PromptLookup, Speculation
 from scheduler.geometry import Group
 from scheduler.scheduler import Scheduler, StepLimits
 from tests.scheduler.drive import Driver, Guesses, expected, request

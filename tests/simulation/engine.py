@@ -16,7 +16,7 @@ from engine.engine import Command, Engine, EngineListener
 from engine.hash_model import HashRunner
 from engine.runner import PendingStep, Runner, SliceOutput
 from node.watchdog import TICK_S, Watchdog
-from scheduler.draft import TextDrafter
+from scheduler.drafters import TextDrafter
 from scheduler.geometry import UNIFORM, Group
 from scheduler.request import Request, RequestState, Slice, Step
 from scheduler.scheduler import Scheduler

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from scheduler.draft import Speculation
+from scheduler.drafters import Speculation
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from shared.failpoints import FailpointError

@@ -1,0 +1,79 @@
+"""Speculative decoding: where the guesses of a request's next tokens come from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scheduler.request import Request
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of requests. A wrong guess costs time, and never changes an answer.
+
+    The scheduler calls `find` for each decode of a step, chooses how many tokens to guess, and calls `draft` once. The
+    requests then have blocks for these tokens.
+    """
+
+    pass_s: float = 0.0  # seconds that each further token of a step's longest guess takes
+
+    def warm_up(self) -> None:
+        """Do one-time work, such as compilation, before requests arrive."""
+        return
+
+    def find(self, request: Request, limit: int) -> int:
+        """Return how many of the request's next tokens can be guessed now, at most `limit`."""
+
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> tuple[list[Sequence[int]], float]:
+        """Return guesses of up to `counts[i]` tokens for requests[i], and the seconds that this took.
+
+        Tokens that were guessed, also if not all are returned, are left in `Request.drafts.guess`.
+        """
+
+
+class TextDrafter(Drafter):
+    """A drafter that guesses from a request's tokens, in no time worth counting."""
+
+    def propose(self, request: Request, limit: int) -> Sequence[int]:
+        """Return up to `limit` tokens that may follow those of the request."""
+        raise NotImplementedError
+
+    def find(self, request: Request, limit: int) -> int:
+        request.drafts.guess = self.propose(request, limit)
+        return len(request.drafts.guess)
+
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> tuple[list[Sequence[int]], float]:
+        return [request.drafts.guess[:count] for request, count in zip(requests, counts, strict=True)], 0.0
+
+
+class PromptLookup(TextDrafter):
+    """Finds the last `longest` to `shortest` tokens at an earlier place, and proposes what followed there.
+
+    From "Prompt Lookup Decoding" (Saxena, 2023); vLLM calls it "ngram". Of several places, the latest counts. A match
+    that overlaps the end repeats its period.
+    """
+
+    def __init__(self, shortest: int = 2, longest: int = 4) -> None:
+        self._shortest, self._longest = shortest, longest
+
+    def propose(self, request: Request, limit: int) -> Sequence[int]:
+        history = request.drafts
+        text = history.text = history.text + "".join(map(chr, request.tokens[len(history.text) :]))
+        end, place = 0, -1
+        for length in range(self._shortest, min(self._longest, len(text) - 1) + 1):
+            # A longer match can only end where, or before, a shorter one does.
+            found = text.rfind(text[-length:], 0, end or len(text) - 1)
+            if found < 0:
+                break
+            end = place = found + length
+        if place < 0:
+            return ()
+        following = text[place:]
+        return [ord(one) for one in (following * (limit // len(following) + 1))[:limit]]
+
+
+@dataclass(slots=True)
+class Speculation:
+    """How a scheduler drafts: by which drafter, and at most how many tokens of a request in one step."""
+
+    drafter: Drafter = field(default_factory=PromptLookup)
+    num_tokens: int = 8

@@ -36,7 +36,7 @@ MAX_PROMPTS, MAX_SAMPLES = 64, 8
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
 MAX_TEMPLATE_ARGUMENTS = 32
 # OpenAI's fields that do not affect the tokens, or that are hints for models and services which Baton does not have.
-IGNORED = frozenset(("metadata", "prediction", "prompt_cache_key", "prompt_cache_options"))
+IGNORED = frozenset(("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "session_id"))
 IGNORED |= {"prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity"}
 # Known fields that are not supported. Each is accepted only with the listed values, which have no effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
@@ -46,9 +46,21 @@ UNSUPPORTED |= {"suffix": ("",), "web_search_options": (), "logits_processors": 
 UNSUPPORTED |= dict.fromkeys(("conversation", "context_management"), ())
 UNSUPPORTED |= {"functions": ([],), "function_call": ("none",)}
 UNSUPPORTED |= {"modalities": (["text"],), "use_beam_search": (False,)}
+# vLLM's
+UNSUPPORTED |= dict.fromkeys(("chat_template", "ec_transfer_params", "kv_transfer_params", "logprob_token_ids"), ())
+UNSUPPORTED |= dict.fromkeys(("prompt_embeds", "repetition_detection", "request_id"), ())
+UNSUPPORTED |= dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},))
+UNSUPPORTED |= {"documents": ([],), "stream_interval": (1,), "truncation_side": ("left",)}
+UNSUPPORTED |= dict.fromkeys(("return_mm_kwargs", "spaces_between_special_tokens"), (True,))
+UNSUPPORTED |= dict.fromkeys(("echo", "return_prompt_text", "return_token_offsets", "watermarking"), (False,))
+UNSUPPORTED |= {"return_tokens_as_token_ids": (False,), "routed_experts_prompt_start": (0,)}
+UNSUPPORTED |= {"thinking_token_budget": (-1,)}
+# Of the APIs of responses and of messages
+UNSUPPORTED |= dict.fromkeys(("container", "output_config", "previous_input_messages", "previous_response"), ())
+UNSUPPORTED |= {"enable_response_messages": (False,), "mcp_servers": ([],), "prompt": (), "speed": ("standard",)}
 # What replaces the older names of vLLM, which it no longer accepts.
 REPLACED = {f"guided_{name}": f"structured_outputs.{name}" for name in ("choice", "grammar", "json", "regex")}
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Error messages of fields that accept several forms. Pydantic's own message would explain only one of the forms.
 EXPECTED = {
     "prompt": f"must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these, and not empty",

@@ -147,7 +147,7 @@ def openapi(queries: Mapping[str, Mapping[str, Any]]) -> Schema:
 
 def _bodies() -> Schema:
     """Return the schemas of the bodies. An optional field may be null, which means that it is not given."""
-    bodies = [body for body, _, _ in POSTS.values()]
+    bodies = dict.fromkeys(body for body, _, _ in POSTS.values())
     _, document = models_json_schema([(body, "validation") for body in bodies], ref_template=REFERENCE)
     schemas: Schema = document["$defs"]
     for schema in (schemas[body.__name__] for body in bodies):

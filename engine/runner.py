@@ -1,6 +1,6 @@
 """Runs steps on a device and returns the output of each slice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -14,6 +14,7 @@ from engine.kernels import Kernels
 from engine.kv_pool import KVPool
 from engine.lora.linear import AdaptedRows
 from engine.models.decoder import Decoder, LanguageModel
+from engine.pooling import Pooler
 from engine.sampling import NUMERICAL, DrawResult, SamplingRow, depends_on_tokens, describe, sample
 from engine.token_masks import MaskFiller
 from scheduler.request import Request, Slice, Step
@@ -37,6 +38,7 @@ class SliceOutput:
     logprobs: list[Logprobs] = field(default_factory=list)  # of each token, or none
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # entry i is for the token at slice.start + i + 1
     error: str = ""
+    vector: bytes = b""  # float32, if the request is pooled
 
 
 # A launched step. Calling it waits until the step ends, and returns one output per slice, in order, or raises the
@@ -55,6 +57,7 @@ class Runner(Protocol):
     overruns: int = 0  # only in emulation: steps that took longer than on the emulated device
     can_run_ahead: bool = False
     ahead: bool = False
+    poolings: tuple[str, ...] = ("",)  # the values of `SamplingParams.pooling` that it can compute
 
     def run(self, step: Step) -> list[SliceOutput]:
         """Launch a step and wait for it. No step may be pending."""
@@ -129,6 +132,9 @@ class TorchRunner(Runner):
         self._worker: ThreadPoolExecutor | None = None
         self._draws: list[DrawResult] | None = None  # draws of the last step; None if it failed
         self._adapted: AdaptedRows | None = None
+        self._pooler = Pooler()
+        self.poolings = ("", "logits") if config.has_head else ()
+        self.poolings += ("last", "mean") if isinstance(model, Decoder) else ()
 
     def use_adapters(self, adapted: AdaptedRows) -> None:
         """Compute requests with the adapters that `engine.lora.linear.adapt` added to the model."""
@@ -164,24 +170,27 @@ class TorchRunner(Runner):
         self._carry(batch)
         rows = [row_of(step.slices[index]) for index in batch.sampled]
         masks = self._masks.start(rows)
-        logits, scored = self._computed(batch)
+        logits, hidden = self._computed(batch, needs_hidden=any(row.sampling.pooling for row in rows))
         draws = sample(logits, rows, masks())
         for index, draw in zip(batch.sampled, draws, strict=True):
             outputs[index] = output_of(draw)
-        self._score(step, batch, scored, outputs)
+        self._pool_vectors(step.slices, batch, logits, hidden, outputs)
+        self._score(step, batch, hidden[len(batch.sampled) :], outputs)
         self._draws = draws
         return outputs
 
-    def _computed(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the logits of the slices that sample, and the hidden states of the rows in `batch.scored`."""
+    def _computed(self, batch: Batch, *, needs_hidden: bool) -> tuple[Tensor, Tensor]:
+        """Return the logits of the slices that sample, and the hidden states of all logit rows. The fused pass returns
+        no hidden states."""
         if self._adapted is not None:
             self._adapted.select(batch, self._device)
-        if self._whole_pass is not None and not batch.adapters and self._whole_pass.takes(batch):
+        fuses = self._whole_pass is not None and not batch.adapters and not needs_hidden
+        if fuses and self._whole_pass is not None and self._whole_pass.takes(batch):
             return self._whole_pass.logits(batch), torch.empty(0)
         attention, drawing = plan_tables(self._backend, self._pool, batch), batch.drawing()
         last = plan_tables(self._backend, self._pool, drawing) if drawing is not None else None
         hidden = self._model.forward(batch, self._kernels.begin(batch), attention, last)
-        return self._model.logits(hidden[: len(batch.sampled)]), hidden[len(batch.sampled) :]
+        return self._model.logits(hidden[: len(batch.sampled)]), hidden
 
     def _carry(self, batch: Batch) -> None:
         """Copy tokens drawn by the previous step into this batch, or 0 for a failed draw, whose request has ended."""
@@ -191,10 +200,22 @@ class TorchRunner(Runner):
         for at, index in batch.carried:
             batch.tokens[at] = (draws or [])[index].token or 0
 
+    def _pool_vectors(
+        self, slices: Sequence[Slice], batch: Batch, logits: Tensor, hidden: Tensor, outputs: list[SliceOutput]
+    ) -> None:
+        if any(slice_.request.sampling.pooling for slice_ in slices):
+            for index, vector in self._pooler.vectors(slices, batch, logits, hidden):
+                outputs[index].vector = vector.cpu().numpy().tobytes()
+                if not bool(vector.isfinite().all()):
+                    outputs[index].error = NUMERICAL
+
     def _score(self, step: Step, batch: Batch, hidden: Tensor, outputs: list[SliceOutput]) -> None:
         at_once = max(1, MAX_SCORED_LOGITS // self._model.config.vocab_size)
         row = 0
         for index, count in batch.scored:
+            if step.slices[index].request.sampling.pooling:
+                row += count
+                continue
             for start in range(0, count, at_once):
                 rows = hidden[row + start : row + min(count, start + at_once)]
                 self._score_rows(step.slices[index], start, rows, outputs[index])

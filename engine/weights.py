@@ -170,7 +170,11 @@ class Checkpoint:
                     self.refuse(name, f"is stored besides another tensor for {own}")
                 if own:
                     self._stored[own] = name
-            self._files = {own: self._files[name] for own, name in self._stored.items()}
+        # Embedding models are saved without the output head.
+        self.is_headless = "embed_tokens.weight" in self._files
+        if self.is_headless:
+            self._stored = {f"model.{name}": name for name in self._files}
+        self._files = {own: self._files[name] for own, name in self._stored.items()}
 
     def take(self, name: str, *shape: int) -> "torch.Tensor":
         """Return a tensor of floats. Raises ValueError if it is missing, was already taken, or has a shape other than

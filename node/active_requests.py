@@ -43,6 +43,7 @@ class RequestRules:
     shared_pool: bool = False  # handoffs copy no KV: a prefill node computes in the decode node's pool
     max_requests: int = MAX_REQUESTS
     max_tokens: int | None = None  # None: `MAX_TOKENS`, or the size of `MAX_POOLS` pools if that is more
+    poolings: tuple[str, ...] = ("",)  # see `Runner.poolings`
     grammars: GrammarTokenizer | None = None  # None: grammars are ignored, because no model computes the tokens
 
 
@@ -55,6 +56,12 @@ class ActiveRequest:
     num_tokens: int
     abort_handoff: AbortHandoff | None  # a method of the role adapter; None without a handoff
     matcher: "asyncio.Future[TokenMatcher] | None" = None  # that of the request's grammar, which is being compiled
+
+
+def _refusal(pooling: str) -> str:
+    if pooling in {"", "logits"}:
+        return "This checkpoint has no output head, so it can only make embeddings (/v1/embeddings)."
+    return "Embeddings need hidden states, and the nodes run this model in a way that has none: see `baton models`."
 
 
 class ActiveRequests:
@@ -120,6 +127,8 @@ class ActiveRequests:
             raise OverloadedError(refusal)
         rules = self._rules
         tokens = check_submit(submit, self._state.info.max_model_len, rules.vocab_size)
+        if (pooling := submit.sampling.pooling) not in rules.poolings:
+            raise ValueError(_refusal(pooling))
         self._check_limits(submit.id, len(tokens))
         if submit.adapter and submit.adapter not in self._state.info.adapters.values():
             raise OverloadedError("this node does not have the request's LoRA adapter")
@@ -137,7 +146,7 @@ class ActiveRequests:
             receive_kv=receive_kv,
             send_kv=send_kv,
             shared_pool=rules.shared_pool and (receive_kv or send_kv),
-            needs_prompt_logprobs=submit.sampling.prompt_logprobs is not None,
+            needs_prompt_logprobs=submit.sampling.prompt_logprobs is not None or submit.sampling.pooling == "mean",
             speculates=submit.speculative,
             sampling=submit.sampling,
         )

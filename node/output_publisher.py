@@ -141,12 +141,13 @@ def delta_of(event: StepOutput, output: SliceOutput) -> TokenDelta:
     return TokenDelta(
         request.id,
         position,
-        pack_ids(event.tokens),
+        b"" if output.vector else pack_ids(event.tokens),
         finish=event.finish if event.finish not in {None, "error"} else "",
         error=output.error or (INTERNAL if event.finish == "error" else ""),
         cached_tokens=request.num_cached,
         logprobs=output.logprobs[: len(event.tokens)],
         prompt_logprobs=output.prompt_logprobs,
+        vector=output.vector,
     )
 
 

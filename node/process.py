@@ -239,6 +239,7 @@ class NodeProcess:
                 components.vocab_size,
                 settings.enable_prefix_caching,
                 settings.kv_channel == POOL,
+                poolings=components.runner.poolings,
                 grammars=components.grammars,
             ),
             lambda node, role: self.factories[role.name](node, *given),

@@ -13,6 +13,7 @@ from shared.rpc.messages import SamplingParams, SubmitRequest, unpack_ids
 MAX_ID, MAX_SALT_BYTES = 256, 256
 MAX_STOP_TOKENS = 4096  # of the request and of the model together
 ADDRESS = re.compile(r"[\w.:%\[\]-]{1,255}:\d{1,5}", re.ASCII)
+POOLINGS = ("", "last", "mean", "logits")
 TINY = 5e-324  # the smallest positive float
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -51,6 +52,8 @@ def check_submit(submit: SubmitRequest, max_model_len: int, vocab_size: int) -> 
     _check("number of stop_tokens", len(stop_tokens), 0, MAX_STOP_TOKENS)
     _check("length of grammar", len(submit.grammar), 0, MAX_GRAMMAR_BYTES)
     _check_sampling(submit.sampling, vocab_size)
+    if submit.sampling.pooling not in POOLINGS or (submit.sampling.pooling and submit.max_tokens != 1):
+        raise ValueError(f"pooling is {submit.sampling.pooling!r:.40}: it must be one of {POOLINGS}, with max_tokens 1")
     return tokens
 
 

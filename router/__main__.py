@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
 from math import inf
@@ -34,6 +35,7 @@ from router.nodes.pool import NodePool
 from router.observer import RouterObserver
 from router.responses_store import open_store
 from router.text.model_files import read_model
+from router.text.pooling_rule import read_pooling
 from router.text.tokenizer import Tokenizer
 from shared import failpoints, logs
 from shared.config.command_line import settings_from_command_line
@@ -59,6 +61,7 @@ def main(settings: RouterSettings) -> int:
         is_local = Path(settings.model).exists()
         name = settings.served_model_name or (directory.resolve().name if is_local else settings.model)
         model = read_model(directory, name, settings.max_model_len, int(time.time()))
+        model = replace(model, pooling=read_pooling(directory, model.vocab_size))
         parsers = settings.tool_call_parser, settings.reasoning_parser
         tokenizer = Tokenizer.load(directory, model.vocab_size, *parsers)
         has_keys = settings.api_keys_file or settings.api_keys

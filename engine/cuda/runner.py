@@ -157,8 +157,10 @@ class CudaRunner(TorchRunner):
         hidden = self.passes.run(batch, captured)
         done = self._events[0]
         launched = Launched([SliceOutput() for _ in slices], order, built.sampled, self._arrivals[0][: len(rows)], done)
+        logits = self._model.logits(hidden[: len(rows)]) if rows else hidden
         if rows:
-            self._draw(self._model.logits(hidden[: len(rows)]), rows, masks(), parameters, launched)
+            self._draw(logits, rows, masks(), parameters, launched)
+        self._pool_vectors(slices, built, logits, hidden, launched.outputs)
         self._score(replace(step, slices=slices), built, hidden[len(rows) :], launched.outputs)
         if done is not None:  # even if nothing was drawn, since `wait` must also wait until the KV is stored
             done.record()

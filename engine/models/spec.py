@@ -267,6 +267,7 @@ class ModelConfig:
     logit_softcap: float = 0.0
     drafter_layers: int = 0
     transformers: str = ""
+    has_head: bool = True  # whether the checkpoint has an output head; those of embedding models may not
     units: tuple[int, ...] = ()  # those of the states of transformers' modules (see `state_units`)
 
     @property

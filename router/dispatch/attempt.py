@@ -65,7 +65,6 @@ class AdmittedRequest:
         self.samples = [SampleState(index) for index in range(request.n)]
         self.samples[0].tokens += request.generated
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
-        self.revision = ""  # of the model whose nodes were chosen last
         self.first_is_computed = asyncio.Event()  # sample 0's prompt is computed; other samples wait for it
         self._queue = queue
         self._counts = counts
@@ -329,7 +328,7 @@ def _failure(connection: NodeConnection, delta: TokenDelta) -> Exception:
 
 def size_of(delta: TokenDelta) -> int:
     """Return the approximate number of bytes of memory that the delta takes."""
-    size = 384 + 10 * len(delta.tokens)
+    size = 384 + 10 * len(delta.tokens) + len(delta.vector)
     if delta.logprobs or delta.prompt_logprobs:
         size += sum(200 + 80 * len(entry.top_tokens) for entry in delta.logprobs + delta.prompt_logprobs)
     return size

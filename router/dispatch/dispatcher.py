@@ -28,6 +28,7 @@ from router.dispatch.attempt import (
 )
 from router.dispatch.failover import Failover, RetryBudget
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal
+from router.nodes.connection import NodeConnection
 from router.nodes.load import kv_capacity_tokens
 from router.nodes.placement import PlacementCandidate
 from router.nodes.pool import NodePool
@@ -246,8 +247,6 @@ class Dispatcher:
             attempt.begin(None, sibling, 0)  # this node already has the prompt's KV
             return
 
-        has_tokens = any(each.tokens for each in admitted.samples)  # all tokens come from one revision of the model
-
         def choose() -> PlacementCandidate | None:
             return self._pool.choose(
                 attempt.id,
@@ -257,19 +256,20 @@ class Dispatcher:
                 self._rules.disaggregate,
                 failover.prefix_node,
                 request.adapter,
-                admitted.revision if has_tokens else "",
             )
 
         candidate = await self._wait_for(choose, WAIT_UNDER_WAY_S)
         placement = candidate.placement
-        prefill = None if placement.prefill is None else self._pool.connections[placement.prefill]
-        decode = self._pool.connections[placement.decode]
+        nodes = self._pool.connections
+        prefill: NodeConnection | None = nodes.get(placement.prefill or "")
+        decode = nodes[placement.decode]
+        if request.sampling.pooling and prefill is not None and not prefill.info.shared_pool_owner:
+            decode, prefill = prefill, None  # there is nothing to decode, so the prefill node gives the whole answer
         if attempt.is_first:
             self._rules.check_slo(placement, is_stale=(prefill or decode).load.is_stale)
             self._queue.credit_prefix_hit(admitted.entry, candidate.cached_tokens)
         self._record_placement(attempt, placement)
         self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
-        admitted.revision = decode.revision
         attempt.begin(prefill, decode, candidate.cached_tokens)
 
     def _record_placement(self, attempt: Attempt, placement: Placement) -> None:

@@ -13,6 +13,20 @@ MERGED_ITEMS = 16  # number of items buffered between the streams and their read
 
 
 @dataclass(slots=True, frozen=True)
+class PoolingRule:
+    """How a model makes a vector: `kind` is a value of `SamplingParams.pooling`, or "" with the reason in `refusal`.
+
+    A reranker ("logits") has one or two `tokens`. Its score is the first one's logit, minus that of the second.
+    """
+
+    kind: str = ""
+    refusal: str = ""
+    normalizes: bool = False  # the vector is divided by its Euclidean length
+    tokens: tuple[int, ...] = ()
+    prompts: bool = False  # the template of a reranker ends with the generation prompt
+
+
+@dataclass(slots=True, frozen=True)
 class ModelCard:
     """The model that a cluster serves. `max_model_len` is the maximum number of tokens of the prompt and the answer
     together."""
@@ -22,6 +36,7 @@ class ModelCard:
     vocab_size: int
     eos_ids: frozenset[int]
     created: int = 0  # Unix time in seconds, for /v1/models
+    pooling: PoolingRule = PoolingRule(refusal="This model is neither an embedding model nor a reranker.")
 
 
 @dataclass(slots=True)

@@ -24,8 +24,9 @@ from router.http.asgi import ResponseWriter, deadline_of, read_body, to_response
 from router.http.auth import ApiCors, ApiKeys, AuthMiddleware
 from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from router.http.generation import GenerationService
-from router.http.openapi import DETOKENIZE, DOCS, TOKENIZE, document_routes
+from router.http.openapi import DETOKENIZE, DOCS, RERANK, SCORE, TOKENIZE, document_routes
 from router.http.parsing import check_ids, encode, encode_chat, run_in_thread
+from router.http.pooling import EmbeddingBody, PoolingApi, RerankBody, ScoreBody
 from router.http.response_bodies import ResponsesBody
 from router.http.response_runs import RequestSlots, ResponseRuns
 from router.http.responses import ResponseFormatter
@@ -106,13 +107,16 @@ def build_app(
 
 def _body_routes(handlers: "ApiHandlers", responses: ResponsesApi, body_timeout_s: float) -> list[Route]:
     """Return the routes that take a JSON body, and those of stored responses."""
-    messages = AnthropicApi(handlers.generation)
+    messages, pooling = AnthropicApi(handlers.generation), PoolingApi(handlers.generation)
     posts: list[tuple[str, type[Body], Callable[[Body, ResponseWriter], Awaitable[None]]]] = [
         ("/v1/completions", CompletionBody, handlers.completions),
         ("/v1/chat/completions", ChatBody, handlers.completions),
         ("/v1/responses", ResponsesBody, responses.create),
         ("/v1/messages", MessagesBody, messages.create),
         ("/v1/messages/count_tokens", CountTokensBody, messages.count_tokens),
+        ("/v1/embeddings", EmbeddingBody, pooling.embeddings),
+        *((path, RerankBody, pooling.rerank) for path in RERANK),
+        *((path, ScoreBody, pooling.score) for path in SCORE),
         *((path, TokenizeBody, handlers.tokenize) for path in TOKENIZE),
         *((path, DetokenizeBody, handlers.detokenize) for path in DETOKENIZE),
     ]
@@ -286,6 +290,7 @@ class JsonEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply, handlers = ResponseWriter(scope, send), self.handlers
         max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * handlers.generation.model.max_model_len
+        max_body_bytes += self.kind.more_bytes
         slots = handlers.slots
         slots.used += 1
         try:

@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -44,6 +44,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
 )
 UNSUPPORTED |= {"suffix": ("",), "web_search_options": (), "logits_processors": ([],), "length_penalty": (1.0,)}
 UNSUPPORTED |= dict.fromkeys(("conversation", "context_management"), ())
+UNSUPPORTED |= {"embed_dtype": ("float32",), "endianness": ("native", "little"), "max_tokens_per_doc": ()}
 UNSUPPORTED |= {"functions": ([],), "function_call": ("none",)}
 UNSUPPORTED |= {"modalities": (["text"],), "use_beam_search": (False,)}
 # vLLM's
@@ -158,9 +159,11 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """The base of all bodies: it sets strict types, and has the model's name."""
+    """The base of all bodies: it sets strict types, and has the model's name. A body may have `more_bytes` than one
+    prompt of the model's context needs."""
 
     model_config = Strict
+    more_bytes: ClassVar[int] = 0
     model: str | None = None
 
 

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from router.http.anthropic import CountTokensBody, MessagesBody
 from router.http.bodies import IGNORED, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.http.pooling import EmbeddingBody, RerankBody, ScoreBody
 from router.http.response_bodies import ResponsesBody
 from router.http.responses import dump
 
@@ -87,6 +88,13 @@ ERROR = record(  # in Anthropic's API with a type
 )
 DOCS = "/docs"
 TOKENIZE, DETOKENIZE = ("/tokenize", "/v1/tokenize"), ("/detokenize", "/v1/detokenize")
+RERANK, SCORE = ("/v1/rerank", "/rerank", "/v2/rerank"), ("/v1/score", "/score")
+PROMPT_USAGE = record(**dict.fromkeys(("prompt_tokens", "total_tokens", "completion_tokens"), WHOLE))
+LISTED = {"id": TEXT, "object": {"const": "list"}, "created": WHOLE, "model": TEXT, "usage": PROMPT_USAGE}
+VECTOR = {"anyOf": [list_of(NUMBER), TEXT]}
+EMBEDDING = record(object={"const": "embedding"}, index=WHOLE, embedding=VECTOR)
+SCORED = record(object={"const": "score"}, index=WHOLE, score=NUMBER)
+RANKED = record({"document": record(text=TEXT)}, index=WHOLE, relevance_score=NUMBER)
 POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 STREAM: Schema = {"text/event-stream": {}}  # one event for each chunk, and a last event, which is an error or [DONE]
 POSTS: dict[str, tuple[type[Body], Schema, Schema]] = {
@@ -95,6 +103,9 @@ POSTS: dict[str, tuple[type[Body], Schema, Schema]] = {
     "/v1/responses": (ResponsesBody, RESPONSE, STREAM),
     "/v1/messages": (MessagesBody, ANSWERED_MESSAGE, STREAM),
     "/v1/messages/count_tokens": (CountTokensBody, record(input_tokens=WHOLE), {}),
+    "/v1/embeddings": (EmbeddingBody, record(**LISTED, data=list_of(EMBEDDING)), {}),
+    **dict.fromkeys(RERANK, (RerankBody, record(id=TEXT, model=TEXT, usage=PROMPT_USAGE, results=list_of(RANKED)), {})),
+    **dict.fromkeys(SCORE, (ScoreBody, record(**LISTED, data=list_of(SCORED)), {})),
     **dict.fromkeys(TOKENIZE, (TokenizeBody, TOKENS, {})),
     **dict.fromkeys(DETOKENIZE, (DetokenizeBody, record(prompt=TEXT), {})),
 }

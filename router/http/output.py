@@ -31,6 +31,7 @@ class TextDelta:
     parts: list[AnswerPart] | None = None  # of the text, if the answer is parsed
     finish: str | None = None  # "stop" or "length" in the choice's last delta
     stop_reason: str | int | None = None  # the stop string or token that ended the choice
+    vector: bytes = b""  # of a pooled request
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class OutputProcessor:
     def process(self, delta: TokenDelta) -> TextDelta:
         """Return the text that `delta` adds. A stop string ends the choice, and the tokens after it are dropped."""
         ids = unpack_ids(delta.tokens)
-        added = TextDelta("", is_first=self._is_first)
+        added = TextDelta("", is_first=self._is_first, vector=delta.vector)
         self._is_first = False
         last = len(ids) - 1
         for place, token in enumerate(ids):

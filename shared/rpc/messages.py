@@ -40,6 +40,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     allowed_tokens: bytes = b""  # ids of the only tokens that may be sampled; b"": all
     bad_words: list[bytes] = field(default_factory=list)  # ids; the last is banned after the others
+    # Not "": return a vector and no token, which is "last" or "mean" (the hidden state of the last token, or the mean
+    # of those of all tokens), or "logits" (those of `allowed_tokens` after the prompt). `max_tokens` must be 1.
+    pooling: str = ""
 
 
 @dataclass(slots=True)
@@ -98,6 +101,7 @@ class TokenDelta:
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     retry: bool = False  # with `error`: whether another node may succeed
+    vector: bytes = b""  # float32 in little-endian order: the result of a pooled request
 
 
 @dataclass(slots=True)

@@ -64,6 +64,9 @@ NOTES = {
     "([stored responses](operations.md#stored-responses)).",
     "/v1/messages": "Anthropic's Messages API. Thinking blocks have an empty signature.",
     "/v1/messages/count_tokens": "Counts the tokens of the prompt of a message.",
+    "/v1/embeddings": "OpenAI's embeddings, of an embedding model ([embeddings](embeddings.md)).",
+    "/v1/rerank": "vLLM's, Jina's and Cohere's; also `/rerank` and `/v2/rerank`.",
+    "/v1/score": "vLLM's; also `/score`. One of `text_1` and `queries`, and one of `text_2` and `documents`, is required.",
     "/tokenize": "vLLM's; also `/v1/tokenize`.",
     "/detokenize": "vLLM's; also `/v1/detokenize`.",
 }
@@ -89,6 +92,9 @@ ELSEWHERE = {
     "/v1/responses": OF_RESPONSES,
     "/v1/messages": OF_MESSAGES,
     "/v1/messages/count_tokens": OF_MESSAGES,
+    "/v1/embeddings": "chat_template embed_dtype endianness mm_processor_kwargs user",
+    "/v1/rerank": "chat_template max_tokens_per_doc mm_processor_kwargs user",
+    "/v1/score": "chat_template mm_processor_kwargs user",
     "/tokenize": "chat_template mm_processor_kwargs",
     "/detokenize": "",
 }

@@ -34,6 +34,10 @@ class ScriptedAnswers:
 
     async def stream(self, index: int) -> TokenStream:
         owner, request = self.owner, self.request
+        if request.sampling.pooling:
+            await self._wait()
+            yield TokenDelta(f"{request.id}.{index}.0", finish="length", vector=owner.vector)
+            return
         row = owner.script(request, index)[: request.max_tokens]
         position, finish = len(request.generated), ""
         while not finish:
@@ -79,6 +83,7 @@ class ScriptedDispatcher:
         self.tokens_per_piece = 1
         self.cached_tokens = 0
         self.num_prompt_logprobs: int | None = None  # None sends all of them
+        self.vector = b""  # the answer to pooled requests
         self.is_ready = True
         self.empty_pool = "none"
         self.answers: list[ScriptedAnswers] = []

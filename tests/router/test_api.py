@@ -270,10 +270,10 @@ async def test_probes_and_the_version_are_vllms(client, dispatcher):
 
 
 async def test_an_unknown_path_or_method_is_an_error_that_names_what_exists(client):
-    response = await client.post("/v1/embeddings", json={})
+    response = await client.post("/v1/audio/speech", json={})
     error = error_of(response)
     assert (response.status_code, error["code"], error["type"]) == (404, "unknown_url", "not_found_error")
-    assert error["message"].startswith("POST /v1/embeddings does not exist; this server has /v1/completions, ")
+    assert error["message"].startswith("POST /v1/audio/speech does not exist; this server has /v1/completions, ")
     assert error["message"].endswith("/docs.")
     assert len(error_of(await client.get("/" + "x" * 5000))["message"]) < 300
     response = await client.get("/v1/chat/completions")

@@ -226,7 +226,15 @@ async def test_every_route_requires_a_key(app: Starlette, client: httpx.AsyncCli
 async def test_a_tenant_reaches_the_api_and_only_an_admin_the_rest(app: Starlette, client: httpx.AsyncClient) -> None:
     tenants = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/tiny"}
     tenants |= {"/openapi.json", "/docs", "/version", "/v1/tokenize", "/v1/detokenize", "/v1/messages"}
-    tenants.add("/v1/messages/count_tokens")
+    tenants |= {
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/rerank",
+        "/v1/score",
+        "/score",
+    }
     tenants |= {f"/v1/responses{rest}" for rest in ("", "/tiny", "/tiny/cancel", "/tiny/input_items")}
     for path in [*paths_of(app), *TRICKS]:
         if path in NO_KEY_NEEDED or path == "/events":

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from cluster.plan import DoctorSettings, LocalSettings
-from compare.cli import compare
+from compare.cli import compare, plan
 from shared.api_client import base_url
 from shared.config.command_line import command_of, run_app
 from shared.config.settings import NodeSettings, RouterSettings, Settings
@@ -55,6 +55,9 @@ def _app() -> typer.Typer:
     app.command(
         "compare", help="Compare deployments under the same traffic: which keep the SLO, how certainly, and why."
     )(compare)
+    app.command("plan", help="Find the split of GPUs that carries the most of a traffic within an SLO, by simulation.")(
+        plan
+    )
     app.command("role", help="Change the role of a node in a running cluster.")(_role)
     app.command("secret", help="Write a new secret for the processes of a cluster (--cluster-secret-file).")(_secret)
     app.command("key", help="Create an API key for a tenant: `baton key NAME >> FILE` for --api-keys-file.")(_key)

@@ -1,40 +1,59 @@
-"""The `baton compare` command, which imports its modules only when it runs, so that `baton --help` is fast."""
+"""The commands `baton compare` and `baton plan`, which import their modules only when they run, so that `baton --help`
+is fast."""
 
 import asyncio
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Annotated, Any
 
 from compare.options import CompareOptions
+from compare.planning.options import PlanOptions
 from shared.errors import ConfigError
 
 BAD_INPUT = 2
 
 
-def compare(**given: Any) -> int:
-    """Run the command. Return 0 if there is a verdict, else 1. On bad input, print one line and raise SystemExit(2)."""
-    try:
-        from compare.main import run_compare
-    except ModuleNotFoundError as error:
-        print(f"baton compare: needs {error.name}: pip install -e .", file=sys.stderr)
-        raise SystemExit(BAD_INPUT) from None
-    try:
-        return asyncio.run(run_compare(CompareOptions(**given)))
-    except ConfigError as error:
-        print(f"baton compare: {error}", file=sys.stderr)
-        raise SystemExit(BAD_INPUT) from None
+def _compare(options: CompareOptions) -> int:
+    from compare.main import run_compare
+
+    return asyncio.run(run_compare(options))
 
 
-# Typer reads the flags from the function's signature, which is generated from the fields of CompareOptions.
-_PARAMETERS = [
-    inspect.Parameter(
-        each.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=[] if each.default is MISSING else each.default,
-        annotation=Annotated[each.type, each.metadata["flag"]],
-    )
-    for each in fields(CompareOptions)
-]
-compare.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]
-compare.__annotations__ = {parameter.name: parameter.annotation for parameter in _PARAMETERS}
+def _plan(options: PlanOptions) -> int:
+    from compare.planning.main import run_plan
+
+    return run_plan(options)
+
+
+def _command(name: str, kind: type[Any], run: Callable[[Any], int]) -> Callable[..., int]:
+    """Return a command whose flags are the fields of `kind`. It returns the exit status of `run`. On bad input, it
+    prints one line and raises SystemExit(2)."""
+
+    def command(**given: Any) -> int:
+        try:
+            return run(kind(**given))
+        except ModuleNotFoundError as error:
+            print(f"baton {name}: needs {error.name}: pip install -e .", file=sys.stderr)
+        except ConfigError as error:
+            print(f"baton {name}: {error}", file=sys.stderr)
+        raise SystemExit(BAD_INPUT)
+
+    # Typer reads the flags from the function's signature.
+    parameters = [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=each.default if each.default_factory is MISSING else each.default_factory(),
+            annotation=Annotated[each.type, each.metadata["flag"]],
+        )
+        for each in fields(kind)
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+compare = _command("compare", CompareOptions, _compare)
+plan = _command("plan", PlanOptions, _plan)

@@ -171,6 +171,12 @@ def _model_of(options: CompareOptions) -> Path | None:
         raise ConfigError(f"--model: {error}") from None
 
 
+def context_limit(options: CompareOptions) -> int:
+    """Return the model's maximum context, or 0 if it is unknown. Raises ConfigError."""
+    model = _model_of(options)
+    return vocabulary_of(model, _tokenizer(model))[1] if model else 0
+
+
 def _arms_of(options: CompareOptions) -> list[Arm]:
     if not options.url:
         given = [*options.arms, *options.more_arms] or list(DEFAULT_ARMS)

@@ -427,6 +427,9 @@ class Scheduler:
             if request.send_kv or request.num_in_flight or len(request.tokens) - request.num_scheduled != 1:
                 return 0
             most = min(most, request.max_tokens + request.num_prompt - len(request.tokens))
+        enough = len(self.running) * (1 + most // self.block_tokens) * self.geometry.block_rows
+        if enough <= self.pool.available:
+            return most
         while most and sum(self._missing(request, most) for request in self.running) > self.pool.available:
             most //= 2
         return most

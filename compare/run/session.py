@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,8 @@ class Experiment:
     send: str  # "ids" or "text"
     timeout_s: float
     out: Path
+    first_rates: Mapping[str, float] = field(default_factory=dict)  # of single arms, if they differ from `first_rate`
+    widening: float = 2.0  # factor of the rate while a search brackets the capacity
 
     @property
     def all_arms(self) -> tuple[Arm, ...]:
@@ -291,10 +293,12 @@ class Session:
     async def _search(self, arm: str) -> None:
         experiment, measure = self._experiment, partial(self._attainment, arm)
         assert experiment.first_rate is not None
-        sizes = {"max_runs": experiment.max_trials, "min_seeds": len(experiment.seeds)}
-        search = CapacitySearch(measure, experiment.attainment, **sizes)
+        most, least = experiment.max_trials, len(experiment.seeds)
+        search = CapacitySearch(
+            measure, experiment.attainment, max_runs=most, min_seeds=least, widening=experiment.widening
+        )
         self._findings.points[arm] = search.points
-        self._findings.capacities[arm] = await search.run(experiment.first_rate)
+        self._findings.capacities[arm] = await search.run(experiment.first_rates.get(arm, experiment.first_rate))
 
     async def _attainment(self, arm: str, rate: float, seed: int) -> float:
         """Return the attainment of one trial. Raises ArmLostError if ATTEMPTS trials in a row are invalid."""

@@ -12,7 +12,7 @@ from compare.load.client import LoadSpec
 from compare.load.outcome import LatencySlo, LoadRecording, Outcome
 from compare.run.deployments import Deployments
 from dashboard.chrome_trace import trace_events
-from dashboard.history import RequestHistory
+from dashboard.history import HistoryLimits, RequestHistory
 from dashboard.step_ring import FIELDS
 from engine.emulation import Emulation
 from router.nodes.load import node_status
@@ -22,6 +22,8 @@ from shared.errors import ConfigError
 from simulator.cluster import ClusterPlan, SimulatedCluster
 from simulator.recorded import RecordedCluster
 from simulator.routed import SimulatedRequest
+
+UNLIMITED = HistoryLimits(requests=10**6, rows=10**8)  # a report has all requests of a trial
 
 
 def cluster_plan(arm: Arm, device: Emulation) -> ClusterPlan:
@@ -69,7 +71,7 @@ class SimulatedEndpoint(Endpoint):
         super().__init__(name)
         self.url, self.model, self.max_model_len, self.is_baton = name, plan.device.name, 0, True
         self._epoch_ns, self._numbers, self._records = time.time_ns(), numbers, records
-        self._history = RequestHistory(now=self._now_ns)
+        self._history = RequestHistory(now=self._now_ns, limits=UNLIMITED)
         self._cluster = RecordedCluster(plan, self._history, self._epoch_ns) if records else SimulatedCluster(plan)
 
     def _now_ns(self) -> int:

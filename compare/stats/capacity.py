@@ -19,8 +19,7 @@ CLIFF_DROP = 0.25  # smallest drop of attainment between adjacent rates that cou
 PRECISION = 0.03  # the search ends when half of the interval's width is at most this share of the capacity
 MAX_SEEDS = 20
 BRACKET_RATIO = 1.15  # bisection ends when the two rates are at most this ratio apart
-STEP = 1.08
-SPREAD = (1 / STEP, 1.0, STEP)  # every seed is measured at the estimate multiplied by each of these factors
+STEP = 1.08  # every seed is measured at the estimate, and at the estimate divided and multiplied by this factor
 WIDEST = 2.0**12  # the search covers rates from the first rate / WIDEST to the first rate * WIDEST
 
 
@@ -138,15 +137,25 @@ class CapacitySearch:
     """
 
     def __init__(
-        self, measure: Measure, alpha: float, *, max_runs: int, min_seeds: int = 6, widening: float = 2.0
+        self,
+        measure: Measure,
+        alpha: float,
+        *,
+        max_runs: int,
+        min_seeds: int = 6,
+        max_seeds: int = MAX_SEEDS,
+        widening: float = 2.0,
+        step: float = STEP,
     ) -> None:
-        """While bracketing, the rate changes by the factor `widening`."""
+        """While bracketing, the rate changes by the factor `widening`. Then, the rates of all seeds are `step` apart; a
+        larger factor suits figures that differ much between seeds."""
         self.points: list[CapacityPoint] = []
         self._measure = measure
         self._alpha = alpha
         self._max_runs = max_runs
-        self._min_seeds = min_seeds
+        self._min_seeds, self._max_seeds = min_seeds, max_seeds
         self._widening = widening
+        self._step = step
 
     @property
     def exhausted(self) -> bool:
@@ -161,12 +170,13 @@ class CapacitySearch:
         while bad / good > BRACKET_RATIO and not self.exhausted:
             middle = math.sqrt(good * bad)
             good, bad = (middle, bad) if await self._holds(middle, 0) else (good, middle)
-        return await self._replicate([math.sqrt(good * bad) * factor for factor in SPREAD])
+        middle = math.sqrt(good * bad)
+        return await self._replicate([middle / self._step, middle, middle * self._step])
 
     async def _replicate(self, rates: list[float]) -> CapacityEstimate:
         """Measure every seed at all rates. Add a rate while the fit does not cross alpha between the rates."""
         missing = [(rate, 0) for rate in rates]
-        for seed in range(1, MAX_SEEDS + 1):
+        for seed in range(1, self._max_seeds + 1):
             while missing:
                 for rate, each in missing:
                     if self.exhausted:
@@ -174,9 +184,9 @@ class CapacitySearch:
                     await self._holds(rate, each)
                 missing = []
                 if (bounded := self._found().bounded) != "yes":
-                    rates.append(max(rates) * STEP if bounded == "above" else min(rates) / STEP)
+                    rates.append(max(rates) * self._step if bounded == "above" else min(rates) / self._step)
                     missing = [(rates[-1], each) for each in range(seed)]
-            if seed == MAX_SEEDS or (seed >= self._min_seeds and self._is_narrow()):
+            if seed == self._max_seeds or (seed >= self._min_seeds and self._is_narrow()):
                 break
             missing = [(rate, seed) for rate in rates]
         return self._found()

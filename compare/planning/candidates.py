@@ -1,0 +1,232 @@
+"""Candidates of a plan, and what one simulated run of a candidate gives."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import inf
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compare.arms import Arm, parse_arm, parse_settings
+from compare.load.outcome import LatencySlo, Outcome
+from compare.load.traces import TraceRow, read_trace
+from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource
+from compare.main import context_limit
+from compare.options import CompareOptions
+from compare.planning.options import PlanOptions
+from compare.run.simulated import UNLIMITED, cluster_plan, outcomes_of
+from compare.stats.measures import measured_window, miss_causes
+from dashboard.history import RequestHistory
+from engine.emulation import Emulation, load_emulation
+from scheduler.cost import StepWork
+from scheduler.prefix import DIGEST_BYTES, block_hashes
+from shared.errors import ConfigError
+from simulator.cluster import ClusterPlan, SimulatedCluster
+from simulator.recorded import RecordedCluster
+from simulator.routed import SimulatedRequest
+
+REFERENCE_RATE = 1.0  # requests/s at which traffic is drawn; other rates differ by a factor of the times
+MOST_REQUESTS = 20_000  # of a run; the traffic of a seed is drawn once
+TYPICAL_BATCH = 64  # decodes in a step, for estimates
+DEFAULT_TRAFFIC = "chat"
+PLACES = ("live", "emulated")  # of a validation
+Latencies = NDArray[np.float64]
+
+
+def candidates(options: PlanOptions) -> list[str]:
+    """Return the arms to try: co-located nodes with each policy and budget, and every split into prefill and decode
+    nodes, whose prefill nodes have each budget."""
+    gpus, budgets = options.gpus, options.budgets
+    found = [
+        f"colocated:{gpus}@{'' if policy == 'stall_free' else policy + ','}max_num_batched_tokens={budget}"
+        for policy in options.policies
+        for budget in budgets
+    ]
+    splits = [f"disaggregated:{prefill}p{gpus - prefill}d" for prefill in range(1, gpus)]
+    return found + [f"{split}@max_num_batched_tokens={budget}" for split in splits for budget in budgets]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The latencies of one run's requests in the measured window, in milliseconds; infinite if a request failed."""
+
+    ttft_ms: Latencies
+    tbt_ms: Latencies  # the 99th percentile of each request's times between tokens
+    overloaded: bool
+
+    def attainment(self, slo: LatencySlo) -> float:
+        """Return the share of requests that met the SLO, or 0 if the run was overloaded."""
+        return 0.0 if self.overloaded else self.share(slo)
+
+    def share(self, slo: LatencySlo) -> float:
+        """Return the share of requests that met the SLO, even if the run was overloaded."""
+        return float(((self.ttft_ms <= slo.ttft_ms) & (self.tbt_ms <= slo.tbt_ms)).mean())
+
+
+class Simulations:
+    """Runs candidates on the plan's traffic. A process has one; the traffic of the last seeds is kept."""
+
+    def __init__(self, source: TrafficSource, device: Emulation, settings: Sequence[str]) -> None:
+        self._source, self.device = source, device
+        self._common = parse_settings("--set", ",".join(settings))
+        self._rows = lru_cache(maxsize=8)(self._draw)
+        self._hashes = lru_cache(maxsize=8)(lambda seed, block_tokens: list[list[bytes]]())  # of the first rows
+
+    def arm(self, name: str) -> Arm:
+        return parse_arm(name, self._common)
+
+    def plan(self, name: str) -> ClusterPlan:
+        return cluster_plan(self.arm(name), self.device)
+
+    def run(self, arm: str, rate: float, seed: int, count: int) -> Run:
+        """Simulate the first `count` requests of a seed at a rate."""
+        plan = self.plan(arm)
+        cluster, requests = SimulatedCluster(plan, seed=seed), self.requests(plan.block_tokens, rate, seed, count)
+        cluster.run(requests)
+        ends, answer_s = cluster.ends(), cluster.times.answer_s
+        outcomes = [Outcome(0, "", each.at_s, ended_s=each.finish_s, error=each.error) for each in requests]
+        (begin_s, end_s), overloaded = measured_window(outcomes)
+        times = [
+            (each.at_s, inf, inf) if each.error else (each.at_s, *_latencies(each.at_s, each.token_s(answer_s, ends)))
+            for each in requests
+            if begin_s <= each.at_s <= end_s
+        ]
+        _, ttft_ms, tbt_ms = np.array(times).T * 1000
+        return Run(ttft_ms, tbt_ms, overloaded)
+
+    def requests(self, block_tokens: int, rate: float, seed: int, count: int) -> list[SimulatedRequest]:
+        """Return the first `count` requests of a seed at a rate."""
+        rows, hashes = self._rows(seed)[:count], self._hashes(seed, block_tokens)
+        hashes += [list(block_names(rows[each], each, block_tokens)) for each in range(len(hashes), len(rows))]
+        return [
+            SimulatedRequest(f"r{index}", row.at_s * REFERENCE_RATE / rate, row.prompt_len, row.max_tokens, names)
+            for index, (row, names) in enumerate(zip(rows, hashes, strict=False))
+        ]
+
+    @cached_property
+    def mean_lengths(self) -> tuple[float, float]:
+        """The mean numbers of tokens of a prompt and of an answer."""
+        rows = self._rows(0)
+        return fmean(row.prompt_len for row in rows), fmean(row.max_tokens for row in rows)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a request."""
+        return max(row.prompt_len + row.max_tokens for row in self._rows(0))
+
+    def request_s(self, slo: LatencySlo) -> tuple[float, float, float]:
+        """Return estimates, in seconds: the time of a GPU for a prompt; its time for an answer, with as many decodes in
+        a step as the SLO allows; and how long an answer takes."""
+        (prompt, answer), cost = self.mean_lengths, self.device.cost
+        prompt_s = cost.per_token * prompt + cost.per_pair * prompt**2 / 2
+
+        def step_s(batch: int) -> float:
+            work = StepWork(num_decodes=batch, decode_context=round(batch * (prompt + answer / 2)))
+            return cost.seconds(work) + self.device.times.step_s + batch * self.device.times.slice_s
+
+        batch = max((each for each in range(1, TYPICAL_BATCH + 1) if 1000 * step_s(each) <= slo.tbt_ms), default=1)
+        return prompt_s, answer * step_s(batch) / batch, answer * step_s(batch)
+
+    def first_rate(self, arm: str, slo: LatencySlo) -> float:
+        """Return an estimate of the capacity of an arm in requests/s, to begin the search."""
+        plan, (prompt_s, answer_s, _) = self.plan(arm), self.request_s(slo)
+        if not plan.prefill:
+            return 0.8 * plan.decode / (prompt_s + answer_s)
+        return 0.8 * min(plan.prefill / prompt_s, plan.decode / answer_s)
+
+    def _draw(self, seed: int) -> list[TraceRow]:
+        return [row for row in self._source.rows(seed, REFERENCE_RATE)[0] if row is not None]
+
+
+def miss_counts(simulations: Simulations, arm: str, rate: float, count: int, slo: LatencySlo) -> dict[str, int]:
+    """Return how many of the last half of `count` requests miss the SLO for each main cause."""
+    plan = simulations.plan(arm)
+    history = RequestHistory(now=lambda: round(1e9 * cluster.events.now), limits=UNLIMITED)
+    cluster = RecordedCluster(plan, history, epoch_ns=0)
+    requests = simulations.requests(plan.block_tokens, rate, 0, count)
+    cluster.run(requests)
+    outcomes = outcomes_of(cluster, requests)[len(requests) // 2 :]
+    summaries = {outcome.id: history.summary(outcome.id) or {} for outcome in outcomes}
+    return miss_causes(outcomes, summaries, slo)
+
+
+def prepare(options: PlanOptions) -> Simulations:
+    """Return the simulations of the plan's traffic. Raises ConfigError, which names the flag."""
+    if options.trace and options.preset:
+        raise ConfigError("--trace and --preset: give only one of them")
+    if options.preset and options.preset not in PRESET_NAMES:
+        raise ConfigError(f"--preset {options.preset}: must be {', '.join(PRESET_NAMES)}")
+    if options.gpus < 2:
+        raise ConfigError(f"--gpus {options.gpus}: there is nothing to split; give 2 or more")
+    if options.validate and options.validate not in PLACES:
+        raise ConfigError(f"--validate {options.validate}: must be {' or '.join(PLACES)}")
+    try:
+        device = load_emulation(options.cost)
+    except ValueError as error:
+        raise ConfigError(str(error).replace("--emulate", "--cost")) from None
+    traffic = CompareOptions(
+        trace=options.trace,
+        trace_format=options.trace_format,
+        preset=options.preset or ("" if options.trace else DEFAULT_TRAFFIC),
+        scale_tokens=options.scale_tokens,
+        burstiness=options.burstiness,
+        rate=REFERENCE_RATE,
+        duration=MOST_REQUESTS / REFERENCE_RATE,
+        too_long="cut",
+        model=options.model,
+    )
+    trace = read_trace(options.trace, options.trace_format) if options.trace else []
+    limit = context_limit(traffic) if options.validate else 0
+    source = TrafficSource(traffic, PromptVocabulary(1), trace, limit)
+    step_ms = 1000 * (device.cost.seconds(StepWork(num_decodes=1, decode_context=1)) + device.times.step_s)
+    for flag, limit_ms in (("--slo-tbt-ms", options.slo_tbt_ms), ("--slo-ttft-ms", options.slo_ttft_ms)):
+        if limit_ms < step_ms:
+            raise ConfigError(f"{flag} {limit_ms:g}: one step of {device.name} takes {step_ms:.1f} ms; give more")
+    simulations = Simulations(source, device, options.set)
+    if (longest := simulations.longest) > device.kv_tokens:
+        raise ConfigError(
+            f"a request has {longest} tokens, but the memory of {device.name} holds the KV of {device.kv_tokens}: "
+            f"give --scale-tokens {device.kv_tokens / longest * options.scale_tokens:.2g} or less"
+        )
+    return simulations
+
+
+def block_names(row: TraceRow, index: int, block_tokens: int) -> Iterator[bytes]:
+    """Yield a name for each full block of a row's prompt. Names are equal if all tokens up to the block's end are.
+
+    Tokens of pieces with the same key are equal at equal positions in the piece. `index` is the number of the row.
+    """
+    if row.prompt is not None:
+        yield from block_hashes(row.prompt, block_tokens, b"")
+        return
+    num_blocks = row.prompt_len // block_tokens
+    if not any(key for key, _ in row.pieces):
+        yield from (b"%d %d" % (index, number) for number in range(num_blocks))
+        return
+    name, position, place, offset = b"", 0, 0, 0  # offset: position in piece `place`
+    for _ in range(num_blocks):
+        position += block_tokens
+        parts, left = [], block_tokens
+        while left:
+            key, length = row.pieces[place]
+            taken = min(left, length - offset)
+            parts.append((key or index, offset, taken))
+            left, offset = left - taken, offset + taken
+            if offset == length and place + 1 < len(row.pieces):
+                place, offset = place + 1, 0
+        name = hashlib.blake2b(name + repr(parts).encode(), digest_size=DIGEST_BYTES).digest()
+        yield name
+
+
+def _latencies(at_s: float, token_s: Latencies) -> tuple[float, float]:
+    """Return a request's TTFT, and the 99th percentile of its times between tokens, interpolated linearly."""
+    if len(token_s) < 2:
+        return float(token_s[0]) - at_s, 0.0
+    gaps = np.sort(np.diff(token_s))
+    place = 0.99 * (len(gaps) - 1)
+    below = int(place)
+    above = min(below + 1, len(gaps) - 1)
+    return float(token_s[0]) - at_s, float(gaps[below] + (place - below) * (gaps[above] - gaps[below]))

@@ -1,0 +1,72 @@
+"""Runs `baton plan`: checks the options, searches, prints the recommendation, and writes the plan."""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from compare.planning.candidates import Simulations, candidates, prepare
+from compare.planning.options import PlanOptions
+from compare.planning.page import page_of
+from compare.planning.report import Document, RunsByArm, document, show, slo_of
+from compare.planning.search import Measured, PlanSearch
+from compare.planning.validation import validate
+from scheduler.policy import POLICIES
+from shared.errors import ConfigError
+
+ESTIMATE_SHARE = 0.5  # of the estimated capacity: the search begins below the capacity, because it raises the rate
+
+
+def run_plan(options: PlanOptions) -> int:
+    """Search, print and write. Return 0. Raises ConfigError for options that make no sense."""
+    began = time.monotonic()
+    if unknown := sorted(set(options.policies) - set(POLICIES)):
+        raise ConfigError(f"--policies {unknown[0]}: must be {', '.join(POLICIES)}")
+    simulations, say = prepare(options), partial(print, flush=True)
+    arms = candidates(options)
+    for arm in arms:
+        simulations.plan(arm)  # raises ConfigError for a wrong setting
+    out = options.out or Path(time.strftime("baton-plan-%Y%m%d-%H%M%S"))
+    slo = slo_of(options)
+    with PlanSearch(options, slo, simulations.request_s(slo)[2], say) as search:
+        found, causes, varied = asyncio.run(_search(search, arms, simulations))
+    plan = document(options, simulations, search.scores, found, causes, varied)
+    show(plan)
+    say(f"  simulated in {time.monotonic() - began:.0f} s")
+    _write(out, plan, say)
+    if options.validate:
+        (out / "validation").mkdir(exist_ok=True)
+        plan["validation"] = asyncio.run(validate(options, simulations, found[:2], out / "validation", say))
+        _write(out, plan, say)
+    return 0
+
+
+async def _search(
+    search: PlanSearch, arms: Sequence[str], simulations: Simulations
+) -> tuple[list[Measured], Mapping[str, Mapping[str, int]], RunsByArm]:
+    """Return the finalists, best first; their miss causes; and runs of the best of each mode at other rates."""
+    estimate = max(simulations.first_rate(arm, search.slo) for arm in arms)
+    found = await search.best(arms, ESTIMATE_SHARE * estimate)
+    pair = {one.arm: one.capacity.rate for one in found if one is _first_of(found, one)}
+    varied = await asyncio.gather(*(search.varied(arm, rate) for arm, rate in pair.items()))
+    causes = await asyncio.gather(*(search.causes(one.arm, found[0].capacity.rate) for one in found))
+    return found, {one.arm: each for one, each in zip(found, causes, strict=True)}, dict(zip(pair, varied, strict=True))
+
+
+def _first_of(found: Sequence[Measured], one: Measured) -> Measured:
+    """Return the best finalist of the same mode."""
+    return next(other for other in found if other.is_split == one.is_split)
+
+
+def _write(out: Path, plan: Document, say: Any) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "plan.json").write_text(json.dumps(plan, indent=1) + "\n")
+        (out / "plan.html").write_text(page_of(plan))
+        (out / "compose.override.yml").write_text(plan["compose"])
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from None
+    say(f"  plan:       {out}/plan.html, plan.json, compose.override.yml")

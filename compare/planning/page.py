@@ -1,0 +1,107 @@
+"""Writes plan.html, a page without scripts that shows a plan."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+
+from compare.planning.report import HEADINGS, Document, cells_of
+
+STYLE = """
+main { max-width: 72rem; margin: 0 auto; padding: 1rem; } .wide { overflow-x: auto; }
+table { border-collapse: collapse; } th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); }
+td { text-align: right; font-variant-numeric: tabular-nums; } td:first-child, th:first-child { text-align: left; }
+.bar { display: inline-block; height: .7em; background: var(--decode); } .split .bar { background: var(--prefill); }
+td.split { background: var(--prefill); color: var(--on-prefill); }
+td.one { background: var(--decode); color: var(--on-decode); }
+"""
+THEMES = "@media (prefers-color-scheme: dark) { :root { %s } }"
+
+
+def page_of(plan: Document) -> str:
+    """Return the HTML of the page."""
+    css = files("compare.report").joinpath("report.css").read_text("utf-8")
+    dark = css.split('[data-theme="dark"] {', 1)[1].split("}", 1)[0]
+    slo, traffic = plan["slo"], plan["traffic"]
+    lengths = ", ".join(
+        f"{name} of {traffic[key]['p50']:.0f} tokens (median; mean {traffic[key]['mean']:.0f})"
+        for name, key in (("prompts", "prompt_tokens"), ("answers", "output_tokens"))
+    )
+    goal = f"TTFT {slo['ttft_ms']:g} ms and TBT p99 {slo['tbt_ms']:g} ms for {slo['attainment']:.0%} of the requests"
+    flips = plan["flips"] or ["Half to twice of each limit gives the same mode, or no clear one."]
+    parts = [
+        f"<h1>Plan for {plan['gpus']} GPUs</h1>",
+        f"<p>{escape(plan['device'])}; {escape(traffic['name'])}: {lengths}; {goal}.</p>",
+        f"<p><strong>{escape(plan['recommendation'])}</strong></p>",
+        f"<p>Start it with <code>{escape(plan['finalists'][0]['command'])}</code> or compose.override.yml.</p>",
+        "<h2>Finalists</h2>",
+        _table(HEADINGS, [list(map(escape, cells_of(one))) for one in plan["finalists"]]),
+        "<h2>Why requests miss the SLO</h2><p>At the capacity of the best candidate, by main cause:</p>",
+        _table(["finalist", "misses"], [[escape(one["arm"]), _causes(one)] for one in plan["finalists"]]),
+        "<h2>Where the answer flips</h2>",
+        *(f"<p>{escape(text)}</p>" for text in flips),
+        "<p>Which of the best two, one of each mode, carries at least 3 % more requests/s in all of a few coarse runs, "
+        "and how many. Orange: disaggregated; blue: co-located; plain: neither.</p>",
+        _map(plan["winners"]),
+        *_validation(plan),
+        "<h2>All candidates</h2><p>Each was tried at rising rates until others did better. The last rate of each, and "
+        "the share of its requests within the SLO then (overloaded runs included):</p>",
+        _table(["candidate", "req/s", "within the SLO", ""], map(_scored, plan["candidates"])),
+    ]
+    head = f"<title>Baton plan: {escape(traffic['name'])}</title><style>{css}{THEMES % dark}{STYLE}</style>"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"{head}</head>\n<body><main>\n" + "\n".join(parts) + "\n</main></body></html>\n"
+    )
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{text}</th>' for text in headings)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _causes(one: Document) -> str:
+    total = sum(one["miss_causes"].values())
+    return ", ".join(f"{escape(cause)} {count / total:.0%}" for cause, count in one["miss_causes"].items()) or "none"
+
+
+def _scored(one: Document) -> list[str]:
+    kind = "split" if one["arm"].startswith("disaggregated") else "one"
+    bar = f'<span class="{kind}"><span class="bar" style="width: {8 * one["share"]:.1f}rem"></span></span>'
+    return [escape(one["arm"]), f"{one['rate']:.1f}", f"{one['share']:.0%}", bar]
+
+
+def _map(cells: Sequence[Document]) -> str:
+    columns = sorted({cell["tbt_ms"] for cell in cells})
+    head = "".join(f'<th scope="col">TBT {at:.3g} ms</th>' for at in columns)
+    rows = ""
+    for ttft in sorted({cell["ttft_ms"] for cell in cells}):
+        own = (cell for cell in cells if cell["ttft_ms"] == ttft)
+        rows += f'<tr><th scope="row">TTFT {ttft:.4g} ms</th>' + "".join(map(_cell, own)) + "</tr>"
+    return f'<div class="wide"><table><thead><tr><td></td>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _cell(cell: Document) -> str:
+    best = max(cell["capacity_rps"].values())
+    if not cell["winner"]:
+        return f"<td>{best:.3g}</td>"
+    kind = "split" if cell["winner"].startswith("disaggregated") else "one"
+    return f'<td class="{kind}" title="{escape(cell["winner"])}">{best:.3g}</td>'
+
+
+def _validation(plan: Document) -> list[str]:
+    if not (rows := plan.get("validation")):
+        return []
+    cells = [
+        [
+            escape(row["arm"]),
+            f"{row['predicted_rps']:.2f}",
+            f"{row['measured_rps']['mean']:.2f}",
+            f"{row['error_percent']:+.1f} %",
+            f"{row['attainment_points']:.1f} points",
+        ]
+        for row in rows
+    ]
+    headings = ["finalist", "predicted req/s", "measured", "error", "attainment in the same runs differs by"]
+    return ["<h2>Prediction and measurement</h2>", _table(headings, cells)]

@@ -1,0 +1,214 @@
+"""The plan as a document: the recommendation, what it costs, why the others lose, and where the answer flips."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import typer
+
+from compare.load.outcome import LatencySlo
+from compare.load.traffic import spread
+from compare.planning.candidates import REFERENCE_RATE, Run, Simulations
+from compare.planning.compose import compose_override
+from compare.planning.options import PlanOptions
+from compare.planning.search import Measured, Score
+from compare.stats.capacity import CapacityPoint, balanced, capacity_of, influences, paired_capacities
+from compare.stats.statistics import MIN_PERCENT, TOO_CLOSE, student
+from compare.stats.verdict import CAPACITY, Ranking, rank
+
+SCHEMA = "baton.plan/1"
+SHOWN = 2000  # requests whose lengths are shown
+HOUR_S = 3600.0
+FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # of each limit, to find where the answer flips
+Document = dict[str, Any]
+RunsByArm = Mapping[str, Mapping[tuple[float, int], Run]]
+
+
+def document(
+    options: PlanOptions,
+    simulations: Simulations,
+    scores: Mapping[str, Score],
+    found: Sequence[Measured],
+    causes: Mapping[str, Mapping[str, int]],
+    varied: RunsByArm,
+) -> Document:
+    """Return the plan. `found` are the finalists, best first; `causes` has their miss causes at the capacity of the
+    best one; and `varied` has runs of the best of each mode at rates around its capacity."""
+    slo = slo_of(options)
+    ranking = rank(CAPACITY, paired_capacities({one.arm: one.points for one in found}, options.attainment))
+    requests = simulations.requests(64, REFERENCE_RATE, 0, SHOWN)
+    cells = winners(varied, slo, options.attainment)
+    return {
+        "schema": SCHEMA,
+        "device": simulations.device.name,
+        "gpus": options.gpus,
+        "slo": asdict(slo) | {"attainment": options.attainment},
+        "traffic": {
+            "name": str(options.trace or options.preset or "chat"),
+            "prompt_tokens": spread([each.num_prompt for each in requests]),
+            "output_tokens": spread([each.max_tokens for each in requests]),
+        },
+        "finalists": [_finalist(one, options, simulations, causes.get(one.arm, {})) for one in found],
+        "candidates": [
+            {"arm": arm} | score._asdict()
+            for arm, score in sorted(scores.items(), key=lambda item: item[1], reverse=True)
+        ],
+        "recommendation": recommendation(found, ranking, options),
+        "winners": cells,
+        "flips": flips(found[0], cells),
+        "compose": compose_override(simulations.arm(found[0].arm)),
+    }
+
+
+def slo_of(options: PlanOptions) -> LatencySlo:
+    return LatencySlo(options.slo_ttft_ms, options.slo_tbt_ms)
+
+
+def _finalist(one: Measured, options: PlanOptions, simulations: Simulations, causes: Mapping[str, int]) -> Document:
+    found = one.capacity
+    values = [value for value in influences(balanced(one.points), options.attainment).values() if value is not None]
+    interval = student(values) if values else None
+    gpu_s = options.gpus / (found.rate * sum(simulations.mean_lengths)) * 1e6
+    return {
+        "arm": one.arm,
+        "command": " ".join(["baton up", *simulations.arm(one.arm).flags()]),
+        "capacity_rps": {
+            "mean": found.rate,
+            "low": interval and interval.low,
+            "high": interval and interval.high,
+            "bounded": found.bounded,
+        },
+        "gpu_s_per_million_tokens": gpu_s,
+        "dollars_per_million_tokens": gpu_s / HOUR_S * options.price if options.price else None,
+        "latencies_ms": _latencies([run for (at, _), run in one.runs.items() if at <= found.rate * 1.05]),
+        "miss_causes": dict(causes),
+    }
+
+
+def _latencies(runs: Sequence[Run]) -> Document:
+    """Return percentiles over the requests of the runs at about the capacity."""
+    known = [run for run in runs if not run.overloaded]
+    if not known:
+        return {}
+    rows = {"ttft": [run.ttft_ms for run in known], "tbt_p99": [run.tbt_ms for run in known]}
+    values = {name: np.concatenate(parts) for name, parts in rows.items()}
+    return {
+        name: {f"p{q}": float(np.percentile(each[np.isfinite(each)], q)) for q in (50, 90, 99)}
+        for name, each in values.items()
+    }
+
+
+# ---- the answer ----------------------------------------------------------------------------------------------------
+
+
+def recommendation(found: Sequence[Measured], ranking: Ranking | None, options: PlanOptions) -> str:
+    """Return the recommendation in one or two sentences."""
+    best, limits = found[0], f"within the SLO for {options.attainment:.0%} of the requests"
+    if all(point.attainment < options.attainment for one in found for point in one.points):
+        return "No candidate meets the SLO at any rate that was tried: give a looser SLO, or a faster GPU or model."
+    about = f"{best.arm} carries about {best.capacity.rate:.3g} req/s"
+    if ranking is None or best.arm not in [ranking.best, *(other.arm for other in ranking.others)]:
+        return f"No recommendation: {about}, but with an unknown interval; give more --seeds or --requests."
+    rates = {one.arm: one.capacity.rate for one in found}
+    if ranking.close:
+        *first, last = [
+            f"{arm} ({rates[arm]:.1f} req/s)" for arm in (ranking.best, *(each.arm for each in ranking.close))
+        ]
+        return f"{TOO_CLOSE.capitalize()}: {', '.join(first)} and {last} {limits}."
+    other = next((one for one in found if one.is_split != best.is_split), found[1] if len(found) > 1 else best)
+    row = next((each for each in ranking.others if each.arm == other.arm), None)
+    text = f"Use {ranking.best}: it carries {rates[ranking.best]:.1f} req/s {limits}"
+    if row is None or row.percent is None or row.percent_low is None or row.percent_high is None:
+        return text + "."
+    base = rates[other.arm] / rates[ranking.best]
+    lead, low, high = (-value / base for value in (row.percent, row.percent_high, row.percent_low))
+    return f"{text}, {lead:.0f} % more than {other.arm} [{low:+.0f}, {high:+.0f}]."
+
+
+def winners(varied: RunsByArm, slo: LatencySlo, attainment: float) -> list[Document]:
+    """Return, for each pair of limits around the SLO, the arm that carries more, or "" if the seeds do not agree on one
+    that carries at least MIN_PERCENT more. Capacities are interpolated between the rates of `varied`."""
+    cells = []
+    for ttft in FACTORS:
+        for tbt in FACTORS:
+            limits = replace(slo, ttft_ms=slo.ttft_ms * ttft, tbt_ms=slo.tbt_ms * tbt)
+            by_seed = [_capacities(varied, limits, attainment, seed) for seed in sorted(_seeds(varied))]
+            leads = Counter(_leader(rates) for rates in by_seed)
+            rates = {arm: fmean(each[arm] for each in by_seed) for arm in varied}
+            arm = next(iter(leads)) if len(leads) == 1 else ""
+            cells.append({"ttft_ms": limits.ttft_ms, "tbt_ms": limits.tbt_ms, "winner": arm, "capacity_rps": rates})
+    return cells
+
+
+def _seeds(varied: RunsByArm) -> set[int]:
+    return {seed for runs in varied.values() for _, seed in runs}
+
+
+def _capacities(varied: RunsByArm, slo: LatencySlo, attainment: float, seed: int) -> dict[str, float]:
+    """Return the capacity of each arm with the traffic of a seed; 0 if it does not meet the SLO at the lowest rate."""
+    found = {}
+    for arm, runs in varied.items():
+        points = [CapacityPoint(rate, own, run.attainment(slo)) for (rate, own), run in runs.items() if own == seed]
+        one = capacity_of(points, attainment)
+        found[arm] = 0.0 if one.bounded == "below" else one.rate
+    return found
+
+
+def _leader(rates: Mapping[str, float]) -> str:
+    if len(rates) < 2:
+        return ""
+    second, best = sorted(rates, key=rates.__getitem__)[-2:]
+    return best if rates[best] > (1 + MIN_PERCENT / 100) * rates[second] else ""
+
+
+def flips(best: Measured, cells: Sequence[Document]) -> list[str]:
+    """Return a sentence for each change of one limit under which the other mode carries clearly more."""
+    base = cells[len(cells) // 2]
+    said = []
+    for cell in cells:
+        is_other = cell["winner"] and cell["winner"].split(":")[0] != best.arm.split(":")[0]
+        if is_other and (cell["ttft_ms"] == base["ttft_ms"]) != (cell["tbt_ms"] == base["tbt_ms"]):
+            limits = f"TTFT {cell['ttft_ms']:.4g} ms and TBT {cell['tbt_ms']:.4g} ms"
+            rate, *others = sorted(cell["capacity_rps"].values(), reverse=True)
+            said.append(f"with {limits}, {cell['winner']} carries about {rate:.3g} req/s instead of {others[0]:.3g}")
+    return said
+
+
+# ---- the terminal --------------------------------------------------------------------------------------------------
+
+HEADINGS = ["finalist", "req/s", "95 %", "TTFT ms p50", "p99", "TBT p99 ms p50", "p99", "per 1M tokens", "main miss"]
+
+
+def show(plan: Document) -> None:
+    """Print the finalists, and the recommendation with its reasons."""
+    lines = [HEADINGS, *map(cells_of, plan["finalists"])]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    typer.echo()
+    for first, *numbers, last in lines:
+        typer.echo("  ".join([first.ljust(widths[0]), *map(str.rjust, numbers, widths[1:]), last]))
+    typer.echo()
+    typer.secho(plan["recommendation"], bold=True)
+    for text in plan["flips"] or ["no: half to twice of each limit gives the same mode, or no clear one"]:
+        typer.echo(f"  flips:      {text}")
+    typer.echo(f"  start:      {plan['finalists'][0]['command']}")
+
+
+def cells_of(one: Document) -> list[str]:
+    """Return a finalist's row of the table with the HEADINGS."""
+    found, latencies = one["capacity_rps"], one["latencies_ms"]
+    bound = {"above": ">= ", "below": "< "}.get(found["bounded"], "")
+    interval = "-" if found["low"] is None or found["high"] is None else f"{found['low']:.1f} to {found['high']:.1f}"
+    times = [
+        f"{latencies[name][share]:.0f}" if latencies else "-"
+        for name in ("ttft", "tbt_p99")
+        for share in ("p50", "p99")
+    ]
+    dollars = one["dollars_per_million_tokens"]
+    cost = f"{one['gpu_s_per_million_tokens']:.0f} GPU-s" if dollars is None else f"${dollars:.3f}"
+    total = sum(one["miss_causes"].values())
+    top = next(iter(one["miss_causes"]), None)
+    cause = "-" if top is None else f"{top} ({one['miss_causes'][top] / total:.0%})"
+    return [one["arm"], f"{bound}{found['mean']:.1f}", interval, *times, cost, cause]

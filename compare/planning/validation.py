@@ -1,0 +1,77 @@
+"""Measures the best candidates of a plan on live or emulated nodes, and compares this with the prediction."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from compare.main import prepare as prepare_compare
+from compare.options import CompareOptions
+from compare.planning.candidates import DEFAULT_TRAFFIC, Simulations
+from compare.planning.options import PlanOptions
+from compare.planning.report import slo_of
+from compare.planning.search import WIDENING, Measured
+from compare.run.session import run_session
+from compare.stats.capacity import CapacityPoint
+
+SEEDS = 2
+MIN_S, REQUESTS = 20.0, 300  # of traffic in each period, at least
+
+
+async def validate(
+    options: PlanOptions, simulations: Simulations, best: Sequence[Measured], out: Path, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Return a row for each candidate: its predicted and measured capacity, and by how much the predicted attainment of
+    the very same runs differs on average."""
+    rates = {one.arm: one.capacity.rate for one in best}
+    compare = CompareOptions(
+        arms=list(rates),
+        on=options.validate,
+        emulate=options.cost if options.validate == "emulated" else "",
+        model=options.model,
+        trace=options.trace,
+        trace_format=options.trace_format,
+        preset=options.preset or ("" if options.trace else DEFAULT_TRAFFIC),
+        scale_tokens=options.scale_tokens,
+        burstiness=options.burstiness,
+        duration=max(MIN_S, REQUESTS / min(rates.values())),
+        too_long="cut",
+        find_capacity=True,
+        rate=None,
+        seeds=SEEDS,
+        slo_ttft_ms=options.slo_ttft_ms,
+        slo_tbt_ms=options.slo_tbt_ms,
+        attainment=options.attainment,
+        set=options.set,
+        out=out,
+    )
+    experiment, deployments, plan = prepare_compare(compare)
+    say(plan)
+    findings = await run_session(replace(experiment, first_rates=rates, widening=WIDENING), deployments, say)
+    for problem in findings.problems:
+        say(f"  {problem}")
+    rows = []
+    for arm, capacity in findings.capacities.items():
+        measured, points = capacity.rate, findings.points[arm]
+        counts = [len(experiment.traffic(point.seed, point.rate).arrivals) for point in points]
+        differences = [_difference(simulations, arm, *each, options) for each in zip(points, counts, strict=True)]
+        rows.append(
+            {
+                "arm": arm,
+                "predicted_rps": rates[arm],
+                "measured_rps": {"mean": measured, "low": capacity.low, "high": capacity.high},
+                "error_percent": 100 * (rates[arm] / measured - 1),
+                "attainment_points": fmean(differences),
+            }
+        )
+        say(
+            f"  {arm}: predicted {rates[arm]:.2f} req/s, measured {measured:.2f} ({rows[-1]['error_percent']:+.1f} %);"
+            f" in the same runs, attainment differs by {rows[-1]['attainment_points']:.1f} points"
+        )
+    return rows
+
+
+def _difference(simulations: Simulations, arm: str, point: CapacityPoint, count: int, options: PlanOptions) -> float:
+    run = simulations.run(arm, point.rate, point.seed, count)
+    return 100 * abs(run.attainment(slo_of(options)) - point.attainment)

@@ -1,0 +1,180 @@
+"""`baton plan`: the recommendation, what it is based on, and the refusal of options that make no sense."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.cli import main
+from compare.arms import parse_arm
+from compare.load.outcome import LatencySlo
+from compare.planning.candidates import Run, Simulations, prepare
+from compare.planning.compose import compose_override
+from compare.planning.main import run_plan
+from compare.planning.options import PlanOptions
+from compare.planning.report import flips, recommendation, winners
+from compare.planning.search import Measured, kept
+from compare.stats.capacity import CapacityPoint, capacity_of, paired_capacities
+from compare.stats.verdict import CAPACITY, rank
+
+ONE, SPLIT = "colocated:2", "disaggregated:1p1d"
+SMALL: dict[str, Any] = {"gpus": 3, "budgets": [2048], "policies": ["stall_free"], "seeds": 3, "requests": 200}
+
+
+def trace(path: Path, prompt: int, answer: int) -> Path:
+    rows = [{"t": float(n), "prompt_len": prompt + n % 7, "max_tokens": answer + n % 5} for n in range(50)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--gpus", "0"], "--gpus 0: there is nothing to split; give 2 or more"),
+        (["--gpus", "1"], "--gpus 1: there is nothing to split; give 2 or more"),
+        (["--preset", "poetry"], "--preset poetry: must be chat"),
+        (["--trace", "t.jsonl", "--preset", "chat"], "--trace and --preset: give only one of them"),
+        (["--trace", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
+        (["--trace", "negative.jsonl"], "negative.jsonl, line 1, read as own: -5 is not a number of tokens"),
+        (
+            ["--trace", "long.jsonl"],
+            "a request has 2000010 tokens, but the memory of h200-llama-3.1-8b holds the KV of",
+        ),
+        (["--cost", "h900"], "--cost h900: is neither a file nor one of h200-llama-3.1-8b"),
+        (["--cost", "old.json"], "--cost old.json: version is 0, but must be"),
+        (["--slo-tbt-ms", "2"], "--slo-tbt-ms 2: one step of h200-llama-3.1-8b takes 5.0 ms; give more"),
+        (["--slo-ttft-ms", "1"], "--slo-ttft-ms 1: one step of h200-llama-3.1-8b takes 5.0 ms; give more"),
+        (["--policies", "lucky"], "--policies lucky: must be stall_free"),
+        (["--validate", "mars"], "--validate mars: must be live or emulated"),
+        (["--set", "max_num_seqs=many"], "--set: --max-num-seqs 'many': must be a whole number"),
+        (["--set", "speculative_config=ngram"], "speculative_config is not simulated"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    arguments: list[str],
+    complaint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace(Path("t.jsonl"), 10, 10)
+    Path("negative.jsonl").write_text('{"t": 0, "prompt_len": -5, "max_tokens": 3}')
+    Path("long.jsonl").write_text('{"t": 0, "prompt_len": 2000000, "max_tokens": 10}')
+    Path("old.json").write_text('{"version": 0}')
+    before = set(Path().iterdir())
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *arguments])
+    said = capsys.readouterr()
+    assert caught.value.code == 2
+    assert said.out == ""
+    assert complaint in said.err
+    assert said.err.startswith("baton plan: ")
+    assert said.err.count("\n") == 1
+    assert set(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize(("prompt", "answer", "better"), [(4000, 4, "2p1d"), (100, 60, "1p2d")])
+def test_the_ratio_follows_the_traffic(
+    prompt: int, answer: int, better: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Long prompts with short answers need prefill nodes; short prompts with long answers need decode nodes."""
+    file = trace(tmp_path / "trace.jsonl", prompt, answer)
+    assert (
+        run_plan(PlanOptions(trace=file, price=3.0, out=tmp_path / "out", workers=1, set=["max_num_seqs=4"], **SMALL))
+        == 0
+    )
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    splits = [each["arm"] for each in plan["candidates"] if each["arm"].startswith("disaggregated")]
+    assert len(plan["candidates"]) == 3
+    assert splits[0].startswith(f"disaggregated:{better}")
+    best = plan["finalists"][0]
+    rate = best["capacity_rps"]
+    assert rate["bounded"] == "yes"
+    assert rate["low"] < rate["mean"] < rate["high"]
+    tokens = rate["mean"] * (prompt + 3 + answer + 2) * 3600 / 1e6
+    assert best["dollars_per_million_tokens"] == pytest.approx(3 * 3.0 / tokens, rel=0.01)
+    assert best["arm"] in plan["recommendation"]
+    assert plan["recommendation"] in capsys.readouterr().out
+    assert all(sum(each["miss_causes"].values()) for each in plan["finalists"][1:]), "at this rate, the others miss"
+    page = (tmp_path / "out" / "plan.html").read_text()
+    assert "<script" not in page
+    assert all(each["arm"] in page for each in plan["candidates"])
+
+
+def simulations(**options: Any) -> Simulations:
+    return prepare(PlanOptions(preset="chat", **options))
+
+
+def test_a_run_is_repeatable_and_its_seeds_are_paired() -> None:
+    one = simulations()
+    first, again = (one.run(ONE, 4.0, 1, 150) for _ in range(2))
+    assert np.array_equal(first.ttft_ms, again.ttft_ms)
+    assert not np.array_equal(first.ttft_ms, one.run(ONE, 4.0, 2, 150).ttft_ms)
+    slow, fast = (one.requests(64, rate, 1, 150) for rate in (4.0, 8.0))
+    assert [each.num_prompt for each in slow] == [each.num_prompt for each in fast]
+    assert [each.at_s for each in slow] == pytest.approx([2 * each.at_s for each in fast])
+
+
+def measured(arm: str, rates: list[float]) -> Measured:
+    """Return a candidate whose seeds have these capacities."""
+    points = [
+        CapacityPoint(at, seed, 0.9 + (capacity - at) / 100)
+        for seed, capacity in enumerate(rates)
+        for at in (8, 10, 12)
+    ]
+    return Measured(arm, capacity_of(points, 0.9), points)
+
+
+@pytest.mark.parametrize(
+    ("rates", "says"),
+    [
+        ([10.0, 10.1, 9.9, 10.2], "Too close to call: colocated:2 (10.1 req/s) and disaggregated:1p1d"),
+        ([8.5, 8.6, 8.4, 8.6], "Use colocated:2: it carries 10.1 req/s within the SLO for 90% of the requests, 18 %"),
+    ],
+)
+def test_the_recommendation_says_when_it_is_too_close_to_call(rates: list[float], says: str) -> None:
+    found = [measured(ONE, [10.0, 10.1, 10.0, 10.2]), measured(SPLIT, rates)]
+    ranking = rank(CAPACITY, paired_capacities({one.arm: one.points for one in found}, 0.9))
+    assert recommendation(found, ranking, PlanOptions()).startswith(says)
+
+
+def test_limits_under_which_the_other_mode_wins_are_named() -> None:
+    """One arm has short TTFTs and long TBTs, the other the reverse, each in proportion to the rate."""
+    slo, one = LatencySlo(1000.0, 100.0), np.ones(10)
+    rates = [(rate, seed) for rate in np.arange(2.0, 17.0, 0.5) for seed in (0, 1)]
+    runs = {
+        ONE: {key: Run(100 * key[0] * one, 12.5 * key[0] * one, False) for key in rates},
+        SPLIT: {key: Run(125 * key[0] * one, 10 * key[0] * one, False) for key in rates},
+    }
+    cells = {(cell["ttft_ms"], cell["tbt_ms"]): cell for cell in winners(runs, slo, 0.9)}
+    assert cells[1000.0, 100.0]["winner"] == "", "both carry about 8 req/s"
+    assert cells[500.0, 200.0]["winner"] == ONE
+    assert cells[2000.0, 50.0]["winner"] == SPLIT
+    texts = flips(measured(ONE, [10.0, 10.0]), list(cells.values()))
+    assert any(text.startswith(f"with TTFT 1000 ms and TBT 50 ms, {SPLIT} carries about") for text in texts)
+    assert not any(f", {ONE} carries" in text for text in texts)
+
+
+def test_the_best_of_each_mode_stays() -> None:
+    arms = ["disaggregated:1p2d", "disaggregated:2p1d", "colocated:3"]
+    assert kept(arms, 2) == ["disaggregated:1p2d", "colocated:3"]
+    assert kept(arms[::-1], 2) == ["colocated:3", "disaggregated:2p1d"]
+
+
+@pytest.mark.parametrize("arm", ["colocated:4@max_num_batched_tokens=512", "disaggregated:1p3d@tbt_slo_ms=20"])
+def test_the_compose_override_starts_the_recommended_nodes(arm: str) -> None:
+    head, _, body = compose_override(parse_arm(arm)).partition("{")
+    services = json.loads("{" + body)["services"]
+    replicas = {name: service["deploy"]["replicas"] for name, service in services.items() if "deploy" in service}
+    if arm.startswith("colocated"):
+        assert "--profile colocated" in head
+        assert replicas == {"prefill": 0, "decode": 0, "colocated": 4}
+        assert services["colocated"]["environment"] == {"BATON_MAX_NUM_BATCHED_TOKENS": "512"}
+        assert services["router"]["environment"] == {"BATON_MODE": "colocated"}
+    else:
+        assert replicas == {"prefill": 1, "decode": 3}
+        assert services["decode"]["environment"]["BATON_TBT_SLO_MS"] == "20"
+        assert services["router"]["environment"] == {"BATON_MODE": "disaggregated", "BATON_DISAGGREGATE": "always"}

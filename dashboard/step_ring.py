@@ -10,7 +10,7 @@ from scheduler.cost import CostModel, StepWork
 from shared.rpc.messages import StepRecord, unpack_ids
 
 CAPACITY = 65_536
-MEMBERS_BYTES = 16 << 20  # limit for the members of one node's steps; those of the oldest steps are dropped first
+MEMBERS_BYTES = 16 << 20  # limit for the slices (`StepMember`) of one node's steps; the oldest are dropped first
 MAX_REASONS = 256
 MAX_REASON = 64  # maximum characters of a reason
 MAX_NUMBER = 2**32  # limit of a step's microseconds and tokens; larger numbers would overflow sums

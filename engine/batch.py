@@ -193,8 +193,8 @@ def build(
 ) -> Batch:
     """Build the batch of one step on `device`.
 
-    `before` contains the slices of the pending step, whose draws may be `carried`. Raises ValueError if a slice ends
-    after its request's last token or block, which would be a bug of the scheduler.
+    `before` contains the slices of the pending step; tokens that it will sample become entries of `Batch.carried`.
+    Raises ValueError if a slice ends after its request's last token or block, which would be a bug of the scheduler.
     """
     rows = rows or BlockRows()
     tokens: list[int] = []

@@ -77,7 +77,7 @@ class DrawResult:
 def parameters_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
     """Return the rows packed for a compiled draw, int64 [R, WORDS].
 
-    A row consists of temperature, top_p and min_p, as float64 bits, top_k, and the noise's key (0 if greedy).
+    A row has five words: the float64 bits of temperature, top_p and min_p; top_k; and the noise's key (0 if greedy).
     """
     packed = np.empty((len(rows), WORDS), np.int64)
     packed[:, :3].view(np.float64)[:] = [(r.sampling.temperature, r.sampling.top_p, r.sampling.min_p) for r in rows]

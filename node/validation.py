@@ -33,11 +33,9 @@ def check_submit(submit: SubmitRequest, max_model_len: int, vocab_size: int) -> 
     """Check a request and return its token ids. Raises ValueError, which names the field, if a value is out of
     range."""
     tokens, stop_tokens = unpack_ids(submit.tokens), unpack_ids(submit.stop_tokens)
-    if not 0 < submit.num_prompt <= len(tokens) <= max_model_len or submit.max_tokens <= 0:
-        raise ValueError(
-            f"{len(tokens)} tokens, num_prompt {submit.num_prompt} and max_tokens {submit.max_tokens}: "
-            f"must be positive, and at most {max_model_len} tokens"
-        )
+    _check("number of tokens", len(tokens), 1, max_model_len)
+    _check("num_prompt", submit.num_prompt, 1, len(tokens))
+    _check("max_tokens", submit.max_tokens, 1, max_model_len)
     if max(tokens) >= vocab_size:
         raise ValueError(f"token id {max(tokens)} is beyond the vocabulary of {vocab_size}")
     _check("num_prompt and max_tokens together", submit.num_prompt + submit.max_tokens, 2, max_model_len)

@@ -103,7 +103,7 @@ class BlockPool:
     # ---- allocation ------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` rows with undefined content: empty rows, then those of the least recently used bundles."""
+        """Allocate `count` rows, whose content is undefined: free rows, then the least recently used cached ones."""
         assert count <= self.available, f"{count} rows requested, {self.available} available"
         self._owned += count
         return [self._pop() for _ in range(count)]

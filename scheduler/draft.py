@@ -1,6 +1,7 @@
 """How many guessed tokens a step verifies, and what is known about the guesses of a request. Pure decisions.
 
-A guess of k tokens costs a decode k more rows of its step. Up to the first wrong one, each saves a step.
+A decode with a guess of k tokens takes k more rows of its step. Each guessed token before the first wrong one saves
+a step.
 """
 
 from collections.abc import Sequence

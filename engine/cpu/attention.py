@@ -16,8 +16,8 @@ from engine.cpu.simd import CODES, LANES
 from engine.kv_pool import KVPool
 from shared.kv.layout import BYTES_OF
 
-# Maximum number of rows (queries times heads of a group) that are computed together. This number of rows
-# fills whole column panels of a product, and its sums fit into the level 2 cache.
+# Maximum number of rows (queries times heads of a group) that are computed together. They are
+# the columns of a product: this many fill whole panels, and their sums fit into the level 2 cache.
 MAX_ROWS = 128
 MIN_PART = 256  # tokens of the shortest part into which a context is divided
 PARTS_PER_THREAD = 2  # if there are few contexts, they are divided into this many parts per thread, for balance

@@ -172,13 +172,13 @@ def _room(options: BuildOptions, one: KVLayout, held: int, gpu: CudaAccelerator)
     if share - most < 2 * one.block_bytes:
         raise ValueError(
             f"{given}: weights and a step take {most / GIB:.1f} of {share / GIB:.1f} GiB (the GPU has "
-            f"{total / GIB:.1f}) and leave no room for KV: increase it, lower --max-num-batched-tokens, or use a "
-            f"smaller model"
+            f"{total / GIB:.1f}) and leave no room for KV: increase --gpu-memory-utilization, lower "
+            "--max-num-batched-tokens, or use a smaller model"
         )
     if share - most > free:
         raise ValueError(
             f"{given}: {(share - most) / GIB:.1f} GiB are needed for KV, but other processes leave "
-            f"{free / GIB:.1f} GiB of {gpu.name} free: lower it, so that the sum over a GPU's nodes is less than 1"
+            f"{free / GIB:.1f} GiB of {gpu.name} free: lower the flag, so that the sum over all nodes is less than 1"
         )
     return share - most
 

@@ -107,7 +107,7 @@ class StepBuffers:
         return self.capacity.blocks * self.capacity.block_tokens
 
     def clear(self, shape: StepShape) -> Batch:
-        """Fill the device's tensors for a shape with padding, and return them, at their fixed addresses."""
+        """Return the device's tensors for `shape`, filled with padding. Their addresses never change."""
         batch = self.view(shape)
         _fill(batch, _NOTHING)
         return batch

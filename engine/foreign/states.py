@@ -57,14 +57,14 @@ class ModuleStates:
         return own.repeat_interleave(self.sizes, dim=-1) + self.within
 
     def load(self, cache: DynamicCache, numbers: Tensor) -> None:
-        """Put states [S, numbers of a state] into the cache."""
+        """Put states, float32 [S, values per state], into the cache."""
         tensors = torch.split(numbers, [prod(part.shape) for part in self.parts], dim=1)
         for part, tensor in zip(self.parts, tensors, strict=True):
             update = cache.update_conv_state if part.is_conv else cache.update_recurrent_state
             update(tensor.reshape(-1, *part.shape), part.layer, state_idx=part.number)
 
     def of(self, cache: DynamicCache) -> Tensor:
-        """Return the states of a cache, [S, numbers of a state]."""
+        """Return the states in a cache, float32 [S, values per state]."""
         return torch.cat([kept(cache, part).float().flatten(1) for part in self.parts], dim=1)
 
 

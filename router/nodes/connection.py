@@ -195,8 +195,8 @@ class NodeConnection:
     # ---- from the node ------------------------------------------------------------------------------------------
 
     def process(self, update: NodeUpdate) -> None:
-        """Process a message. Raises ValueError, which ends the stream, if it is malformed or comes from another
-        node."""
+        """Process a message. Raises ValueError if the message is malformed or comes from another node; this ends the
+        stream."""
         if update.stats is not None and update.stats.incarnation_id not in {"", self.info.incarnation_id}:
             raise ValueError("another node, or another incarnation of this node, answers at its address")
         if update.stats is not None or update.steps or update.events:

@@ -12,8 +12,8 @@ from scheduler.placement import Placement, PrefixIndex, candidates, place
 from shared.rpc.messages import NodeInfo
 
 PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
-SPARE_REQUESTS = 8  # for each SPARE_REQUESTS that a node can run, it gets one more, so that it is never idle
-BACKLOG_STEPS = 16  # a node should have a queue of prompts for this many steps, which take a second or two
+SPARE_REQUESTS = 8  # a node gets one more request for every 8 that it can run, so that it is never idle
+BACKLOG_STEPS = 16  # queued prompts should fill this many steps of a node, about one or two seconds
 
 
 class PoolCapacity(NamedTuple):

@@ -95,7 +95,7 @@ def check(directory: Path, expected: list[list[int]], ways: list[Way], model_imp
 
 
 def every_way(directory: Path, model_impl: str = "auto") -> tuple[list[Way], bool]:
-    """Return all ways, and whether requests are preempted in the small pool of the last one.
+    """Return every `Way` to run the cluster, and whether requests must be preempted in the last one, with a small pool.
 
     Requests with windows release rows while they run, and those with states keep most of their rows from the start.
     """

@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 
 def served(rows_at_once: int = ROWS_AT_ONCE, base_ns: int = 0) -> World:
-    """Return a world with the records of a handed-off request that began a second ago."""
+    """Return a `World` that has recorded a request, which began a second ago and was handed to a decode node."""
     world = handed_off(base_ns=base_ns or now_ns() - 1000 * MS, rows_at_once=rows_at_once)
     world.step("decode-0", 5, 40, 8, 0, 2, 7, 32, 1, 3, 50, 1)
     finish(world)

@@ -54,7 +54,7 @@ def _report(name: str, to: Any) -> None:
 def outcome(name: str) -> str:
     """Load a tiny random model as a node does, and compare answers. Return "" if they are those of transformers.
 
-    Otherwise, return the reason why the model is refused at load, or, after `WRONG`, what is wrong.
+    Otherwise, return why the model is refused at load, or `WRONG` followed by a description of the defect.
     """
     with tempfile.TemporaryDirectory() as directory:
         tiny_model(name, VOCABULARY).save_pretrained(directory)

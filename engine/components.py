@@ -35,7 +35,7 @@ from engine.options import (
 )
 from engine.runner import Runner, TorchRunner
 from engine.startup import EngineComponents, exchange_fingerprint, stage
-from engine.weights import weight_bytes
+from engine.weights import fingerprint, weight_bytes
 from scheduler.geometry import Group
 from shared.grammar import GrammarTokenizer
 from shared.kv.layout import KVLayout
@@ -101,8 +101,9 @@ def _build_on_cpu(
         use_adapters(options, runner, loaded[1], loaded[0])
         log_table(memory_of(path, config, layout, groups, options.max_step_tokens))
         name += f" transformers {config.transformers}" if config.transformers else ""
-    digest = exchange_fingerprint(name, path, layout, memory.sums, groups)
-    attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    revision = fingerprint(path)
+    digest = exchange_fingerprint(name, revision, layout, memory.sums, groups)
+    attributes |= {"revision": revision, "threads": str(torch.get_num_threads()), "torch": torch.__version__}
     drafter = _draft_model(options, path, config, layout, groups) if runs_model and options.draft_model else None
     grammars = GrammarTokenizer(path, config.vocab_size) if runs_model else None
     adapters = {one.name: one.digest for one in lora_adapters(options)}

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,6 @@ from engine.cuda.kv.pool import PoolClient
 from engine.cuda.memory import DeviceMemory
 from engine.emulation import Emulation
 from engine.runner import Runner
-from engine.weights import fingerprint
 from scheduler.drafters import Drafter
 from scheduler.geometry import UNIFORM, Group
 from shared.grammar import GrammarTokenizer
@@ -51,14 +49,15 @@ class EngineComponents:
 
 
 def exchange_fingerprint(
-    runner: str, path: Path, layout: KVLayout, sums: str, groups: tuple[Group, ...] = UNIFORM
+    runner: str, revision: str, layout: KVLayout, sums: str, groups: tuple[Group, ...] = UNIFORM
 ) -> str:
     """Return a text that is equal for two nodes if they can exchange KV: a digest (24 hex digits) and a description.
 
-    `sums` is the name of the checksum that the KV memory computes for each row.
+    `revision` is the digest of the model's files. `sums` is the name of the checksum that the KV memory computes for
+    each row.
     """
     kinds = [] if groups == UNIFORM else list(map(str, groups))
-    parts = (runner, fingerprint(path), layout.describe(), sums, *kinds)
+    parts = (runner, revision, layout.describe(), sums, *kinds)
     digest = hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
     return f"{digest} ({', '.join((runner, layout.describe(), *kinds))})"
 

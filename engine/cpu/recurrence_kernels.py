@@ -27,7 +27,7 @@ from engine.cpu.simd import (
     total,
 )
 
-VECTORS = 4  # vectors of columns that a thread keeps
+VECTORS = 2  # vectors of columns that a thread keeps: with 128 rows, they fit into half of the first cache
 TILE = VECTORS * LANES
 
 
@@ -148,37 +148,36 @@ def keep_tile(tile: int, target: int, rows: int, stride: int, left: int) -> None
 
 
 @inlined
-def update(tile: int, query: int, key: int, value: int, to: int, size: int, left: int, strength: float, decay: float,
-           skip: float, is_delta: int) -> None:  # fmt: skip
-    """Compute one token: decay the tile, add the update, and store the product with the query."""
-    left1, left2, left3 = max(0, left - LANES), max(0, left - 2 * LANES), max(0, left - 3 * LANES)
-    v0, v1 = load_some(value, left, FLOAT32), load_some(value + 4 * LANES, left1, FLOAT32)
-    v2, v3 = load_some(value + 8 * LANES, left2, FLOAT32), load_some(value + 12 * LANES, left3, FLOAT32)
-    decays, strengths, skips = splat(decay), splat(strength), splat(skip)
-    k0, k1, k2, k3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
-    o0, o1, o2, o3 = v0 * skips, v1 * skips, v2 * skips, v3 * skips
-    for row in range(size if is_delta else 0):
+def known_values(tile: int, key: int, size: int) -> Any:
+    """Return the product of the tile and a key."""
+    found0, found1 = splat(0.0), splat(0.0)
+    for row in range(size):
         at, x = tile + 4 * TILE * row, splat(number_at(key + 4 * row))
-        k0, k1 = multiply_add(load(at) * decays, x, k0), multiply_add(load(at + 4 * LANES) * decays, x, k1)
-        k2 = multiply_add(load(at + 8 * LANES) * decays, x, k2)
-        k3 = multiply_add(load(at + 12 * LANES) * decays, x, k3)
-    v0, v1 = (v0 - k0) * strengths, (v1 - k1) * strengths
-    v2, v3 = (v2 - k2) * strengths, (v3 - k3) * strengths
+        found0, found1 = multiply_add(load(at), x, found0), multiply_add(load(at + 4 * LANES), x, found1)
+    return found0, found1
+
+
+@inlined
+def update(tile: int, query: int, key: int, next_key: int, value: int, to: int, size: int, left: int, known: Any,
+           strength: float, decay: float, skip: float) -> Any:  # fmt: skip
+    """Compute one token: decay the tile, add the update, and store the product with the query.
+
+    `known` is the product with this token's key before, and the result that with the next token's key."""
+    decays, strengths, skips, rest = splat(decay), splat(strength), splat(skip), max(0, left - LANES)
+    v0, v1 = load_some(value, left, FLOAT32), load_some(value + 4 * LANES, rest, FLOAT32)
+    o0, o1, next0, next1 = v0 * skips, v1 * skips, splat(0.0), splat(0.0)
+    v0, v1 = (v0 - known[0] * decays) * strengths, (v1 - known[1] * decays) * strengths
     for row in range(size):
         at, x, y = tile + 4 * TILE * row, splat(number_at(key + 4 * row)), splat(number_at(query + 4 * row))
+        z = splat(number_at(next_key + 4 * row))
         s0, s1 = multiply_add(x, v0, load(at) * decays), multiply_add(x, v1, load(at + 4 * LANES) * decays)
-        s2 = multiply_add(x, v2, load(at + 8 * LANES) * decays)
-        s3 = multiply_add(x, v3, load(at + 12 * LANES) * decays)
         store(s0, at)
         store(s1, at + 4 * LANES)
-        store(s2, at + 8 * LANES)
-        store(s3, at + 12 * LANES)
         o0, o1 = multiply_add(s0, y, o0), multiply_add(s1, y, o1)
-        o2, o3 = multiply_add(s2, y, o2), multiply_add(s3, y, o3)
+        next0, next1 = multiply_add(s0, z, next0), multiply_add(s1, z, next1)
     store_some(o0, to, left, FLOAT32)
-    store_some(o1, to + 4 * LANES, left1, FLOAT32)
-    store_some(o2, to + 8 * LANES, left2, FLOAT32)
-    store_some(o3, to + 12 * LANES, left3, FLOAT32)
+    store_some(o1, to + 4 * LANES, rest, FLOAT32)
+    return next0, next1
 
 
 @kernel
@@ -204,16 +203,22 @@ def recur(values: Any) -> None:
                 clear_tile(tile, key_dim)
             else:
                 fetch_tile(pool + 4 * (source + column), tile, key_dim, value_dim, left)
+            known = splat(0.0), splat(0.0)
+            if is_delta:
+                known = known_values(tile, mixed + 4 * (start * channels + key_at + head // shared * key_dim), key_dim)
             for token in range(count):
                 row = mixed + 4 * (start + token) * channels
                 step = sizes + 8 * ((start + token) * heads + head)
                 query = row + 4 * (query_at + head // shared * key_dim)
                 key = row + 4 * (key_at + head // shared * key_dim)
-                update(
-                    tile, query, key, row + 4 * (value_at + head * value_dim + column),
-                    target + 4 * (((start + token) * heads + head) * value_dim + column), key_dim, left,
-                    number_at(step), number_at(step + 4), skip, is_delta,
+                following = update(
+                    tile, query, key, key + 4 * channels if token + 1 < count else key,
+                    row + 4 * (value_at + head * value_dim + column),
+                    target + 4 * (((start + token) * heads + head) * value_dim + column), key_dim, left, known,
+                    number_at(step), number_at(step + 4), skip,
                 )  # fmt: skip
+                if is_delta:
+                    known = following
                 if token + 1 == saved and address_at(save + place) >= 0:
                     keep_tile(tile, pool + 4 * (address_at(save + place) + column), key_dim, value_dim, left)
             if address_at(write + place) >= 0:

@@ -30,7 +30,7 @@ from engine.models.load import load_model
 from engine.models.spec import ModelConfig
 from engine.options import BuildOptions, blocks_for, lora_adapters
 from engine.startup import EngineComponents, exchange_fingerprint, stage
-from engine.weights import stored_dtype, weight_bytes
+from engine.weights import fingerprint, stored_dtype, weight_bytes
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.grammar import GrammarTokenizer
 from shared.kv.layout import KVLayout
@@ -78,7 +78,9 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
     if not options.enforce_eager and model.can_be_captured(runner.kernels):
         with _stage(gpu, "capturing CUDA graphs", f"{LESS_KV}, or use --enforce-eager", "try --enforce-eager"):
             _capture(runner, gpu)
+    revision = fingerprint(path)
     attributes = {
+        "revision": revision,
         "runner": "torch",
         "device": str(gpu.device),
         "gpu": gpu.name,
@@ -89,7 +91,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
     }
-    digest = exchange_fingerprint("torch", path, layout, memory.sums, places.groups)
+    digest = exchange_fingerprint("torch", revision, layout, memory.sums, places.groups)
     return EngineComponents(
         runner, memory, layout, options.max_model_len, config.vocab_size, digest, attributes,
         groups=places.groups, grammars=GrammarTokenizer(path, config.vocab_size),

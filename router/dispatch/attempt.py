@@ -65,6 +65,7 @@ class AdmittedRequest:
         self.samples = [SampleState(index) for index in range(request.n)]
         self.samples[0].tokens += request.generated
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
+        self.revision = ""  # of the model whose nodes were chosen last
         self.first_is_computed = asyncio.Event()  # sample 0's prompt is computed; other samples wait for it
         self._queue = queue
         self._counts = counts

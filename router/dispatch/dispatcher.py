@@ -247,6 +247,8 @@ class Dispatcher:
             attempt.begin(None, sibling, 0)  # this node already has the prompt's KV
             return
 
+        has_tokens = any(each.tokens for each in admitted.samples)  # all tokens come from one revision of the model
+
         def choose() -> PlacementCandidate | None:
             return self._pool.choose(
                 attempt.id,
@@ -256,6 +258,7 @@ class Dispatcher:
                 self._rules.disaggregate,
                 failover.prefix_node,
                 request.adapter,
+                admitted.revision if has_tokens else "",
             )
 
         candidate = await self._wait_for(choose, WAIT_UNDER_WAY_S)
@@ -270,6 +273,7 @@ class Dispatcher:
             self._queue.credit_prefix_hit(admitted.entry, candidate.cached_tokens)
         self._record_placement(attempt, placement)
         self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
+        admitted.revision = decode.revision
         attempt.begin(prefill, decode, candidate.cached_tokens)
 
     def _record_placement(self, attempt: Attempt, placement: Placement) -> None:

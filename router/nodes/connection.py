@@ -78,6 +78,11 @@ class NodeConnection:
         """Whether the node takes new requests."""
         return self.is_alive and self.info.state == "ready" and self.stats.state == "ready"
 
+    @property
+    def revision(self) -> str:
+        """The digest of the node's model, or "" if the node does not report it."""
+        return self.info.attributes.get("revision", "")
+
     def view(self) -> NodeView:
         return self.load.view(self.info, self.stats, len(self.listeners))
 

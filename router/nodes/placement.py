@@ -57,8 +57,8 @@ def capacity_of(prefill: Iterable[NodeInfo], decode: Iterable[NodeInfo]) -> Pool
 
 
 class RoutableNodes(Generic[Routable]):
-    """The nodes that take requests, by role. It is replaced when a node changes, so that a choice takes as long with
-    many nodes as with a few."""
+    """The nodes of one fingerprint that take requests, by role. It is replaced when a node changes, so that a choice
+    takes as long with many nodes as with a few."""
 
     def __init__(self, prefill: list[Routable], decode: list[Routable]) -> None:
         self.prefill, self.decode = prefill, decode

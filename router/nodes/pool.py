@@ -8,6 +8,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
+from random import Random
 from typing import Any
 
 from router.nodes.connection import NodeConnection
@@ -25,6 +26,7 @@ from shared.rpc.messages import NodeInfo, NodeStats
 log = logging.getLogger("baton.fleet")
 SLOW_START_S = 10.0  # during this time, a node that joins busy nodes gets less than its share of requests
 MAX_DETECTORS = 1024
+Allowed = tuple[RoutableNodes[NodeConnection], list[NodeConnection], list[NodeConnection]]
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
 
@@ -61,7 +63,8 @@ class NodePool:
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
         self._changed = asyncio.Event()
-        self._routable: RoutableNodes[NodeConnection] | None = None  # None: to be computed
+        self._groups: list[RoutableNodes[NodeConnection]] = []  # by fingerprint; valid if `_routable` is
+        self._routable: tuple[list[NodeConnection], list[NodeConnection]] | None = None  # None: to be computed
         self._capacity: PoolCapacity | None = None  # None: to be computed
         self._ramps_until = 0.0  # the latest `ramp_until` of all connections
         self._handoffs_before = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # totals of nodes that left
@@ -192,25 +195,33 @@ class NodePool:
     # ---- placement ----------------------------------------------------------------------------------------------
 
     def routable(self) -> tuple[list[NodeConnection], list[NodeConnection]]:
-        """Return the prefill and the decode nodes that take requests. They all have the same fingerprint, so that they
-        can exchange KV. The lists are recomputed only after a change."""
+        """Return the prefill and the decode nodes that take new requests. The lists are recomputed only after a
+        change."""
         if self._routable is None:
-            self._routable = RoutableNodes(*self._find_routable())
-        return self._routable.prefill, self._routable.decode
+            self._groups = self._find_groups()
+            groups = _generating(self._groups)
+            self._routable = (
+                [node for each in groups for node in each.prefill],
+                [node for each in groups for node in each.decode],
+            )
+        return self._routable
 
-    def _find_routable(self) -> tuple[list[NodeConnection], list[NodeConnection]]:
+    def _find_groups(self) -> list[RoutableNodes[NodeConnection]]:
+        """Return the ready nodes by fingerprint: only those with the same one can exchange KV."""
         ready = [each for each in self.connections.values() if each.is_ready]
         decode = [each for each in ready if each.info.role == "decode"]
         pool_owners = {"", *(each.info.incarnation_id for each in decode)}
         prefill = [each for each in ready if each.info.role == "prefill" and self.mode != "colocated"]
         prefill = [each for each in prefill if each.info.shared_pool_owner in pool_owners]
-        fingerprints = [each.info.fingerprint for each in decode or prefill]
-        if not fingerprints:
-            return [], []
-        common = max(sorted(set(fingerprints)), key=fingerprints.count)
-        prefill = [each for each in prefill if each.info.fingerprint == common]
-        decode = [each for each in decode if each.info.fingerprint == common]
-        return self._without_outliers(prefill), self._without_outliers(decode)
+        return [
+            RoutableNodes(
+                *(
+                    self._without_outliers([each for each in pool if each.info.fingerprint == one])
+                    for pool in (prefill, decode)
+                )
+            )
+            for one in sorted({each.info.fingerprint for each in prefill + decode})
+        ]
 
     def _without_outliers(self, connections: list[NodeConnection]) -> list[NodeConnection]:
         """Return the nodes that are not ejected, or all nodes if every node is ejected."""
@@ -234,14 +245,39 @@ class NodePool:
         disaggregate: str,
         prefix_node: str = "",
         adapter: str = "",
+        revision: str = "",
     ) -> PlacementCandidate | None:
         """Choose the nodes for a row of tokens, or return None if no node is routable.
 
         Nodes in `avoid` are chosen only if no other node can generate. `prefix_node` is chosen as the prefill node if
-        it is routable, because it has the KV of the prefix. Only nodes that have `adapter` are chosen, if it is given.
-        Only a few nodes are considered.
+        it is routable, because it has the KV of the prefix. Only nodes that have `adapter`, and that have `revision` of
+        the model, are chosen, if these are given. Only a few nodes are considered.
+
+        Nodes with different fingerprints do not exchange KV, so one fingerprint is chosen first: that of `prefix_node`,
+        or else a random one, in proportion to the number of requests that its nodes can run.
         """
-        prefill, decode = self.routable()
+        self.routable()
+        groups = self._groups
+        if revision:
+            groups = [each for each in groups if (each.decode or each.prefill)[0].revision == revision]
+        allowed = [(each, *self._allowed(each, avoid, prefix_node, adapter)) for each in _generating(groups)]
+        allowed = [each for each in allowed if each[1] or each[2]]
+        others = [each for each in allowed if any(node.info.id not in avoid for node in each[2] or each[1])]
+        if prefix_node:
+            others = [each for each in others if any(node.info.id == prefix_node for node in each[1])] or others
+        if not allowed:
+            return None
+        group, prefill, decode = _drawn(identity, others or allowed)
+        hashes = block_hashes(row, (prefill or decode)[0].info.block_tokens, salt)
+        return group.choose(
+            identity, len(row), hashes, self.prefixes, disaggregate, among=(prefill, decode), avoid=avoid
+        )
+
+    def _allowed(
+        self, group: RoutableNodes[NodeConnection], avoid: Container[str], prefix_node: str, adapter: str
+    ) -> tuple[list[NodeConnection], list[NodeConnection]]:
+        """Return the group's prefill and decode nodes that `choose` may choose."""
+        prefill, decode = group.prefill, group.decode
         if adapter:
             prefill, decode = (
                 [each for each in pool if adapter in each.info.adapters.values()] for pool in (prefill, decode)
@@ -254,13 +290,20 @@ class NodePool:
             prefill, decode = ([each for each in pool if _has_room(each, now)] or pool for pool in (prefill, decode))
         if prefix_node:
             prefill = [each for each in prefill if each.info.id == prefix_node] or prefill
-        if not (prefill or decode):
-            return None
-        hashes = block_hashes(row, (prefill or decode)[0].info.block_tokens, salt)
-        assert self._routable is not None
-        return self._routable.choose(
-            identity, len(row), hashes, self.prefixes, disaggregate, among=(prefill, decode), avoid=avoid
-        )
+        return prefill, decode
+
+
+def _generating(groups: list[RoutableNodes[NodeConnection]]) -> list[RoutableNodes[NodeConnection]]:
+    """Return the groups that have decode nodes. If none has, prefill nodes generate: return all groups."""
+    return [each for each in groups if each.decode] or groups
+
+
+def _drawn(identity: str, allowed: list[Allowed]) -> Allowed:
+    """Draw a group by the attempt's identity, so that each gets its share of the requests."""
+    if len(allowed) == 1:
+        return allowed[0]
+    sizes = [sum(node.info.max_num_seqs for node in decode or prefill) for _, prefill, decode in allowed]
+    return Random(identity).choices(allowed, sizes)[0]
 
 
 def _has_room(connection: NodeConnection, now: float) -> bool:

@@ -53,9 +53,9 @@ async def test_a_healthy_cluster_gets_a_line_for_each_check() -> None:
         ("nodes", "failed", {"state": "lost"}, "decode-1 is lost"),
         (
             "fingerprints",
-            "failed",
+            "warning",
             {"fingerprint": "bb"},
-            "not used: decode-1: bb; the others: aa: give all nodes one model",
+            "different: decode-1: bb; the others: aa: no handoff between them",
         ),
         ("blocks", "failed", {"blocks": NODE["blocks"] | {"free": 49}}, "is not the total"),
         ("channels", "warning", {"channel_fallbacks": 2}, "decode-1 2 times fell back"),

@@ -523,6 +523,51 @@ async def test_migrations_with_progress_do_not_count_as_failures() -> None:
     here.check_over()
 
 
+def revisions(here: Stage, **given: str) -> None:
+    """Give the nodes these revisions of the model."""
+    for name, revision in given.items():
+        node = here.nodes[name]
+        node.info = replace(node.info, fingerprint=revision, attributes={"revision": revision})
+    here.fleet.notify()
+
+
+async def test_a_request_with_tokens_continues_only_on_nodes_with_the_same_revision_of_the_model() -> None:
+    here = stage("d0 d1 d2 d3", max_attempts=4)
+    revisions(here, d0="old", d1="old", d2="new", d3="new")
+    run = await here.submit()
+    seen = []
+    for number in range(2):
+        _, d, submit = here.attempt(number)
+        seen.append(d)
+        d.send(token(submit.id, number))
+        d.die()
+        await settle()
+    assert len({node.info.id for node in seen}) == 2
+    assert len({node.revision for node in seen}) == 1
+    assert len(here.sent()) == 2, "the request waits, although nodes with another revision are ready"
+    seen[0].revive()
+    await settle()
+    _, d, submit = here.attempt(2)
+    assert d is seen[0]
+    d.send(*generated(submit.id, 2))
+    assert tokens_of(await collect(run)) == ANSWER
+    here.check_over()
+
+
+async def test_a_request_without_tokens_may_start_again_on_another_revision_of_the_model() -> None:
+    here = stage("d0 d1")
+    revisions(here, d0="old", d1="new")
+    run = await here.submit()
+    _, first, _ = here.attempt(0)
+    first.die()
+    await settle()
+    _, second, submit = here.attempt(1)
+    assert {first.info.id, second.info.id} == {"d0", "d1"}
+    second.send(*generated(submit.id))
+    assert tokens_of(await collect(run)) == ANSWER
+    here.check_over()
+
+
 async def test_in_a_large_pool_a_prompt_is_placed_on_a_routable_node_with_its_prefix() -> None:
     here = stage(" ".join(f"{role}{number}" for role in "pd" for number in range(40)))
     row = array("i", PROMPT * 4)

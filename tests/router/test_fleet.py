@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -282,16 +283,24 @@ async def test_an_unreachable_node_is_tried_until_it_is_unlisted() -> None:
         await here.alive("d0", "d1")
 
 
-async def test_colocated_mode_and_other_fingerprints_exclude_nodes() -> None:
+async def test_colocated_mode_excludes_prefill_nodes() -> None:
     async with stage("p0 d0", mode="colocated") as here:
         assert here.usable() == ([], ["d0"])
-    async with stage("p0 p1 d0 d1 d2", p1="other", d2="other") as here:
-        assert here.usable() == (["p0"], ["d0", "d1"])
-        for name in ("d0", "d1"):
+
+
+async def test_nodes_of_two_fingerprints_get_their_shares_and_no_request_gets_both() -> None:
+    async with stage("p0 p1 p2 d0 d1 d2 d3", p1="other", d3="other", p2="third") as here:
+        assert here.usable() == (["p0", "p1"], ["d0", "d1", "d2", "d3"]), "no decode node can take the KV of p2"
+        row = array("i", range(9))
+        chosen = [here.fleet.choose(f"r{number}", row, b"", (), "always") for number in range(400)]
+        pairs = Counter((each.placement.prefill, each.placement.decode) for each in chosen if each is not None)
+        assert set(pairs) == {("p0", "d0"), ("p1", "d3")}
+        assert 60 <= pairs["p1", "d3"] <= 140, "one of four nodes of equal size gets a quarter"
+        for name in ("d0", "d1", "d2"):
             here.listing.unlist(name)
             here.nodes[name].end_stream()
-        await here.alive("p0", "p1", "d2")
-        assert here.usable() == (["p1"], ["d2"])
+        await here.alive("p0", "p1", "p2", "d3")
+        assert here.usable() == (["p1"], ["d3"])
 
 
 @pytest.mark.parametrize("reported_by", ["node", "registry"])

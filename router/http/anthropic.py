@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from router.http.asgi import ResponseWriter
-from router.http.bodies import Body, ChatBody, Stop, TemplateArguments, TokenCount, validated
+from router.http.bodies import Body, ChatBody, ReasoningEffort, Stop, TemplateArguments, TokenCount, validated
 from router.http.generation import GenerationService
 from router.http.messages import MAX_CALL_ID, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName, Strict, check_depth
 from router.http.output import TextDelta
@@ -53,6 +53,13 @@ class ThinkingBlock(ContentBlock):
     signature: str = ""
 
 
+class RedactedBlock(ContentBlock):
+    """Reasoning of an earlier answer that only Anthropic can read. It has no effect."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 class ToolUseBlock(ContentBlock):
     """A call that the model asked for."""
 
@@ -74,6 +81,7 @@ class ToolResultBlock(ContentBlock):
 Block = Annotated[
     Annotated[TextBlock, Tag("~text")]
     | Annotated[ThinkingBlock, Tag("~thinking")]
+    | Annotated[RedactedBlock, Tag("~redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("~tool_use")]
     | Annotated[ToolResultBlock, Tag("~tool_result")],
     Discriminator(tag_of, "block", "must be text, thinking, tool_use or tool_result; images are not supported"),
@@ -120,8 +128,24 @@ class Thinking(BaseModel):
     """Whether the model thinks. `budget_tokens` is accepted, but the length of the thinking is up to the model."""
 
     model_config = Strict
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: TokenCount | None = None
+
+
+class OutputFormat(BaseModel):
+    """A JSON schema that the text must match."""
+
+    model_config = Strict
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """`output_config`: the format of the text, and how much the model reasons."""
+
+    model_config = Strict
+    effort: ReasoningEffort | None = None
+    format: OutputFormat | None = None
 
 
 class CountTokensBody(Body):
@@ -129,6 +153,7 @@ class CountTokensBody(Body):
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
+    output_config: OutputConfig = OutputConfig()
     system: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] = ""
     thinking: Thinking | None = None
     tool_choice: AnthropicChoice = AnthropicChoice(type="auto")
@@ -148,12 +173,15 @@ class CountTokensBody(Body):
         # A final message of the assistant is the beginning of the answer.
         continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
         switches = {} if self.thinking is None else dict.fromkeys(SWITCHES, self.thinking.type != "disabled")
+        schema = self.output_config.format and {"name": "answer", "schema": self.output_config.format.schema_}
         return {
             "messages": messages,
             "model": self.model,
             "add_generation_prompt": not continues,
             "continue_final_message": continues,
             "chat_template_kwargs": switches | self.chat_template_kwargs,
+            "reasoning_effort": self.output_config.effort,
+            "response_format": {"type": "json_schema", "json_schema": schema} if schema else None,
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "tool_choice": choice,
             "tools": [{"type": "function", "function": _function(tool)} for tool in self.tools],
@@ -214,10 +242,12 @@ def named_parameters() -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        param = error.param or ""
+        given = param = error.param or ""
         if param.startswith("tools["):
             param = param.replace("].function.parameters", "].input_schema").replace("].function.", "].")
-        error.param = {"stop": "stop_sequences"}.get(param, param) or None
+        names = {"stop": "stop_sequences", "response_format.json_schema.schema": "output_config.format.schema"}
+        error.param = names.get(param, param) or None
+        error.message = error.message.replace(f"`{given}`", f"`{error.param}`")
         raise
 
 

@@ -149,7 +149,8 @@ def error_body(path: str, value: dict[str, Any]) -> dict[str, Any]:
     if not path.startswith(ANTHROPIC):
         return value
     kind = ANTHROPIC_KINDS.get(value["error"]["type"], value["error"]["type"])
-    return {"type": "error", **value, "error": value["error"] | {"type": kind}}
+    more = {"details": {"error_code": "thread_unsupported_request"}} if value["error"]["param"] == "thread" else {}
+    return {"type": "error", **value, "error": value["error"] | {"type": kind} | more}
 
 
 def to_response(request: Request, error: Exception) -> Response:

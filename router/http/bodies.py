@@ -37,6 +37,7 @@ MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
 MAX_TEMPLATE_ARGUMENTS = 32
 # OpenAI's fields that do not affect the tokens, or that are hints for models and services which Baton does not have.
 IGNORED = frozenset(("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "session_id"))
+IGNORED |= {"cache_control", "user_profile_id"}
 IGNORED |= {"prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity"}
 # Known fields that are not supported. Each is accepted only with the listed values, which have no effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
@@ -57,7 +58,8 @@ UNSUPPORTED |= dict.fromkeys(("echo", "return_prompt_text", "return_token_offset
 UNSUPPORTED |= {"return_tokens_as_token_ids": (False,), "routed_experts_prompt_start": (0,)}
 UNSUPPORTED |= {"thinking_token_budget": (-1,)}
 # Of the APIs of responses and of messages
-UNSUPPORTED |= dict.fromkeys(("container", "output_config", "previous_input_messages", "previous_response"), ())
+UNSUPPORTED |= dict.fromkeys(("compaction", "container", "diagnostics", "inference_geo", "thread"), ())
+UNSUPPORTED |= {"fallbacks": ([],), "previous_input_messages": (), "previous_response": ()}
 UNSUPPORTED |= {"enable_response_messages": (False,), "mcp_servers": ([],), "prompt": (), "speed": ("standard",)}
 # What replaces the older names of vLLM, which it no longer accepts.
 REPLACED = {f"guided_{name}": f"structured_outputs.{name}" for name in ("choice", "grammar", "json", "regex")}
@@ -84,6 +86,7 @@ NESTED = {
     "tools": 4,
     "input": 6,
     "thinking": 2,
+    "output_config": 3,
     "text": 3,
     "reasoning": 2,
 }  # how many parts of an error's location form the parameter's name

@@ -86,11 +86,13 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 class FunctionCall(BaseModel):
-    """A call that the model asked for. `arguments` is the text of a JSON object; an empty text stands for `{}`."""
+    """A call that the model asked for. `arguments` is the text of a JSON object; an empty text stands for `{}`.
+    OpenAI's client adds `parsed_arguments`, which have no effect."""
 
     model_config = Strict
     name: FunctionName
     arguments: str
+    parsed_arguments: Annotated[Any, Field(description="Accepted and ignored.")] = None
 
     def parsed(self) -> dict[str, Any]:
         """Return the arguments. Raises PydanticCustomError if they are no JSON object."""
@@ -150,6 +152,10 @@ class ChatMessage(BaseModel):
         fields = {key: field for key, field in value.items() if field is not None or key == "content"}
         if fields.get("function_call") or fields.get("role") == "function":
             raise PydanticCustomError("functions", "uses functions, which are not supported; use `tools`")
+        if fields.get("role") == "assistant":  # fields of an answer that the client sends back
+            refusal = fields.pop("refusal", None)
+            fields["content"] = refusal if fields.get("content") is None else fields["content"]
+            fields = {key: field for key, field in fields.items() if key not in ("annotations", "parsed")}
         if fields.get("tool_calls") and fields.get("content") is None:
             fields["content"] = ""
         if "reasoning" in fields:  # the name of the same field in newer versions of vLLM

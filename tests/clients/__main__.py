@@ -66,6 +66,9 @@ def lm_eval(model: str, path: str, task: str, more: str = "") -> str:
 
 BENCH = "vllm bench serve --base-url {url} --model {model} --tokenizer {tokenizer} --num-prompts 20 --ready-check-timeout-sec 0 "
 BENCH += "--dataset-name random --random-input-len 30 --random-output-len 8 "
+LLM_SCHEMA = (
+    '{{"type": "object", "properties": {{"a": {{"enum": ["b"]}}}}, "required": ["a"], "additionalProperties": false}}'
+)
 EVALSCOPE = (
     "evalscope perf --api openai --model {model} --tokenizer-path {tokenizer} --dataset random -n 20 --parallel 4 "
 )
@@ -74,13 +77,16 @@ CLIENTS = [
     Client("openai", ("openai",), "openai_program.py"),
     Client("openai (node)", ("openai",), "openai_program.mjs"),
     Client("ai", ("ai", "@ai-sdk/openai-compatible"), "ai_sdk_program.mjs"),
+    Client("anthropic", ("anthropic",), "anthropic_program.py"),
     Client("litellm", ("litellm",), "litellm_program.py"),
     Client("langchain-openai", ("langchain-openai",), "langchain_program.py"),
     Client("llama-index-llms-openai-like", ("llama-index-llms-openai-like",), "llama_index_program.py"),
-    Client("pydantic-ai-slim", ("pydantic-ai-slim[openai]",), "pydantic_ai_program.py"),
+    Client("pydantic-ai-slim", ("pydantic-ai-slim[openai,anthropic]",), "pydantic_ai_program.py"),
     Client("instructor", ("instructor",), "instructor_program.py"),
     Client("llm", ("llm",), command="llm -m baton -o max_tokens 8 Hello && llm -m baton --no-stream -o max_tokens 8 -s x Hello "
-           "&& llm -m baton-text -o max_tokens 8 Once"),
+           "&& llm -m baton-text -o max_tokens 8 Once && llm -m baton --schema '" + LLM_SCHEMA + "' -o max_tokens 200 x "
+           "| python3 -m json.tool && llm -m baton-tools --functions 'def multiply(a: int, b: int) -> int: return a * b' "
+           "'What is 3 * 3?' | grep 'answer is 9'"),
     Client("guidellm", ("guidellm",), command="guidellm run --backend kind=openai_http,target={url} --disable-progress "
            "--profile kind=throughput,max_concurrency=4 --constraint kind=max_requests,count=12 "
            "--tokenizer kind=hf_auto,model={tokenizer} --data kind=synthetic_text,prompt_tokens=30,output_tokens=8 "
@@ -109,9 +115,11 @@ CLIENTS = [
     Client("locust", ("locust",), command="locust -f " + str(HERE / "locustfile.py")
            + " --headless -u 4 -r 4 -t 10s --stop-timeout 10 -H {url}", says=r"Aggregated +[1-9]\d* +0\(0.00%\)"),
 ]  # fmt: skip
-LLM_MODELS = """- {{model_id: baton, model_name: "{model}", api_base: "{url}/v1"}}
+LLM_MODELS = """- {{model_id: baton, model_name: "{model}", api_base: "{url}/v1", supports_schema: true}}
+- {{model_id: baton-tools, model_name: tools, api_base: "{tools_url}/v1", supports_tools: true}}
 - {{model_id: baton-text, model_name: "{model}", api_base: "{url}/v1", completion: true}}
 """
+TOOLS_TEMPLATE = '{% if tools %}{{ tools | tojson }} <tool_call>{"name": {% endif %}'
 LM_TASKS = {
     "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"},
     "generate": {"output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "x"},
@@ -163,11 +171,12 @@ def version_of(client: Client) -> str:
     return run([str(client.environment / "bin/python"), "-c", code], 60).stdout.strip()
 
 
-def use(client: Client, url: str, model: str, directory: Path) -> tuple[bool, str]:
+def use(client: Client, url: str, tools_url: str, model: str, directory: Path) -> tuple[bool, str]:
     """Run the client. Return whether everything was as expected, and the result as text."""
     folder = client.environment
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     environment = os.environ | {"BATON_CLIENTS_URL": url, "BATON_CLIENTS_MODEL": model, "PATH": path}
+    environment["BATON_CLIENTS_TOOLS_URL"] = tools_url
     environment |= {"OPENAI_API_KEY": "none", "LLM_USER_PATH": str(directory), "NO_COLOR": "1"}
     environment |= {"COLUMNS": "200", "VLLM_NO_USAGE_STATS": "1"}
     if client.is_node:
@@ -199,9 +208,9 @@ def use(client: Client, url: str, model: str, directory: Path) -> tuple[bool, st
 KINDS = ("ok", "refused", "FAILED")
 
 
-def prepare(directory: Path, url: str, model: str) -> None:
+def prepare(directory: Path, url: str, tools_url: str, model: str) -> None:
     """Write the files that configure llm and lm-eval."""
-    (directory / "extra-openai-models.yaml").write_text(LLM_MODELS.format(url=url, model=model))
+    (directory / "extra-openai-models.yaml").write_text(LLM_MODELS.format(url=url, tools_url=tools_url, model=model))
     data = directory / "stories.json"
     data.write_text(json.dumps({"text": STORY}) + "\n")
     for name, fields in LM_TASKS.items():
@@ -210,14 +219,36 @@ def prepare(directory: Path, url: str, model: str) -> None:
         (directory / f"{name}.yaml").write_text(json.dumps(task))
 
 
+def demo_with_tools(directory: Path) -> Path:
+    """Return a copy of the demo model whose chat template has a place for tools, in the syntax of Hermes."""
+    model = directory / DEMO.name
+    shutil.copytree(DEMO, model)
+    file = model / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    settings["chat_template"] = TOOLS_TEMPLATE + settings["chat_template"]
+    file.write_text(json.dumps(settings))
+    return model
+
+
 @contextmanager
-def server(url: str) -> Iterator[str]:
+def server(url: str, directory: Path) -> Iterator[str]:
     """Yield the URL of the cluster, which is started unless `url` names one."""
     if url:
         yield url
         return
-    with cluster(prefill=1, decode=1, runner="torch") as running:
+    model = demo_with_tools(directory)
+    with cluster(prefill=1, decode=1, runner="torch", model=model, responses_store="memory") as running:
         yield running.url
+
+
+@contextmanager
+def tools_server() -> Iterator[str]:
+    """Yield the URL of a router whose model calls tools."""
+    command = [sys.executable, "-m", "tests.clients.tools_server"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.communicate()
 
 
 def main() -> int:
@@ -228,14 +259,15 @@ def main() -> int:
     chosen = options.parse_args()
     clients = [client for client in CLIENTS if not chosen.only or client.name in chosen.only]
     failed = 0
-    with server(chosen.url) as url, tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as name, server(chosen.url, Path(name)) as url, tools_server() as tools_url:
+        directory = Path(name)
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        prepare(Path(directory), url, model)
+        prepare(directory, url, tools_url, model)
         print("| client | version | result |\n|---|---|---|", flush=True)
         for client in clients:
             try:
                 install(client)
-                is_ok, result = use(client, url, model, Path(directory))
+                is_ok, result = use(client, url, tools_url, model, directory)
                 version = version_of(client)
             except (InstallError, subprocess.TimeoutExpired) as error:
                 is_ok, result, version = False, f"not installed: {error}", "-"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 URL, MODEL = os.environ["BATON_CLIENTS_URL"], os.environ["BATON_CLIENTS_MODEL"]
+TOOLS_URL = os.environ["BATON_CLIENTS_TOOLS_URL"]  # its model, "tools", calls each tool once
 failures: list[str] = []
 
 

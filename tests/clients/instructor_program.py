@@ -2,7 +2,7 @@
 
 import instructor
 import openai
-from checks import MODEL, URL, end, refused, works
+from checks import MODEL, URL, end, works
 from pydantic import BaseModel, Field
 
 
@@ -28,6 +28,7 @@ def reaches_the_model():
 
 
 works("JSON_SCHEMA", lambda: isinstance(ask(instructor.Mode.JSON_SCHEMA), Answer))
-refused("TOOLS", lambda: ask(instructor.Mode.TOOLS), "`tool")
+works("TOOLS", lambda: isinstance(ask(instructor.Mode.TOOLS), Answer))
+works("TOOLS_STRICT", lambda: isinstance(ask(instructor.Mode.TOOLS_STRICT), Answer))
 works("MD_JSON reaches the model, which writes no JSON", reaches_the_model)
 end()

@@ -1,12 +1,14 @@
 """Use openai-python: models, chat, streams, completions, errors, cancellation."""
 
 import asyncio
+import json
 
 import openai
-from checks import MODEL, URL, end, refused, works
+from checks import MODEL, TOOLS_URL, URL, end, refused, works
 from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+tools = openai.OpenAI(base_url=f"{TOOLS_URL}/v1", api_key="none", max_retries=0)
 HI = [{"role": "user", "content": "Tell me a story"}]
 
 
@@ -62,6 +64,93 @@ def parsed():
     return isinstance(chosen.choices[0].message.parsed, Answer)
 
 
+WEATHER = {
+    "name": "get_weather",
+    "description": "Get current temperature for a given location.",
+    "parameters": {
+        "type": "object",
+        "properties": {"location": {"type": "string", "description": "City and country e.g. Bogotá, Colombia"}},
+        "required": ["location"],
+        "additionalProperties": False,
+    },
+}
+
+
+def chat_loop(stream):
+    """Run the example of tools: call, result, answer."""
+    messages = [{"role": "user", "content": "What is the weather like in Paris today?"}]
+    fields = {"model": "tools", "tools": [{"type": "function", "function": WEATHER}]}
+    if stream:
+        with tools.chat.completions.stream(messages=messages, **fields) as running:
+            choice = running.get_final_completion().choices[0]
+    else:
+        choice = tools.chat.completions.create(messages=messages, **fields).choices[0]
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert json.loads(call.function.arguments) == {"location": "Paris"}
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "14 degrees"}]
+    return "14 degrees" in tools.chat.completions.create(messages=messages, **fields).choices[0].message.content
+
+
+def required():
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=HI,
+        max_tokens=500,
+        tools=[openai.pydantic_function_tool(Answer)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+    return all(isinstance(call.function.parsed_arguments, Answer) for call in answer.choices[0].message.tool_calls)
+
+
+def named():
+    tool = openai.pydantic_function_tool(Answer)
+    choice = {"type": "function", "function": {"name": "Answer"}}
+    return [
+        call.function.name
+        for call in chat(tools=[tool], tool_choice=choice, max_tokens=500).choices[0].message.tool_calls
+    ] == ["Answer"]
+
+
+def parsed_response():
+    answer = client.responses.parse(model=MODEL, input="x", max_output_tokens=500, text_format=Answer)
+    return isinstance(answer.output_parsed, Answer)
+
+
+def streamed_response():
+    with client.responses.stream(model=MODEL, input="x", max_output_tokens=500, text_format=Answer) as stream:
+        deltas = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        return deltas == stream.get_final_response().output_text != ""
+
+
+def responses_loop():
+    """Run the example of function calling: call, result, answer."""
+    items = [{"role": "user", "content": "What is the weather like in Paris today?"}]
+    fields = {"model": "tools", "tools": [{"type": "function", **WEATHER}]}
+    first = tools.responses.create(input=items, **fields)
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    assert json.loads(call.arguments) == {"location": "Paris"}
+    items += [*first.output, {"type": "function_call_output", "call_id": call.call_id, "output": "14 degrees"}]
+    return "14 degrees" in tools.responses.create(input=items, **fields).output_text
+
+
+def stored():
+    first = client.responses.create(model=MODEL, input="x", max_output_tokens=8, store=True)
+    then = client.responses.create(model=MODEL, input="y", max_output_tokens=8, previous_response_id=first.id)
+    found = client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+    return found and then.previous_response_id == first.id
+
+
+def background():
+    began = client.responses.create(model=MODEL, input="x", max_output_tokens=200, background=True, stream=True)
+    name = next(event.response.id for event in began if event.type == "response.created")
+    began.close()
+    numbers = [event.sequence_number for event in client.responses.retrieve(name, stream=True, starting_after=4)]
+    return numbers == list(range(5, 5 + len(numbers)))
+
+
 works("models", lambda: [model.id for model in client.models.list()] == [MODEL])
 works("chat", lambda: chat().choices[0].message.content)
 works("stream with usage", streamed)
@@ -93,8 +182,15 @@ works(
 works("BadRequestError", lambda: raises(openai.BadRequestError, temperature=9).param == "temperature")
 works("NotFoundError", lambda: raises(openai.NotFoundError, extra_body={"model": "x"}).code == "model_not_found")
 works("APITimeoutError", lambda: raises(openai.APITimeoutError, max_tokens=5000, timeout=0.05))
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-refused("tools", lambda: chat(tools=[TOOL]), "has no place for `tools`")
+works("tools", lambda: chat_loop(stream=False))
+works("tools streamed", lambda: chat_loop(stream=True))
+works("tool_choice required, strict, parse", required)
+works("tool_choice by name", named)
 works("responses", lambda: client.responses.create(model=MODEL, input="x", max_output_tokens=8).output_text)
+works("responses parse", parsed_response)
+works("responses streamed", streamed_response)
+works("responses tools", responses_loop)
+works("responses stored", stored)
+works("responses in the background", background)
 refused("embeddings", lambda: client.embeddings.create(model=MODEL, input="x"), "POST /v1/embeddings does not exist")
 end()

@@ -2,26 +2,52 @@
 
 import asyncio
 
-from checks import MODEL, URL, end, refused, works
+from checks import MODEL, TOOLS_URL, URL, end, works
 from pydantic import BaseModel, Field
-from pydantic_ai import Agent, NativeOutput
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai import Agent, NativeOutput, RunContext
+from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
 model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key="none"))
+provider = OpenAIProvider(base_url=f"{TOOLS_URL}/v1", api_key="none")
+with_tools = {
+    "chat": OpenAIChatModel("tools", provider=provider),
+    "responses": OpenAIResponsesModel("tools", provider=provider),
+    "anthropic": AnthropicModel("tools", provider=AnthropicProvider(base_url=TOOLS_URL, api_key="none")),
+}
 settings = {"max_tokens": 8}
 
 
-class Answer(BaseModel):
+class Answer(BaseModel, extra="forbid"):
     """An answer."""
 
     number: int = Field(ge=0, le=99)
 
 
-def with_tool():
-    agent = Agent(model)
+def dice(kind):
+    """Run the documentation's game of dice, with a tool that takes the context and one that does not."""
+    agent = Agent(with_tools[kind], deps_type=str, system_prompt="You're a dice game.")
+
+    @agent.tool_plain
+    def roll_dice() -> str:
+        """Roll a six-sided die and return the result."""
+        return "4"
+
+    @agent.tool
+    def get_player_name(ctx: RunContext[str]) -> str:
+        """Get the player's name."""
+        return ctx.deps
+
+    return agent.run_sync("My guess is 4", deps="Anne").output == "The answer is Anne."
+
+
+async def dice_streamed():
+    agent = Agent(with_tools["chat"])
     agent.tool_plain(lambda: 5, name="five")
-    return agent.run_sync("x", model_settings=settings)
+    async with agent.run_stream("x") as result:
+        return await result.get_output() == "The answer is 5."
 
 
 async def streamed():
@@ -31,7 +57,9 @@ async def streamed():
 
 works("run_sync", lambda: Agent(model).run_sync("Tell me a story", model_settings=settings).output)
 works("stream", lambda: asyncio.run(streamed()))
-refused("tools", with_tool, "has no place for `tools`")
-refused("output_type by a tool", lambda: Agent(model, output_type=Answer).run_sync("x"), "`tool")
+for kind in with_tools:
+    works(f"tools ({kind})", lambda kind=kind: dice(kind))
+works("tools streamed", lambda: asyncio.run(dice_streamed()))
+works("output_type by a tool", lambda: isinstance(Agent(model, output_type=Answer).run_sync("x").output, Answer))
 works("NativeOutput", lambda: isinstance(Agent(model, output_type=NativeOutput(Answer)).run_sync("x").output, Answer))
 end()

@@ -57,7 +57,7 @@ async def follow(urls: list[str], response_id: str, until: int | None = None) ->
     another one. Each connection asks for the events after the last one that arrived."""
     events: list[Event] = []
     chance = random.Random(response_id)
-    async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient(timeout=PATIENCE_S) as client:
+    async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient(timeout=PATIENCE_S, verify=False) as client:
         while not events or events[-1]["type"] not in ("response.completed", "response.incomplete", "response.failed"):
             query = f"?stream=true&starting_after={len(events) - 1}" if events else "?stream=true"
             try:
@@ -75,7 +75,7 @@ async def follow(urls: list[str], response_id: str, until: int | None = None) ->
 
 
 async def create(url: str, fields: dict[str, Any]) -> str:
-    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S, verify=False) as client:
         answer = await client.post(url + PATH, json=fields)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["id"])
@@ -90,14 +90,14 @@ def text_of(events: list[Event]) -> str:
     return deltas
 
 
-async def node_of(running: Cluster, router: str, response_id: str, role: str) -> str:
-    """Wait until a node of the role has the response, and return its name."""
+async def timeline_of(running: Cluster, router: str, response_id: str) -> dict[str, Any]:
+    """Wait until the response has nodes, and return its timeline."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             with contextlib.suppress(urllib.error.HTTPError):  # the request has not begun
                 timeline = await asyncio.to_thread(running.get, f"/v1/requests/{response_id}/timeline", router)
-                if timeline[role] and (role == "prefill" or timeline["state"] == "decode"):
-                    return str(timeline[role])
+                if timeline["prefill"] and timeline["decode"]:
+                    return timeline
             await asyncio.sleep(0.005)
 
 
@@ -110,14 +110,13 @@ async def survives(running: Cluster, number: int, role: str) -> int:
     undisturbed = [await create(urls[index % 2], body(seed)) for index, seed in enumerate(seeds)]
     wanted = [text_of(events) for events in await asyncio.gather(*(follow(urls, name) for name in undisturbed))]
     names = [await create(urls[(number + index) % 2], body(seed)) for index, seed in enumerate(seeds)]
-    victim = owner = routers[number % 2]
+    owner, begun = routers[number % 2], list[Event]()
+    timeline = await timeline_of(running, owner, names[0])
+    victim = owner if role == "router" else timeline[role]
     if role == "prefill":
-        victim = await node_of(running, owner, names[0], "prefill")
         await asyncio.sleep(chance.uniform(0, 0.1))
-        begun = []
     else:
-        begun = await follow([running.urls[owner]], names[0], until=chance.randrange(3, 200))
-        victim = owner if role == "router" else await node_of(running, owner, names[0], "decode")
+        begun = await follow([running.urls[owner]], names[0], until=chance.randrange(3, 100))
     running.send_signal(victim, signal.SIGKILL)
     streams = await asyncio.gather(*(follow(urls, name) for name in names))
     assert streams[0][: len(begun)] == begun
@@ -133,7 +132,7 @@ async def load(running: Cluster, streams: int) -> AsyncIterator[None]:
 
     async def stream(number: int) -> None:
         chance = random.Random(number)
-        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S, verify=False) as client:
             while True:
                 given = {"prompt": f"Load {chance.random()}", "max_tokens": 100, "ignore_eos": True, "stream": True}
                 with contextlib.suppress(httpx.HTTPError):
@@ -167,6 +166,7 @@ async def test_a_response_survives_the_death_of_a_process(running: Cluster, numb
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
 async def test_responses_survive_200_deaths(running: Cluster) -> None:
     counts, num_events = Counter[str](), 0
     async with load(running, 4):

@@ -85,7 +85,8 @@ thinking_token_budget truncation_side use_beam_search user vllm_xargs watermarki
 OF_RESPONSES = """context_management conversation enable_response_messages mm_processor_kwargs moderation
 previous_input_messages previous_response prompt prompt_cache_key prompt_cache_options prompt_cache_retention request_id
 safety_identifier service_tier user vllm_xargs"""
-OF_MESSAGES = "container context_management kv_transfer_params mcp_servers metadata output_config service_tier speed"
+OF_MESSAGES = """cache_control compaction container context_management diagnostics fallbacks inference_geo kv_transfer_params mcp_servers
+metadata service_tier speed thread user_profile_id"""
 ELSEWHERE = {
     "/v1/completions": OF_COMPLETIONS,
     "/v1/chat/completions": OF_CHAT,

@@ -171,7 +171,11 @@ async def test_a_last_message_of_the_assistant_is_continued_and_thinking_is_swit
 
 
 USER = {"role": "user", "content": "x"}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
 BAD = [
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 5000}, "max_tokens"),
@@ -190,7 +194,7 @@ BAD = [
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"thinking": {"type": "on"}}, "thinking.type"),
-    ({"mcp_servers": []}, "mcp_servers"),
+    ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"temperature": 3}, "temperature"),
 ]  # fmt: skip
 
@@ -203,6 +207,28 @@ async def test_a_bad_parameter_is_rejected_in_anthropics_format(api, fields, par
     assert (answer.status_code, value["type"], value["error"]["type"]) == (400, "error", "invalid_request_error")
     assert value["error"]["param"] == param
     assert len(value["error"]["message"]) < 300
+
+
+async def test_the_output_config_sets_the_format_and_the_reasoning(api):
+    client = await api("{}")
+    config = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "max"}
+    assert (await client.post(output_config=config)).status_code == 200
+    assert '"additionalProperties": false' in client.dispatcher.answers[-1].request.grammar
+    assert client.prompt.endswith("<think>\n")
+
+
+async def test_a_client_that_asks_for_a_thread_is_told_to_continue_without(api):
+    client = await api("x")
+    error = (await client.post(thread={"type": "create"})).json()["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+
+
+async def test_reasoning_that_only_anthropic_can_read_is_skipped(api):
+    client = await api("x")
+    blocks = [{"type": "redacted_thinking", "data": "abc"}, {"type": "text", "text": "Hello."}]
+    answer = await client.post(messages=[USER, {"role": "assistant", "content": blocks}, USER])
+    assert answer.status_code == 200
+    assert "abc" not in client.prompt
 
 
 async def test_failures_have_anthropics_types(api):

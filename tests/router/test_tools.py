@@ -72,6 +72,15 @@ async def test_the_openai_client_gets_calls_and_reasoning_whole_and_streamed(cli
     assert prompt.count("<|im_start|>tool\nsunny") == 2
 
 
+async def test_an_answer_may_come_back_with_the_fields_that_clients_add(client, hermes):
+    openai_client, dispatcher = await client(hermes, "ok")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}
+    messages = [*HI, {"role": "assistant", "content": "a", "annotations": [], "parsed": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "tool_call_id": "1", "content": "b"}, {"role": "assistant", "refusal": "No."}]
+    await openai_client.chat.completions.create(model="tiny", messages=[*messages, *HI], tools=[TOOL])
+    assert "No.<|im_end|>" in hermes.decode(dispatcher.answers[-1].request.prompt, skip_special_tokens=False)
+
+
 async def test_tool_choice_none_and_single_calls(client, hermes):
     openai_client, _ = await client(hermes, ANSWER)
     create = openai_client.chat.completions.create

@@ -33,7 +33,7 @@ def memory_of(
             rows[f"KV in windows of {group.size}"] = f"at most {_size(most)} while a request generates"
     if geometry.state_rows:
         rows["states of a request"] = f"2 of {_size(geometry.state_rows * row)}"
-    blocks = geometry.capacity(layout.num_blocks, chunk)
+    blocks = geometry.capacity(layout.num_blocks, chunk, config.max_position_embeddings)
     rows["KV pool"] = f"{_size(layout.num_blocks * row)}, {layout.num_blocks:,} rows of {_size(row)}"
     rows["longest request"] = f"{min(max(0, blocks) * size, config.max_position_embeddings):,} tokens"
     for length in LENGTHS:

@@ -240,7 +240,7 @@ def groups_of(options: BuildOptions, config: ModelConfig, row_bytes: int) -> tup
 def check_holds(layout: KVLayout, groups: tuple[Group, ...], options: BuildOptions) -> None:
     """Raise ValueError unless a request of the given maximum length, or of one token, fits into the pool."""
     geometry, chunk = Geometry(layout.block_tokens, groups), options.max_step_tokens
-    room = geometry.capacity(layout.num_blocks, chunk) * layout.block_tokens
+    room = geometry.capacity(layout.num_blocks, chunk, options.max_model_len or 1) * layout.block_tokens
     if (options.max_model_len or 1) > room:
         needed = 1 + geometry.rows_for(options.max_model_len or 1, chunk)
         raise ValueError(

@@ -88,9 +88,12 @@ class Geometry:
         """Return the most rows that a running request of `tokens` tokens occupies, with both of its states."""
         return self.rows_of(-(-tokens // self.block_tokens), chunk) + 2 * self.state_rows
 
-    def capacity(self, num_rows: int, chunk: int) -> int:
-        """Return the length in blocks of the longest request that a pool of `num_rows` rows holds, apart from row 0."""
-        fits = range(num_rows)
+    def capacity(self, num_rows: int, chunk: int, max_tokens: int = 0) -> int:
+        """Return the length in blocks of the longest request that a pool of `num_rows` rows holds, apart from row 0.
+
+        If every layer has a window, any length may fit. Then the result is at least the length of `max_tokens`.
+        """
+        fits = range(max(num_rows, -(-max_tokens // self.block_tokens) + 1))
         return bisect_right(fits, num_rows - 1, key=lambda blocks: self.rows_for(blocks * self.block_tokens, chunk)) - 1
 
     def landing_order(self, num_prompt: int, held: int) -> list[RowPlace]:

@@ -46,6 +46,15 @@ def test_a_running_request_never_has_more_rows_than_counted(geometry: Geometry, 
         assert rows <= geometry.rows_for(tokens, chunk)
 
 
+@given(GEOMETRIES, st.integers(1, 40), st.integers(1, 20), st.integers(1, 200))
+def test_a_request_is_within_the_capacity_if_and_only_if_its_rows_fit(
+    geometry: Geometry, num_rows: int, chunk: int, tokens: int
+) -> None:
+    blocks = geometry.capacity(num_rows, chunk, tokens)
+    fits = geometry.rows_for(tokens, chunk) <= num_rows - 1
+    assert (tokens <= blocks * geometry.block_tokens) == fits
+
+
 @given(GEOMETRIES, st.integers(1, 60), st.data())
 def test_the_landing_order_has_what_later_queries_see_and_grows_with_the_prompt(
     geometry: Geometry, num_prompt: int, data: st.DataObject

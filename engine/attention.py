@@ -76,10 +76,25 @@ class TablesPlan:
 
 def plan_tables(backend: AttentionBackend, pool: KVPool, batch: Batch) -> AttentionPlan:
     """Return the plan of a step whose layers may be in several tables."""
-    if not batch.others:
-        return backend.plan(batch)
-    numbers = range(len(batch.others) + 1)
-    return TablesPlan([backend.plan(batch.with_table(number)) for number in numbers], pool.places.tables)
+    plans = []
+    for number in range(len(batch.others) + 1):
+        table = batch.with_table(number)
+        plan = backend.plan(table)
+        plans.append(ImagesPlan(plan, TorchPlan(pool, table)) if batch.spans else plan)
+    return TablesPlan(plans, pool.places.tables) if batch.others else plans[0]
+
+
+class ImagesPlan:
+    """The attention of one step in which tokens of an image attend to each other (see `Batch.spans`).
+
+    The plan of the backend computes all slices, and the reference replaces the results of those with such tokens.
+    """
+
+    def __init__(self, plan: AttentionPlan, reference: "TorchPlan") -> None:
+        self._plan, self._reference = plan, reference
+
+    def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
+        return self._reference.attend_images(layer, q, self._plan.attend(layer, q))
 
 
 @dataclass(slots=True)
@@ -121,12 +136,22 @@ class TorchPlan:
         self._reaches: dict[int, list[_Reach]] = {}
 
     def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
-        if layer.window not in self._reaches:
-            self._reaches[layer.window] = self._plan_window(layer.window)
         out = q.new_empty(*q.shape[:2], layer.latent or q.shape[2])
-        for reach in self._reaches[layer.window]:
+        for reach in self._reaches_of(layer.window):
             out[reach.queries] = self._attend(layer, q[reach.queries], reach)
         return out
+
+    def attend_images(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> Tensor:
+        """Replace the results in `out` of the slices that have tokens of images, and return `out`."""
+        reaches = self._reaches_of(layer.window)
+        for index in self._batch.spans:
+            out[reaches[index].queries] = self._attend(layer, q[reaches[index].queries], reaches[index])
+        return out
+
+    def _reaches_of(self, window: int) -> list[_Reach]:
+        if window not in self._reaches:
+            self._reaches[window] = self._plan_window(window)
+        return self._reaches[window]
 
     def _attend(self, layer: AttentionLayer, q: Tensor, reach: _Reach) -> Tensor:
         pieces = self._pieces[:, self._places[layer.index]]
@@ -163,11 +188,13 @@ class TorchPlan:
         size, heads = self._layout.block_tokens, self._layout.kv_heads
         device = self._pieces.device
         first = max(0, start + 1 - window) // size if window else 0  # blocks before this are outside the window
+        spans = self._batch.spans.get(index, [])
+        first = min([first, *(low // size for low, _ in spans)])
         low = first * size
         blocks = self._batch.block_table[index, first : -(-end // size)].long()
         pieces = (blocks * heads + torch.arange(heads, device=device)[:, None]).flatten()
         windowed = 0 < window < end - low
-        causal = start == low and not windowed and end - start > 1
+        causal = start == low and not windowed and end - start > 1 and not spans
         mask = None
         if not causal and (windowed or end - start > 1):
             at = torch.arange(low, end, device=device)
@@ -175,6 +202,8 @@ class TorchPlan:
             mask = at <= query
             if windowed:
                 mask &= at > query - window
+            for begin, after in spans:
+                mask |= (at >= begin) & (at < after) & (query >= begin) & (query < after)
         return _Reach(slice(row, row + end - start), pieces, end - low, mask, causal)
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv_pool import DUMMY_BLOCK
+from engine.media import BatchImages, atomic_spans, batch_positions
 from engine.models.kv_places import KVPlaces, all_in_one_row
 from scheduler.request import Request, RequestState, Slice, StateUse, cdiv
 
@@ -69,6 +70,10 @@ class Batch:
     others: list[KVTable] = field(default_factory=list)
     states: StateBatch | None = None  # only for models with recurrent layers
     adapters: list[str] = field(default_factory=list)  # digest of each slice's adapter, or ""; empty if all have none
+    on_axes: Tensor | None = None  # int64 [3, T]: positions on three axes, if a slice has images (see `Rope.sections`)
+    images: BatchImages | None = None  # set by the runner
+    # The images in each slice whose tokens attend to each other, by the slice's index: positions [start, end).
+    spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def counts(self) -> list[int]:
@@ -215,8 +220,7 @@ def build(
     sampled = [index for index, slice_ in enumerate(slices) if slice_.samples]
     scored = [(index, count) for index, slice_ in enumerate(slices) if (count := num_scored(slice_))]
     logit_rows = [cu_q[index + 1] - 1 for index in sampled]
-    for index, count in scored:
-        logit_rows += range(cu_q[index], cu_q[index] + count)
+    logit_rows += [row for index, count in scored for row in range(cu_q[index], cu_q[index] + count)]
     starts, kv_lens = [slice_.start for slice_ in slices], [slice_.end for slice_ in slices]
     adapters = [slice_.request.adapter for slice_ in slices]
     tables = rows.tables(slices, block_tokens)
@@ -242,6 +246,8 @@ def build(
         others=[KVTable(on_device(one), on_device(other)) for one, other in zip(tables[1:], slots[1:], strict=True)],
         states=rows.states(slices),
         adapters=adapters if any(adapters) else [],
+        on_axes=None if (axes := batch_positions(slices, positions)) is None else on_device(axes),
+        spans=atomic_spans(slices),
     )
 
 

@@ -15,6 +15,7 @@ from engine.cuda.kv.pool import PoolClient
 from engine.draft_model import DraftModel
 from engine.emulation import load_emulation
 from engine.hash_model import EmulatedRunner, HashRunner
+from engine.image_support import use_images
 from engine.kv_pool import KVPool, PrivateMemory
 from engine.linear import LinearFormat
 from engine.lora.build import use_adapters
@@ -101,6 +102,7 @@ def _build_on_cpu(
         use_adapters(options, runner, loaded[1], loaded[0])
         log_table(memory_of(path, config, layout, groups, options.max_step_tokens))
         name += f" transformers {config.transformers}" if config.transformers else ""
+    images = use_images(runner, path, config, options.max_step_tokens)
     revision = fingerprint(path)
     digest = exchange_fingerprint(name, revision, layout, memory.sums, groups)
     attributes |= {"revision": revision, "threads": str(torch.get_num_threads()), "torch": torch.__version__}
@@ -120,6 +122,7 @@ def _build_on_cpu(
         grammars,
         drafter,
         adapters,
+        images,
     )
 
 

@@ -128,7 +128,7 @@ class TorchStep(TorchRouting):
         self.pool = kernels.pool
         self._slots = batch.all_slots
         self._pool = kernels.pool.tensor
-        angles = [rotation.angles(batch.positions) for rotation in kernels.rotations]
+        angles = [rotation.angles(batch.positions, batch.on_axes) for rotation in kernels.rotations]
         self._angles = [angles[number] for number in kernels.rotation_of]
         size = kernels.pool.layout.block_tokens
         # The KV of padding goes to block 0, the dummy block, which is never read.

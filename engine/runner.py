@@ -13,6 +13,7 @@ from engine.batch import Batch, BlockRows, build
 from engine.kernels import Kernels
 from engine.kv_pool import KVPool
 from engine.lora.linear import AdaptedRows
+from engine.media import NO_IMAGE, ImageEncoder, images_of
 from engine.models.decoder import Decoder, LanguageModel
 from engine.pooling import Pooler
 from engine.sampling import NUMERICAL, DrawResult, SamplingRow, depends_on_tokens, describe, sample
@@ -29,7 +30,8 @@ WARM_TOKENS = 128  # prompt length in the warm-up: enough for all kernels to be 
 
 @dataclass(slots=True)
 class SliceOutput:
-    """The output of one slice. If `error` ("numerical", "no_token" or "internal") is set, the request must end.
+    """The output of one slice. If `error` is set ("numerical", "no_token", "no_image" or "internal"), the
+    request must end.
 
     A runner draws at most one token, and `engine.speculation` adds those of right guesses.
     """
@@ -135,10 +137,15 @@ class TorchRunner(Runner):
         self._pooler = Pooler()
         self.poolings = ("", "logits") if config.has_head else ()
         self.poolings += ("last", "mean") if isinstance(model, Decoder) else ()
+        self._encoder: ImageEncoder | None = None
 
     def use_adapters(self, adapted: AdaptedRows) -> None:
         """Compute requests with the adapters that `engine.lora.linear.adapt` added to the model."""
         self._adapted = adapted
+
+    def use_encoder(self, encoder: ImageEncoder) -> None:
+        """Encode the images of requests that were not encoded before."""
+        self._encoder = encoder
 
     def run(self, step: Step) -> list[SliceOutput]:
         return self._pass(step, self._build(step))
@@ -170,12 +177,15 @@ class TorchRunner(Runner):
         self._carry(batch)
         rows = [row_of(step.slices[index]) for index in batch.sampled]
         masks = self._masks.start(rows)
+        batch.images, missing = images_of(step.slices, self._encoder)
         logits, hidden = self._computed(batch, needs_hidden=any(row.sampling.pooling for row in rows))
         draws = sample(logits, rows, masks())
         for index, draw in zip(batch.sampled, draws, strict=True):
             outputs[index] = output_of(draw)
         self._pool_vectors(step.slices, batch, logits, hidden, outputs)
         self._score(step, batch, hidden[len(batch.sampled) :], outputs)
+        for index in missing:
+            outputs[index] = SliceOutput(error=NO_IMAGE)
         self._draws = draws
         return outputs
 
@@ -184,7 +194,7 @@ class TorchRunner(Runner):
         no hidden states."""
         if self._adapted is not None:
             self._adapted.select(batch, self._device)
-        fuses = self._whole_pass is not None and not batch.adapters and not needs_hidden
+        fuses = self._whole_pass is not None and not batch.adapters and batch.images is None and not needs_hidden
         if fuses and self._whole_pass is not None and self._whole_pass.takes(batch):
             return self._whole_pass.logits(batch), torch.empty(0)
         attention, drawing = plan_tables(self._backend, self._pool, batch), batch.drawing()

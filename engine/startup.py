@@ -12,6 +12,7 @@ import torch
 from engine.cuda.kv.pool import PoolClient
 from engine.cuda.memory import DeviceMemory
 from engine.emulation import Emulation
+from engine.media import ImageSupport
 from engine.runner import Runner
 from scheduler.drafters import Drafter
 from scheduler.geometry import UNIFORM, Group
@@ -46,6 +47,7 @@ class EngineComponents:
     grammars: GrammarTokenizer | None = None  # None if no model computes the tokens
     drafter: Drafter | None = None  # a draft model
     adapters: dict[str, str] = field(default_factory=dict)  # name -> digest of each LoRA adapter
+    images: ImageSupport | None = None  # None: requests with images are refused
 
 
 def exchange_fingerprint(

@@ -7,22 +7,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from engine.engine import INTERNAL, Engine
+from engine.media import ImageSupport, PromptImage
 from engine.token_masks import TokenMatcher
 from node.recorder import StepRecorder
 from node.router_sessions import RouterSessions
 from node.stats import NodeState
 from node.validation import check_submit
+from scheduler.prefix import MediaSpan
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from shared import failpoints
 from shared.clock import now_ns
 from shared.grammar import GrammarTokenizer
 from shared.logs import fields
-from shared.rpc.messages import SubmitRequest, TokenDelta, unpack_ids
+from shared.rpc.messages import Media, SubmitRequest, TokenDelta, unpack_ids
 
 log = logging.getLogger("baton.node")
 MAX_REQUESTS = 8192  # a node with this number of requests rejects new ones
 MAX_TOKENS = 1 << 23  # limit of the tokens of all requests, counted when submitted; 36 bytes a token, 300 MB in all
+PIXEL_BYTES_PER_TOKEN = 128  # so many bytes of images count as a token: at most 1 GiB of images
 MAX_POOLS = 16  # if this many KV pools hold more than MAX_TOKENS tokens, their total is the limit
 
 
@@ -45,6 +48,7 @@ class RequestRules:
     max_tokens: int | None = None  # None: `MAX_TOKENS`, or the size of `MAX_POOLS` pools if that is more
     poolings: tuple[str, ...] = ("",)  # see `Runner.poolings`
     grammars: GrammarTokenizer | None = None  # None: grammars are ignored, because no model computes the tokens
+    images: ImageSupport | None = None  # None: requests with images are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,8 @@ class ActiveRequests:
         tokens = check_submit(submit, self._state.info.max_model_len, rules.vocab_size)
         if (pooling := submit.sampling.pooling) not in rules.poolings:
             raise ValueError(_refusal(pooling))
-        self._check_limits(submit.id, len(tokens))
+        num_tokens = len(tokens) + sum(len(one.pixels) for one in submit.media) // PIXEL_BYTES_PER_TOKEN
+        self._check_limits(submit.id, num_tokens)
         if submit.adapter and submit.adapter not in self._state.info.adapters.values():
             raise OverloadedError("this node does not have the request's LoRA adapter")
         shares = submit.share_prefix and rules.share_prefixes
@@ -150,9 +155,11 @@ class ActiveRequests:
             speculates=submit.speculative,
             sampling=submit.sampling,
         )
+        if submit.media:
+            self._add_images(request, submit.media)
         matcher = self._compile(submit.grammar)
-        self._entries[request.id] = ActiveRequest(request, router, len(tokens), abort_handoff, matcher)
-        self.num_tokens += len(tokens)
+        self._entries[request.id] = ActiveRequest(request, router, num_tokens, abort_handoff, matcher)
+        self.num_tokens += num_tokens
         try:
             failpoints.reach("node.accepted", request.id)
             if not request.borrows_blocks:
@@ -161,6 +168,16 @@ class ActiveRequests:
             self._pop(request.id)
             raise
         return request
+
+    def _add_images(self, request: Request, media: list[Media]) -> None:
+        support = self._rules.images
+        if support is None:
+            raise ValueError("the nodes of this cluster cannot encode images: see their logs, or omit the images")
+        request.media = tuple(
+            MediaSpan(one.offset, one.rows, one.columns, one.digest, support.is_atomic) for one in media
+        )
+        if media[0].pixels:
+            request.images = [PromptImage(one) for one in media]
 
     def _check_limits(self, request_id: str, num_tokens: int) -> None:
         if request_id in self._entries:
@@ -180,7 +197,7 @@ class ActiveRequests:
         """Give a registered request to the engine, once its grammar is compiled."""
         entry = self._entries.get(request.id)
         if entry is None or entry.matcher is None:
-            self._enqueue(request)
+            self._encode(request)
             return
         matcher = entry.matcher
 
@@ -190,11 +207,50 @@ class ActiveRequests:
                 return  # the request was aborted
             if error is None:
                 request.matcher = matcher.result()
-                self._enqueue(request)
+                self._encode(request)
             else:
                 self.fail(request.id, str(error) if isinstance(error, ValueError) else INTERNAL, retry=False)
 
         matcher.add_done_callback(compiled)
+
+    def _encode(self, request: Request) -> None:
+        """Encode the images of which the prefix cache does not have all KV, and then give the request to the engine.
+
+        A thread encodes them, so that steps go on. It ends afterwards, and with it its team of OpenMP threads, which
+        would disturb that of the engine.
+        """
+        encoder = self._rules.images.encoder if self._rules.images is not None else None
+        if encoder is None or request.images is None:
+            self._enqueue(request)
+            return
+
+        def encode(images: list[PromptImage]) -> None:
+            for image in images:
+                image.encode(encoder)
+
+        def start(images: list[PromptImage]) -> None:
+            if request.id not in self._entries:
+                return
+            if not images:
+                self._enqueue(request)
+                return
+            thread = ThreadPoolExecutor(1, "vision")
+            encoded = self._loop.run_in_executor(thread, encode, images)
+            thread.shutdown(wait=False)
+            encoded.add_done_callback(lambda done: self.guard(request.id, finish, done))
+
+        def finish(done: "asyncio.Future[None]") -> None:
+            done.result()
+            if request.id in self._entries:
+                self._enqueue(request)
+
+        def find(scheduler: Scheduler) -> None:
+            cached = max(request.num_computed, scheduler.cached_tokens(request))
+            pairs = zip(request.media, request.images, strict=True)
+            images = [image for span, image in pairs if span.end > cached]
+            self._loop.call_soon_threadsafe(start, images)
+
+        self.post_for(request, find)
 
     def _enqueue(self, request: Request) -> None:
         received_ns = now_ns()

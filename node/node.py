@@ -168,6 +168,7 @@ class Node:
         The scheduler and the runner belong to the engine's thread; this only reads them.
         """
         snapshot, cost = self.publisher.snapshot, self._scheduler.cost
+        encoder = self.rules.images.encoder if self.rules.images is not None else None
         requests = tuple(self._scheduler.requests.values())
         waiting = (each for each in requests if each.state is RequestState.WAITING and not each.receive_kv)
         blocks: dict[str, Any] = {f"blocks_{name}": count for name, count in snapshot.ledger._asdict().items()}
@@ -185,6 +186,8 @@ class Node:
             overruns=self._runner.overruns,
             ledger_error=self.publisher.ledger_error,
             incarnation_id=self.state.info.incarnation_id,
+            images_encoded=0 if encoder is None else encoder.num_encoded,
+            images_cached=0 if encoder is None else encoder.num_cached,
         )
 
     def report_stuck(self, reason: str) -> None:

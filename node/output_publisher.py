@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.engine import INTERNAL, EngineListener
+from engine.media import NO_IMAGE
 from engine.runner import SliceOutput
 from engine.step_time_fit import StepTiming
 from node.recorder import SchedulerSnapshot, StepRecorder
@@ -148,6 +149,7 @@ def delta_of(event: StepOutput, output: SliceOutput) -> TokenDelta:
         logprobs=output.logprobs[: len(event.tokens)],
         prompt_logprobs=output.prompt_logprobs,
         vector=output.vector,
+        retry=output.error == NO_IMAGE,
     )
 
 

@@ -241,6 +241,7 @@ class NodeProcess:
                 settings.kv_channel == POOL,
                 poolings=components.runner.poolings,
                 grammars=components.grammars,
+                images=components.images,
             ),
             lambda node, role: self.factories[role.name](node, *given),
             settings.heartbeat_s,

@@ -5,10 +5,19 @@ node's. A value out of range would reach arithmetic on the engine's thread, wher
 """
 
 import re
+from collections.abc import Sequence
 
 from shared.grammar import MAX_GRAMMAR_BYTES
-from shared.limits import INT32_MAX, MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROBS
-from shared.rpc.messages import SamplingParams, SubmitRequest, unpack_ids
+from shared.limits import (
+    INT32_MAX,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_IMAGE_BYTES,
+    MAX_IMAGES,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+)
+from shared.rpc.messages import Media, SamplingParams, SubmitRequest, unpack_ids
 
 MAX_ID, MAX_SALT_BYTES = 256, 256
 MAX_STOP_TOKENS = 4096  # of the request and of the model together
@@ -49,10 +58,26 @@ def check_submit(submit: SubmitRequest, max_model_len: int, vocab_size: int) -> 
     _check("length of salt", len(submit.salt), 0, MAX_SALT_BYTES)
     _check("number of stop_tokens", len(stop_tokens), 0, MAX_STOP_TOKENS)
     _check("length of grammar", len(submit.grammar), 0, MAX_GRAMMAR_BYTES)
+    _check_media(submit.media, submit.num_prompt)
     _check_sampling(submit.sampling, vocab_size)
     if submit.sampling.pooling not in POOLINGS or (submit.sampling.pooling and submit.max_tokens != 1):
         raise ValueError(f"pooling is {submit.sampling.pooling!r:.40}: it must be one of {POOLINGS}, with max_tokens 1")
     return tokens
+
+
+def _check_media(media: Sequence[Media], num_prompt: int) -> None:
+    _check("number of media", len(media), 0, MAX_IMAGES)
+    _check("bytes of media", sum(len(one.pixels) for one in media), 0, MAX_IMAGE_BYTES)
+    first, has_pixels = 0, any(one.pixels for one in media)
+    for one in media:
+        _check("media.rows", one.rows, 1, num_prompt)
+        _check("media.columns", one.columns, 1, num_prompt)
+        _check("media.offset", one.offset, first, num_prompt - one.rows * one.columns)
+        _check("length of media.digest", len(one.digest), 16, MAX_SALT_BYTES)
+        _check("media.width", one.width, 1, INT32_MAX)
+        size = 3 * one.width * one.height if has_pixels else 0
+        _check("length of media.pixels", len(one.pixels), size, size)
+        first = one.offset + one.rows * one.columns
 
 
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:

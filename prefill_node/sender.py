@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from statistics import median
 
@@ -278,7 +278,10 @@ class HandoffSender(RoleAdapter):
             peer.num_waiting -= 1
 
     async def _call_reserve(self, peer: DecodePeer, outgoing: OutgoingHandoff) -> ReserveReply:
-        request = ReserveRequest(outgoing.submit, self._info.incarnation_id, self._info.fingerprint)
+        media = [replace(one, pixels=b"") for one in outgoing.submit.media]  # the peer does not encode them
+        request = ReserveRequest(
+            replace(outgoing.submit, media=media), self._info.incarnation_id, self._info.fingerprint
+        )
         began_ns = now_ns()
         try:
             reply = await RESERVE.call(peer.rpc, request, self._reserve_timeout_s + self._timing.call_s)

@@ -34,6 +34,7 @@ from router.nodes.load import slo_targets
 from router.nodes.pool import NodePool
 from router.observer import RouterObserver
 from router.responses_store import open_store
+from router.text.images import ImageReader
 from router.text.model_files import read_model
 from router.text.pooling_rule import read_pooling
 from router.text.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ from shared import failpoints, logs
 from shared.config.command_line import settings_from_command_line
 from shared.config.settings import RouterSettings
 from shared.errors import ConfigError
+from shared.images import ImageRules, read_image_rules
 from shared.lifecycle import ProcessLifetime, freeze_gc, run
 from shared.model_files import resolve
 from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
@@ -64,6 +66,7 @@ def main(settings: RouterSettings) -> int:
         model = replace(model, pooling=read_pooling(directory, model.vocab_size))
         parsers = settings.tool_call_parser, settings.reasoning_parser
         tokenizer = Tokenizer.load(directory, model.vocab_size, *parsers)
+        images = read_image_rules(directory)
         has_keys = settings.api_keys_file or settings.api_keys
         keys = ApiKeys(settings.api_keys_file, settings.api_keys) if has_keys else None
         listeners = [listen(settings.host, settings.port, "--port")]
@@ -72,7 +75,7 @@ def main(settings: RouterSettings) -> int:
     except (ConfigError, OSError, ValueError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2
-    return run(lambda lifetime: _serve(lifetime, settings, model, tokenizer, keys, listeners))
+    return run(lambda lifetime: _serve(lifetime, settings, model, tokenizer, images, keys, listeners))
 
 
 async def _serve(
@@ -80,6 +83,7 @@ async def _serve(
     settings: RouterSettings,
     model: ModelCard,
     tokenizer: Tokenizer,
+    images: ImageRules | None,
     keys: ApiKeys | None,
     listeners: list[socket.socket],
 ) -> int:
@@ -103,6 +107,7 @@ async def _serve(
         keys=keys,
         allowed_origins=settings.allowed_origins,
         responses_store=open_store(settings.responses_store, settings.cluster),
+        images=None if images is None else ImageReader(images),
         max_concurrent_requests=settings.max_concurrent_requests,
         request_timeout_s=settings.request_timeout_s,
     )

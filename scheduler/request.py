@@ -9,6 +9,7 @@ from typing import Any
 
 from scheduler.cost import StepWork
 from scheduler.draft import DraftHistory
+from scheduler.prefix import MediaSpan
 
 
 class RequestState(Enum):
@@ -58,6 +59,8 @@ class Request:
     speculates: bool = True  # guessed tokens may be verified, if the scheduler drafts
     sampling: Any = None  # a SamplingParams for the runner and the node; the scheduler does not read it
     matcher: Any = None  # a TokenMatcher for the runner, if the answer must match a grammar
+    media: tuple[MediaSpan, ...] = ()  # images of the prompt, in order
+    images: Any = None  # the `Media` of each span, for the runner; None: it does not compute their tokens
 
     arrival: int = -1  # order of arrival on this node
     state: RequestState = RequestState.WAITING

@@ -149,9 +149,14 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self._clear(request)
-        extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
+        extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt, request.media)
         self.requests[request.id] = request
         self._wait(request)
+
+    def cached_tokens(self, request: Request) -> int:
+        """Return how many tokens of a request that may not be added yet are in the prefix cache now."""
+        extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt, request.media)
+        return self._cached_prefix(request)[0] * self.block_tokens
 
     def kv_received(self, request: Request, token: int, current_state: int = 0) -> None:
         """Continue a request after a peer has written the KV of its prompt and sampled `token`.
@@ -476,6 +481,7 @@ class Scheduler:
             if behind <= 1 or request.state is not RequestState.RUNNING:
                 continue
             count = self._make_room(request, self._chunk(request, request.num_scheduled, step), step)
+            count = _between_images(request, request.num_scheduled, count)
             if count:
                 self._take_slice(step, request, count)
             partial += count < behind
@@ -533,6 +539,11 @@ class Scheduler:
 
     def _chunk(self, request: Request, start: int, step: Step) -> int:
         """Return how many tokens of a prompt this step may compute, beginning at `start`."""
+        count = self._chunk_in_budget(request, start, step)
+        # Like a prompt that may not be chunked, the first image of a step may exceed the budget.
+        return _between_images(request, start, count, may_extend=step.work.num_prefills == 0)
+
+    def _chunk_in_budget(self, request: Request, start: int, step: Step) -> int:
         behind, num_prompts = request.num_tokens - start, step.work.num_prefills
         if self.policy.max_prompts is not None and num_prompts >= self.policy.max_prompts:
             return 0
@@ -817,7 +828,7 @@ class Scheduler:
         request, use = slice_.request, slice_.state
         rows = self._saves.pop(id(slice_))
         if is_good and use is not None:
-            extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
+            extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt, request.media)
             name = (len(self.geometry.attention), request.hashes[use.save_at // self.block_tokens - 1])
             self.pool.remember(rows, name)
             if slice_.is_decode:
@@ -838,7 +849,7 @@ class Scheduler:
         self.pool.release(snapshot)
         full = end // self.block_tokens
         if full > first:
-            extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
+            extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt, request.media)
             self._name_blocks(request, first, full)
         if not self.geometry.is_uniform:
             self._release_unseen(request, end)
@@ -893,3 +904,16 @@ class Scheduler:
                 f"{tokens} tokens need {needed} {what}, "
                 f"and the KV cache has {self.pool.total}: shorten the request or increase --kv-cache-memory"
             )
+
+
+def _between_images(request: Request, start: int, count: int, *, may_extend: bool = False) -> int:
+    """Return a size with which a chunk does not end inside an image whose tokens attend to each other.
+
+    A chunk that begins at such an image gets all of it if `may_extend`, and none of it otherwise.
+    """
+    for span in request.media:
+        if span.is_atomic and span.start < start + count < span.end:
+            if span.start > start:
+                return span.start - start
+            return span.end - start if may_extend else 0
+    return count

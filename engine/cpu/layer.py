@@ -49,7 +49,7 @@ class NumbaStep:
         self._kernels = kernels
         self._batch = batch
         self.pool = kernels.pool
-        self.angles = [rotation.angles(batch.positions) for rotation in kernels.rotations]
+        self.angles = [rotation.angles(batch.positions, batch.on_axes) for rotation in kernels.rotations]
         self.slots = [slots.contiguous() for slots in batch.all_slots]
         self._pool = kernels.pool.tensor.data_ptr()
 

@@ -101,6 +101,7 @@ class Decoder:
         `last` is the attention plan of `Batch.drawing`. If it is given, the last layer skips attention for other rows.
         """
         hidden = self.embedded(batch.tokens)
+        hidden = hidden if batch.images is None else batch.images.embed(hidden)
         normed = kernels.norm(hidden, self.layers[0].attention_norm)
         for index, layer in enumerate(self.layers):
             is_last = index + 1 == len(self.layers)
@@ -120,6 +121,7 @@ class Decoder:
             update = self._update(update, layer.post_mlp_norm, kernels)
             if layer.scale != 1:
                 hidden, update = hidden * layer.scale, update * layer.scale
+            update = update if batch.images is None or is_last else batch.images.deepen(update, index)
             hidden, normed = kernels.add_norm(hidden, update, following)
         return normed
 

@@ -15,10 +15,14 @@ from engine.models.spec import Rope
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation of each pair of dimensions: radians per position and magnitude, both float32 [head_dim / 2]."""
+    """The rotation of each pair of dimensions: radians per position and magnitude, both float32 [head_dim / 2].
+
+    `axes`, int64 [head_dim / 2], are the axes of the pairs if tokens have positions on three axes, and None otherwise.
+    """
 
     frequencies: Tensor
     magnitudes: Tensor
+    axes: Tensor | None = None
 
     @classmethod
     def of(cls, rope: Rope | None, head_dim: int, device: torch.device) -> "Rotation":
@@ -27,12 +31,30 @@ class Rotation:
             rotated = (rope.dims or head_dim) // 2
             frequencies[:rotated] = inverse_frequencies(rope, 2 * rotated)
             magnitudes[:rotated] = rope.magnitude
-        return cls(frequencies.to(device), magnitudes.to(device))
+        axes = axes_of(rope, head_dim // 2).to(device) if rope is not None and rope.sections else None
+        return cls(frequencies.to(device), magnitudes.to(device), axes)
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines for `positions` [T], times magnitudes, each float32 [T, 1, head_dim / 2]."""
-        turned = positions[:, None, None].float() * self.frequencies
+    def angles(self, positions: Tensor, on_axes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines for `positions` [T], times magnitudes, each float32 [T, 1, head_dim / 2].
+
+        `on_axes`, int64 [3, T], are the positions on three axes if these differ for some tokens.
+        """
+        if on_axes is None or self.axes is None:
+            turned = positions[:, None, None].float() * self.frequencies
+        else:
+            turned = (on_axes[self.axes].T.contiguous().float() * self.frequencies)[:, None]
         return turned.cos() * self.magnitudes, turned.sin() * self.magnitudes
+
+
+def axes_of(rope: Rope, pairs: int) -> Tensor:
+    """Return the axis of each pair of dimensions, int64 [pairs]."""
+    _, vertical, horizontal = rope.sections
+    axes = torch.zeros(pairs, dtype=torch.int64)
+    if rope.interleaved:
+        axes[1 : 3 * vertical : 3], axes[2 : 3 * horizontal : 3] = 1, 2
+    else:
+        axes[: sum(rope.sections)] = torch.arange(3).repeat_interleave(torch.tensor(rope.sections))
+    return axes
 
 
 def inverse_frequencies(rope: Rope, dims: int) -> Tensor:

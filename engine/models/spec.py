@@ -15,6 +15,10 @@ class Rope:
     (Gemma 4), in which only the first `pairs` of the pairs of a whole head are rotated. Otherwise, only the first
     `dims` dimensions of a head are rotated, or all of them if `dims` is 0. Cosines and sines are multiplied by
     `magnitude`. `factors` [dims / 2] divide the frequencies of longrope.
+
+    If there are `sections`, tokens have a temporal, a vertical and a horizontal position (M-RoPE, Wang et al. 2024),
+    which rotate these numbers of pairs, one kind after the other. If `interleaved`, the kinds alternate as long as
+    there are vertical and horizontal ones (Qwen3-VL).
     """
 
     theta: float = 10_000.0
@@ -30,6 +34,8 @@ class Rope:
     factors: tuple[float, ...] = ()
     dims: int = 0
     pairs: int = 0
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from router.nodes.placement import PlacementCandidate
 from router.nodes.pool import NodePool
 from router.observer import RouterObserver
 from scheduler.placement import Placement
+from scheduler.prefix import MediaSpan
 from shared import failpoints
 from shared.errors import BatonError, RequestError, UnavailableError
 from shared.rpc.messages import SubmitRequest, pack_ids
@@ -240,14 +241,16 @@ class Dispatcher:
         Raises UnavailableError if the wait is too long, and AdmissionRefusedError if the first token is predicted too
         late.
         """
-        request, sample = attempt.request, attempt.sample
+        request = attempt.request
         sibling = admitted.kv_node
-        if sample.index and sibling in self._pool.routable()[1] and sibling.info.id not in failover.avoid:
+        if attempt.may_use_sibling and sibling in self._pool.routable()[1] and sibling.info.id not in failover.avoid:
             self._record_placement(attempt, Placement(None, sibling.info.id, "sibling"))
+            attempt.is_sibling = True
             attempt.begin(None, sibling, 0)  # this node already has the prompt's KV
             return
 
         has_tokens = any(each.tokens for each in admitted.samples)  # all tokens come from one revision of the model
+        spans = [MediaSpan(one.offset, one.rows, one.columns, one.digest) for one in request.media]
 
         def choose() -> PlacementCandidate | None:
             return self._pool.choose(
@@ -259,6 +262,7 @@ class Dispatcher:
                 failover.prefix_node,
                 request.adapter,
                 admitted.revision if has_tokens else "",
+                spans,
             )
 
         candidate = await self._wait_for(choose, WAIT_UNDER_WAY_S)
@@ -310,6 +314,7 @@ class Dispatcher:
             grammar=request.grammar,
             speculative=request.speculative,
             adapter=request.adapter,
+            media=[replace(one, pixels=b"") if attempt.is_sibling else one for one in request.media],
         )
         failpoints.reach("router.placed", attempt.id)
         if prefill is None:

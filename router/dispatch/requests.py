@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shared.errors import BatonError
-from shared.rpc.messages import SamplingParams, TokenDelta
+from shared.rpc.messages import Media, SamplingParams, TokenDelta
 
 Item = TypeVar("Item")
 MERGED_ITEMS = 16  # number of items buffered between the streams and their reader
@@ -59,6 +59,7 @@ class GenerationRequest:
     traceparent: str = ""  # W3C trace context of the client's request
     adapter: str = ""  # digest of a LoRA adapter
     grammar: str = ""  # the answers match this grammar (see `shared.grammar`)
+    media: Sequence[Media] = ()  # images of the prompt, in order
     generated: tuple[int, ...] = ()  # tokens of sample 0 that another router has already generated
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds

@@ -386,5 +386,5 @@ class AnthropicApi:
         with named_parameters():
             chat = validated(ChatBody, body.chat_fields())
             check_tools(chat, self.generation.tokenizer.syntax)
-            ids = await encode_chat(self.generation.tokenizer, chat)
+            ids, _ = await encode_chat(self.generation.tokenizer, chat, self.generation.images)
         await reply.json({"input_tokens": len(ids)})

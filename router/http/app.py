@@ -34,12 +34,14 @@ from router.http.responses_api import ResponsesApi
 from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
 from router.observer import RouterObserver
 from router.responses_store import ResponsesStore
+from router.text.images import ImageReader
 from router.text.tokenizer import Tokenizer
 from shared.clock import now_ns
 from shared.errors import RequestError, UnavailableError
 from shared.version import package_version
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
+IMAGES_BYTES = 32 << 20  # added to the limit of a body if the model takes images
 MAX_PATH, MAX_LISTED = 64, 7  # in the error for an unknown path: its characters, and the paths to list
 PARSED_AT_ONCE = 64 << 10  # bytes; a larger body is parsed on a thread
 
@@ -56,6 +58,7 @@ def build_app(
     keys: ApiKeys | None = None,
     allowed_origins: Sequence[str] = (),
     responses_store: ResponsesStore | None = None,
+    images: ImageReader | None = None,
     max_concurrent_requests: int = 1024,
     request_timeout_s: float = 0.0,
     body_timeout_s: float = 10.0,
@@ -64,7 +67,7 @@ def build_app(
 
     `/metrics` shows `registry`. The dispatcher and the node pool must report to the same `observer`. `slo` returns the
     latency targets of a request that arrives now. `more_routes` require an admin's key. Pages of `allowed_origins` may
-    call the routes for tenants from a browser.
+    call the routes for tenants from a browser. `images` is None if the model takes none.
 
     `state.responses` are the runs of stored responses, which the caller opens and closes, or None without a store.
 
@@ -75,7 +78,7 @@ def build_app(
     observer = RouterObserver() if observer is None else observer
     metrics = RequestMetrics(model.name, slo)
     registry.register(metrics)
-    generation = GenerationService(dispatcher, tokenizer, model, observer, metrics)
+    generation = GenerationService(dispatcher, tokenizer, model, observer, metrics, images=images)
     registry.register(generation.grammars)
     slots = RequestSlots(max_concurrent_requests)
     handlers = ApiHandlers(generation, registry, request_timeout_s, slots)
@@ -87,8 +90,8 @@ def build_app(
         Route("/version", handlers.version),
         *document_routes(observer.queries),
     ]
-    health = [Route("/health", handlers.health), Route("/ready", handlers.ready)]
-    health.append(Route("/ping", handlers.health, methods=["GET", "POST"]))
+    ping = Route("/ping", handlers.health, methods=["GET", "POST"])
+    health = [Route("/health", handlers.health), Route("/ready", handlers.ready), ping]
     admin = [
         Route("/v1/status", handlers.status),
         Route("/metrics", handlers.metrics),
@@ -194,7 +197,7 @@ class ApiHandlers:
         if body.prompt is not None:
             ids = await encode(self.generation.tokenizer, body.prompt, body.add_special_tokens is not False)
         else:
-            ids = await encode_chat(self.generation.tokenizer, body)
+            ids, _ = await encode_chat(self.generation.tokenizer, body, self.generation.images)
         names = [self.generation.tokenizer.token_name(token) for token in ids] if body.return_token_strs else None
         await reply.json(
             {
@@ -291,6 +294,7 @@ class JsonEndpoint:
         reply, handlers = ResponseWriter(scope, send), self.handlers
         max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * handlers.generation.model.max_model_len
         max_body_bytes += self.kind.more_bytes
+        max_body_bytes += IMAGES_BYTES if handlers.generation.images is not None else 0
         slots = handlers.slots
         slots.used += 1
         try:

@@ -72,8 +72,8 @@ EXPECTED = {
     "bad_words": f"must be a list of at most {MAX_BAD_WORDS}, each of 1 to {MAX_BAD_WORD_CHARACTERS} characters",
     "stop_token_ids": f"must be a list of at most {MAX_STOP_TOKENS} token ids",
     "logit_bias": f"must be an object of at most {MAX_LOGIT_BIASES} token ids, with values from -100 to 100",
-    "content": f"must be a string or a list of 1 to {MAX_PARTS} text parts, each with `type` and `text`; "
-    "images, files and URLs are not supported",
+    "content": f"must be a string or a list of 1 to {MAX_PARTS} parts: texts, with `type` and `text`, or images, with "
+    "`type` and `image_url`, whose `url` must begin with data:image/ (nothing is fetched); files are not supported",
     "chat_template_kwargs": f"must be an object of at most {MAX_TEMPLATE_ARGUMENTS} strings, numbers and booleans",
     "tools": f"must be a list of at most {MAX_TOOLS} functions",
     "tool_choice": 'must be "none", "auto", "required" or an object with the type "function" and a function\'s name',

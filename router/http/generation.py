@@ -13,6 +13,7 @@ from router.http.parsing import build_requests
 from router.metrics.request_metrics import RequestMetrics
 from router.observer import RouterObserver
 from router.text.grammar_check import GrammarChecker
+from router.text.images import ImageReader
 from router.text.tokenizer import Tokenizer
 
 
@@ -26,6 +27,7 @@ class GenerationService:
     observer: RouterObserver
     metrics: RequestMetrics
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
+    images: ImageReader | None = None  # None: the model takes no images
 
     def adapters(self) -> dict[str, str]:
         """Return the digests of the LoRA adapters, by name. An adapter with the model's own name is not served."""
@@ -53,7 +55,16 @@ class GenerationService:
         """Return a request for each prompt of the body. Raises RequestError."""
         adapter = self.adapters().get(body.model or "", "")
         return await build_requests(
-            body, self.model, self.tokenizer, request_id, traceparent, identity, deadline, self.grammars, adapter
+            body,
+            self.model,
+            self.tokenizer,
+            request_id,
+            traceparent,
+            identity,
+            deadline,
+            self.grammars,
+            adapter,
+            self.images,
         )
 
     def output(

@@ -8,10 +8,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from router.text.chat_template import Message
+from router.text.images import DATA_URL
 from shared.errors import RequestError
 
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CALLS = 2048, 1024, 256, 256
@@ -124,13 +125,48 @@ class TextPart(BaseModel):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+def _check_url(url: object) -> object:
+    if isinstance(url, str) and not url.startswith(DATA_URL):
+        text = "must begin with {data}: the image itself in base64. The server fetches nothing from the network"
+        raise PydanticCustomError("url", text, {"data": DATA_URL})
+    return url
+
+
+class ImageUrl(BaseModel):
+    """An image as a data URL. `detail` has no effect: the model's files decide the size."""
+
+    model_config = Strict
+    url: Annotated[str, BeforeValidator(_check_url)]
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(BaseModel):
+    """An image in a message's content."""
+
+    model_config = Strict
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def _kind_of_part(value: Any) -> str:
+    return "~" + str(value.get("type") if isinstance(value, dict) else getattr(value, "type", ""))
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("~text")] | Annotated[ImagePart, Tag("~image_url")],
+    Discriminator(_kind_of_part, "part", "must be a text or an image_url"),
+]
+Content = str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
 
 
 def _check_not_null(content: object) -> object:
     if content is None:
         raise PydanticCustomError("null", "must not be null, except in a message with `tool_calls`")
     return content
+
+
+def _texts(parts: Iterable[TextPart | ImagePart]) -> list[str]:
+    return [part.text for part in parts if isinstance(part, TextPart)]
 
 
 class ChatMessage(BaseModel):
@@ -176,8 +212,17 @@ class ChatMessage(BaseModel):
         return self
 
     def plain(self) -> Message:
-        """Return the message in the form that chat templates expect. Text parts are joined by newlines, as in vLLM."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        """Return the message in the form that chat templates expect.
+
+        Text parts are joined by newlines, as in vLLM, unless there are images, which the template places.
+        """
+        parts = self.content if not isinstance(self.content, str) else []
+        text: Any = self.content if isinstance(self.content, str) else "\n".join(_texts(parts))
+        if any(isinstance(part, ImagePart) for part in parts):
+            text = [
+                {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+                for part in parts
+            ]
         message: Message = {"role": self.role, "content": text}
         if self.name is not None:
             message["name"] = self.name
@@ -199,6 +244,17 @@ class ChatMessage(BaseModel):
 
 ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
+    """Return the URLs of the images in the messages, in order, each with the name of its parameter."""
+    return [
+        (f"messages[{number}].content[{place}].image_url.url", part.image_url.url)
+        for number, message in enumerate(messages)
+        if not isinstance(message.content, str)
+        for place, part in enumerate(message.content)
+        if isinstance(part, ImagePart)
+    ]
 
 
 def check_tool_results(messages: Sequence[ChatMessage]) -> None:

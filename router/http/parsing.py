@@ -9,13 +9,15 @@ from typing import ParamSpec, TypeVar
 from router.dispatch.requests import GenerationRequest, ModelCard
 from router.http.asgi import ANONYMOUS, Identity
 from router.http.bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody
+from router.http.messages import image_urls
 from router.http.tools import call_grammar, check_tools, enforces_calls
 from router.text.answer_grammar import after_reasoning
 from router.text.grammar_check import GrammarChecker
+from router.text.images import ImageReader, placed
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.limits import GREEDY_BELOW
-from shared.rpc.messages import SamplingParams, pack_ids
+from shared.rpc.messages import Media, SamplingParams, pack_ids
 
 COMPLETION_TOKENS = 16  # default of `max_tokens` for completions, as in OpenAI and vLLM
 AT_ONCE = 8192  # this number of characters takes about 1 ms to encode; longer texts are encoded on a thread
@@ -44,6 +46,7 @@ async def build_requests(
     deadline: float | None = None,
     grammars: GrammarChecker | None = None,
     adapter: str = "",
+    images: ImageReader | None = None,
 ) -> list[GenerationRequest]:
     """Return one request for each prompt. Raises RequestError if a token id is not in the vocabulary, if the tokens do
     not fit the model's context, or if `grammars` refuses the grammar that answers must match."""
@@ -55,7 +58,7 @@ async def build_requests(
         sampling.allowed_tokens = pack_ids(body.allowed_token_ids)
     if body.bad_words:
         sampling.bad_words = await run_in_thread(_spellings, body.bad_words, model, tokenizer)
-    prompts = await _encoded(body, model, tokenizer)
+    prompts, media = await _encoded(body, model, tokenizer, images)
     grammar = await _grammar(body, model, grammars or GrammarChecker(), tokenizer)
     if isinstance(body, ChatBody):
         if has_calls := enforces_calls(body):
@@ -84,6 +87,7 @@ async def build_requests(
             tenant=identity.tenant,
             deadline=deadline,
             grammar=grammar,
+            media=media,
         )
         for number, prompt in enumerate(prompts)
     ]
@@ -133,9 +137,17 @@ async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> l
     return await run_in_thread(tokenizer.encode, text, add_special_tokens)
 
 
-async def encode_chat(tokenizer: Tokenizer, body: ChatBody | TokenizeBody) -> list[int]:
-    """Return the token ids of a conversation."""
-    return await run_in_thread(
+async def encode_chat(
+    tokenizer: Tokenizer, body: ChatBody | TokenizeBody, images: ImageReader | None
+) -> tuple[list[int], list[Media]]:
+    """Return the token ids of a conversation, and its images. `images` is None if the model takes none."""
+    media: list[Media] = []
+    if urls := image_urls(body.messages or ()):
+        if images is None:
+            text = "this model takes no images, or its directory has no preprocessor_config.json; send text only"
+            raise RequestError(f"`{urls[0][0]}`: {text}.", urls[0][0], "unsupported_parameter")
+        media = await asyncio.to_thread(images.read, urls)
+    tokens = await run_in_thread(
         tokenizer.encode_chat,
         [message.plain() for message in body.messages or ()],
         add_generation_prompt=body.add_generation_prompt,
@@ -143,14 +155,23 @@ async def encode_chat(tokenizer: Tokenizer, body: ChatBody | TokenizeBody) -> li
         arguments=body.chat_template_kwargs,
         add_special_tokens=body.add_special_tokens is True,
         tools=[tool.plain() for tool in body.tools],
+        image_markers=images.rules.markers if images is not None and media else None,
     )
+    return (placed(tokens, media, images.rules) if images is not None and media else tokens), media
 
 
-async def _encoded(body: CompletionBody | ChatBody, model: ModelCard, tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token ids of each prompt."""
+async def _encoded(
+    body: CompletionBody | ChatBody, model: ModelCard, tokenizer: Tokenizer, images: ImageReader | None
+) -> tuple[list[list[int]], list[Media]]:
+    """Return the token ids of each prompt, and the images of a conversation."""
+    media: list[Media] = []
     if isinstance(body, ChatBody):
         check_tools(body, tokenizer.syntax)
-        param, prompts = "messages", [await encode_chat(tokenizer, body)]
+        tokens, media = await encode_chat(tokenizer, body, images)
+        param, prompts = "messages", [tokens]
+        if media and body.truncate_prompt_tokens is not None:
+            text = "`truncate_prompt_tokens` is not supported with images; omit it and send fewer messages."
+            raise RequestError(text, "truncate_prompt_tokens", "unsupported_parameter")
     else:
         param, prompts = "prompt", []
         for prompt in body.prompts:
@@ -163,7 +184,7 @@ async def _encoded(body: CompletionBody | ChatBody, model: ModelCard, tokenizer:
         if not ids:
             raise RequestError("The prompt has no tokens.", param)
         check_ids(ids, model, param)
-    return [_truncated(ids, body, model) for ids in prompts]
+    return [_truncated(ids, body, model) for ids in prompts], media
 
 
 def _truncated(prompt: list[int], body: GenerateBody, model: ModelCard) -> list[int]:

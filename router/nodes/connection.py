@@ -249,12 +249,12 @@ class NodeConnection:
 
 
 def _parts(command: RouterCommand) -> Iterator[RouterCommand]:
-    """Split a command into messages of limited size. The first one has the aborts. Only tokens count as size."""
+    """Split a command into messages of limited size. The first one has the aborts. Tokens and pixels count as size."""
     part, size = RouterCommand(command.router, aborts=command.aborts), 0
     for submit in command.submits:
         if size > MAX_COMMAND_BYTES:
             yield part
             part, size = RouterCommand(command.router), 0
         part.submits.append(submit)
-        size += len(submit.tokens)
+        size += len(submit.tokens) + sum(len(image.pixels) for image in submit.media)
     yield part

@@ -18,7 +18,7 @@ from router.nodes.load import step_tokens
 from router.nodes.placement import BACKLOG_STEPS, PlacementCandidate, PoolCapacity, RoutableNodes, capacity_of
 from router.observer import RouterObserver
 from scheduler.placement import PrefixIndex
-from scheduler.prefix import block_hashes
+from scheduler.prefix import MediaSpan, block_hashes
 from shared.lifecycle import TaskGroup
 from shared.registry import Registry
 from shared.rpc.messages import NodeInfo, NodeStats
@@ -246,6 +246,7 @@ class NodePool:
         prefix_node: str = "",
         adapter: str = "",
         revision: str = "",
+        media: Sequence[MediaSpan] = (),
     ) -> PlacementCandidate | None:
         """Choose the nodes for a row of tokens, or return None if no node is routable.
 
@@ -268,7 +269,7 @@ class NodePool:
         if not allowed:
             return None
         group, prefill, decode = _drawn(identity, others or allowed)
-        hashes = block_hashes(row, (prefill or decode)[0].info.block_tokens, salt)
+        hashes = block_hashes(row, (prefill or decode)[0].info.block_tokens, salt, media)
         return group.choose(
             identity, len(row), hashes, self.prefixes, disaggregate, among=(prefill, decode), avoid=avoid
         )

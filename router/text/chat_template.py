@@ -125,7 +125,10 @@ class ChatTemplate:
             raise RequestError("The chat template cannot render this conversation.", "messages")
         text = answer["text"]
         if continue_final_message:  # remove the text that the template adds after the message
-            end = marked[-1]["content"].strip()
+            end = marked[-1]["content"]
+            if not isinstance(end, str):
+                raise RequestError("A final message with images cannot be continued.", "continue_final_message")
+            end = end.strip()
             at = text.rfind(end)
             if at < 0:
                 raise RequestError("The chat template changes the final message; it cannot be continued.", "messages")

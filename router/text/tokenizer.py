@@ -1,5 +1,6 @@
 """A model's tokenizer, which converts text to token ids, with or without the chat template, and token ids to text."""
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -107,8 +108,11 @@ class Tokenizer:
         arguments: Mapping[str, Argument] | None = None,
         add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
+        image_markers: tuple[int, int, int] | None = None,
     ) -> list[int]:
         """Return the ids of a conversation in the model's template. Raises RequestError if the template refuses it.
+
+        `image_markers`, for conversations with images, are those of `ImageRules.markers`.
 
         The name of a special token inside a message is encoded as plain text. `ChatTemplate.render` returns the offsets
         of such names. The special tokens at these offsets are replaced by the ids of the names as plain text. The rest
@@ -123,6 +127,8 @@ class Tokenizer:
             arguments=arguments,
             tools=tools,
         )
+        if image_markers is not None and len(set(image_markers)) > 1:
+            text, name_offsets = self._mark_images(text, name_offsets, image_markers)
         if not name_offsets:
             return self.encode(text, add_special_tokens)
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -134,6 +140,21 @@ class Tokenizer:
             else:
                 ids.append(token)
         return ids
+
+    def _mark_images(self, text: str, offsets: list[int], markers: tuple[int, int, int]) -> tuple[str, list[int]]:
+        """Write the beginning, a token and the end of each image for which the template wrote its beginning, as the
+        processor of Gemma 3 does. Return the text, and the offsets of the names in it."""
+        start, token, end = map(self.token_name, markers)
+        whole, names = f"\n\n{start}{token}{end}\n\n", set(offsets)
+        parts: list[str] = []
+        moved, at = list(offsets), 0
+        for found in re.finditer(re.escape(start), text):
+            if found.start() not in names:
+                parts += [text[at : found.start()], whole]
+                at = found.end()
+                longer = len(whole) - len(start)
+                moved = [one + longer * (old > found.start()) for one, old in zip(moved, offsets, strict=True)]
+        return "".join([*parts, text[at:]]), moved
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of a whole row of tokens."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union, cast
 import msgpack
 from grpclib.encoding.base import CodecBase
 
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # enough for a prompt of 4 million tokens; KV is not sent by RPC
+MAX_MESSAGE_BYTES = 64 << 20  # enough for the images of a request; KV is not sent by RPC
 MAX_ITEMS = 1 << 20  # maximum number of items in all lists and maps of a message
 DATACLASS_ITEMS = 16  # a dataclass in a list counts as this many items, because it costs more to build
 MAX_FIELDS = 256  # maximum number of fields in one dataclass, including fields of later versions

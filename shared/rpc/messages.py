@@ -46,6 +46,23 @@ class SamplingParams:
 
 
 @dataclass(slots=True)
+class Media:
+    """An image of a prompt. Its tokens begin at `offset` in the prompt and form a grid of `rows` x `columns`.
+
+    `pixels` has `height` x `width` RGB pixels of 3 bytes, in rows, in the size that the model takes. It is empty for
+    a node that receives the KV of the prompt. `digest` is equal for equal images.
+    """
+
+    offset: int
+    rows: int
+    columns: int
+    digest: bytes
+    width: int
+    height: int
+    pixels: bytes = b""
+
+
+@dataclass(slots=True)
 class SubmitRequest:
     """Router to node: compute this request. `decode_node` is the address of the generating node; "": this node."""
 
@@ -65,6 +82,7 @@ class SubmitRequest:
     grammar: str = ""  # the answer matches this grammar (see `shared.grammar`); "": any answer
     speculative: bool = True  # False: a node with speculative decoding guesses no tokens of this request
     adapter: str = ""  # digest of a LoRA adapter; "": the model itself
+    media: list[Media] = field(default_factory=list)  # images of the prompt, in order
 
 
 @dataclass(slots=True)
@@ -142,6 +160,8 @@ class NodeStats:
     draft_tokens: int = 0  # guessed tokens that were verified
     accepted_tokens: int = 0  # guessed tokens that were right
     accepted_per_pos: list[int] = field(default_factory=list)  # entry i: number of decodes whose guess i was right
+    images_encoded: int = 0  # by the vision module
+    images_cached: int = 0  # images whose features were still there when they were needed again
 
 
 @dataclass(slots=True)

@@ -86,6 +86,7 @@ def run_together(rows: Sequence[Request], here: Node, there: Node | None = None)
         else:
             sending = Request(row.id, list(row.tokens), row.num_prompt, row.max_tokens, row.min_tokens, row.stop_tokens)
             sending.sampling, sending.needs_prompt_logprobs = row.sampling, row.needs_prompt_logprobs
+            sending.media, sending.images, row.images = row.media, row.images, None
             sending.send_kv = row.receive_kv = True
             there.scheduler.add(sending)
             here.scheduler.add(row)

@@ -117,7 +117,7 @@ BAD_OF_COMPLETIONS = [({"prompt": prompt}, "prompt") for prompt in BAD_PROMPTS] 
     ({"messages": []}, "messages"),
     ({"echo": "yes"}, "echo"),
 ]
-IMAGES = ["http://169.254.169.254/", "file:///etc/passwd", "data:image/png;base64," + "A" * 9999]
+IMAGES = ["http://169.254.169.254/", "file:///etc/passwd", "data:text/html;base64," + "A" * 9999]
 BAD_CONTENTS = [None, 5, [], [TEXT_PART] * 10_000, [TEXT_PART | {"text": 1}]]
 BAD_CONTENTS += [[{"type": "image_url", "image_url": {"url": url}}] for url in IMAGES]
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}

@@ -124,6 +124,7 @@ def _decoder(keys: ConfigReader, file: Path) -> ConfigReader:
         ConfigReader(values, file, prefix).refuse("model_type", f"supported are {', '.join(known)}")
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(given := values.get(key), dict):
-            # The positions of text are equal on all axes, so that it is rotated as by the default embedding.
-            values[key] = {name: "default" if value == "mrope" else value for name, value in given.items()}
+            given = {name: "default" if value == "mrope" else value for name, value in given.items()}
+            # As in transformers' code: Qwen2.5-VL never interleaves the sections of M-RoPE, and later models always do.
+            values[key] = given | {"mrope_interleaved": not str(values.get("model_type")).startswith("qwen2_5_vl")}
     return ConfigReader(values | {"architectures": [name]}, file, prefix)

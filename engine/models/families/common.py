@@ -96,7 +96,14 @@ def rope(
         where = given if "partial_rotary_factor" in given.values else keys
         where.refuse("partial_rotary_factor", "this family rotates whole heads (1.0), others an even part of each")
     theta = given.positive("rope_theta", keys.positive("rope_theta", default_theta))
-    return scaled(Rope(theta, dims=0 if dims == head_dim else dims), keys, given, dims)
+    sections: tuple[int, ...] = ()
+    if "mrope_section" in given.values:
+        sections = tuple(map(int, given.numbers("mrope_section", 3)))
+        if sum(sections) != dims // 2 or min(sections) < 0:
+            given.refuse("mrope_section", f"its sum must be {dims // 2}, the number of pairs that are rotated")
+    interleaved = given.flag("mrope_interleaved")
+    made = Rope(theta, dims=0 if dims == head_dim else dims, sections=sections, interleaved=interleaved)
+    return scaled(made, keys, given, dims)
 
 
 def scaled(rope: Rope, keys: ConfigReader, given: ConfigReader, dims: int) -> Rope:

@@ -1,0 +1,155 @@
+"""Images in a batch: the positions of their tokens, and the vectors that take the place of their embeddings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from scheduler.prefix import MediaSpan
+from scheduler.request import Slice
+from shared.rpc.messages import Media
+
+NO_IMAGE = "no_image"  # the error of a slice with tokens of an image that this node does not have
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """The output of a vision encoder for one image of n tokens, each tensor [n, hidden_size].
+
+    `embeddings` take the place of the tokens' embeddings. Entry i of `deep` is added to the hidden states after layer
+    i (DeepStack, Meng et al. 2024, in Qwen3-VL).
+    """
+
+    embeddings: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+
+class ImageEncoder(Protocol):
+    """Computes the features of images. Thread-safe. The counts are of images: encoded, and found in the cache."""
+
+    num_encoded: int
+    num_cached: int
+
+    def features(self, image: Media) -> ImageFeatures:
+        """Return the features of an image with pixels. Equal images are encoded once, while their features are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSupport:
+    """How a node computes images. Without an `encoder`, it does not compute tokens at all (`--runner hash`)."""
+
+    is_atomic: bool = False  # the tokens of an image attend to each other
+    encoder: ImageEncoder | None = None
+
+
+@dataclass(slots=True)
+class PromptImage:
+    """An image with pixels of a request, and its features from the first use on until its last token is computed."""
+
+    media: Media
+    features: ImageFeatures | None = None
+
+    def encode(self, encoder: ImageEncoder) -> ImageFeatures:
+        self.features = self.features or encoder.features(self.media)
+        return self.features
+
+
+@dataclass(slots=True)
+class BatchImages:
+    """The image tokens of a batch: `rows`, int64 [N], are their indices in it, and the features are in their order."""
+
+    rows: Tensor
+    features: ImageFeatures
+
+    def embed(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states before the first layer, [T, hidden_size], with the embeddings of images."""
+        return hidden.index_copy(0, self.rows, self.features.embeddings.to(hidden.dtype))
+
+    def deepen(self, update: Tensor, layer: int) -> Tensor:
+        """Return what a layer adds to the hidden states, [T, hidden_size], with the features for this layer."""
+        if layer >= len(self.features.deep):
+            return update
+        return update.index_add(0, self.rows, self.features.deep[layer].to(update.dtype))
+
+
+def images_of(slices: Sequence[Slice], encoder: ImageEncoder | None) -> tuple[BatchImages | None, set[int]]:
+    """Return the image tokens of the slices, and the indices of the slices whose images this node does not have.
+
+    `Request.images` is the list of a `PromptImage` for each span, or None if the node has no pixels.
+    """
+    if not any(slice_.request.media for slice_ in slices):
+        return None, set()
+    rows: list[Tensor] = []
+    parts: list[ImageFeatures] = []
+    missing: set[int] = set()
+    first = 0
+    for index, slice_ in enumerate(slices):
+        images = slice_.request.images or [None] * len(slice_.request.media)
+        for span, image in zip(slice_.request.media, images, strict=True):
+            low, high = max(span.start, slice_.start), min(span.end, slice_.end)
+            if low >= high:
+                continue
+            if image is None or encoder is None:
+                missing.add(index)
+                continue
+            rows.append(torch.arange(low, high) - slice_.start + first)
+            parts.append(part_of(image.encode(encoder), low - span.start, high - span.start))
+            if high == span.end:
+                image.features = None
+        first += slice_.count
+    if not rows:
+        return None, missing
+    deep = zip(*(part.deep for part in parts), strict=True)
+    features = ImageFeatures(torch.cat([part.embeddings for part in parts]), tuple(map(torch.cat, deep)))
+    return BatchImages(torch.cat(rows), features), missing
+
+
+def atomic_spans(slices: Sequence[Slice]) -> dict[int, list[tuple[int, int]]]:
+    """Return the images in each slice whose tokens attend to each other (see `Batch.spans`)."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for index, slice_ in enumerate(slices):
+        for span in slice_.request.media:
+            if span.is_atomic and span.start < slice_.end and slice_.start < span.end:
+                found.setdefault(index, []).append((span.start, span.end))
+    return found
+
+
+def part_of(features: ImageFeatures, start: int, end: int) -> ImageFeatures:
+    return ImageFeatures(features.embeddings[start:end], tuple(one[start:end] for one in features.deep))
+
+
+def rotary_positions(media: Sequence[MediaSpan], start: int, end: int) -> NDArray[np.int64]:
+    """Return the temporal, vertical and horizontal positions, int64 [3, end - start], of the tokens [start, end).
+
+    These are those of Qwen2-VL (Wang et al. 2024): the three positions of a token of text are equal. Those of an image
+    count the rows and columns of its grid from the position of its first token, and the text after it continues after
+    the largest of them.
+    """
+    at: NDArray[np.int64] = np.arange(start, end, dtype=np.int64)
+    positions = np.repeat(at[None], 3, axis=0)
+    shift = 0
+    for span in media:
+        inside = (at >= span.start) & (at < span.end)
+        row, column = np.divmod(at[inside] - span.start, span.columns)
+        positions[:, inside] = span.start + shift + np.stack((np.zeros_like(row), row, column))
+        shift += max(span.rows, span.columns) - span.rows * span.columns
+        positions[:, at >= span.end] = at[at >= span.end] + shift
+    return positions
+
+
+def batch_positions(slices: Sequence[Slice], positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Return the positions of all tokens of a batch on three axes, or None if no slice has images."""
+    if not any(slice_.request.media for slice_ in slices):
+        return None
+    on_axes: NDArray[np.int64] = np.repeat(positions[None], 3, axis=0)
+    first = 0
+    for slice_ in slices:
+        if slice_.request.media:
+            part: Any = rotary_positions(slice_.request.media, slice_.start, slice_.end)
+            on_axes[:, first : first + slice_.count] = part
+        first += slice_.count
+    return on_axes

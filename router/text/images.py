@@ -1,0 +1,174 @@
+"""Images of clients: decoded and resized in a child process, and placed in the prompt.
+
+Decoders of image formats are large libraries that read untrusted bytes. Therefore this module also runs as a child
+process (`python -m router.text.images`). The child reads a JSON line with the model's rules, then one line for each
+image, in base64, and writes one line with each result. Its memory is limited, and an alarm kills it if it takes too
+long.
+"""
+
+import base64
+import contextlib
+import hashlib
+import io
+import json
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from router.text.child_process import ChildProcess
+from shared.errors import RequestError
+from shared.images import ImageRules
+from shared.limits import MAX_IMAGE_BYTES, MAX_IMAGES
+from shared.rpc.messages import Media
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_PIXELS = 50_000_000  # of an image as it is sent; Pillow needs up to 8 bytes for each
+MEMORY_BYTES = 2 << 30  # address space of the child
+DECODE_S = 10  # time limit for one image, after which the child is killed
+DATA_URL = "data:image/"
+DIGEST_BYTES = 16
+
+
+class ImageReader:
+    """Decodes the images of clients for one model.
+
+    The router owns it. It owns the child process that decodes images, which it starts with the first image and after it
+    was killed. `read` blocks, so callers run it on a worker thread. It is thread-safe: images are decoded one after the
+    other, each within DECODE_S.
+    """
+
+    def __init__(self, rules: ImageRules) -> None:
+        self.rules = rules
+        self._lock = threading.Lock()
+        self._child: ChildProcess | None = None
+
+    def read(self, urls: Sequence[tuple[str, str]]) -> list[Media]:
+        """Return the images at data URLs, each given with the name of its parameter. Their offsets are 0.
+
+        Raises RequestError, naming the parameter, if one is not an image that the model takes, or if they are too many
+        or too large.
+        """
+        if len(urls) > MAX_IMAGES:
+            text = f"`messages` has {len(urls)} images; at most {MAX_IMAGES} are allowed in a request."
+            raise RequestError(text, "messages", "invalid_value")
+        media: list[Media] = []
+        for param, url in urls:
+            media.append(self._read(param, url))
+            if sum(len(one.pixels) for one in media) > MAX_IMAGE_BYTES:
+                text = f"The images of `messages` have more than {MAX_IMAGE_BYTES // 3:,} pixels in the model's size."
+                raise RequestError(f"{text} Send fewer or smaller images.", "messages", "invalid_value")
+        return media
+
+    def _read(self, param: str, url: str) -> Media:
+        head, _, data = url.partition(",")
+        if not head.endswith(";base64"):
+            text = f"`{param}` must be a URL of the form data:image/png;base64,…"
+            raise RequestError(f"{text}; other encodings are not supported.", param, "invalid_value")
+        with self._lock:
+            answer = self._ask(data)
+        if answer is None:
+            answer = {"failed": "takes too long or too much memory to decode; send a smaller image"}
+        if "failed" in answer:
+            raise RequestError(f"`{param}` {answer['failed']}.", param, "invalid_value")
+        pixels = base64.b64decode(answer["pixels"])
+        width, height = answer["width"], answer["height"]
+        sizes = width.to_bytes(4) + height.to_bytes(4)
+        digest = hashlib.blake2b(sizes + pixels, digest_size=DIGEST_BYTES).digest()
+        return Media(0, *self.rules.grid(width, height), digest, width, height, pixels)
+
+    def _ask(self, data: str) -> dict[str, Any] | None:
+        if self._child is None:
+            self._child = ChildProcess("router.text.images")
+            self._child.ask(asdict(self.rules))
+        elif not self._child.is_running:
+            self._child.start()
+            self._child.ask(asdict(self.rules))
+        return self._child.ask(data)
+
+
+def placed(tokens: Sequence[int], media: Sequence[Media], rules: ImageRules) -> list[int]:
+    """Return the tokens of a prompt with one token for each image replaced by as many as the image has.
+
+    Sets the offsets of `media`. Raises RequestError if the prompt has not one token for each image.
+    """
+    places = sum(token == rules.token for token in tokens)
+    if places != len(media):
+        text = f"The chat template of this model makes places for {places} of the {len(media)} images of `messages`."
+        raise RequestError(text, "messages", "invalid_value")
+    row: list[int] = []
+    images = iter(media)
+    for token in tokens:
+        if token == rules.token:
+            image = next(images)
+            image.offset = len(row)
+            row += [token] * (image.rows * image.columns)
+        else:
+            row.append(token)
+    return row
+
+
+# The rest of this module runs in the child process.
+
+
+def decoded(data: str, rules: ImageRules) -> dict[str, Any]:
+    """Return the width, height and RGB pixels, in base64, of an image in the size that the model takes, or {"failed":
+    why it is refused}."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        file = io.BytesIO(base64.b64decode(data, validate=True))
+    except ValueError:
+        return {"failed": "is not valid base64"}
+    try:
+        image: Any = Image.open(file, formats=FORMATS)
+        if image.width * image.height > MAX_PIXELS:
+            size = f"{image.width} x {image.height}"
+            return {"failed": f"has {size} pixels: at most {MAX_PIXELS:,} are allowed; send a smaller image"}
+        if getattr(image, "is_animated", False) and image.format in FORMATS:
+            return {"failed": "is animated: send one frame as an image without animation"}
+        wide, high = rules.size(*_upright(image))
+        image = ImageOps.exif_transpose(image)
+        if image.mode in {"RGBA", "LA", "PA", "RGBa", "La"} or "transparency" in image.info:
+            white = Image.new("RGBA", image.size, "white")  # transparent pixels are white, as in vLLM
+            image = Image.alpha_composite(white, image.convert("RGBA"))
+        image = image.convert("RGB").resize((wide, high), Image.Resampling(rules.resample))
+    except UnidentifiedImageError:
+        return {"failed": f"is not an image: send one of the formats {', '.join(FORMATS)}"}
+    except MemoryError:
+        return {"failed": "takes too much memory to decode; send a smaller image"}
+    except ValueError as error:
+        return {"failed": str(error)[:200] if str(error).startswith("is ") else f"is damaged: {str(error)[:200]}"}
+    except Exception as error:  # noqa: BLE001 - decoders raise OSError, SyntaxError, struct.error and others
+        return {"failed": f"is damaged: {str(error)[:200]}"}
+    return {"width": wide, "height": high, "pixels": base64.b64encode(image.tobytes()).decode()}
+
+
+def _upright(image: Any) -> tuple[int, int]:
+    """Return the width and height of an image after the rotation that its EXIF data asks for."""
+    turned = image.getexif().get(0x0112) in {5, 6, 7, 8}
+    return (image.height, image.width) if turned else (image.width, image.height)
+
+
+def main() -> None:
+    """Decode images from standard input until it ends."""
+    from PIL import Image
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C also reaches the router, which may still need this process
+    Image.MAX_IMAGE_PIXELS = None  # `decoded` has a limit of its own
+    rules = ImageRules(**json.loads(sys.stdin.readline()))
+    print("{}", flush=True)
+    for line in sys.stdin:
+        signal.alarm(DECODE_S)  # SIGALRM kills the process
+        print(json.dumps(decoded(json.loads(line), rules)), flush=True)
+        signal.alarm(0)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()

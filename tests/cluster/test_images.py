@@ -1,0 +1,157 @@
+"""Test that clusters answer requests with images with the tokens of transformers, and encode each image once."""
+
+import base64
+import io
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from PIL import Image
+
+from shared.images import read_image_rules
+from tests.cluster.harness import FORK_SERVER, PRELOAD, Cluster, cluster
+from tests.engine.image_models import CONFIGS, GEMMA_NAMES, QWEN_NAMES, answer, is_qwen, picture, write
+
+COUNT = 24
+STORY = "Tell me of the king, of his sons and of the battle that they lost in the north. " * 2
+# Texts of a user's message, and sizes of images. The last has the text of the first, with another image.
+CASES: list[list[str | tuple[int, int]]] = [
+    [(40, 24), STORY],
+    ["What is in ", (60, 18), " and in ", (30, 30), STORY],
+    ["No image. " + STORY],
+    [(40, 24), STORY],
+]
+
+
+@pytest.fixture(autouse=True)
+def _transformers_imported() -> None:
+    """Start nodes from a process that has imported transformers, unless the fork server already runs."""
+    FORK_SERVER.set_forkserver_preload([*PRELOAD, "engine.foreign.vision"])
+
+
+def url(image: np.ndarray[Any, Any], kind: str = "PNG", **options: Any) -> str:
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, kind, **options)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def pictures(number: int) -> list[np.ndarray[Any, Any]]:
+    sizes = [part for part in CASES[number] if not isinstance(part, str)]
+    return [picture(10 * number + place, *size) for place, size in enumerate(sizes)]
+
+
+def message(number: int) -> dict[str, Any]:
+    images = iter(pictures(number))
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else
+        {"type": "image_url", "image_url": {"url": url(next(images))}}
+        for part in CASES[number]
+    ]  # fmt: skip
+    return {"role": "user", "content": content}
+
+
+def prompt_of(name: str, directory: Path, number: int) -> list[int]:
+    """Return the prompt's tokens as the processors of transformers make them: in the text, before it is tokenized."""
+    rules = read_image_rules(directory)
+    assert rules is not None
+    token, start, end, _ = QWEN_NAMES if is_qwen(name) else GEMMA_NAMES
+    text, images = "<|turn|>user\n", iter(pictures(number))
+    for part in CASES[number]:
+        if isinstance(part, str):
+            text += part
+            continue
+        high, wide, _ = next(images).shape
+        rows, columns = rules.grid(*rules.size(wide, high))
+        whole = f"{start}{token * (rows * columns)}{end}"
+        text += whole if is_qwen(name) else f"\n\n{whole}\n\n"
+    text += "<|turn|>assistant\n"  # Jinja removes the newline after a block
+    return list(
+        tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    )
+
+
+def asked(running: Cluster, number: int, **fields: Any) -> list[list[int]]:
+    """Return the tokens of the prompt, and of each answer."""
+    body = {"messages": [message(number)], "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+    found = running.post("/v1/chat/completions", body | {"return_token_ids": True} | fields)
+    return [found["prompt_token_ids"], *(choice["token_ids"] for choice in found["choices"])]
+
+
+def expected_of(name: str, directory: Path) -> list[list[list[int]]]:
+    reference = write(name, directory)
+    prompts = [prompt_of(name, directory, number) for number in range(len(CASES))]
+    return [[prompt, answer(reference, name, prompt, pictures(number), COUNT)] for number, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in {"qwen3 vl", "gemma3"} else pytest.param(name, marks=pytest.mark.exhaustive) for name in CONFIGS],
+)
+def test_answers_to_images_are_those_of_transformers_in_both_modes(name: str, tmp_path: Path) -> None:
+    expected = expected_of(name, tmp_path)
+    assert expected[0][1] != expected[-1][1], "the image has no influence"
+    for prefill, channel, budget, num_blocks in (
+        (1, "shm", 7, 4096),
+        (1, "tcp", 64, 4096),
+        (0, "auto", 512, 4096),
+        (0, "auto", 64, 0),
+    ):
+        settings = {
+            "model": tmp_path,
+            "runner": "torch",
+            "kv_channel": channel,
+            "max_num_batched_tokens": budget,
+            "num_blocks": num_blocks or (24 if name.endswith("vl") else 4096),
+        }
+        with cluster(prefill, 1, **settings) as running, ThreadPoolExecutor(len(CASES)) as pool:
+            for _ in range(2):  # the second time, prefixes are in the cache
+                assert list(pool.map(lambda number: asked(running, number), range(len(CASES)))) == expected
+            status = running.settled()
+            encoded = {node["id"]: node["images_encoded"] for node in status["nodes"]}
+            assert sum(encoded.values()) == sum(len(pictures(number)) for number in range(len(CASES)))
+            if prefill:
+                assert status["handoffs"] > 0
+                assert encoded["decode-0"] == 0
+                prompt, answers = expected[1]
+                assert asked(running, 1, n=3) == [prompt, answers, answers, answers]
+                assert running.settled()["nodes"][0]["images_encoded"] in encoded.values()
+            if num_blocks == 0 and name.endswith("vl"):
+                assert sum(node["preemptions"] for node in status["nodes"]) > 0
+
+
+@pytest.mark.parametrize("killed", ["decode-0", "prefill-0"])
+def test_a_request_with_an_image_survives_the_death_of_a_node(killed: str, tmp_path: Path) -> None:
+    expected = expected_of("qwen3 vl", tmp_path)
+    point = {"decode-0": "decode.token:9@*", "prefill-0": "prefill.after_chunk:3@*"}[killed]
+    own = {killed: {"failpoint": f"{point}=kill", "allow_failpoints": True}}
+    settings = {"model": tmp_path, "runner": "torch", "max_num_batched_tokens": 16, "num_blocks": 4096}
+    with cluster(2, 2, own=own, heartbeat_s=0.5, **settings) as running, ThreadPoolExecutor(len(CASES)) as pool:
+        assert list(pool.map(lambda number: asked(running, number), range(len(CASES)))) == expected
+        assert running.processes[killed].wait(60) != 0, "the node was not killed"
+        requests = running.settled()["requests"]
+        assert requests["moved"] > 0
+        assert requests["failed"] == 0
+
+
+def test_a_decode_node_without_the_image_gives_the_request_back(tmp_path: Path) -> None:
+    """A preempted request computes its prompt again, for which the decode node has not the pixels."""
+    expected = expected_of("qwen2.5 vl", tmp_path)
+    own = {"decode-0": {"num_blocks": 24}}
+    with cluster(1, 1, own=own, model=tmp_path, runner="torch") as running, ThreadPoolExecutor(8) as pool:
+        numbers = [number for number in range(len(CASES)) for _ in range(2)]
+        assert list(pool.map(lambda number: asked(running, number), numbers)) == [
+            expected[number] for number in numbers
+        ]
+        status = running.settled()
+        assert {node["id"]: node["images_encoded"] for node in status["nodes"]}["decode-0"] == 0
+        assert status["requests"]["failed"] == 0
+
+
+def test_a_model_of_text_alone_refuses_images() -> None:
+    with cluster(0, 1) as running, pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        asked(running, 0)
+    assert b"messages[0].content[0].image_url.url" in refused.value.read()

@@ -1,0 +1,107 @@
+"""Test that a model of text and images gives the tokens of transformers, however its prompts are cut and computed."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.foreign.vision import VisionEncoder
+from engine.media import PromptImage
+from engine.models.load import load_model
+from scheduler.prefix import MediaSpan
+from scheduler.request import Request
+from scheduler.scheduler import StepLimits
+from shared.images import ImageRules, read_image_rules
+from shared.rpc.messages import Media
+from tests.engine.build import CPU, GREEDY, every_backend
+from tests.engine.image_models import CONFIGS, END, IMAGE, START, answer, picture, processor, words, write
+from tests.engine.nodes import Node, run_together
+
+torch.set_num_threads(1)
+__all__ = ["every_backend"]  # applies to every test here
+COUNT = 16
+SHAPES = [[(40, 24)], [(17, 61), (30, 30)], [], [(8, 90)], [(40, 24)]]
+
+
+def resized(image: np.ndarray[Any, Any], rules: ImageRules) -> np.ndarray[Any, Any]:
+    """Resize an image as the processor does."""
+    height, width, _ = image.shape
+    wide, high = rules.size(width, height)
+    from PIL import Image
+
+    return np.asarray(Image.fromarray(image).resize((wide, high), Image.Resampling(rules.resample)))
+
+
+def prompt(rules: ImageRules, images: Sequence[np.ndarray[Any, Any]], seed: int) -> tuple[list[int], list[Media]]:
+    """Return a prompt with images between random words, and the images as a node gets them."""
+    tokens, media = words(seed, 9), []
+    for number, image in enumerate(images):
+        pixels = resized(image, rules)
+        high, wide, _ = pixels.shape
+        rows, columns = rules.grid(wide, high)
+        tokens.append(START)
+        digest = blake2b(pixels.tobytes(), digest_size=16).digest()
+        media.append(Media(len(tokens), rows, columns, digest, wide, high, pixels.tobytes()))
+        tokens += [IMAGE] * (rows * columns) + [END, *words(seed + number, 7)]
+    return tokens, media
+
+
+def request(number: int, rules: ImageRules, tokens: list[int], media: list[Media]) -> Request:
+    made = Request(f"r{number}", list(tokens), len(tokens), COUNT, sampling=GREEDY)
+    made.media = tuple(MediaSpan(one.offset, one.rows, one.columns, one.digest, rules.is_atomic) for one in media)
+    made.images = [PromptImage(one) for one in media]
+    return made
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prompts_with_images_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    reference = write(name, tmp_path)
+    rules = read_image_rules(tmp_path)
+    assert rules is not None
+    images = [
+        [picture(10 * row + place, *size) for place, size in enumerate(shapes)] for row, shapes in enumerate(SHAPES)
+    ]
+    images[-1] = [picture(99, 40, 24)]  # the last prompt is the first one with another image
+    prompts = [prompt(rules, each, 0 if row == len(SHAPES) - 1 else row) for row, each in enumerate(images)]
+    assert prompts[0][0] == prompts[-1][0]
+    expected = [answer(reference, name, tokens, each, COUNT) for (tokens, _), each in zip(prompts, images, strict=True)]
+    assert expected[0] != expected[-1], "the image has no influence"
+    model, encoder = load_model(tmp_path, torch.float32, CPU), VisionEncoder(tmp_path, rules)
+    size = 8 if name.startswith("qwen3.5") else 4  # a row must hold a unit of a state
+    longest = max(len(tokens) for tokens, _ in prompts) + COUNT
+    for budget, room, hands_over in ((7, 16, False), (64, 16, True), (512, 16, False), (64, 1.05, False)):
+        here, there = (Node(model, StepLimits(budget), room, size, longest=longest) for _ in range(2))
+        there.runner.use_encoder(encoder)
+        if not hands_over:
+            here.runner.use_encoder(encoder)
+        for _ in range(2):  # the second time, prefixes are in the cache
+            rows = [request(number, rules, *each) for number, each in enumerate(prompts)]
+            found = run_together(rows, here, there if hands_over else None)
+            assert found == expected, f"budget {budget}, room {room}, handed over {hands_over}"
+        if name.endswith("vl"):  # requests of the others release rows, or hold most of them from the start
+            assert (here.scheduler.counters.preemptions > 0) == (room < 2)
+        assert room < 2 or (there if hands_over else here).scheduler.counters.cache_hits
+    assert encoder.num_encoded == sum(map(len, SHAPES))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sizes_and_grids_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
+    write(name, tmp_path)
+    rules, oracle = read_image_rules(tmp_path), processor(name)
+    assert rules is not None
+    sides = np.random.default_rng(0).integers(1, 200, (200, 2)).tolist()
+    for width, height in sides:
+        image = picture(0, width, height)
+        if max(width, height) > 200 * min(width, height):
+            continue
+        found = oracle([image], return_tensors="np", input_data_format="channels_last")
+        wide, high = rules.size(width, height)
+        if name == "gemma3":
+            assert found["pixel_values"].shape[2:] == (high, wide)
+            continue
+        rows, columns = rules.grid(wide, high)
+        assert found["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]], (width, height)

@@ -1,0 +1,174 @@
+"""Test how a router reads images: bad ones are refused, and good ones get the pixels and tokens of transformers."""
+
+import base64
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from router.dispatch.requests import ModelCard
+from router.http.bodies import ChatBody, parse_body
+from router.http.parsing import build_requests
+from router.text.images import ImageReader
+from router.text.tokenizer import Tokenizer
+from shared.errors import RequestError
+from shared.images import ImageRules, read_image_rules
+from tests.engine.image_models import CONFIGS, IMAGE, is_qwen, picture, processor, write_files
+
+MODEL = ModelCard("m", 4096, 2056, frozenset())
+WHERE = "messages[0].content[1].image_url.url"
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> str:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return as_url(file.getvalue())
+
+
+def as_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """Return a small PNG that claims to be large."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    )
+
+
+GOOD = encoded(Image.fromarray(picture(1, 40, 24)))
+ANIMATED = encoded(
+    Image.fromarray(picture(1, 9, 9)), "WEBP", save_all=True, append_images=[Image.fromarray(picture(2, 9, 9))]
+)
+BAD_IMAGES = {
+    "http": ("http://169.254.169.254/latest/meta-data", "messages[0].content", "data:image/"),
+    "https": ("https://example.com/cat.png", "messages[0].content", "nothing is fetched"),
+    "file": ("file:///etc/passwd", "messages[0].content", "data:image/"),
+    "no image": ("data:text/html;base64,AAAA", "messages[0].content", "data:image/"),
+    "empty": ("", "messages[0].content", "data:image/"),
+    "not base64": ("data:image/png,abc", WHERE, ";base64,"),
+    "bad base64": ("data:image/png;base64,a*b=", WHERE, "not valid base64"),
+    "no data": ("data:image/png;base64,", WHERE, "send one of the formats PNG, JPEG, WEBP"),
+    "text": (as_url(b"<svg></svg>" * 99), WHERE, "send one of the formats"),
+    "gif": (encoded(Image.fromarray(picture(1, 9, 9)), "GIF"), WHERE, "send one of the formats"),
+    "truncated": (GOOD[:402], WHERE, "damaged"),
+    "corrupt": (as_url(base64.b64decode(GOOD.partition(",")[2])[:60] + bytes(400)), WHERE, "damaged"),
+    "a bomb": (as_url(png_header(60_000, 60_000)), WHERE, "at most 50,000,000 are allowed; send a smaller image"),
+    "shorter than it claims": (as_url(png_header(4_000, 4_000)), WHERE, "damaged"),
+    "animated": (ANIMATED, WHERE, "send one frame"),
+    "too long": (encoded(Image.new("RGB", (1, 900))), WHERE, "at most 200 times"),
+}
+
+
+@pytest.fixture(scope="module", name="qwen")
+def qwen_fixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, ImageReader]:
+    return loaded("qwen3 vl", tmp_path_factory.mktemp("qwen"))
+
+
+def loaded(name: str, directory: Path) -> tuple[Tokenizer, ImageReader]:
+    write_files(name, directory)
+    rules = read_image_rules(directory)
+    assert rules is not None
+    return Tokenizer.load(directory), ImageReader(rules)
+
+
+def content(*urls: str) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, *parts]}]}
+
+
+async def request_of(given: tuple[Tokenizer, ImageReader | None], fields: dict[str, Any]) -> Any:
+    import json
+
+    body = parse_body(ChatBody, json.dumps({"model": "m"} | fields).encode(), ["m"])
+    (request,) = await build_requests(body, MODEL, given[0], "id", images=given[1])
+    return request
+
+
+@pytest.mark.parametrize("name", BAD_IMAGES)
+async def test_a_bad_image_is_refused_with_the_parameter_and_the_fix(name: str, qwen) -> None:
+    url, param, fix = BAD_IMAGES[name]
+    with pytest.raises(RequestError) as refused:
+        await request_of(qwen, content(url))
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert fix in refused.value.message
+    assert (await request_of(qwen, content(GOOD))).media, "the reader works on"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "fix"),
+    [
+        (content(*[GOOD] * 17), "messages", "at most 16"),
+        (content(GOOD) | {"truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "omit it"),
+        (content(GOOD) | {"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message", "images"),
+        (content(GOOD) | {"max_tokens": 4090}, "max_tokens", "context"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": GOOD}]}]}, "messages[0].content", "url"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "messages[0].content", "texts"),
+    ],
+)  # fmt: skip
+async def test_bad_requests_with_images_are_refused(fields, param: str, fix: str, qwen) -> None:
+    with pytest.raises(RequestError) as refused:
+        await request_of(qwen, fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert fix in refused.value.message
+
+
+async def test_images_with_too_many_pixels_for_a_message_are_refused(tmp_path: Path, qwen) -> None:
+    rules = ImageRules("gemma3", IMAGE, IMAGE, IMAGE, 2, 1.0, (0.0,) * 3, (1.0,) * 3, width=3000, height=3000, tokens=4)
+    with pytest.raises(RequestError, match="Send fewer or smaller images"):
+        await request_of((qwen[0], ImageReader(rules)), content(GOOD, GOOD))
+
+
+async def test_a_model_of_text_alone_refuses_images(qwen) -> None:
+    with pytest.raises(RequestError, match="takes no images") as refused:
+        await request_of((qwen[0], None), content(GOOD))
+    assert refused.value.param == WHERE
+
+
+async def test_the_name_of_an_image_token_in_a_text_is_text(qwen) -> None:
+    fields = content(GOOD)
+    fields["messages"][0]["content"][0]["text"] = "<|image_pad|><|vision_start|>"
+    request = await request_of(qwen, fields)
+    (image,) = request.media
+    assert request.prompt.count(IMAGE) == image.rows * image.columns
+    assert (
+        request.prompt[image.offset : image.offset + image.rows * image.columns] == [IMAGE] * image.rows * image.columns
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_pixels_are_those_of_the_processor_of_transformers(name: str, tmp_path: Path) -> None:
+    _, reader = loaded(name, tmp_path)
+    oracle = processor(name)
+    for seed, (width, height) in enumerate([(40, 24), (3, 70), (33, 33), (120, 90), (5, 5)]):
+        image = picture(seed, width, height)
+        (found,) = reader.read([("x", encoded(Image.fromarray(image)))])
+        pixels = np.frombuffer(found.pixels, np.uint8).reshape(found.height, found.width, 3)
+        ours = oracle([pixels], do_resize=False, return_tensors="np", input_data_format="channels_last")
+        theirs = oracle([image], return_tensors="np", input_data_format="channels_last")
+        assert np.array_equal(ours["pixel_values"], theirs["pixel_values"])
+        if is_qwen(name):
+            assert theirs["image_grid_thw"].tolist() == [[1, 2 * found.rows, 2 * found.columns]]
+
+
+def test_transparent_and_rotated_images(qwen) -> None:
+    image = Image.fromarray(picture(3, 40, 24))
+    clear = image.convert("RGBA")
+    clear.putalpha(0)
+    (white,) = qwen[1].read([("x", encoded(clear))])
+    assert set(white.pixels) == {255}
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    (rotated,) = qwen[1].read([("x", encoded(image, "WEBP", lossless=True, exif=turned))])
+    (expected,) = qwen[1].read([("x", encoded(image.rotate(-90, expand=True)))])
+    assert rotated == expected

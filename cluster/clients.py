@@ -21,7 +21,7 @@ COLUMNS = (
     *("handoffs", "moved", "channels"),
 )
 NARROW, NUM_NARROW = 110, 9  # a terminal with fewer columns shows only the first columns of the table
-NUM_EVENTS = 5
+NUM_EVENTS = 10
 LEGEND = (
     "steps/s, busy: means of the last 10 s. batch: tokens of prompts (p) and\n"
     "decodes (d) in the latest step. TTFT: time to first token. TBT: time between\n"
@@ -59,7 +59,9 @@ def request(
                 raise UnreachableError(_reason(url, response, has_key=bool(api_key)))
             yield response
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UnreachableError(f"no router at {url}: {error or type(error).__name__}") from None
+        raise UnreachableError(
+            f"no router at {url}: {error or type(error).__name__}; --url or BATON_URL names another address"
+        ) from None
     except (ValueError, KeyError, TypeError, IndexError):
         raise UnreachableError(f"{url} did not answer like a router of this version; is it a router?") from None
 

@@ -251,5 +251,6 @@ def _free_port(name: str, host: str, port: int) -> int:
         except OSError as error:
             is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
             given = f"{flag_of(name)} {port}" if is_taken else f"{flag_of(name.replace('port', 'host'))} {host}"
-            raise ConfigError(f"{given}: cannot listen on {host}:{port}: {error.strerror}") from None
+            text = f"{given}: cannot listen on {host}:{port}: {error.strerror}"
+            raise ConfigError(f"{text}; choose another port, or 0 for any" if is_taken else text) from None
         return int(probe.getsockname()[1])

@@ -12,14 +12,20 @@ Status = dict[str, Any]
 BUSY = 0.85  # a node that was busy for a larger share of the last seconds has no capacity left
 SLACK = 0.5  # a node that was busy for a smaller share of the last seconds has capacity left
 FULL = 0.97  # a node is full if requests hold at least this share of its KV blocks
+RECENT_MS = 600_000
+FEW = 20  # with fewer requests in the last minute, nothing is said about the latency of handoffs
 SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a second token is late after at least 3 usual gaps and at least 50 ms
 
 
 def bottleneck(status: Status) -> str:
     """Return the first finding that applies to a /v1/status document. If none applies, describe the cluster's load.
-    Nodes that were lost in the last minutes are named too."""
-    lost = [node["id"] for node in status.get("nodes") or [] if node.get("state") == "lost"]
-    return _finding(status) + (f" Lost in the last 10 minutes: {', '.join(sorted(lost))}." if lost else "")
+    Nodes that were lost in the last minutes are named too, also those that a new process has replaced."""
+    since_ms = (status.get("router") or {}).get("time_ms", 0) - RECENT_MS
+    is_lost = {node["id"]: node.get("state") == "lost" for node in status.get("nodes") or []}
+    lost = {node for node, lost in is_lost.items() if lost}
+    lost |= {one["node"] for one in status.get("events") or [] if one["kind"] == "lost" and one["time_ms"] >= since_ms}
+    names = [node if is_lost.get(node, True) else f"{node} (is back)" for node in sorted(lost)]
+    return _finding(status) + (f" Lost in the last 10 minutes: {', '.join(names)}." if names else "")
 
 
 def _finding(status: Status) -> str:
@@ -78,6 +84,7 @@ class Latency:
         self.second, self.usual = percentile("ttst_ms", "p50"), percentile("tbt_ms", "p50")
         p99 = {name: percentile(name, "p99") for name in ("ttft_ms", "tbt_ms") if slo.get(name)}
         self.is_measured = any(value is not None for value in p99.values())
+        self.is_usual = (percentile("ttst_ms", "n") or 0) >= FEW
         self.over = {  # by latency, a text such as "TTFT p99 812 ms (SLO 500)"
             name: f"{name[:-3].upper()} p99 {value:.0f} ms (SLO {slo[name]:.0f})"
             for name, value in p99.items()
@@ -131,9 +138,9 @@ def _latencies(every: Pool, prefill: Pool, decode: Pool, latency: Latency) -> It
     is_handed_over = prefill.nodes and any(node.get("handoffs") for node in every.nodes)
     second, usual = latency.second or 0.0, latency.usual or 0.0
     is_late = second >= max(SLOW_SECOND * usual, SLOW_SECOND_MS) and second > latency.tbt_slo
-    if is_handed_over and not decode.queue and usual and is_late:
+    if is_handed_over and not decode.queue and usual and is_late and latency.is_usual:
         yield (
-            f"The handoff is slow: the second token comes after {second:.0f} ms (p50), later ones after {usual:.0f} ms,"
+            f"The handoff is slow: the second token comes after {second:.0f} ms (p50), later ones after {usual:.3g} ms,"
             " and no decode node has a queue. Look at the KV transfers."
         )
     if "ttft_ms" in latency.over and not every.queue and every.most is not None and every.most < SLACK:

@@ -11,7 +11,7 @@ export function listen(url, onEvent, changed) {
     source?.close();
     last = Date.now();
     source = new EventSource(url);
-    source.onopen = () => { last = Date.now(); changed("live"); };
+    source.onopen = () => { last = Date.now(); };
     source.onerror = () => changed("gone");
     for (const kind of KINDS) {
       source.addEventListener(kind, (event) => {

@@ -214,9 +214,10 @@ class Dispatcher:
                     found = find()
                 return found
         except TimeoutError:
-            raise UnavailableError(
-                "No node is ready for this request; try again soon.", retry_after_s=2.0, code="node_lost"
-            ) from None
+            text, code = "No node is ready for this request; try again soon.", "node_lost"
+            if not any(each.alive_since for each in self._pool.connections.values()):
+                text, code = "No node has been ready yet: the nodes are starting; try again soon.", "starting"
+            raise UnavailableError(text, retry_after_s=2.0, code=code) from None
 
     def _check_fits(self, request: GenerationRequest) -> None:
         """Raise RequestError if the request is too large even for a node without other requests."""

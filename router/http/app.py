@@ -251,6 +251,7 @@ class ApiHandlers:
             "id": status["router"],
             "version": package_version(),
             "started_ms": self.started_ms,
+            "time_ms": now_ns() // 10**6,
             "max_model_len": self.generation.model.max_model_len,
         }
         return self.generation.observer.extend_status(status | {"latency": self.generation.metrics.latency()})

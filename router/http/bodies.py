@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
@@ -33,6 +34,7 @@ from shared.errors import RequestError
 from shared.limits import INT32_MAX, MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROBS
 
 MAX_PROMPTS, MAX_SAMPLES = 64, 8
+MAX_LISTED = 8  # models in an error
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
 MAX_TEMPLATE_ARGUMENTS = 32
 # OpenAI's fields that do not affect the tokens, or that are hints for models and services which Baton does not have.
@@ -63,6 +65,7 @@ UNSUPPORTED |= {"fallbacks": ([],), "previous_input_messages": (), "previous_res
 UNSUPPORTED |= {"enable_response_messages": (False,), "mcp_servers": ([],), "prompt": (), "speed": ("standard",)}
 # What replaces the older names of vLLM, which it no longer accepts.
 REPLACED = {f"guided_{name}": f"structured_outputs.{name}" for name in ("choice", "grammar", "json", "regex")}
+REPLACED["prompt"] = "messages"
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Error messages of fields that accept several forms. Pydantic's own message would explain only one of the forms.
 EXPECTED = {
@@ -354,15 +357,18 @@ def parse_body(kind: type[BodyType], raw: bytes, models: Sequence[str]) -> BodyT
     name = fields.get("model", models[0])
     if name not in models:
         shown = name[:MAX_NAME] if isinstance(name, str) else ""
-        raise RequestError(f"The model `{shown}` does not exist.", "model", "model_not_found", 404)
+        served = ", ".join(f"`{each}`" for each in models[:MAX_LISTED])
+        raise RequestError(f"The model `{shown}` does not exist; served: {served}.", "model", "model_not_found", 404)
     for key in [key for key in fields if key not in kind.model_fields]:
         if fields[key] not in UNSUPPORTED.get(key, (fields[key],)):
             only = " or ".join(json.dumps(value) for value in UNSUPPORTED[key] if value)
-            advice = f"; use `{REPLACED[key]}`." if key in REPLACED else "."
+            advice = f"; use `{REPLACED[key]}`." if REPLACED.get(key, "").split(".")[0] in kind.model_fields else "."
             message = f"`{key}` is not supported" + (f"; it can only be {only}." if only else advice)
             raise RequestError(message, key, "unsupported_parameter")
         if key not in IGNORED and key not in UNSUPPORTED:
-            raise RequestError(f"Unknown parameter: `{key[:MAX_NAME]}`.", key[:MAX_NAME], "unknown_parameter")
+            near = get_close_matches(key[:MAX_NAME], kind.model_fields, 1)
+            advice = f"; did you mean `{near[0]}`?" if near else "."
+            raise RequestError(f"Unknown parameter: `{key[:MAX_NAME]}`{advice}", key[:MAX_NAME], "unknown_parameter")
         del fields[key]
     return validated(kind, fields)
 

@@ -242,7 +242,7 @@ LOST |= {"reason": "its connection was reset"}
 
 
 def test_totals_lost_nodes_and_events_are_shown() -> None:
-    events = [{"number": n, "time_ms": n * 1000, "kind": "joined", "text": f"Node n{n} has joined."} for n in range(9)]
+    events = [{"number": n, "time_ms": n * 1000, "kind": "joined", "text": f"Node n{n} has joined."} for n in range(15)]
     status = STATUS | {"totals": TOTALS, "nodes": [NODE, LOST, LOST | {"state": "left", "id": "d2"}], "events": events}
     above, below = "\n".join(head(status)), tail(status, 82.0)
     assert "now: 5 running, 2 queued" in above
@@ -250,7 +250,7 @@ def test_totals_lost_nodes_and_events_are_shown() -> None:
     assert "last 60 s: 240 finished, 9 refused, 0 failed" in above
     assert below[0] == "decode-1: lost 12 s ago: its connection was reset"
     assert below[1].startswith("d2: left 12 s ago")
-    assert [line.partition(" ")[2] for line in below[2:]] == [f"Node n{n} has joined." for n in range(4, 9)]
+    assert [line.partition(" ")[2] for line in below[2:]] == [f"Node n{n} has joined." for n in range(5, 15)]
     assert [row_of(node)[2] for node in status["nodes"]] == ["ready", "lost", "left"]
     assert set(row_of(LOST | {"running": 1, "busy": 0.3, "channels": {"prefill-0": "shm"}})[3:]) == {"-"}
 

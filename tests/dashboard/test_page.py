@@ -112,6 +112,18 @@ def test_missing_values_are_accepted() -> None:
     assert "ready" in bottleneck({"nodes": [{"id": "d", "role": "decode", "state": "ready", "alive": True}]})
 
 
+def test_a_lost_node_is_named_for_10_minutes_also_if_a_new_process_has_replaced_it() -> None:
+    events = [{"kind": "lost", "node": f"decode-{n}", "time_ms": ms} for n, ms in enumerate((400_000, 200_000))]
+    nodes = [node("prefill"), node("decode"), node("decode", 1)]
+    text = bottleneck({"nodes": nodes, "router": {"time_ms": 900_000}, "events": events})
+    assert text == "Idle: 3 nodes ready, no requests. Lost in the last 10 minutes: decode-0 (is back)."
+
+
+def test_a_few_requests_do_not_show_that_the_handoff_is_slow() -> None:
+    nodes, late = (HANDED, WELL), LATE_SECOND | {"ttst_ms": took(90, 200) | {"n": 3}}
+    assert "handoff" not in sentence(*nodes, running=4, mode="disaggregated", **late)
+
+
 HALF = {"free": 40, "owned": 60, "total": 100}
 CACHED = {"free": 0, "cached": 90, "owned": 10, "reserved": 0, "quarantined": 0, "total": 100}
 MIXED = {"tokens": 520, "prefills": 1, "decodes": 8}

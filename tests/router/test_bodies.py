@@ -297,6 +297,17 @@ def test_an_unknown_model_does_not_exist(name):
     assert len(raised.value.message) < 120
 
 
+def test_the_error_names_the_served_models_and_the_parameter_that_was_meant():
+    for fields, text in (
+        ({"model": "gpt-4"}, "The model `gpt-4` does not exist; served: `m`, `adapter`."),
+        ({"max_token": 4}, "Unknown parameter: `max_token`; did you mean `max_tokens`?"),
+        ({"prompt": "x"}, "`prompt` is not supported; use `messages`."),
+    ):
+        with pytest.raises(RequestError) as raised:
+            parse_body(ChatBody, json.dumps({"messages": [USER]} | fields).encode(), ["m", "adapter"])
+        assert raised.value.message == text
+
+
 def test_of_many_unknown_fields_the_first_is_named():
     raw = b"{" + b",".join(b'"k%d":1' % i for i in range(20_000)) + b"}"
     with pytest.raises(RequestError, match="Unknown parameter: `k0`"):

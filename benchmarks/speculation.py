@@ -155,6 +155,17 @@ def measure(
     return row, {"row": row[0], "tokens_per_s": rates, "drafted": drafted, "accepted": accepted}
 
 
+def acceptance(engine: SpeculatingEngine, kind: str, batch: int) -> list[Cell]:
+    """Return a row: the share of right guesses where the KV of prompts arrives, and where prompts are computed."""
+    shares: list[Cell] = []
+    for receives in (True, False):
+        before = engine.acceptance()
+        engine.seconds(scripts_of(kind, batch), receives=receives)
+        drafted, accepted = (now - old for now, old in zip(engine.acceptance(), before, strict=True))
+        shares += [accepted / drafted if drafted else None, f"{accepted:,} of {drafted:,}"]
+    return [f"{kind}, batch {batch}", *shares]
+
+
 def engines_of(parts: EngineComponents) -> dict[str, SpeculatingEngine]:
     return {name: SpeculatingEngine(parts, speculation) for name, speculation in (("off", None), ("on", Speculation()))}
 
@@ -180,14 +191,21 @@ def main() -> None:
     cases = [(kind, int(batch)) for kind, _, batch in (one.partition(":") for one in wanted)]
     engines = engines_of(parts)
     measured = [measure(engines, kind, batch, flags.repeats) for kind, batch in cases]
+    shares = [acceptance(engines["on"], kind, batch) for kind, batch in cases]
     for engine in engines.values():
         engine.close()
     columns = ["tokens/s", "with guesses", "without", "with / without", "goal", "", "guesses that were right"]
+    modes = ["guesses that were right", "disaggregated", "", "co-located", ""]
     rows, runs = [row for row, _ in measured], [run for _, run in measured]
     if flags.rows and (file := flags.out or RESULTS / "speculation.json").exists():  # keep the other rows
-        old, names = json.loads(file.read_text()), {row[0] for row in rows}
-        rows = [row for row in old["tables"][0]["rows"] if row[0] not in names] + rows
-        runs = [run for run in old["runs"] if run["row"] not in names] + runs
-    table = Table(f"{flags.model}: prompt lookup", columns, rows)
+        old = json.loads(file.read_text())
+        rows, shares = (_kept(table["rows"], new) for table, new in zip(old["tables"], (rows, shares), strict=True))
+        runs = [run for run in old["runs"] if run["row"] not in {run["row"] for run in runs}] + runs
+    tables = [Table(f"{flags.model}: prompt lookup", columns, rows), Table("Acceptance in both modes", modes, shares)]
     what = "Speculative decoding by prompt lookup, in turn with and without it; medians of a whole batch."
-    Result("speculation", what, [table], runs).finish(flags.out)
+    Result("speculation", what, tables, runs, command="python -m benchmarks speculation").finish(flags.out)
+
+
+def _kept(old: list[list[Cell]], new: list[list[Cell]]) -> list[list[Cell]]:
+    names = {row[0] for row in new}
+    return [row for row in old if row[0] not in names] + new

@@ -62,5 +62,5 @@ works("responses", lambda: ChatOpenAI(**settings, use_responses_api=True).invoke
 embeddings = OpenAIEmbeddings(
     base_url=f"{URL}/v1", api_key="none", model=MODEL, check_embedding_ctx_length=False, max_retries=0
 )
-refused("embeddings", lambda: embeddings.embed_query("x"), "POST /v1/embeddings does not exist")
+refused("embeddings", lambda: embeddings.embed_query("x"), "is neither an embedding model nor a reranker")
 end()

@@ -199,7 +199,9 @@ class ResponseWriter:
         access.info(" ".join(f"{name}={value}" for name, value in seen.items()), extra=fields(**seen))
 
     async def json(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        body = dump(value).encode()
+        await self.encoded_json(dump(value).encode(), status, headers)
+
+    async def encoded_json(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         own = {"content-type": "application/json", "content-length": str(len(body))}
         await self._start(status, own | dict(headers or {}))
         await self.end(body)

@@ -21,6 +21,7 @@ from router.http.bodies import Body, CompletionBody, Prompt, TemplateArguments
 from router.http.generation import GenerationService
 from router.http.messages import Strict
 from router.http.parsing import cache_namespace, check_ids, encode, run_in_thread
+from router.http.responses import dump
 from shared.errors import RequestError, UnavailableError
 from shared.limits import INT32_MAX
 from shared.rpc.messages import SamplingParams, pack_ids
@@ -141,11 +142,13 @@ class PoolingApi:
         vectors = await self._vectors(prompts, body, name, reply)
         if body.dimensions is not None and body.dimensions > len(vectors[0]):
             raise RequestError(f"`dimensions` must be at most {len(vectors[0])}.", "dimensions")
-        data = [
-            {"object": "embedding", "index": index, "embedding": _shown(self._finished(vector, body.dimensions), body)}
-            for index, vector in enumerate(vectors)
-        ]
-        await reply.json(self._list(name, body, data, prompts))
+
+        def encoded() -> bytes:  # on a thread, because many embeddings take seconds to format
+            shown = (_shown(self._finished(vector, body.dimensions), body) for vector in vectors)
+            data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(shown)]
+            return dump(self._list(name, body, data, prompts)).encode()
+
+        await reply.encoded_json(await asyncio.to_thread(encoded))
 
     async def score(self, body: Body, reply: ResponseWriter) -> None:
         """Handle POST /v1/score."""
@@ -186,9 +189,10 @@ class PoolingApi:
                 param = "instruction" if body.instruction else "chat_template_kwargs"
                 raise RequestError(f"`{param}` is for rerankers; this is an embedding model.", param)
             prompts = [await self._encoded(text, body, "documents") for text in (*left, *right)]
-            found = [self._finished(one) for one in await self._vectors(prompts, body, name, reply)]
+            found = await self._vectors(prompts, body, name, reply)
             firsts = found[: len(left)] * (len(right) if len(left) == 1 else 1)
-            return [_cosine(*pair) for pair in zip(firsts, found[len(left) :], strict=True)], prompts
+            pairs = zip(firsts, found[len(left) :], strict=True)
+            return await asyncio.to_thread(lambda: [_cosine(*pair) for pair in pairs]), prompts
         if body.truncate_prompt_tokens is not None:
             text = "`truncate_prompt_tokens` would cut the end of a reranker's template; shorten the documents."
             raise RequestError(text, "truncate_prompt_tokens")
@@ -212,6 +216,7 @@ class PoolingApi:
 
     async def _encoded(self, text: Any, body: PoolingBody, param: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of an input. If it is cut, the special tokens at its end are kept."""
+        await asyncio.sleep(0)  # between many inputs, other requests get their turn
         tokenizer, room = self._generation.tokenizer, self._generation.model.max_model_len - 1
         if not isinstance(text, str):
             ids = list(text)

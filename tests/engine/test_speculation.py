@@ -139,6 +139,23 @@ def test_looked_up_guesses_change_no_answer(model: Decoder) -> None:
     assert 50 < node.scheduler.counters.accepted_tokens < node.scheduler.counters.draft_tokens
 
 
+def test_the_same_guesses_are_right_in_both_modes(model: Decoder) -> None:
+    """Alone, without a model of step times that chooses how many tokens to guess."""
+    total = 0
+    for seed in range(3):
+        for index in range(len(SAMPLINGS)):
+            counts = []
+            for handed_over in (False, True):
+                _, node = run(
+                    model, [requests_of(seed)[index]], Speculation(PromptLookup(1, 4), 4), handed_over=handed_over
+                )
+                found = node.scheduler.counters
+                counts.append((found.draft_tokens, found.accepted_tokens, found.accepted_per_pos))
+            assert counts[0] == counts[1]
+            total += counts[0][1]
+    assert total > 20
+
+
 def test_an_error_behind_a_wrong_guess_is_no_error() -> None:
     request = Request("r", [1, 2], 2, 9, sampling=GREEDY)
     slice_ = Slice(request, 1, 3, True, 0, drafts=(5, 6))

@@ -82,10 +82,11 @@ RUNS ?= 1000000
 fuzz: .venv/tested
 	$(BIN)/python -m tests.fuzz.run --runs $(RUNS) --jobs $$(nproc) $(ARGS)
 
-# Test a live cluster against its own OpenAPI document and, if available, OpenAI's.
+# Test a live cluster against its own OpenAPI document and, if available, OpenAI's, and compare both modes.
 CASES ?= 50000
 schemathesis: .venv/tested
 	$(BIN)/python -m tests.bad_input.conformance --cases $(CASES)
+	$(BIN)/python -m tests.bad_input.modes
 
 # Run unmodified clients and load tools against a cluster; the first run installs each in .clients. Not in `make test`.
 clients: .venv/tested

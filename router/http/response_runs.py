@@ -83,6 +83,7 @@ class ResponseRuns:
         self._owner = owner
         self._slots = slots
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._owners: dict[str, str] = {}  # the name with which each run holds its lease
         self._group = TaskGroup()
         self._news: dict[str, asyncio.Event] = {}  # set when the log of a response has grown
 
@@ -91,16 +92,16 @@ class ResponseRuns:
             self._group.start(self._watch())
 
     async def close(self) -> None:
-        names = list(self._tasks)
+        owners = dict(self._owners)
         await self._group.close()
         with suppress(UnavailableError):
-            await self.store.release(names, self._owner)
+            await self.store.release(owners)
         await self.store.close()
 
     async def create(self, stored: StoredResponse, request: GenerationRequest, *, is_background: bool) -> None:
         """Store a response and start to generate it."""
         await self.store.create(stored, self._owner)
-        self._start(stored, request, [], stored.id, is_background=is_background)
+        self._start(stored, request, [], self._owner, is_background=is_background)
 
     async def cancel(self, response_id: str) -> None:
         """End a response with the status "cancelled", unless it has ended."""
@@ -153,17 +154,20 @@ class ResponseRuns:
         stored: StoredResponse,
         request: GenerationRequest,
         known: Sequence[TokenDelta],
-        run_id: str,
+        owner: str,
         *,
         is_background: bool,
     ) -> None:
         self._slots.used += is_background
-        task = self._group.start(self._run(stored, request, known, run_id, is_background=is_background))
-        self._tasks[stored.id] = task
+        if (earlier := self._tasks.get(stored.id)) is not None:  # this router was frozen, and has lost the lease
+            earlier.cancel()
+        task = self._group.start(self._run(stored, request, known, owner, is_background=is_background))
+        self._tasks[stored.id], self._owners[stored.id] = task, owner
 
         def ended(_: asyncio.Task[None]) -> None:
             self._slots.used -= is_background
-            del self._tasks[stored.id]
+            if self._tasks[stored.id] is task:
+                del self._tasks[stored.id], self._owners[stored.id]
             self._wake(stored.id)
 
         task.add_done_callback(ended)
@@ -173,13 +177,13 @@ class ResponseRuns:
         stored: StoredResponse,
         request: GenerationRequest,
         known: Sequence[TokenDelta],
-        run_id: str,
+        owner: str,
         *,
         is_background: bool,
     ) -> None:
         """Generate the response after the deltas in `known`. End if another router has taken it over."""
         chat = body_of(stored).to_chat(items_of(stored.context))
-        output = self._generation.output(chat, run_id, [request], time.monotonic())
+        output = self._generation.output(chat, request.id, [request], time.monotonic())
         for delta in known:
             output.choices[0].process(delta)
         position = len(known)
@@ -190,19 +194,20 @@ class ResponseRuns:
                     # A stop string ends the replay at the same token by itself.
                     delta.finish = "" if isinstance(text.stop_reason, str) else text.finish or ""
                     delta.logprobs, delta.cached_tokens = text.logprobs, choice.prompt.cached_tokens
-                    if not await self._append(stored.id, position, delta, ends=text.finish is not None):
+                    if not await self._append(stored.id, owner, position, delta, ends=text.finish is not None):
                         return
                     position += 1
         except Exception as error:  # noqa: BLE001 - becomes the end of the response
             if not is_background:
                 self.errors[stored.id] = error
             _, value, _ = described(error, stored.id)
-            await self._append(stored.id, position, TokenDelta(stored.id, error=value["error"]["message"]), ends=True)
+            last = TokenDelta(stored.id, error=value["error"]["message"])
+            await self._append(stored.id, owner, position, last, ends=True)
 
-    async def _append(self, response_id: str, position: int, delta: TokenDelta, *, ends: bool) -> bool:
+    async def _append(self, response_id: str, owner: str, position: int, delta: TokenDelta, *, ends: bool) -> bool:
         """Append to the log, and wait while the store does not answer. Return False if the lease is lost."""
         append = self.store.append
-        is_kept = await _patiently(lambda: append(response_id, self._owner, position, delta, ends=ends))
+        is_kept = await _patiently(lambda: append(response_id, owner, position, delta, ends=ends))
         self._wake(response_id)
         return bool(is_kept)
 
@@ -214,14 +219,15 @@ class ResponseRuns:
         """Renew the leases, and take over responses whose lease has expired."""
         while True:
             with suppress(UnavailableError):  # the runs wait for the store themselves
-                for name in await self.store.renew(list(self._tasks), self._owner):
+                for name in await self.store.renew(self._owners):
                     if (task := self._tasks.get(name)) is not None:
                         task.cancel()
                 free = self._slots.limit - self._slots.used
                 if free > 0 and self._generation.dispatcher.ready():
-                    for name in await self.store.adopt(self._owner, free):
+                    owner = f"{self._owner}-{token_hex(4)}"
+                    for name in await self.store.adopt(owner, free):
                         try:
-                            await self._adopt(name)
+                            await self._adopt(name, owner)
                         except (
                             RequestError,
                             ValueError,
@@ -231,7 +237,7 @@ class ResponseRuns:
                             await self.store.end(name, TokenDelta(name, error=text))
             await asyncio.sleep(LEASE_S / 4)
 
-    async def _adopt(self, response_id: str) -> None:
+    async def _adopt(self, response_id: str, owner: str) -> None:
         stored = await self.store.get(response_id)
         if stored is None:
             await self.store.delete(response_id)
@@ -245,7 +251,7 @@ class ResponseRuns:
         request.prompt, request.max_tokens = unpack_ids(stored.prompt), stored.max_tokens
         request.generated = tuple(token for delta in known for token in unpack_ids(delta.tokens))
         log.info("took over response %s after %d tokens", response_id, len(request.generated))
-        self._start(stored, request, known, run_id, is_background=True)
+        self._start(stored, request, known, owner, is_background=True)
 
 
 async def _patiently(call: Callable[[], Awaitable[Result]]) -> Result | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 
 from tests.cluster.harness import DEMO, cluster
+from tests.cluster.pooling_models import write_modules
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / ".clients"
@@ -219,14 +220,16 @@ def prepare(directory: Path, url: str, tools_url: str, model: str) -> None:
         (directory / f"{name}.yaml").write_text(json.dumps(task))
 
 
-def demo_with_tools(directory: Path) -> Path:
-    """Return a copy of the demo model whose chat template has a place for tools, in the syntax of Hermes."""
+def demo_of(directory: Path) -> Path:
+    """Return a copy of the demo model that makes embeddings, and whose chat template has a place for tools, in the
+    syntax of Hermes."""
     model = directory / DEMO.name
     shutil.copytree(DEMO, model)
     file = model / "tokenizer_config.json"
     settings = json.loads(file.read_text())
     settings["chat_template"] = TOOLS_TEMPLATE + settings["chat_template"]
     file.write_text(json.dumps(settings))
+    write_modules(model, ("Pooling", {"pooling_mode": "lasttoken"}))
     return model
 
 
@@ -236,7 +239,7 @@ def server(url: str, directory: Path) -> Iterator[str]:
     if url:
         yield url
         return
-    model = demo_with_tools(directory)
+    model = demo_of(directory)
     with cluster(prefill=1, decode=1, runner="torch", model=model, responses_store="memory") as running:
         yield running.url
 

@@ -270,6 +270,40 @@ async def test_another_router_takes_over_and_the_first_cannot_add_anything(clien
     assert whole == events
 
 
+class LateStore(RedisStore):
+    """The first append of entry 3 reaches Redis only when a later run appends the same entry."""
+
+    late: asyncio.Future[bool] | None = None
+
+    async def append(self, response_id: str, owner: str, position: int, delta: TokenDelta, *, ends: bool) -> bool:
+        own = super().append(response_id, owner, position, delta, ends=ends)
+        if position != 3 or (self.late is not None and self.late.done()):
+            return await own
+        if self.late is None:
+            self.late, self.reached = asyncio.ensure_future(self._wait(own)), asyncio.Event()
+            return await asyncio.shield(self.late)
+        self.reached.set()
+        await self.late
+        return await own
+
+    async def _wait(self, own: Any) -> bool:
+        await self.reached.wait()
+        return bool(await own)
+
+
+async def test_an_append_that_arrives_after_the_same_router_took_over_again_is_refused(client, hermes, redis_server):
+    text, store = "one two three four five six seven", LateStore(f"redis://127.0.0.1:{redis_server.port}", "test")
+    own, dispatcher = await client(hermes, text, 2, responses_store=store)
+    response = await own.responses.create(**HELLO, background=True)
+    assert await wait_until(lambda: store.late is not None, WAIT_S)
+    dispatcher.tokens_per_piece = 1
+    with redis.Redis(port=redis_server.port) as client_of_redis:  # as if the router had been frozen
+        client_of_redis.delete(f"baton:test:response:{response.id}:lease")
+    assert (await finished(own, response.id)).output_text == text
+    assert len(dispatcher.answers) == 2
+    assert store.late.result() is False
+
+
 async def test_a_router_that_stops_gives_its_responses_up_at_once(client, hermes, redis_server):
     url = f"redis://127.0.0.1:{redis_server.port}"
     async with connecting() as connect:
@@ -292,8 +326,8 @@ async def test_only_the_owner_of_the_lease_appends_and_only_at_the_end(make_stor
     assert await store.append("a", "r1", 0, delta, ends=False)
     assert not await store.append("a", "r2", 1, delta, ends=False)
     assert not await store.append("a", "r1", 2, delta, ends=False)
-    assert await store.renew(["a", "b"], "r1") == ["b"]
-    assert await store.renew(["a"], "r2") == ["a"]
+    assert await store.renew({"a": "r1", "b": "r1"}) == ["b"]
+    assert await store.renew({"a": "r2"}) == ["a"]
     assert await store.adopt("r2", 9) == []
     assert await store.append("a", "r1", 1, TokenDelta("a", finish="stop"), ends=True)
     await store.end("a", TokenDelta("a", error=CANCELLED))
@@ -313,7 +347,7 @@ async def test_an_append_whose_answer_was_lost_is_not_repeated(redis_server):
     assert await store.append("a", "r1", 0, delta, ends=False)
     assert await store.append("a", "r1", 0, delta, ends=False)
     assert await store.read("a", 0) == [delta]
-    await store.release(["a"], "r1")
+    await store.release({"a": "r1"})
     assert await store.adopt("r2", 0) == []
     assert await store.adopt("r2", 1) == ["a"]
     await store.end("a", TokenDelta("a", error=CANCELLED))

@@ -1,0 +1,130 @@
+"""Compare the answers of a disaggregated and a co-located cluster to the same generated requests.
+
+`python -m tests.bad_input.modes --cases 100`. Both clusters get each request, with a fixed seed. Statuses, errors, texts, token ids and logprobs must be equal. Ids, times and
+counts of cached tokens differ, and so may the cuts of a stream: its texts are joined.
+"""
+
+import argparse
+import json
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed
+from hypothesis import settings as tried
+from hypothesis.errors import Unsatisfiable
+
+from dashboard.routes import Dashboard
+from router.http.openapi import POSTS, openapi
+from tests.bad_input.conformance import Document, asking_for, openai_document
+from tests.cluster.harness import cluster
+
+# Fields that are not a function of the request.
+OWN = {"id", "item_id", "call_id", "request_id", "created", "created_at", "completed_at", "sequence_number"}
+OWN |= {"cached_tokens", "cache_read_input_tokens", "input_tokens"}
+TEXTS = {"text", "content", "delta", "partial_json", "thinking", "token", "arguments", "reasoning", "reasoning_content"}
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the scalars of a JSON value with their paths. The items of a list have the same path."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            if name not in OWN:
+                yield from leaves(each, f"{path}.{name}")
+    elif isinstance(value, list):
+        for each in value:
+            yield from leaves(each, path + "[]")
+    else:
+        yield path, value
+
+
+def joined(events: list[Any]) -> dict[str, Any]:
+    """Return what a stream says at each path: the joined text, or the different values in their order."""
+    found: dict[str, Any] = {}
+    for event in events:
+        for path, value in leaves(event):
+            if path.rpartition(".")[2].rstrip("[]") in TEXTS and isinstance(value, str):
+                found[path] = found.get(path, "") + value
+            else:
+                found.setdefault(path, {})[repr(value)] = None
+    return {path: value if isinstance(value, str) else list(value) for path, value in found.items() if value}
+
+
+def summary(response: Any) -> Any:
+    """Return what must be equal in both modes."""
+    kind = ";".join(response.headers.get("content-type", ()))
+    if "event-stream" in kind:
+        lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+        return response.status_code, joined([json.loads(line) for line in lines if line != "[DONE]"])
+    return response.status_code, list(leaves(response.json())) if "json" in kind else response.text
+
+
+def make_repeatable(case: Any) -> None:
+    """Fix what would be drawn: the seed, or in Anthropic's API, which has none, the temperature."""
+    if isinstance(case.body, dict) and case.path != "/v1/messages/count_tokens":
+        if case.path == "/v1/messages":
+            case.body["temperature"] = 0
+        elif "tokenize" not in case.path and case.body.get("seed") is None:
+            case.body["seed"] = 1
+
+
+def compare_operation(strategy: Any, bases: list[str], statuses: Counter[int], cases: int) -> None:
+    @seed(1)
+    @tried(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=strategy)
+    def one(case: Any) -> None:
+        make_repeatable(case)
+        answers = [case.call(base_url=base, timeout=120) for base in bases]
+        first, second = (summary(answer) for answer in answers)
+        assert first == second, f"{case.as_curl_command()}\n{first}\n{second}"
+        statuses[answers[0].status_code] += 1
+
+    with suppress(Unsatisfiable):  # the operation has no request of this kind
+        one()
+
+
+def compare(document: Document, bases: list[str], cases: int) -> Counter[int]:
+    """Send `cases` valid and invalid requests of each operation to both clusters. Return the number per status."""
+    statuses: Counter[int] = Counter()
+    for result in schemathesis.openapi.from_dict(document).get_all_operations():
+        operation = result.ok()
+        if not any(path.endswith(operation.path) for path in (*POSTS, "/v1/models", "/v1/models/{name}", "/version")):
+            continue  # it shows the cluster's state
+        for mode in schemathesis.GenerationMode:
+            strategy = operation.as_strategy(generation_mode=mode)
+            compare_operation(strategy, bases, statuses, cases)
+    return statuses
+
+
+def compare_modes(cases: int) -> dict[str, Counter[int]]:
+    """Compare both modes by our document and by OpenAI's. Raises AssertionError on a difference."""
+    with ExitStack() as stack:
+        # The hash model gives no logprobs. The context is short, because some cases request all tokens that fit into it.
+        options: dict[str, Any] = {"runner": "torch", "max_model_len": 64}
+        both = [stack.enter_context(cluster(prefill, 2 - prefill, **options)) for prefill in (1, 0)]
+        urls, model = [each.url for each in both], both[0].model
+        return {
+            "ours": compare(asking_for(model, openapi(Dashboard.queries)), urls, cases),
+            "OpenAI's": compare(asking_for(model, openai_document()), [f"{url}/v1" for url in urls], cases),
+        }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=str(__doc__).split("\n\n", maxsplit=1)[0])
+    options.add_argument("--cases", type=int, default=100, help="requests for each operation, valid and invalid")
+    for name, statuses in compare_modes(options.parse_args().cases).items():
+        print(f"{name}: {statuses.total()} requests, no difference; by status: {dict(sorted(statuses.items()))}")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the clusters' processes end too
+    main()

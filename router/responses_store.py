@@ -189,6 +189,11 @@ RENEW = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
+# Keys: lease, running. Arguments: owner, milliseconds, id. A response that has ended has no lease either.
+ADOPT = """
+if redis.call('SISMEMBER', KEYS[2], ARGV[3]) == 0 then return 0 end
+return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2], 'NX') and 1 or 0
+"""
 
 
 Arguments = ParamSpec("Arguments")
@@ -228,6 +233,7 @@ class RedisStore(ResponsesStore):
         self._append = self._client.register_script(APPEND)
         self._end = self._client.register_script(END)
         self._renew = self._client.register_script(RENEW)
+        self._adopt = self._client.register_script(ADOPT)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -290,7 +296,7 @@ class RedisStore(ResponsesStore):
         names = [member.decode("ascii", "replace") for member in await self._client.smembers(self._running)]
         leases = await self._client.mget([self._lease(name) for name in names]) if names else []
         for name in [name for name, lease in zip(names, leases, strict=True) if lease is None][:limit]:
-            if await self._client.set(self._lease(name), owner, px=int(LEASE_S * 1000), nx=True):
+            if await self._adopt(keys=[self._lease(name), self._running], args=[owner, int(LEASE_S * 1000), name]):
                 taken.append(name)
         return taken
 

@@ -358,6 +358,17 @@ async def test_an_append_whose_answer_was_lost_is_not_repeated(redis_server):
         await store.get("a")
 
 
+async def test_a_response_that_just_ended_is_not_taken_over(redis_server):
+    url = f"redis://127.0.0.1:{redis_server.port}"
+    first, second = RedisStore(url, "test"), RedisStore(url, "test")
+    for number in range(50):
+        await first.create(stored(str(number)), "r1")
+        end = first.append(str(number), "r1", 0, TokenDelta("", finish="stop"), ends=True)
+        taken, has_ended = await asyncio.gather(second.adopt("r2", 9), end)
+        assert (taken, has_ended) == ([], True)
+    await asyncio.gather(first.close(), second.close())
+
+
 async def test_memory_is_bounded_and_responses_under_way_stay():
     store = MemoryStore()
     size = MAX_BYTES // 8

@@ -16,7 +16,16 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 from router.http.asgi import ResponseWriter
 from router.http.bodies import Body, ChatBody, ReasoningEffort, Stop, TemplateArguments, TokenCount, validated
 from router.http.generation import GenerationService
-from router.http.messages import MAX_CALL_ID, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName, Strict, check_depth
+from router.http.messages import (
+    MAX_CALL_ID,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    FunctionName,
+    Strict,
+    check_depth,
+    images_of_parameter,
+)
 from router.http.output import TextDelta
 from router.http.parsing import encode_chat
 from router.http.response_bodies import tag_of
@@ -78,13 +87,35 @@ class ToolResultBlock(ContentBlock):
     is_error: bool = False
 
 
+class ImageSource(BaseModel):
+    """The data of an image, in base64."""
+
+    model_config = Strict
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp"]
+    data: str
+
+
+class ImageBlock(ContentBlock):
+    """An image in a message of the user."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+    def part(self) -> dict[str, Any]:
+        """Return the part of a message of a chat."""
+        url = f"data:{self.source.media_type};base64,{self.source.data}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+
 Block = Annotated[
     Annotated[TextBlock, Tag("~text")]
+    | Annotated[ImageBlock, Tag("~image")]
     | Annotated[ThinkingBlock, Tag("~thinking")]
     | Annotated[RedactedBlock, Tag("~redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("~tool_use")]
     | Annotated[ToolResultBlock, Tag("~tool_result")],
-    Discriminator(tag_of, "block", "must be text, thinking, tool_use or tool_result; images are not supported"),
+    Discriminator(tag_of, "block", "must be text, image, thinking, tool_use or tool_result"),
 ]
 Blocks = Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 
@@ -215,7 +246,8 @@ def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any
     """Return a message as messages of a chat: results of tools become messages of their own, before the text."""
     blocks = message.blocks()
     for place, block in enumerate(blocks):
-        if not isinstance(block, TextBlock) and isinstance(block, ToolResultBlock) != (message.role == "user"):
+        of_user = isinstance(block, ToolResultBlock | ImageBlock)
+        if not isinstance(block, TextBlock) and of_user != (message.role == "user"):
             param = f"messages[{number}].content[{place}]"
             raise RequestError(f"`{param}`: a message of the {message.role} has no {block.type}.", param)
     found: list[dict[str, Any]] = [
@@ -223,7 +255,12 @@ def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any
         for block in blocks
         if isinstance(block, ToolResultBlock)
     ]
-    text = _text([block for block in blocks if isinstance(block, TextBlock)])
+    shown = [block for block in blocks if isinstance(block, TextBlock | ImageBlock)]
+    text: Any = _text([block for block in shown if isinstance(block, TextBlock)])
+    if any(isinstance(block, ImageBlock) for block in shown):
+        text = [
+            block.part() if isinstance(block, ImageBlock) else {"type": "text", "text": block.text} for block in shown
+        ]
     calls = [
         {"id": block.id, "function": {"name": block.name, "arguments": dump(block.input)}}
         for block in blocks
@@ -240,7 +277,8 @@ def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any
 def named_parameters() -> Iterator[None]:
     """Change the parameter that an error about a chat names to that of this API."""
     try:
-        yield
+        with images_of_parameter("messages"):
+            yield
     except RequestError as error:
         given = param = error.param or ""
         if param.startswith("tools["):

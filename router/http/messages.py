@@ -5,7 +5,8 @@ with the role `tool`.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -125,7 +126,7 @@ class TextPart(BaseModel):
     text: str
 
 
-def _check_url(url: object) -> object:
+def check_url(url: object) -> object:
     if isinstance(url, str) and not url.startswith(DATA_URL):
         text = "must begin with {data}: the image itself in base64. The server fetches nothing from the network"
         raise PydanticCustomError("url", text, {"data": DATA_URL})
@@ -136,7 +137,7 @@ class ImageUrl(BaseModel):
     """An image as a data URL. `detail` has no effect: the model's files decide the size."""
 
     model_config = Strict
-    url: Annotated[str, BeforeValidator(_check_url)]
+    url: Annotated[str, BeforeValidator(check_url)]
     detail: Literal["auto", "low", "high"] | None = None
 
 
@@ -255,6 +256,18 @@ def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
         for place, part in enumerate(message.content)
         if isinstance(part, ImagePart)
     ]
+
+
+@contextmanager
+def images_of_parameter(name: str) -> Iterator[None]:
+    """Let errors about an image name the parameter of another API from which the chat was made."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is not None and error.param.endswith(".image_url.url"):
+            error.message = error.message.replace(f"`{error.param}`", f"An image of `{name}`")
+            error.param = name
+        raise
 
 
 def check_tool_results(messages: Sequence[ChatMessage]) -> None:

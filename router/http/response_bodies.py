@@ -8,7 +8,17 @@ form one message.
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from router.http.bodies import (
@@ -32,6 +42,7 @@ from router.http.messages import (
     NamedChoice,
     Strict,
     ToolDefinition,
+    check_url,
 )
 from router.http.structured import JsonSchema, ResponseFormat
 from shared.errors import RequestError
@@ -56,6 +67,15 @@ class InputText(BaseModel):
     logprobs: list[Any] | None = None
 
 
+class InputImage(BaseModel):
+    """An image in a message, as a data URL. `detail` has no effect."""
+
+    model_config = Strict
+    type: Literal["input_image"]
+    image_url: Annotated[str, BeforeValidator(check_url)]
+    detail: Literal["auto", "low", "high"] | None = None
+
+
 class RefusalPart(BaseModel):
     """A refusal in a message of the assistant."""
 
@@ -71,19 +91,38 @@ def _kind_of_part(value: Any) -> str:
 
 Part = Annotated[
     Annotated[InputText, Tag("~input_text")] | Annotated[RefusalPart, Tag("~refusal")],
-    Discriminator(_kind_of_part, "part", "must be an input_text or an output_text; images and files are not supported"),
+    Discriminator(_kind_of_part, "part", "must be an input_text or an output_text"),
+]
+MessagePart = Annotated[
+    Annotated[InputText, Tag("~input_text")]
+    | Annotated[RefusalPart, Tag("~refusal")]
+    | Annotated[InputImage, Tag("~input_image")],
+    Discriminator(_kind_of_part, "part", "must be an input_text, an output_text or an input_image; give files as text"),
 ]
 Parts = Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
-TextOrParts = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[Parts, Tag("~parts")],
-    Discriminator(lambda value: "~text" if isinstance(value, str) else "~parts"),
-]
+MessageParts = Annotated[list[MessagePart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+_text_or_parts = Discriminator(lambda value: "~text" if isinstance(value, str) else "~parts")
+TextOrParts = Annotated[Annotated[str, Tag("~text")] | Annotated[Parts, Tag("~parts")], _text_or_parts]
+MessageContent = Annotated[Annotated[str, Tag("~text")] | Annotated[MessageParts, Tag("~parts")], _text_or_parts]
 
 
-def text_of(content: str | Sequence[InputText | RefusalPart]) -> str:
+def text_of(content: str | Sequence[InputText | RefusalPart | InputImage]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part.text if isinstance(part, InputText) else part.refusal for part in content)
+    texts = (part for part in content if not isinstance(part, InputImage))
+    return "\n".join(part.text if isinstance(part, InputText) else part.refusal for part in texts)
+
+
+def content_of(content: str | Sequence[InputText | RefusalPart | InputImage]) -> str | list[dict[str, Any]]:
+    """Return the content of a message of a chat: its text or, with images, its parts."""
+    if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
+        return text_of(content)
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if isinstance(part, InputImage)
+        else {"type": "text", "text": text_of([part])}
+        for part in content
+    ]
 
 
 class ResponseItem(BaseModel):
@@ -99,8 +138,14 @@ class MessageItem(ResponseItem):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: TextOrParts
+    content: MessageContent
     phase: str | None = None
+
+    @model_validator(mode="after")
+    def _check_images(self) -> "MessageItem":
+        if self.role == "assistant" and not isinstance(content_of(self.content), str):
+            raise PydanticCustomError("image", "is a message of the assistant, which has no images")
+        return self
 
 
 class CallItem(ResponseItem):
@@ -312,7 +357,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
     for item in items:
         match item:
             case MessageItem() if item.role != "assistant":
-                messages.append({"role": item.role, "content": text_of(item.content)})
+                messages.append({"role": item.role, "content": content_of(item.content)})
                 continue
             case CallOutputItem():
                 message = {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}

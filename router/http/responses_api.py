@@ -20,6 +20,7 @@ from router.dispatch.requests import GenerationRequest
 from router.http.asgi import SCOPE_KEY, STREAM_HEADERS, ResponseWriter, described
 from router.http.bodies import Body, ChatBody
 from router.http.generation import GenerationService
+from router.http.messages import images_of_parameter
 from router.http.response_bodies import Item, ResponsesBody, items_of, items_to_json
 from router.http.response_events import Event, ResponseEvents, encode_event, items_with_ids
 from router.http.response_runs import ResponseRuns, body_of
@@ -39,7 +40,8 @@ NEEDS_STORE = "needs a store of responses; start the router with --responses-sto
 def named_parameters() -> Iterator[None]:
     """Change the parameter that an error about a chat names to that of this API."""
     try:
-        yield
+        with images_of_parameter("input"):
+            yield
     except RequestError as error:
         param = error.param or ""
         error.param = PARAMS.get(

@@ -16,7 +16,7 @@ from shared.images import read_image_rules
 from tests.cluster.harness import FORK_SERVER, PRELOAD, Cluster, cluster
 from tests.engine.image_models import CONFIGS, GEMMA_NAMES, QWEN_NAMES, answer, is_qwen, picture, write
 
-COUNT = 24
+COUNT = 48
 STORY = "Tell me of the king, of his sons and of the battle that they lost in the north. " * 2
 # Texts of a user's message, and sizes of images. The last has the text of the first, with another image.
 CASES: list[list[str | tuple[int, int]]] = [
@@ -81,10 +81,10 @@ def asked(running: Cluster, number: int, **fields: Any) -> list[list[int]]:
     return [found["prompt_token_ids"], *(choice["token_ids"] for choice in found["choices"])]
 
 
-def expected_of(name: str, directory: Path) -> list[list[list[int]]]:
+def expected_of(name: str, directory: Path, count: int = COUNT) -> list[list[list[int]]]:
     reference = write(name, directory)
     prompts = [prompt_of(name, directory, number) for number in range(len(CASES))]
-    return [[prompt, answer(reference, name, prompt, pictures(number), COUNT)] for number, prompt in enumerate(prompts)]
+    return [[prompt, answer(reference, name, prompt, pictures(number), count)] for number, prompt in enumerate(prompts)]
 
 
 @pytest.mark.parametrize(
@@ -137,17 +137,17 @@ def test_a_request_with_an_image_survives_the_death_of_a_node(killed: str, tmp_p
         assert requests["failed"] == 0
 
 
-def test_a_decode_node_without_the_image_gives_the_request_back(tmp_path: Path) -> None:
-    """A preempted request computes its prompt again, for which the decode node has not the pixels."""
-    expected = expected_of("qwen2.5 vl", tmp_path)
+def test_a_decode_node_that_preempts_requests_encodes_no_image(tmp_path: Path) -> None:
+    """It has not the pixels. It computes what follows the images again, or gives the request back."""
+    expected = expected_of("qwen2.5 vl", tmp_path, 150)
     own = {"decode-0": {"num_blocks": 24}}
-    with cluster(1, 1, own=own, model=tmp_path, runner="torch") as running, ThreadPoolExecutor(8) as pool:
-        numbers = [number for number in range(len(CASES)) for _ in range(2)]
-        assert list(pool.map(lambda number: asked(running, number), numbers)) == [
-            expected[number] for number in numbers
-        ]
+    with cluster(1, 1, own=own, model=tmp_path, runner="torch") as running, ThreadPoolExecutor(len(CASES)) as pool:
+        found = pool.map(lambda number: asked(running, number, max_tokens=150), range(len(CASES)))
+        assert list(found) == expected
         status = running.settled()
-        assert {node["id"]: node["images_encoded"] for node in status["nodes"]}["decode-0"] == 0
+        (decode,) = (node for node in status["nodes"] if node["id"] == "decode-0")
+        assert decode["preemptions"] > 0
+        assert decode["images_encoded"] == 0
         assert status["requests"]["failed"] == 0
 
 

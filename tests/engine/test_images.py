@@ -12,6 +12,7 @@ import torch
 from engine.foreign.vision import VisionEncoder
 from engine.media import PromptImage
 from engine.models.load import load_model
+from node.output_publisher import delta_of
 from scheduler.prefix import MediaSpan
 from scheduler.request import Request
 from scheduler.scheduler import StepLimits
@@ -105,3 +106,30 @@ def test_sizes_and_grids_are_those_of_the_processor(name: str, tmp_path: Path) -
             continue
         rows, columns = rules.grid(wide, high)
         assert found["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]], (width, height)
+
+
+def test_a_request_whose_image_is_missing_ends_alone(tmp_path: Path) -> None:
+    """The error lets the router send the request again, with its pixels."""
+    reference = write("qwen3 vl", tmp_path)
+    rules = read_image_rules(tmp_path)
+    assert rules is not None
+    image = picture(1, 40, 24)
+    given = prompt(rules, [image], 0)
+    model, encoder = load_model(tmp_path, torch.float32, CPU), VisionEncoder(tmp_path, rules)
+    node = Node(model, StepLimits(512), 6, 4, longest=64)
+    node.runner.use_encoder(encoder)
+    missing, whole = request(0, rules, *given), request(1, rules, *given)
+    missing.images = None
+    node.scheduler.add(missing)
+    node.scheduler.add(whole)
+    step = node.scheduler.schedule()
+    outputs = node.runner.run(step)
+    assert [output.error for output in outputs] == ["no_image", ""]
+    failed = [bool(output.error) for output in outputs]
+    events = node.scheduler.update(step, [output.tokens for output in outputs], failed)
+    deltas = [delta_of(event, outputs[event.slice_index]) for event in events]
+    assert [(delta.error, delta.retry) for delta in deltas] == [("no_image", True), ("", False)]
+    while node.scheduler.has_work:
+        node.step()
+    assert whole.tokens[whole.num_prompt :] == answer(reference, "qwen3 vl", given[0], [image], COUNT)
+    assert not node.scheduler.audit()

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import struct
 import zlib
 from pathlib import Path
@@ -12,8 +13,12 @@ import pytest
 from PIL import Image
 
 from router.dispatch.requests import ModelCard
-from router.http.bodies import ChatBody, parse_body
+from router.http.anthropic import MessagesBody
+from router.http.anthropic import named_parameters as of_anthropic
+from router.http.bodies import ChatBody, parse_body, validated
 from router.http.parsing import build_requests
+from router.http.response_bodies import ResponsesBody
+from router.http.responses_api import named_parameters as of_responses
 from router.text.images import ImageReader
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
@@ -88,8 +93,6 @@ def content(*urls: str) -> dict[str, Any]:
 
 
 async def request_of(given: tuple[Tokenizer, ImageReader | None], fields: dict[str, Any]) -> Any:
-    import json
-
     body = parse_body(ChatBody, json.dumps({"model": "m"} | fields).encode(), ["m"])
     (request,) = await build_requests(body, MODEL, given[0], "id", images=given[1])
     return request
@@ -172,3 +175,35 @@ def test_transparent_and_rotated_images(qwen) -> None:
     (rotated,) = qwen[1].read([("x", encoded(image, "WEBP", lossless=True, exif=turned))])
     (expected,) = qwen[1].read([("x", encoded(image.rotate(-90, expand=True)))])
     assert rotated == expected
+
+
+def responses_chat(url: str, role: str = "user") -> ChatBody:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": url, "detail": "auto"}]
+    body = {"model": "m", "input": [{"role": role, "content": parts}]}
+    return parse_body(ResponsesBody, json.dumps(body).encode(), ["m"]).to_chat([])
+
+
+def anthropic_chat(url: str, role: str = "user") -> ChatBody:
+    kind, _, data = url.removeprefix("data:").partition(";base64,")
+    source = {"type": "base64", "media_type": kind, "data": data}
+    content = [{"type": "text", "text": "a"}, {"type": "image", "source": source}]
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": role, "content": content}]}
+    return validated(ChatBody, parse_body(MessagesBody, json.dumps(body).encode(), ["m"]).chat_fields())
+
+
+@pytest.mark.parametrize(
+    ("chat", "named", "param"), [(responses_chat, of_responses, "input"), (anthropic_chat, of_anthropic, "messages")]
+)
+async def test_other_apis_take_the_same_images(chat, named, param: str, qwen) -> None:
+    expected = await request_of(qwen, content(GOOD))
+    (request,) = await build_requests(chat(GOOD), MODEL, qwen[0], "id", images=qwen[1])
+    assert (request.prompt, request.media) == (expected.prompt, expected.media)
+    with named(), pytest.raises(RequestError) as refused, named():
+        await build_requests(chat(as_url(b"x")), MODEL, qwen[0], "id", images=qwen[1])
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.message.startswith(f"An image of `{param}` is not an image: send one of the formats")
+    for url, role in (("http://example.com/a.png", "user"), (GOOD, "assistant")):
+        with pytest.raises(RequestError) as refused:
+            chat(url, role)
+        assert refused.value.status == 400
+        assert param in refused.value.param

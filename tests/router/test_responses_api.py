@@ -109,7 +109,10 @@ BAD = [
     ({"input": [USER | {"type": "item_reference"}]}, "input[0]"),
     ({"input": [USER | {"role": "tool"}]}, "input[0].role"),
     ({"input": [USER | {"content": None}]}, "input[0].content"),
-    ({"input": [USER | {"content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input[0].content[0]"),
+    (
+        {"input": [USER | {"content": [{"type": "input_image", "image_url": "http://x"}]}]},
+        "input[0].content[0].image_url",
+    ),
     ({"input": [USER | {"content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
     ({"input": [USER | {"extra": 1}]}, "input[0].extra"),
     ({"input": [USER, RESULT]}, "input[1].call_id"),
@@ -167,5 +170,5 @@ async def test_formats_and_choices_reach_the_grammar(client, hermes):
 def test_content_without_a_type_of_item_is_a_message():
     body = parse_body(ResponsesBody, json.dumps({"input": [USER]}).encode(), ["m"])
     assert body.items[0].content == "x"
-    with pytest.raises(RequestError, match="images and files are not supported"):
+    with pytest.raises(RequestError, match="must be an input_text, an output_text or an input_image"):
         parse_body(ResponsesBody, json.dumps({"input": [USER | {"content": [{"type": "x"}]}]}).encode(), ["m"])

@@ -146,7 +146,7 @@ async def encode_chat(
         if images is None:
             text = "this model takes no images, or its directory has no preprocessor_config.json; send text only"
             raise RequestError(f"`{urls[0][0]}`: {text}.", urls[0][0], "unsupported_parameter")
-        media = await asyncio.to_thread(images.read, urls)
+        media = await asyncio.get_running_loop().run_in_executor(images.thread, images.read, urls)
     tokens = await run_in_thread(
         tokenizer.encode_chat,
         [message.plain() for message in body.messages or ()],

@@ -14,8 +14,8 @@ import json
 import resource
 import signal
 import sys
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -36,14 +36,14 @@ DIGEST_BYTES = 16
 class ImageReader:
     """Decodes the images of clients for one model.
 
-    The router owns it. It owns the child process that decodes images, which it starts with the first image and after it
-    was killed. `read` blocks, so callers run it on a worker thread. It is thread-safe: images are decoded one after the
-    other, each within DECODE_S.
+    The router owns it. It owns the child process that decodes images, one after the other and each within DECODE_S,
+    which it starts with the first image and after it was killed. `read` blocks, so callers run it on `thread`, whose
+    queue delays no other work of the router.
     """
 
     def __init__(self, rules: ImageRules) -> None:
         self.rules = rules
-        self._lock = threading.Lock()
+        self.thread = ThreadPoolExecutor(1, "images")
         self._child: ChildProcess | None = None
 
     def read(self, urls: Sequence[tuple[str, str]]) -> list[Media]:
@@ -68,8 +68,7 @@ class ImageReader:
         if not head.endswith(";base64"):
             text = f"`{param}` must be a URL of the form data:image/png;base64,…"
             raise RequestError(f"{text}; other encodings are not supported.", param, "invalid_value")
-        with self._lock:
-            answer = self._ask(data)
+        answer = self._ask(data)
         if answer is None:
             answer = {"failed": "takes too long or too much memory to decode; send a smaller image"}
         if "failed" in answer:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from engine.foreign.vision import VisionEncoder
 from engine.media import PromptImage
@@ -106,6 +107,26 @@ def test_sizes_and_grids_are_those_of_the_processor(name: str, tmp_path: Path) -
             continue
         rows, columns = rules.grid(wide, high)
         assert found["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]], (width, height)
+
+
+@pytest.mark.parametrize(
+    ("patch", "least", "most"), [(14, 56 * 56, 28 * 28 * 1280), (14, 3136, 12_845_056), (16, 65_536, 16_777_216)]
+)
+def test_grids_of_published_models_are_those_of_the_processor(patch: int, least: int, most: int) -> None:
+    """The limits are those of Qwen2-VL's default, Qwen2.5-VL and Qwen3-VL."""
+    rules = ImageRules(
+        "qwen3_vl", IMAGE, IMAGE, IMAGE, 3, 1.0, (0.0,) * 3, (1.0,) * 3, patch, 2, 2, min_pixels=least, max_pixels=most
+    )
+    size = {"shortest_edge": least, "longest_edge": most}
+    oracle = Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, size=size)
+    sides = np.exp(np.random.default_rng(1).uniform(0, 9, (200, 2))).astype(int).tolist()
+    for width, height in sides:
+        if max(width, height) > 200 * min(width, height):
+            with pytest.raises(ValueError, match="at most 200 times"):
+                rules.size(width, height)
+            continue
+        rows, columns = rules.grid(*rules.size(width, height))
+        assert 4 * rows * columns == oracle.get_number_of_image_patches(height, width), (width, height)
 
 
 def test_a_request_whose_image_is_missing_ends_alone(tmp_path: Path) -> None:

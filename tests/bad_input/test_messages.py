@@ -15,6 +15,7 @@ from shared.rpc.codec import MAX_ITEMS, MAX_MESSAGE_BYTES, DecodeError, decode, 
 from shared.rpc.messages import (
     Ack,
     CommitRequest,
+    Media,
     NodeInfo,
     NodeStats,
     NodeUpdate,
@@ -145,6 +146,7 @@ def test_every_truncated_message_is_rejected() -> None:
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
 
+IMAGE = Media(0, 1, 2, bytes(16), 2, 1, bytes(6))
 WRONG_SUBMITS: list[tuple[SubmitRequest, str]] = [
     *((replace(SUBMIT, sampling=replace(SUBMIT.sampling, **{name: value})), f"ampling(Params)?.{name}")
       for name, (low, high) in RANGES.items() for value in (int(low) - 1, int(high) + 1, math.nan)
@@ -179,6 +181,15 @@ WRONG_SUBMITS: list[tuple[SubmitRequest, str]] = [
     (replace(SUBMIT, decode_node="file:///etc/passwd"), "decode_node is 'file"),
     (replace(SUBMIT, decode_node="host"), "decode_node is 'host'"),
     (replace(SUBMIT, stop_tokens=b"\xff" * 4), "negative"),
+    (replace(SUBMIT, media=[IMAGE] * 17), "number of media is 17"),
+    (replace(SUBMIT, media=[replace(IMAGE, rows=0)]), "media.rows is 0"),
+    (replace(SUBMIT, media=[replace(IMAGE, columns=-1)]), "media.columns is -1"),
+    (replace(SUBMIT, media=[replace(IMAGE, offset=1)]), "media.offset is 1: it must be from 0 to 0"),
+    (replace(SUBMIT, media=[IMAGE, IMAGE]), "media.offset is 0: it must be from 2 to 0"),
+    (replace(SUBMIT, media=[replace(IMAGE, digest=b"")]), "length of media.digest is 0"),
+    (replace(SUBMIT, media=[replace(IMAGE, width=0)]), "media.width is 0"),
+    (replace(SUBMIT, media=[replace(IMAGE, height=2)]), "length of media.pixels is 6: it must be from 12 to 12"),
+    (replace(SUBMIT, media=[replace(IMAGE, pixels=bytes(49 * MIB))]), "bytes of media is 51380224"),
 ]  # fmt: skip
 
 

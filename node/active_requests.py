@@ -170,13 +170,12 @@ class ActiveRequests:
         return request
 
     def _add_images(self, request: Request, media: list[Media]) -> None:
-        support = self._rules.images
-        if support is None:
+        support, has_pixels = self._rules.images, media[0].pixels != b""
+        if support is None and has_pixels:
             raise ValueError("the nodes of this cluster cannot encode images: see their logs, or omit the images")
-        request.media = tuple(
-            MediaSpan(one.offset, one.rows, one.columns, one.digest, support.is_atomic) for one in media
-        )
-        if media[0].pixels:
+        is_atomic = support is not None and support.is_atomic
+        request.media = tuple(MediaSpan(one.offset, one.rows, one.columns, one.digest, is_atomic) for one in media)
+        if has_pixels:
             request.images = [PromptImage(one) for one in media]
 
     def _check_limits(self, request_id: str, num_tokens: int) -> None:

@@ -2,19 +2,23 @@
 
 import asyncio
 import signal
+import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from engine.media import ImageEncoder, ImageFeatures, ImageSupport
 from node.active_requests import RequestRules
 from node.watchdog import Watched
 from scheduler.role import DECODE
 from scheduler.scheduler import StepLimits
 from shared.grammar import GrammarTokenizer, lark_grammar
 from shared.lifecycle import wait_until
-from shared.rpc.messages import RouterCommand, SamplingParams, pack_ids
+from shared.rpc.messages import Media, RouterCommand, SamplingParams, pack_ids
 from tests.cluster.harness import cluster, completion, wait_for
 from tests.engine.grammars import ENDLESS, tokenizer_of
 from tests.node.harness import (
@@ -26,6 +30,8 @@ from tests.node.harness import (
     quiet,  # noqa: F401
     submission,
 )
+
+IMAGE = Media(0, 1, 2, bytes(16), 2, 1, bytes(6))
 
 
 def large_node(**more: Any) -> HashNode:
@@ -67,6 +73,45 @@ async def test_a_flood_is_bounded_and_may_be_retried_on_another_node(rules: Requ
         assert all(retry and "no more fit" in error for error, retry in line.errors())
         await here.empty()
         assert here.scheduler.counters.generated_tokens == 40, "requests within the limit are served"
+
+
+class GatedEncoder(ImageEncoder):
+    """An encoder that waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.num_encoded = self.num_cached = 0
+        self.gate = threading.Event()
+
+    def features(self, image: Media) -> ImageFeatures:
+        assert self.gate.wait(60)
+        self.num_encoded += 1
+        return ImageFeatures(torch.zeros(image.rows * image.columns, 4))
+
+
+async def test_steps_go_on_while_images_are_encoded_and_an_abort_leaves_nothing() -> None:
+    encoder = GatedEncoder()
+    here = hash_node(DECODE, rules=RequestRules(VOCABULARY, images=ImageSupport(encoder=encoder)))
+    async with attached(here) as line:
+        line.submit(*(submission(name, media=[IMAGE]) for name in ("aborted", "kept")), submission("text"))
+        assert await wait_until(lambda: bool(line.finishes("text")), 30.0)
+        assert not line.finishes("kept")
+        line.abort("aborted")
+        assert await wait_until(lambda: len(here.node.requests) == 1, 30.0)
+        encoder.gate.set()
+        assert await wait_until(lambda: bool(line.finishes("kept")), 30.0)
+        await here.empty()
+        assert not line.tokens("aborted")
+        assert here.node.stats().images_encoded == encoder.num_encoded > 0
+
+
+async def test_a_node_without_an_encoder_refuses_pixels_and_takes_kv_of_images() -> None:
+    here = hash_node(DECODE)
+    async with attached(here) as line:
+        line.submit(submission("pixels", media=[IMAGE]), submission("kv", media=[replace(IMAGE, pixels=b"")]))
+        assert await wait_until(lambda: bool(line.finishes("kv")), 30.0)
+        ((error, retry),) = line.errors()
+        assert "cannot encode images" in error
+        assert not retry
 
 
 async def test_a_router_aborts_only_its_own_requests_and_ids_are_unique() -> None:

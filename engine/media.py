@@ -13,7 +13,7 @@ from scheduler.prefix import MediaSpan
 from scheduler.request import Slice
 from shared.rpc.messages import Media
 
-NO_IMAGE = "no_image"  # the error of a slice with tokens of an image that this node does not have
+NO_IMAGE = "no_image"  # the error of a slice with tokens of an image whose features this node does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,13 @@ class ImageEncoder(Protocol):
     num_cached: int
 
     def features(self, image: Media) -> ImageFeatures:
-        """Return the features of an image with pixels. Equal images are encoded once, while their features are kept."""
+        """Return the features of an image with pixels. Equal images are encoded once, while their features are kept.
+
+        This may take a minute on a CPU, so the engine's thread does not call it.
+        """
+
+    def kept(self, image: Media) -> ImageFeatures | None:
+        """Return the features of an image if they are still there, without waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +59,8 @@ class PromptImage:
     media: Media
     features: ImageFeatures | None = None
 
-    def encode(self, encoder: ImageEncoder) -> ImageFeatures:
-        self.features = self.features or encoder.features(self.media)
-        return self.features
+    def encode(self, encoder: ImageEncoder) -> None:
+        self.features = encoder.features(self.media)
 
 
 @dataclass(slots=True)
@@ -77,7 +82,7 @@ class BatchImages:
 
 
 def images_of(slices: Sequence[Slice], encoder: ImageEncoder | None) -> tuple[BatchImages | None, set[int]]:
-    """Return the image tokens of the slices, and the indices of the slices whose images this node does not have.
+    """Return the image tokens of the slices, and the indices of the slices for whose images there are no features.
 
     `Request.images` is the list of a `PromptImage` for each span, or None if the node has no pixels.
     """
@@ -93,11 +98,12 @@ def images_of(slices: Sequence[Slice], encoder: ImageEncoder | None) -> tuple[Ba
             low, high = max(span.start, slice_.start), min(span.end, slice_.end)
             if low >= high:
                 continue
-            if image is None or encoder is None:
+            features = None if image is None or encoder is None else image.features or encoder.kept(image.media)
+            if features is None:
                 missing.add(index)
                 continue
             rows.append(torch.arange(low, high) - slice_.start + first)
-            parts.append(part_of(image.encode(encoder), low - span.start, high - span.start))
+            parts.append(part_of(features, low - span.start, high - span.start))
             if high == span.end:
                 image.features = None
         first += slice_.count

@@ -144,7 +144,7 @@ class TorchRunner(Runner):
         self._adapted = adapted
 
     def use_encoder(self, encoder: ImageEncoder) -> None:
-        """Encode the images of requests that were not encoded before."""
+        """Use the features of images that this encoder keeps, for requests without them."""
         self._encoder = encoder
 
     def run(self, step: Step) -> list[SliceOutput]:

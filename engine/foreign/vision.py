@@ -51,26 +51,33 @@ class VisionEncoder:
         self._modules = _modules(config, rules)
         _load(self._modules, path)
         self._processor = _processor(rules)
-        self._lock = threading.Lock()
+        self._encoding = threading.Lock()  # held while an image is encoded
+        self._lock = threading.Lock()  # of the cache
         self._cache: OrderedDict[bytes, ImageFeatures] = OrderedDict()
         self._cached_bytes = self.num_encoded = self.num_cached = 0
 
     def features(self, image: Media) -> ImageFeatures:
         """Return the features of an image with pixels. Raises ValueError if their number is not that of its tokens."""
-        with self._lock:
-            if (found := self._cache.get(image.digest)) is not None:
-                self._cache.move_to_end(image.digest)
+        with self._encoding:
+            if (found := self.kept(image)) is not None:
                 self.num_cached += 1
                 return found
             features = self._encode(image)
             if len(features.embeddings) != image.rows * image.columns:
                 raise ValueError(f"an image has {len(features.embeddings)} tokens, not {image.rows * image.columns}")
             self.num_encoded += 1
-            self._cache[image.digest] = features
-            self._cached_bytes += _size(features)
-            while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
-                self._cached_bytes -= _size(self._cache.popitem(last=False)[1])
+            with self._lock:
+                self._cache[image.digest] = features
+                self._cached_bytes += _size(features)
+                while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
+                    self._cached_bytes -= _size(self._cache.popitem(last=False)[1])
             return features
+
+    def kept(self, image: Media) -> ImageFeatures | None:
+        with self._lock:
+            if image.digest in self._cache:
+                self._cache.move_to_end(image.digest)
+            return self._cache.get(image.digest)
 
     @torch.inference_mode()
     def _encode(self, image: Media) -> ImageFeatures:

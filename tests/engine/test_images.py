@@ -52,10 +52,12 @@ def prompt(rules: ImageRules, images: Sequence[np.ndarray[Any, Any]], seed: int)
     return tokens, media
 
 
-def request(number: int, rules: ImageRules, tokens: list[int], media: list[Media]) -> Request:
+def request(number: int, rules: ImageRules, encoder: VisionEncoder, tokens: list[int], media: list[Media]) -> Request:
     made = Request(f"r{number}", list(tokens), len(tokens), COUNT, sampling=GREEDY)
     made.media = tuple(MediaSpan(one.offset, one.rows, one.columns, one.digest, rules.is_atomic) for one in media)
     made.images = [PromptImage(one) for one in media]
+    for image in made.images:
+        image.encode(encoder)
     return made
 
 
@@ -81,7 +83,7 @@ def test_prompts_with_images_give_the_tokens_of_transformers(name: str, tmp_path
         if not hands_over:
             here.runner.use_encoder(encoder)
         for _ in range(2):  # the second time, prefixes are in the cache
-            rows = [request(number, rules, *each) for number, each in enumerate(prompts)]
+            rows = [request(number, rules, encoder, *each) for number, each in enumerate(prompts)]
             found = run_together(rows, here, there if hands_over else None)
             assert found == expected, f"budget {budget}, room {room}, handed over {hands_over}"
         if name.endswith("vl"):  # requests of the others release rows, or hold most of them from the start
@@ -139,8 +141,8 @@ def test_a_request_whose_image_is_missing_ends_alone(tmp_path: Path) -> None:
     model, encoder = load_model(tmp_path, torch.float32, CPU), VisionEncoder(tmp_path, rules)
     node = Node(model, StepLimits(512), 6, 4, longest=64)
     node.runner.use_encoder(encoder)
-    missing, whole = request(0, rules, *given), request(1, rules, *given)
-    missing.images = None
+    missing, whole = (request(number, rules, encoder, *given) for number in range(2))
+    missing.images = None  # as on a decode node that preempted it
     node.scheduler.add(missing)
     node.scheduler.add(whole)
     step = node.scheduler.schedule()

@@ -87,6 +87,9 @@ class GatedEncoder(ImageEncoder):
         self.num_encoded += 1
         return ImageFeatures(torch.zeros(image.rows * image.columns, 4))
 
+    def kept(self, image: Media) -> None:
+        return None
+
 
 async def test_steps_go_on_while_images_are_encoded_and_an_abort_leaves_nothing() -> None:
     encoder = GatedEncoder()

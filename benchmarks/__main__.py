@@ -5,6 +5,7 @@
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 
 BENCHMARKS = {
     "cpu": "Baton on a CPU, compared with llama.cpp, vLLM and transformers",
@@ -17,39 +18,22 @@ BENCHMARKS = {
     "footprint": "start-up time to the first token, and memory of the router and a node",
     "router": "streamed tokens per second, latency and memory of the router",
     "policies": "batching policies on a virtual clock; writes docs/policies.md",
+    "recording": "live runs that tests replay in the simulator",
+    "simulator": "requests that the simulator serves in a CPU second",
+    "validation": "the simulator, compared with published measurements",
     "gpu_first_run": "experimental: checks, kernels, a whole model and handoffs on a GPU",
     "document": "write the tables of docs/results/ from the results",
 }
 
 
+PLACES = {"footprint": "handoff:footprint", "gpu_first_run": "gpu.first_run:main", "document": "result:main"}
+
+
 def load(name: str) -> Callable[[], None]:
     """Import only this benchmark, without the others and their libraries, and return its `main`."""
-    match name:
-        case "cpu":
-            from benchmarks.cpu import main
-        case "four_bit":
-            from benchmarks.four_bit import main
-        case "speculation":
-            from benchmarks.speculation import main
-        case "grammar":
-            from benchmarks.grammar import main
-        case "model_impl":
-            from benchmarks.model_impl import main
-        case "layers":
-            from benchmarks.layers import main
-        case "handoff":
-            from benchmarks.handoff import main
-        case "footprint":
-            from benchmarks.handoff import footprint as main
-        case "router":
-            from benchmarks.router import main
-        case "policies":
-            from benchmarks.policies import main
-        case "gpu_first_run":
-            from benchmarks.gpu.first_run import main
-        case _:
-            from benchmarks.result import main
-    return main
+    module, _, function = PLACES.get(name, f"{name}:main").partition(":")
+    found: Callable[[], None] = getattr(import_module(f"benchmarks.{module}"), function)
+    return found
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DOCS = RESULTS.parents[1] / "docs"
-PAGES = (DOCS / "results" / "performance.md", DOCS / "results" / "fault-tolerance.md")
+PAGES = (DOCS / "results" / "performance.md", DOCS / "results" / "fault-tolerance.md", DOCS / "planning.md")
 BLOCK = re.compile(r"(<!-- result: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
 T = TypeVar("T")

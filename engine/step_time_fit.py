@@ -34,6 +34,7 @@ QUANTILE = 0.99  # `margin` covers this quantile of the relative prediction erro
 ENOUGH = 20  # if fewer recent steps have prompts, the margin is computed from all recent steps
 MARGIN_CAP = 1.0
 KNEES = (0.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+FINE_KNEES = range(0, 513, 8)
 SLACK = 10.0  # the deadline is at least this multiple of the expected time, because the machine may be busy
 FIRST_S = 300.0  # deadline of the first step, in seconds
 
@@ -202,6 +203,19 @@ def _fit(
     solution, distance = nnls(matrix, np.concatenate((target, pull * old * norms)))
     overhead, per_token, *rest = (solution / norms).tolist()
     return float(distance) ** 2, (overhead, per_token, knee, *rest)
+
+
+def fit_cost(works: Sequence[StepWork], seconds: Sequence[float], knees: Sequence[float] = FINE_KNEES) -> CostModel:
+    """Return the model with the smallest squared relative errors over all these steps, without a margin.
+
+    Raises ValueError if there are fewer than FIRST_FIT steps or a step took no time.
+    """
+    if len(works) < FIRST_FIT or min(seconds) <= 0:
+        raise ValueError(f"a fit needs {FIRST_FIT} steps or more, each of which took some time")
+    samples = [StepObservation(work, each, each) for work, each in zip(works, seconds, strict=True)]
+    weights = [1.0] * len(samples)
+    _, fields = min(_fit(samples, weights, CostModel(), knee) for knee in knees)
+    return CostModel(*fields)
 
 
 class StepDeadline:

@@ -64,7 +64,7 @@ class SimulatedCluster:
     def __init__(self, plan: ClusterPlan, *, skips: bool = True, seed: int = 0) -> None:
         """If `skips` is false, nodes decide every step singly, which takes longer. `seed` determines the variations."""
         self.plan, self.times = plan, plan.device.times
-        self.events = EventQueue()
+        self.events, self._cost = EventQueue(), plan.cost.packed()
         serving = plan.serving
         self.queue = AdmissionQueue(serving.max_queue_s, serving.max_queued_tokens)
         self.rules = DispatchRules(disaggregate=serving.disaggregate, ttft_slo_s=serving.ttft_slo_ms / 1000)
@@ -158,7 +158,7 @@ class SimulatedCluster:
         stats.handoffs, stats.blocks_moved = link.num_handoffs, link.num_blocks
         stats.bytes_moved = link.num_blocks * node.info.block_bytes
         stats.channels = {"decode": LINK} if link.num_blocks else {}
-        stats.cost = self.plan.cost.packed()
+        stats.cost = self._cost
         stats.transfer = [link.push_s + link.speed.latency_s, 1 / link.speed.bytes_per_s]
         return stats
 

@@ -7,7 +7,7 @@ stretches of steps: their end times have a closed form, and `Scheduler.skip_deco
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from itertools import accumulate
 from random import Random
 from typing import NamedTuple, Protocol
@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from scheduler.cost import CostModel, StepWork
 from scheduler.request import Request, RequestState, Step
-from scheduler.scheduler import Scheduler, StepOutput
+from scheduler.scheduler import Scheduler, SchedulerCounters, StepOutput
 from shared.rpc.messages import NodeStats
 from simulator.events import EventQueue
 
 TOKEN = 0  # what every step samples: only numbers of tokens matter
 PERIOD = 4096  # number of drawn variations, which then repeat
+COUNTERS = tuple(field.name for field in fields(SchedulerCounters))
 LONGEST = 256  # most steps in a stretch
 Command = Callable[[Scheduler], object]
 
@@ -170,7 +171,7 @@ class SimulatedNode:
             waiting=num_waiting,
             waiting_tokens=sum(len(request.tokens) for request in waiting),
             **{f"blocks_{name}": count for name, count in ledger._asdict().items()},
-            **asdict(self.scheduler.counters),
+            **{name: getattr(self.scheduler.counters, name) for name in COUNTERS},
         )
 
     def settle(self) -> None:

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compare.arms import Arm, parse_arm, parse_settings
-from compare.load.outcome import LatencySlo, Outcome
+from compare.load.outcome import LatencySlo
 from compare.load.traces import TraceRow, read_trace
 from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource
 from compare.main import context_limit
 from compare.options import CompareOptions
 from compare.planning.options import PlanOptions
 from compare.run.simulated import UNLIMITED, cluster_plan, outcomes_of
-from compare.stats.measures import measured_window, miss_causes
+from compare.stats.measures import miss_causes
 from dashboard.history import RequestHistory
 from engine.emulation import Emulation, load_emulation
 from scheduler.cost import StepWork
@@ -51,18 +51,16 @@ def candidates(options: PlanOptions) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The latencies of one run's requests in the measured window, in milliseconds; infinite if a request failed."""
+    """The latencies of the last half of a run's requests, in milliseconds; infinite if a request failed.
+
+    A run is so long that in the last half, the load is steady or, if the cluster is overloaded, requests miss the SLO.
+    """
 
     ttft_ms: Latencies
     tbt_ms: Latencies  # the 99th percentile of each request's times between tokens
-    overloaded: bool
 
     def attainment(self, slo: LatencySlo) -> float:
-        """Return the share of requests that met the SLO, or 0 if the run was overloaded."""
-        return 0.0 if self.overloaded else self.share(slo)
-
-    def share(self, slo: LatencySlo) -> float:
-        """Return the share of requests that met the SLO, even if the run was overloaded."""
+        """Return the share of requests that met the SLO."""
         return float(((self.ttft_ms <= slo.ttft_ms) & (self.tbt_ms <= slo.tbt_ms)).mean())
 
 
@@ -87,15 +85,11 @@ class Simulations:
         cluster, requests = SimulatedCluster(plan, seed=seed), self.requests(plan.block_tokens, rate, seed, count)
         cluster.run(requests)
         ends, answer_s = cluster.ends(), cluster.times.answer_s
-        outcomes = [Outcome(0, "", each.at_s, ended_s=each.finish_s, error=each.error) for each in requests]
-        (begin_s, end_s), overloaded = measured_window(outcomes)
         times = [
-            (each.at_s, inf, inf) if each.error else (each.at_s, *_latencies(each.at_s, each.token_s(answer_s, ends)))
-            for each in requests
-            if begin_s <= each.at_s <= end_s
+            (inf, inf) if each.error else _latencies(each.at_s, each.token_s(answer_s, ends))
+            for each in requests[len(requests) // 2 :]
         ]
-        _, ttft_ms, tbt_ms = np.array(times).T * 1000
-        return Run(ttft_ms, tbt_ms, overloaded)
+        return Run(*np.array(times).T * 1000)
 
     def requests(self, block_tokens: int, rate: float, seed: int, count: int) -> list[SimulatedRequest]:
         """Return the first `count` requests of a seed at a rate."""

@@ -44,7 +44,7 @@ def page_of(plan: Document) -> str:
         _map(plan["winners"]),
         *_validation(plan),
         "<h2>All candidates</h2><p>Each was tried at rising rates until others did better. The last rate of each, and "
-        "the share of its requests within the SLO then (overloaded runs included):</p>",
+        "the share of its requests within the SLO then:</p>",
         _table(["candidate", "req/s", "within the SLO", ""], map(_scored, plan["candidates"])),
     ]
     head = f"<title>Baton plan: {escape(traffic['name'])}</title><style>{css}{THEMES % dark}{STYLE}</style>"
@@ -68,8 +68,8 @@ def _causes(one: Document) -> str:
 
 def _scored(one: Document) -> list[str]:
     kind = "split" if one["arm"].startswith("disaggregated") else "one"
-    bar = f'<span class="{kind}"><span class="bar" style="width: {8 * one["share"]:.1f}rem"></span></span>'
-    return [escape(one["arm"]), f"{one['rate']:.1f}", f"{one['share']:.0%}", bar]
+    bar = f'<span class="{kind}"><span class="bar" style="width: {8 * one["attainment"]:.1f}rem"></span></span>'
+    return [escape(one["arm"]), f"{one['rate']:.1f}", f"{one['attainment']:.0%}", bar]
 
 
 def _map(cells: Sequence[Document]) -> str:

@@ -90,10 +90,9 @@ def _finalist(one: Measured, options: PlanOptions, simulations: Simulations, cau
 
 def _latencies(runs: Sequence[Run]) -> Document:
     """Return percentiles over the requests of the runs at about the capacity."""
-    known = [run for run in runs if not run.overloaded]
-    if not known:
+    if not runs:
         return {}
-    rows = {"ttft": [run.ttft_ms for run in known], "tbt_p99": [run.tbt_ms for run in known]}
+    rows = {"ttft": [run.ttft_ms for run in runs], "tbt_p99": [run.tbt_ms for run in runs]}
     values = {name: np.concatenate(parts) for name, parts in rows.items()}
     return {
         name: {f"p{q}": float(np.percentile(each[np.isfinite(each)], q)) for q in (50, 90, 99)}

@@ -43,8 +43,7 @@ class Score(NamedTuple):
     """How a candidate did in the last round that it was in: better scores are greater."""
 
     rate: float
-    attainment: float  # 0 in overloaded runs
-    share: float  # of requests within the SLO, in all runs
+    attainment: float
 
 
 @dataclass(slots=True)
@@ -129,8 +128,7 @@ class PlanSearch:
         runs = await asyncio.gather(*(self._run(arm, rate, seed, size.count(rate)) for arm, seed in keys))
         for arm in arms:
             own = [run for (name, _), run in zip(keys, runs, strict=True) if name == arm]
-            shares = fmean(run.share(self.slo) for run in own)
-            self.scores[arm] = Score(rate, fmean(run.attainment(self.slo) for run in own), shares)
+            self.scores[arm] = Score(rate, fmean(run.attainment(self.slo) for run in own))
 
     async def _search(self, arm: str, rate: float, size: Round) -> Measured:
         runs: dict[tuple[float, int], Run] = {}

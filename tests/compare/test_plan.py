@@ -146,8 +146,8 @@ def test_limits_under_which_the_other_mode_wins_are_named() -> None:
     slo, one = LatencySlo(1000.0, 100.0), np.ones(10)
     rates = [(rate, seed) for rate in np.arange(2.0, 17.0, 0.5) for seed in (0, 1)]
     runs = {
-        ONE: {key: Run(100 * key[0] * one, 12.5 * key[0] * one, False) for key in rates},
-        SPLIT: {key: Run(125 * key[0] * one, 10 * key[0] * one, False) for key in rates},
+        ONE: {key: Run(100 * key[0] * one, 12.5 * key[0] * one) for key in rates},
+        SPLIT: {key: Run(125 * key[0] * one, 10 * key[0] * one) for key in rates},
     }
     cells = {(cell["ttft_ms"], cell["tbt_ms"]): cell for cell in winners(runs, slo, 0.9)}
     assert cells[1000.0, 100.0]["winner"] == "", "both carry about 8 req/s"

@@ -1,0 +1,63 @@
+"""How many requests a CPU second simulates, with the preset chat at its full lengths and Llama-3.1-8B on H200s.
+
+CPU time is counted, so other processes matter less. Each run is one process; the memory is its peak.
+"""
+
+import resource
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+from benchmarks.result import Cell, Result, Table, median, parser
+from compare.planning.candidates import prepare
+from compare.planning.options import PlanOptions
+from simulator.cluster import SimulatedCluster
+
+CASES = {  # arm, requests/s for each node, requests
+    "one node, light load": ("colocated:1", 4.0, 5000),
+    "one node, near its capacity": ("colocated:1", 14.0, 5000),
+    "8 nodes, co-located": ("colocated:8", 14.0, 5000),
+    "8 nodes, disaggregated": ("disaggregated:3p5d", 10.0, 5000),
+}
+CURVE = (1, 4, 16, 64, 250, 999)  # nodes of the curve, at the most that an arm can have
+CURVE_RATE, CURVE_REQUESTS = 10.0, 3000  # requests/s for each node; requests of each run
+Figures = dict[str, float]
+
+
+def simulate(arm: str, node_rate: float, count: int) -> Figures:
+    """Run in a process of its own. Return the requests for each CPU second, CPU seconds, peak MiB, and steps."""
+    simulations = prepare(PlanOptions(preset="chat"))
+    plan = simulations.plan(arm)
+    requests = simulations.requests(plan.block_tokens, node_rate * (plan.prefill + plan.decode), 1, count)
+    cluster = SimulatedCluster(plan)
+    began = time.process_time()
+    cluster.run(requests)
+    cpu_s = time.process_time() - began
+    assert all(request.is_over and not request.error for request in requests)
+    steps = sum(node.node.num_steps for node in cluster.nodes)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"requests_per_cpu_s": len(requests) / cpu_s, "cpu_s": cpu_s, "peak_mib": peak, "steps": steps}
+
+
+def repeated(arm: str, node_rate: float, count: int, repeats: int) -> Figures:
+    runs = []
+    for _ in range(repeats):
+        with ProcessPoolExecutor(1) as pool:
+            runs.append(pool.submit(simulate, arm, node_rate, count).result())
+    return {name: median([run[name] for run in runs]) for name in runs[0]}
+
+
+def main() -> None:
+    given = parser(__doc__, repeats=3).parse_args()
+    rows: list[list[Cell]] = []
+    for name, (arm, rate, count) in CASES.items():
+        found = repeated(arm, rate, count, given.repeats)
+        rows.append([name, arm, rate, found["requests_per_cpu_s"], found["steps"] / found["cpu_s"], found["peak_mib"]])
+    columns = ["case", "arm", "requests/s per node", "requests per CPU s", "steps per CPU s", "peak MiB"]
+    cases = Table("Speed of the simulator", columns, rows)
+    curve: list[list[Cell]] = []
+    for nodes in CURVE:
+        found = repeated(f"colocated:{nodes}", CURVE_RATE, CURVE_REQUESTS, 1)
+        curve.append([nodes, CURVE_REQUESTS, 1000 / found["requests_per_cpu_s"], found["peak_mib"]])
+    table = Table("Cost by the number of nodes", ["nodes", "requests", "CPU ms per request", "peak MiB"], curve)
+    what = "The simulator's speed. The router's placement looks at every node for every request, as a live router does."
+    Result("simulator", what, [cases, table]).finish(given.out)

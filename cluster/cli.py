@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from cluster.plan import DoctorSettings, LocalSettings
-from compare.cli import compare, plan
+from compare.cli import compare, plan, profile
 from shared.api_client import base_url
 from shared.config.command_line import command_of, run_app
 from shared.config.settings import NodeSettings, RouterSettings, Settings
@@ -57,6 +57,9 @@ def _app() -> typer.Typer:
     )(compare)
     app.command("plan", help="Find the split of GPUs that carries the most of a traffic within an SLO, by simulation.")(
         plan
+    )
+    app.command("profile", help="Measure the step times of a model on a device, and write a cost file for baton plan.")(
+        profile
     )
     app.command("role", help="Change the role of a node in a running cluster.")(_role)
     app.command("secret", help="Write a new secret for the processes of a cluster (--cluster-secret-file).")(_secret)

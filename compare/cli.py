@@ -1,5 +1,5 @@
-"""The commands `baton compare` and `baton plan`, which import their modules only when they run, so that `baton --help`
-is fast."""
+"""The commands `baton compare`, `baton plan` and `baton profile`, which import their modules only when they run, so
+that `baton --help` is fast."""
 
 import asyncio
 import inspect
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from compare.options import CompareOptions
 from compare.planning.options import PlanOptions
+from compare.profiling.options import ProfileOptions
 from shared.errors import ConfigError
 
 BAD_INPUT = 2
@@ -25,6 +26,12 @@ def _plan(options: PlanOptions) -> int:
     from compare.planning.main import run_plan
 
     return run_plan(options)
+
+
+def _profile(options: ProfileOptions) -> int:
+    from compare.profiling.main import run_profile
+
+    return run_profile(options)
 
 
 def _command(name: str, kind: type[Any], run: Callable[[Any], int]) -> Callable[..., int]:
@@ -57,3 +64,4 @@ def _command(name: str, kind: type[Any], run: Callable[[Any], int]) -> Callable[
 
 compare = _command("compare", CompareOptions, _compare)
 plan = _command("plan", PlanOptions, _plan)
+profile = _command("profile", ProfileOptions, _profile)

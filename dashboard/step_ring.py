@@ -56,6 +56,7 @@ FIELDS = (
     *("number", "start_ms", "duration_ms", "host_ms", "predicted_ms", "budget", "reason"),
     *("num_prefills", "prefill_tokens", "num_decodes", "decode_context", "preempted", "running", "waiting"),
     *("free", "cached", "owned", "reserved", "draft_tokens", "accepted_tokens"),
+    "prefill_pairs",
 )
 
 
@@ -132,7 +133,7 @@ class StepRing:
         """Return the values of `FIELDS`, as the API shows them."""
         times = (row.start_ns / 1e6, row.duration_us / 1e3, row.host_us / 1e3, row.predicted_us / 1e3)
         prompts = (row.num_prefills, row.prefill_tokens, row.num_decodes, row.decode_context)
-        return [row.number, *times, row.budget, self.reason(row), *prompts, *row[12:21]]
+        return [row.number, *times, row.budget, self.reason(row), *prompts, *row[12:21], row.prefill_pairs]
 
     def members(self, number: int) -> list[StepMember] | None:
         """Return the slices of a step, chunks first, or None if they were dropped or malformed."""

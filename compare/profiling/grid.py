@@ -1,0 +1,126 @@
+"""Measures steps of a model on this machine, over a grid of prompt chunks, decodes, and both together."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+from engine.components import build
+from engine.options import BuildOptions
+from scheduler.cost import StepWork
+from scheduler.request import Request, Slice, Step, cdiv
+from shared.errors import ConfigError
+from shared.rpc.messages import SamplingParams
+
+DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXTS = (16, 128, 512, 2048, 8192, 32768)
+CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+STARTS = (0, 512, 2048, 8192)
+MIXED = tuple(product((64, 256, 1024, 4096), (0, 2048), (4, 16, 64), (128, 2048)))
+LEAST_REPEATS, MOST_REPEATS = 3, 20
+TOKEN = 7
+GREEDY = SamplingParams(temperature=0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    """A step: a prompt chunk of `count` tokens from `start` on, and `decodes` decodes at a context of `context`."""
+
+    count: int = 0
+    start: int = 0
+    decodes: int = 0
+    context: int = 0
+
+    @property
+    def kv_tokens(self) -> int:
+        return (self.start + self.count if self.count else 0) + self.decodes * self.context
+
+    @property
+    def work(self) -> StepWork:
+        work = StepWork()
+        if self.count:
+            work.add_chunk(self.start, self.count)
+        for _ in range(self.decodes):
+            work.add_decode(self.context)
+        return work
+
+
+def grid(most: int, max_step_tokens: int, max_num_seqs: int, max_model_len: int, kv_tokens: int) -> list[StepCase]:
+    """Return at most `most` cases that fit the limits. If more do, leave some out evenly."""
+    cases = [StepCase(decodes=decodes, context=context) for decodes, context in product(DECODES, CONTEXTS)]
+    cases += [StepCase(count, start) for count, start in product(CHUNKS, STARTS)]
+    cases += [StepCase(*each) for each in MIXED]
+
+    def fits(case: StepCase) -> bool:
+        longest = max(case.start + case.count, case.context)
+        is_small = case.count + case.decodes <= max_step_tokens and case.decodes <= max_num_seqs
+        return is_small and longest < max_model_len and case.kv_tokens <= kv_tokens
+
+    fitting = list(filter(fits, cases))
+    stride = max(1.0, len(fitting) / most)
+    return [fitting[int(place * stride)] for place in range(min(most, len(fitting)))]
+
+
+class StepGrid:
+    """The cases of one node's settings. `measured` has the durations so far in seconds, and is kept in `partial`, so
+    that an interrupted profile continues where it was."""
+
+    def __init__(self, options: BuildOptions, most: int, seconds: float, partial: Path) -> None:
+        """Build the model. Raises ValueError if it is not available, ConfigError if it has states."""
+        self.components = build(options)
+        layout = self.components.layout
+        if any(group.kind == "state" for group in self.components.groups):
+            raise ConfigError("--model: models with recurrent layers are not profiled")
+        limits = options.max_step_tokens, options.max_num_seqs, self.components.max_model_len
+        self.cases = grid(most, *limits, (layout.num_blocks - 1) * layout.block_tokens)
+        self._partial, self._seconds, self._numbers = partial, seconds, iter(range(1 << 60))
+        self._head = {"fingerprint": self.components.fingerprint, "options": repr(options), "seconds": seconds}
+        self.measured: dict[StepCase, list[float]] = dict(self._load())
+
+    def _load(self) -> Iterator[tuple[StepCase, list[float]]]:
+        """Yield what an earlier profile with the same settings measured."""
+        try:
+            kept = json.loads(self._partial.read_text())
+        except (OSError, ValueError):
+            return
+        if kept.get("head") == self._head:
+            yield from ((StepCase(**each["case"]), each["seconds"]) for each in kept["cases"])
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """Measure all cases that are missing."""
+        missing = [case for case in self.cases if case not in self.measured]
+        if len(missing) < len(self.cases):
+            say(f"continuing: {len(self.cases) - len(missing)} of {len(self.cases)} cases are in {self._partial}")
+        if missing:
+            self.components.runner.warm_up()
+        began = time.monotonic()
+        for number, case in enumerate(missing, 1):
+            self.measured[case] = self._measure(case)
+            rows = [{"case": asdict(each), "seconds": found} for each, found in self.measured.items()]
+            self._partial.write_text(json.dumps({"head": self._head, "cases": rows}))
+            left_s = (time.monotonic() - began) / number * (len(missing) - number)
+            say(f"{number}/{len(missing)} {case}: {1000 * min(self.measured[case]):.2f} ms, {left_s:.0f} s left")
+
+    def _measure(self, case: StepCase) -> list[float]:
+        """Return the durations of repeated steps, after one that is not counted. The KV that they read is arbitrary."""
+        slices = list(self._slices(case))
+        found: list[float] = []
+        self.components.runner.run(Step(next(self._numbers), slices, []))
+        while len(found) < LEAST_REPEATS or (sum(found) < self._seconds and len(found) < MOST_REPEATS):
+            began = time.perf_counter()
+            self.components.runner.run(Step(next(self._numbers), slices, []))
+            found.append(time.perf_counter() - began)
+        return found
+
+    def _slices(self, case: StepCase) -> Iterator[Slice]:
+        layout, used = self.components.layout, 1
+        ranges = [(case.start, case.count)] * bool(case.count) + [(case.context - 1, 1)] * case.decodes
+        for number, (start, count) in enumerate(ranges):
+            blocks = cdiv(start + count, layout.block_tokens)
+            request = Request(f"case-{number}", [TOKEN] * (start + count), start + count, 8, sampling=GREEDY)
+            rows = [1 + (used + place) % (layout.num_blocks - 1) for place in range(blocks)]
+            request.tables = [rows for _ in request.tables]
+            request.num_computed, request.num_scheduled, used = start, start + count, used + blocks
+            yield Slice(request, start, count, True, 0)

@@ -1,0 +1,166 @@
+"""Runs `baton profile`: measures steps, fits the cost model, and writes the cost file."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from compare.arms import ArmSettings, parse_settings
+from compare.endpoint import Endpoint, EndpointError
+from compare.profiling.grid import StepGrid
+from compare.profiling.options import ProfileOptions
+from engine.emulation import VERSION, load_emulation
+from engine.options import BuildOptions
+from engine.step_time_fit import FIRST_FIT, fit_cost
+from scheduler.budget import budget_of
+from scheduler.cost import CostModel, StepWork
+from shared.config.settings import resolve
+from shared.errors import ConfigError
+from shared.kv.layout import BYTES_OF
+from shared.model_files import DEMO_MODEL
+from shared.model_files import resolve as resolve_model
+
+QUANTILES = np.linspace(0.0, 1.0, 41)
+HOST_BYTES_PER_S = 5e9  # assumed speed of a link that was not measured
+ASSUMED = "assumed: the profile ran no cluster; `baton profile --from URL` measures it"
+Document = dict[str, Any]
+
+
+def run_profile(options: ProfileOptions) -> int:
+    """Measure, or read a running cluster, and write the cost file. Return 0. Raises ConfigError."""
+    say = partial(print, flush=True)
+    try:
+        found = asyncio.run(from_cluster(options)) if options.from_url else from_grid(options, say)
+    except (ValueError, EndpointError) as error:
+        raise ConfigError(str(error)) from None
+    out = options.out or Path(f"{found['name']}.json")
+    try:
+        out.write_text(json.dumps({key: value for key, value in found.items() if key != "name"}, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from None
+    load_emulation(str(out))  # the file must be one that other commands accept
+    errors, fit = found["errors_percent"], found["cost"]
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in fit.items())
+    say(f"{found['steps']} steps: mean error {errors['mean']:.1f} %, p95 {errors['p95']:.1f} %; {numbers}")
+    say(f"written: {out}; use it with --cost {out} or --emulate {out}")
+    return 0
+
+
+def fitted(works: Sequence[StepWork], durations: Sequence[Sequence[float]]) -> Document:
+    """Return the fields of a cost file that describe the durations of steps, given in seconds. The model is fitted to
+    the median of equal steps, because other processes delay some of them."""
+    seconds = [float(np.median(own)) for own in durations]
+    model = fit_cost(works, seconds)
+    predicted = [model.seconds(work) for work in works]
+    ratios = [each / expected for own, expected in zip(durations, predicted, strict=True) for each in own]
+    errors = 100 * np.abs(np.array(predicted) / seconds - 1)
+    return {
+        "cost": {name: getattr(model, name) for name in CostModel.__dataclass_fields__},
+        "residuals": np.quantile(ratios, QUANTILES).round(4).tolist(),
+        "steps": len(ratios),
+        "errors_percent": {"mean": float(errors.mean()), "p95": float(np.percentile(errors, 95))},
+    }
+
+
+# ---- on this machine -----------------------------------------------------------------------------------------------
+
+
+def from_grid(options: ProfileOptions, say: Any) -> Document:
+    """Measure the grid on this machine. Raises ConfigError or ValueError."""
+    settings: Any = resolve(ArmSettings, parse_settings("--set", ",".join(options.set)), {})[0]
+    model = resolve_model(options.model) if options.model else DEMO_MODEL
+    ceiling = budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000).ceiling
+    build = BuildOptions.from_settings(settings, model=str(model), max_step_tokens=ceiling)
+    kept = (options.out or Path(f"{model.name}.json")).with_suffix(".partial")
+    try:
+        kept.touch()
+    except OSError as error:
+        raise ConfigError(f"--out {kept}: {error.strerror}") from None
+    grid = StepGrid(build, options.cases, options.seconds, kept)
+    grid.run(say)
+    layout = grid.components.layout
+    heads = layout.kv_heads * layout.layers * 2 * layout.head_dim * BYTES_OF[layout.dtype]
+    found = {
+        "name": model.name,
+        "about": f"{model.name} on {grid.components.attributes.get('device', settings.device)}",
+        "version": VERSION,
+        **fitted([case.work for case in grid.measured], list(grid.measured.values())),
+        "serving": dict.fromkeys(("step_s", "slice_s", "request_s", "rpc_s", "answer_s", "push_s"), 0.0),
+        "kv_bytes_per_token": heads,
+        "block_tokens": layout.block_tokens,
+        "kv_tokens": (layout.num_blocks - 1) * layout.block_tokens,
+        "link": "local",
+        "links": {"local": {"latency_s": 0.0, "bytes_per_s": HOST_BYTES_PER_S, "source": ASSUMED}},
+        "sources": {"cost": f"{len(grid.measured)} cases on {time.strftime('%Y-%m-%d')}", "serving": ASSUMED},
+    }
+    kept.unlink(missing_ok=True)
+    return found
+
+
+# ---- from a running cluster ----------------------------------------------------------------------------------------
+
+
+async def from_cluster(options: ProfileOptions) -> Document:
+    """Fit to the records of a running cluster. Raises ConfigError or EndpointError."""
+    endpoint = Endpoint(options.from_url, options.api_key)
+    try:
+        await endpoint.connect()
+        if not endpoint.is_baton:
+            raise ConfigError(f"--from {options.from_url}: is not Baton, so it has no records of steps")
+        return await from_records(endpoint)
+    finally:
+        await endpoint.close()
+
+
+async def from_records(endpoint: Endpoint) -> Document:
+    """Return a cost file for the nodes of a connected cluster. Raises ConfigError if there are too few records."""
+    nodes = (await endpoint.status())["nodes"]
+    steps = [step for node in nodes for step in await endpoint.steps(node["id"], 0.0)]
+    requests = [each for each in await endpoint.requests() if each["phases_ms"]]
+    steps = [step for step in steps if step["duration_ms"] > 0 and not step["draft_tokens"]]
+    if len(steps) < FIRST_FIT or not requests:
+        raise ConfigError(f"--from {endpoint.url}: has {len(steps)} steps, which are too few; send it traffic first")
+    node, names = nodes[0], ("num_prefills", "prefill_tokens", "prefill_pairs", "num_decodes", "decode_context")
+    works = [StepWork(*(step[name] for name in names)) for step in steps]
+    slices = [(1.0, work.num_prefills + work.num_decodes) for work in works]
+    step_s, slice_s = (nnls(np.array(slices), np.array([step["host_ms"] for step in steps]))[0] / 1000).tolist()
+    transfer = [each["transfer"] for each in requests if each["transfer"]]
+    link, source = {"latency_s": 0.0, "bytes_per_s": HOST_BYTES_PER_S}, ASSUMED
+    if transfer:
+        rows = np.array([(1.0, each["bytes"]) for each in transfer])
+        scale = rows.max(axis=0)
+        latency_ms, byte_ms = nnls(rows / scale, np.array([each["busy_ms"] for each in transfer]))[0] / scale
+        link = {"latency_s": latency_ms / 1000, "bytes_per_s": min(1e12, 1000 / max(byte_ms, 1e-12))}
+        source = f"{len(transfer)} requests; the latency is of all pushes of a request"
+    router_s = float(np.median([each["phases_ms"]["router"] for each in requests])) / 1000
+    size = node["block_tokens"]
+    return {
+        "name": endpoint.model.rpartition("/")[2],
+        "about": f"{endpoint.model}, from the records of {endpoint.url}",
+        "version": VERSION,
+        **fitted(works, [[step["duration_ms"] / 1000] for step in steps]),
+        # The router's records have the sum of the times before a request is queued on its node and after its last step.
+        "serving": {
+            "step_s": step_s,
+            "slice_s": slice_s,
+            "request_s": router_s / 4,
+            "rpc_s": router_s / 4,
+            "answer_s": router_s / 2,
+            "push_s": 0.0,
+        },
+        "kv_bytes_per_token": node["block_bytes"] // size,
+        "block_tokens": size,
+        "kv_tokens": node["blocks"]["total"] * size,
+        "link": "local",
+        "links": {"local": link | {"source": source}},
+        "sources": {
+            "cost": f"{len(steps)} steps of {len(nodes)} nodes on {time.strftime('%Y-%m-%d')}",
+            "serving": f"medians of {len(requests)} requests, seen from the router",
+        },
+    }

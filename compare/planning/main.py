@@ -38,7 +38,7 @@ def run_plan(options: PlanOptions) -> int:
     say(f"  simulated in {time.monotonic() - began:.0f} s")
     _write(out, plan, say)
     if options.validate:
-        (out / "validation").mkdir(exist_ok=True)
+        (out / "validation" / "logs").mkdir(parents=True, exist_ok=True)
         plan["validation"] = asyncio.run(validate(options, simulations, found[:2], out / "validation", say))
         _write(out, plan, say)
     return 0

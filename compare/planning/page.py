@@ -9,7 +9,8 @@ from compare.planning.report import HEADINGS, Document, cells_of
 STYLE = """
 main { max-width: 72rem; margin: 0 auto; padding: 1rem; } .wide { overflow-x: auto; }
 table { border-collapse: collapse; } th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); }
-td { text-align: right; font-variant-numeric: tabular-nums; } td:first-child, th:first-child { text-align: left; }
+td { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+td:first-child, th { text-align: left; white-space: nowrap; } td.text { text-align: left; }
 .bar { display: inline-block; height: .7em; background: var(--decode); } .split .bar { background: var(--prefill); }
 td.split { background: var(--prefill); color: var(--on-prefill); }
 td.one { background: var(--decode); color: var(--on-decode); }
@@ -57,7 +58,9 @@ def page_of(plan: Document) -> str:
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{text}</th>' for text in headings)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    body = ""
+    for *cells, last in rows:  # the last column has text or bars
+        body += "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + f'<td class="text">{last}</td></tr>'
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

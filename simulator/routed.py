@@ -85,7 +85,7 @@ class TransferLink:
         self.num_blocks = self.num_handoffs = 0  # that it carried so far
 
     def push(self, now_s: float, num_blocks: int) -> float:
-        """Queue a push, and return its end."""
+        """Queue a push, and return the time at which it ends."""
         self.num_blocks += num_blocks
         self._free_at_s = max(now_s, self._free_at_s) + self.speed.latency_s + num_blocks * self._block_s
         return self._free_at_s + self.push_s

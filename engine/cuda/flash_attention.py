@@ -104,7 +104,7 @@ GENERATIONS = {  # best first on a Hopper GPU
 
 
 def installed() -> list[str]:
-    """Return the installed generations, best first. None is imported here, so loading one may fail later."""
+    """Return the installed generations, best first. None of them is imported here, so loading one may fail later."""
     return [name for name, version in GENERATIONS.items() if _is_there(version.module)]
 
 

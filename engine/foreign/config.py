@@ -16,8 +16,8 @@ from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 OLDEST = (5, 20)
 INSTALL = 'install it with: pip install "baton-serve[models]"'
 UNKNOWN = "transformers {} has no decoder of this name"
-# Layers that choose the tokens that they attend to. The choice may be all tokens of the check's prompts, so that the
-# check would not notice if it is left out.
+# Layers that choose the tokens that they attend to. The check's prompts are so short that a layer may choose all their
+# tokens, so that the check would not notice if the choice was ignored.
 SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
 # These kinds of rotation depend on the longest position in a pass, so that one request would change another's answer.
 UNSTABLE_ROPES = ("dynamic", "longrope")

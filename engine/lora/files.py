@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # `lora_digest` runs before the processes that compute, and t
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
-PLAIN: dict[str, tuple[Any, ...]] = {  # the fields of adapter_config.json that change the formula, and what is served
+PLAIN: dict[str, tuple[Any, ...]] = {  # fields of adapter_config.json that change the formula, and their served values
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_dora": (False, None),

@@ -36,7 +36,7 @@ class HeadProducts:
 class LatentProducts:
     spec: LatentSpec
     queries: Linear  # [heads * (nope_dim + rope_dim), q_rank or hidden_size]
-    absorb: HeadProducts  # from the part of a query that is not rotated to a query for latents
+    absorb: HeadProducts  # from the unrotated part of a query to a query against latents
     values: HeadProducts  # from weighted latents to weighted values
 
     def derive(

@@ -321,13 +321,13 @@ class _Loader:
         return self.take(f"{name}.weight", out, width) if self.reader is None else self.reader.matrix(name, out, width)
 
     def read_stacked(self, name: str, count: int, width: int, out: int) -> list[Weight]:
-        """Return the matrices [out, width] of the experts in one tensor."""
+        """Return the experts' matrices [out, width], which the checkpoint stores in one tensor."""
         if isinstance(self.reader, QuantizedReader):
             return self.reader.stacked(name, count, width, out)
         return [one.T.contiguous() for one in self.take(name, count, width, out)]
 
     def read_fused(self, name: str, count: int, out: int, width: int) -> list[Tensor]:
-        """Return the matrices [out, width] of the experts in one tensor."""
+        """Return the experts' matrices [out, width], which the checkpoint stores in one tensor."""
         if isinstance(self.reader, QuantizedReader):
             return self.reader.fused(name, count, out, width)
         return list(self.take(name, count, out, width))

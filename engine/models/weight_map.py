@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of the tensors of a layer with experts. `each` is the prefix of an expert, by its number.
+    """Names of the tensors of a layer with experts. `each` is the prefix of an expert; {} stands for its number.
 
     If `stacked`, one tensor holds all experts, [experts, in, out], and gate and up alternate in it (gpt-oss). If
     `fused`, one tensor holds all experts, [experts, out, in], with all gates before all ups. The columns of the

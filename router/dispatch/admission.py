@@ -119,7 +119,7 @@ class AdmissionQueue:
         self._served: dict[str, float] = {}  # virtual time of each tenant, in tokens
         self._virtual = 0.0  # virtual time of the latest grant; an idle tenant's time is raised to it
         self._throughput = ThroughputEstimator()
-        self._stayed_s = self._generated = 0.0  # decaying sums over samples: seconds on nodes; tokens
+        self._stayed_s = self._generated = 0.0  # decaying sums over samples: of seconds on nodes, and of tokens
 
     @property
     def queued_tokens(self) -> int:

@@ -199,8 +199,8 @@ class RequestOutput:
                 self._ended(choice, outcome, failure)
 
     async def _outputs(self, streams: Sequence[TokenStream]) -> AsyncGenerator[Output, None]:
-        """Yield the text of all choices as it arrives. Count each delta's tokens as written when the handler asks for
-        the next."""
+        """Yield the text of all choices as it arrives. Report the tokens of a delta as sent when the handler asks for
+        the next one."""
         texts = [self._texts(choice, stream) for choice, stream in zip(self.choices, streams, strict=True)]
         outputs = texts[0] if len(texts) == 1 else merge(texts)
         try:

@@ -397,7 +397,7 @@ class AnswerParser:
             self._add(arguments)
 
     def _begin(self, tools: ToolSyntax, name: Any) -> None:
-        """Begin a call if its name can be one. Without a marker, only a call of a given tool is a call."""
+        """Begin a call if `name` can be the name of a tool. Without a marker, only a call of a given tool is a call."""
         if not isinstance(name, str) or not NAME.fullmatch(name) or (tools.bare and name not in self._schemas):
             raise SyntaxBrokenError
         self._call(name)

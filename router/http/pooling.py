@@ -27,7 +27,7 @@ from shared.limits import INT32_MAX
 from shared.rpc.messages import SamplingParams, pack_ids
 
 MAX_INPUTS = 2048  # as in OpenAI's API
-AT_ONCE = 64  # prompts of one HTTP request that wait or run at the same time
+AT_ONCE, AT_ONCE_TOKENS = 64, 65_536  # prompts of one HTTP request, and their tokens, that wait or run at the same time
 MORE_BYTES = 32 << 20
 ONE_TOKEN = CompletionBody(prompt=[0], max_tokens=1, temperature=0.0)
 
@@ -252,7 +252,7 @@ class PoolingApi:
         reply.log_fields = {"prompts": len(prompts), "prompt_tokens": sum(map(len, prompts))}
         identity, adapter = reply.identity, self._generation.adapters().get(body.model or "", "")
         sampling = SamplingParams(0.0, pooling=self._rule.kind, allowed_tokens=pack_ids(self._rule.tokens))
-        slots = asyncio.Semaphore(AT_ONCE)
+        slots = asyncio.Semaphore(max(1, min(AT_ONCE, AT_ONCE_TOKENS // max(map(len, prompts)))))
 
         async def compute(number: int, prompt: list[int]) -> "array[float]":
             request = GenerationRequest(

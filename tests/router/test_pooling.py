@@ -5,13 +5,14 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from router.dispatch.requests import PoolingRule
+from router.dispatch.requests import GenerationRequest, PoolingRule, TokenStream
 from router.http.app import build_app
 from router.text.chat_template import ChatTemplate
 from router.text.pooling_rule import read_pooling
@@ -25,12 +26,16 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}{{ message.content }}
 ST = "sentence_transformers.models."
 
 
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_tokenizer(), {}, ChatTemplate(TEMPLATE, {}, []))
+
+
 @asynccontextmanager
 async def serving(rule: PoolingRule, vector: tuple[float, ...] = (3.0, 4.0, 0.0)) -> AsyncIterator[httpx.AsyncClient]:
     dispatcher = ScriptedDispatcher(lambda *_: [])
     dispatcher.vector = struct.pack(f"<{len(vector)}f", *vector)
-    tokenizer = Tokenizer(byte_level_tokenizer(), {}, ChatTemplate(TEMPLATE, {}, []))
-    app = build_app(dispatcher, tokenizer, replace(MODEL, pooling=rule))
+    app = build_app(dispatcher, tokenizer(), replace(MODEL, pooling=rule))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         yield client
 
@@ -89,6 +94,36 @@ async def test_cut_embeddings_are_normalized_and_ranks_are_in_order() -> None:
         assert [sorted(one) for one in answer["results"]] == [["index", "relevance_score"]] * 2
         assert [one["index"] for one in answer["results"]] == [0, 1]
         assert answer["usage"]["total_tokens"] > 3
+
+
+class CountingDispatcher(ScriptedDispatcher):
+    """Counts the requests in progress."""
+
+    num_now = most = 0
+
+    @asynccontextmanager
+    async def admit(self, request: GenerationRequest) -> AsyncIterator[list[TokenStream]]:
+        self.num_now += 1
+        self.most = max(self.most, self.num_now)
+        try:
+            async with super().admit(request) as streams:
+                yield streams
+        finally:
+            self.num_now -= 1
+
+
+@pytest.mark.parametrize(("length", "most"), [(10, 64), (2048, 32)])
+async def test_many_inputs_do_not_fill_the_queue(length: int, most: int) -> None:
+    dispatcher = CountingDispatcher(lambda *_: [])
+    dispatcher.vector = struct.pack("<f", 1.0)
+    app = build_app(
+        dispatcher, Tokenizer(byte_level_tokenizer(), {}), replace(MODEL, pooling=EMBEDS, max_model_len=4096)
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        answer = await client.post("/v1/embeddings", json={"input": [[1] * length] * 100})
+        assert len(answer.json()["data"]) == 100
+        assert dispatcher.most == most
+        assert dispatcher.num_now == 0
 
 
 def write(directory: Path, modules: list[tuple[str, dict[str, Any]]], **config: Any) -> None:

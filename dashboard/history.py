@@ -204,7 +204,8 @@ class RequestHistory(RouterObserver):
     ) -> None:
         trace = self._trace(attempt)
         if trace is not None:
-            trace.attempts[attempt] = AttemptSpan(attempt, prefill, decode, reason, self._now(), local_s, remote_s)
+            placed = AttemptSpan(attempt, prefill, decode, reason, self._now(), local_s, remote_s, trace.num_generated)
+            trace.attempts[attempt] = placed
             self._change(trace)
 
     # ---- reading ------------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ class AttemptSpan:
     placed_ns: int
     local_s: float = 0.0
     remote_s: float = 0.0
+    num_before: int = 0  # tokens of the request that were sent before this attempt
     _events: list[tuple[Any, ...]] = field(default_factory=list)
 
     def add(self, event: TraceEvent) -> bool:
@@ -149,20 +150,21 @@ class AttemptSpan:
         if "queued" in decode and not decode & {"received", "ended"}:
             yield self.decode, TRANSFER if is_granted else PREALLOC
 
-    def spans(self, rings: Rings, num_generated: int) -> Iterator[Span]:
+    def spans(self, rings: Rings, num_generated: int, until_ns: int | None) -> Iterator[Span]:
+        """Yield the spans. Those that no report of a node ends, because the node was lost, end at `until_ns`."""
         queued, admitted = self.at("queued"), self.at("admitted")
         if queued is None:
             return
-        yield _span(
-            "queued", self.computes, queued, self.at("ended") if admitted is None else admitted, "prefill queue"
-        )
+        left = next((at_ns for at_ns in (admitted, self.at("ended")) if at_ns is not None), until_ns)
+        yield _span("queued", self.computes, queued, left, "prefill queue")
         yield from self._chunk_spans()
         if self.prefill is not None:
             yield from self._handoff_spans()
         began = self.at("first" if self.prefill is None else "admitted", self.decode)
         if began is None:
             return
-        end_ns = self.at("ended", self.decode)
+        ended = self.at("ended", self.decode)
+        end_ns = until_ns if ended is None else ended
         yield _span("decode", self.decode, began, end_ns, "", max(0, num_generated - 1))
         if (ring := rings(self.decode)) is not None:
             last = ring.num_ever if end_ns is None else ring.place(end_ns)
@@ -292,7 +294,13 @@ class RequestTrace:
 
     def spans(self, rings: Rings) -> list[Span]:
         """Return the spans, ordered by start. A "wait" span states the cause of a gap. An open span has no end."""
-        spans = (span for attempt in list(self.attempts.values()) for span in attempt.spans(rings, self.num_generated))
+        spans: list[Span] = []
+        following: dict[str, tuple[int | None, int]] = {}  # by sample: when the next attempt began, and the tokens then
+        for attempt in reversed(list(self.attempts.values())):
+            sample = attempt.id.rpartition(".")[0]
+            until_ns, num_generated = following.get(sample, (self.ended_ns, self.num_generated))
+            spans += attempt.spans(rings, num_generated - attempt.num_before, until_ns)
+            following[sample] = attempt.placed_ns, attempt.num_before
         return sorted(spans, key=lambda span: span["start_ms"])
 
     def phases(self, rings: Rings) -> dict[str, float] | None:
@@ -309,7 +317,7 @@ class RequestTrace:
         retry = min(before, attempt.placed_ns - next(iter(self.attempts.values())).placed_ns)
         parts = (before + after - retry, *between, decode - interference, interference)
         named = {name: part / 1e6 for name, part in zip(PHASES, parts, strict=True)}
-        return named | ({"retry": retry / 1e6} if len(self.attempts) > 1 else {})
+        return named if len(self.attempts) == 1 else {"router": named["router"], "retry": retry / 1e6} | named
 
     def _cuts(self) -> list[int] | None:
         """Return the eight times that bound the phases, in order, or None if one of them is not known.

@@ -92,6 +92,22 @@ def test_a_colocated_request_has_no_transfer_and_no_decode_queue() -> None:
     assert list(found["phases_ms"].values()) == pytest.approx([2, 3, 6, 0, 0, 20, 0])
 
 
+def test_the_spans_of_a_lost_node_end_with_the_next_attempt() -> None:
+    world = handed_off()
+    world.at(40).placed("cmpl-a-0.0.1", None, "decode-1", "prefill pool gone")
+    for kind, ms in (("queued", 42), ("admitted", 44), ("first", 50), ("ended", 64)):
+        world.event("decode-1", kind, ms, "cmpl-a-0.0.1", **({"reason": "length"} if kind == "ended" else {}))
+    world.step("decode-0", 9, 90, 20, 64, 3)  # of other requests, after the node was started again
+    world.at(65).output("cmpl-a", 0, 10)
+    world.at(66).ended("cmpl-a", 0, "length")
+    found = world.records.request("cmpl-a")
+    assert found is not None
+    spans = [span for span in found["spans"] if span["node"] == "decode-0"]
+    assert max(span["end_ms"] for span in spans) == (BASE + 40 * MS) / 1e6
+    decodes = [(span["node"], span["tokens"]) for span in found["spans"] if span["kind"] == "decode"]
+    assert decodes == [("decode-0", 1), ("decode-1", 9)]
+
+
 def test_a_migrated_request_has_a_retry_phase() -> None:
     world = handed_off()
     world.at(41).placed("cmpl-a-0.0.1", None, "decode-1", "prefill pool gone")

@@ -37,7 +37,7 @@ class ImageEncoder(Protocol):
     def features(self, image: Media) -> ImageFeatures:
         """Return the features of an image with pixels. Equal images are encoded once, while their features are kept.
 
-        This may take a minute on a CPU, so the engine's thread does not call it.
+        On a CPU, this may take longer than a step may take, so the engine's thread does not call it.
         """
 
     def kept(self, image: Media) -> ImageFeatures | None:

@@ -101,7 +101,7 @@ def rope(
         sections = tuple(map(int, given.numbers("mrope_section", 3)))
         if sum(sections) != dims // 2 or min(sections) < 0:
             given.refuse("mrope_section", f"its sum must be {dims // 2}, the number of pairs that are rotated")
-    interleaved = given.flag("mrope_interleaved")
+    interleaved = given.flag("mrope_interleaved") and bool(sections)
     made = Rope(theta, dims=0 if dims == head_dim else dims, sections=sections, interleaved=interleaved)
     return scaled(made, keys, given, dims)
 

@@ -50,7 +50,7 @@ def vector_of(outputs: Sequence[SliceOutput], index: int) -> torch.Tensor:
 
 
 def computed(runner: Runner, blocks: Blocks, kind: str, size: int, twice: bool = False) -> torch.Tensor:
-    """Return the vector of the prompt, computed in chunks of `size` tokens beside a request that generates."""
+    """Return the vector of the prompt, computed in chunks of `size` tokens alongside a request that generates."""
     request = blocks.request(PROMPT, sampling_of(kind), 1, needs_prompt_logprobs=kind == "mean")
     other = blocks.request(PROMPT[:3], GREEDY, 30)
     run_step(runner, [piece(other)])

@@ -169,7 +169,7 @@ class Attempt:
         self.sample = sample
         self.id = f"{self.request.id}.{sample.index}.{number}"
         self.is_first = number == 0 and sample.index == 0  # the first attempt of the whole request
-        # Whether the node that has the prompt's KV may be chosen. If it lost the KV of images, it has not their pixels.
+        # Whether the node with the prompt's KV may be chosen. If it lost the KV of images, it lacks their pixels.
         self.may_use_sibling = sample.index > 0 and (number == 0 or not admitted.request.media)
         self.is_sibling = False
         self.prefill: NodeConnection | None = None

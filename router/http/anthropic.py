@@ -25,10 +25,10 @@ from router.http.messages import (
     Strict,
     check_depth,
     images_of_parameter,
+    tag_of,
 )
 from router.http.output import TextDelta
 from router.http.parsing import encode_chat
-from router.http.response_bodies import tag_of
 from router.http.responses import dump
 from router.http.tools import check_tools
 from router.text.tool_parser import AnswerPart, call_id

@@ -149,13 +149,14 @@ class ImagePart(BaseModel):
     image_url: ImageUrl
 
 
-def _kind_of_part(value: Any) -> str:
-    return "~" + str(value.get("type") if isinstance(value, dict) else getattr(value, "type", ""))
+def tag_of(value: Any, default: str = "") -> str:
+    """Return the tag of a value in a union. In the locations of errors, "~" marks a tag."""
+    return "~" + str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", ""))
 
 
 ContentPart = Annotated[
     Annotated[TextPart, Tag("~text")] | Annotated[ImagePart, Tag("~image_url")],
-    Discriminator(_kind_of_part, "part", "must be a text or an image_url"),
+    Discriminator(tag_of, "part", "must be a text or an image_url"),
 ]
 Content = str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
 

@@ -43,6 +43,7 @@ from router.http.messages import (
     Strict,
     ToolDefinition,
     check_url,
+    tag_of,
 )
 from router.http.structured import JsonSchema, ResponseFormat
 from shared.errors import RequestError
@@ -50,11 +51,6 @@ from shared.errors import RequestError
 Id = Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)]
 INCLUDES = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
-
-
-def tag_of(value: Any, default: str = "") -> str:
-    """Return the tag of a value in a union. In the locations of errors, "~" marks a tag."""
-    return "~" + str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", ""))
 
 
 class InputText(BaseModel):

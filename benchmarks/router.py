@@ -72,7 +72,7 @@ class PacedNode:
         boot = secrets.token_hex(16)
         sizes = (64, 1 << 20, 1 << 20, 1 << 20, 4096)  # block tokens, block bytes, blocks, context, requests
         info = NodeInfo(self._name, boot, "decode", f"127.0.0.1:{port}", "model", "paced", *sizes)
-        announcer = StreamAnnouncer(registry, HEARTBEAT_S)
+        announcer = StreamAnnouncer(registry)
         await announcer.start(info)
         return announcer
 

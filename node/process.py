@@ -44,6 +44,7 @@ from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
 from shared.lifecycle import ProcessLifetime, freeze_gc, run
 from shared.registry import Announcer, announcer
+from shared.resolver import Resolver
 from shared.rpc import tls
 from shared.rpc.methods import ATTACH, SET_ROLE, RpcServer, unary
 
@@ -57,10 +58,13 @@ NO_BLOCKS = 2  # for a node without its own pool: the minimum that a scheduler a
 RoleFactory = Callable[[Node, KVMemory, Sequence[KVChannel], float], RoleAdapter]
 
 
-def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory]) -> int:
+def main(
+    settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory], resolve: Resolver | None = None
+) -> int:
     """Run a node until SIGTERM, and return the exit status. If the node cannot start, print one line and return 2.
 
     `factories` maps the name of each role to the function that creates its adapter. The node begins in `role`.
+    `resolve` returns the addresses of the routers; by default, the system resolves the host of `--registry`.
     """
     if settings.cpus:
         for thread in Path("/proc/self/task").iterdir():  # all threads: importing numpy has already started some
@@ -78,7 +82,7 @@ def main(settings: NodeSettings, role: Role, factories: Mapping[str, RoleFactory
         settings = settings.model_copy(update={"advertise": advertised(settings)})
     except (ValueError, OSError) as error:
         return _start_failed(settings, role, error)
-    process = NodeProcess(settings, role, factories, components, incarnation_id, pool)
+    process = NodeProcess(settings, role, factories, components, incarnation_id, pool, resolve=resolve)
     return run(process.serve)
 
 
@@ -157,6 +161,7 @@ class NodeProcess:
     make_watchdog: Callable[[Sequence[Watched], Callable[[str], None]], Watchdog] = Watchdog
     open_channels: Callable[..., Awaitable[list[KVChannel]]] = open_channels
     freeze_gc: Callable[[], None] = freeze_gc
+    resolve: Resolver | None = None  # replaces the resolver of the system
 
     async def serve(self, lifetime: ProcessLifetime) -> int:
         async with AsyncExitStack() as cleanup:
@@ -200,7 +205,7 @@ class NodeProcess:
             cleanup.callback(leave_shared_pool, node)
         node.take_role(self.role)
         cleanup.push_async_callback(node.close_adapters)
-        registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
+        registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s, self.resolve)
         set_role = unary(partial(node.set_role, registry, lifetime.draining))
         server = RpcServer({ATTACH: node.attach, SET_ROLE: set_role, **node.handlers()})
         try:

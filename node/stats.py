@@ -1,8 +1,10 @@
 """What a node reports about itself: whether it accepts requests, and its `NodeInfo` for the registry."""
 
+import logging
 import os
 import platform
 import socket
+import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -13,10 +15,13 @@ from scheduler.geometry import Geometry
 from scheduler.role import Role
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
 from shared.lifecycle import in_container
+from shared.registry import RESOLVE_INTERVAL_S
+from shared.resolver import is_address
 from shared.rpc.connection import host_and_port
 from shared.rpc.messages import NodeInfo
 from shared.version import package_version
 
+log = logging.getLogger("baton.node")
 ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
     "policy",
     "max_num_batched_tokens",
@@ -97,27 +102,40 @@ def advertised(settings: NodeSettings) -> str:
     """Return the host at which others reach this node.
 
     A node that listens on every address advertises the local address from which it reaches the registry. The address
-    family is that of `settings.host`. Raises ValueError if there is no route to the registry.
+    family is that of `settings.host`. Waits until the name of the registry resolves, because the routers may start
+    later. Raises ValueError if there is no route to the registry.
     """
     if settings.advertise or settings.host not in EVERY_ADDRESS:
         return settings.advertise or settings.host
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     if "://" in settings.registry:
         registry = urlsplit(settings.registry)
         host, port = registry.hostname or "localhost", registry.port or 6379
     else:
         host, port = host_and_port(settings.registry)
-    try:
-        target = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0][4]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # selects a source address; no packet is sent
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        other = "0.0.0.0" if family is socket.AF_INET6 else "::"
-        raise ValueError(
-            f"--host {settings.host}: no route to --registry {host} ({error.strerror}): set --advertise to an address "
-            f"at which others reach this node, or try --host {other}"
-        ) from None
+    is_logged = False
+    while True:
+        try:
+            return _route_to(host, port, socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+        except OSError as error:
+            other = "0.0.0.0" if ":" in settings.host else "::"
+            problem = (
+                f"--host {settings.host}: no route to --registry {host} ({error.strerror}): set --advertise to an "
+                f"address at which others reach this node, or try --host {other}"
+            )
+            if is_address(host) or not isinstance(error, socket.gaierror):
+                raise ValueError(problem) from None
+        if not is_logged:
+            log.warning("%s; waiting until the name resolves", problem)
+        is_logged = True
+        time.sleep(RESOLVE_INTERVAL_S)
+
+
+def _route_to(host: str, port: int, family: socket.AddressFamily) -> str:
+    """Return the local address from which packets to the host are sent. Raises OSError if there is no route."""
+    target = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0][4]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # selects a source address; no packet is sent
+        return str(probe.getsockname()[0])
 
 
 def _attributes(settings: NodeSettings, components: EngineComponents, budget: Budget) -> dict[str, str]:

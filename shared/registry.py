@@ -1,7 +1,7 @@
 """The registry of nodes: nodes announce themselves with a lease, and routers read the list of nodes.
 
-There are two implementations. With `EmbeddedRegistry`, the router is the registry, and a node is a member as long as it
-holds a stream to the router. With `RedisRegistry`, several routers share the nodes, and each node sets a key in Redis
+There are two implementations. With `EmbeddedRegistry`, each router is its own registry: a node holds a stream to each
+router that a name resolves to, and is a member as long as it does. With `RedisRegistry`, each node sets a key in Redis
 that expires. While Redis is down, frozen or empty after a restart, a router keeps its last list, and detects lost nodes
 by its own streams to them. In a cluster with a secret, Redis is not trusted: entries are signed.
 """
@@ -9,9 +9,10 @@ by its own streams to them. In a cluster with a secret, Redis is not trusted: en
 import asyncio
 import contextlib
 import logging
+import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,10 @@ from redis.exceptions import RedisError
 
 from shared.lifecycle import TaskGroup
 from shared.logs import peer_log
+from shared.resolver import NameResolver, Resolver
 from shared.rpc import tls
 from shared.rpc.codec import DecodeError, decode, encode
-from shared.rpc.connection import RpcChannel
+from shared.rpc.connection import RpcChannel, host_and_port
 from shared.rpc.messages import Ack, NodeInfo
 from shared.rpc.methods import JOIN, PEER_FAILURES, RpcServer
 
@@ -35,6 +37,10 @@ REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, Attr
 OUTAGE_S = 2.0  # a shorter outage of Redis is not logged, because a busy machine has many
 LEASE_HEARTBEATS = 3
 FAILURES_TO_LOG = 15  # fewer are normal while a router starts, or while it stops together with its nodes
+RESOLVE_INTERVAL_S = 1.0
+REPEAT_S = 5.0  # how often a node repeats its unchanged info on a stream to a router
+RETRY_S, SLOW_RETRY_S = 0.2, 1.0  # the second is used after FAILURES_TO_LOG
+MAX_ADDRESSES = 256  # maximum number of routers to which a node holds streams
 MAX_NODES = 4096
 MAX_TEXT, MAX_ATTRIBUTES = 1024, 64
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -84,9 +90,8 @@ class Announcer:
 
     info: NodeInfo
 
-    def __init__(self, heartbeat_s: float) -> None:
-        self._heartbeat_s = heartbeat_s
-        self._updated = asyncio.Event()
+    def __init__(self) -> None:
+        self._updated = asyncio.Event()  # set at the next update
         self._tasks = TaskGroup()
 
     async def start(self, info: NodeInfo) -> None:
@@ -96,6 +101,7 @@ class Announcer:
     async def update(self, info: NodeInfo) -> None:
         self.info = info
         self._updated.set()
+        self._updated = asyncio.Event()
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -103,25 +109,27 @@ class Announcer:
     async def _run(self) -> None:
         raise NotImplementedError
 
-    async def _wait(self) -> None:
-        """Wait until the next heartbeat is due or `update` is called."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._updated.wait(), self._heartbeat_s)
-        self._updated.clear()
+
+async def _wait(updated: asyncio.Event, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(updated.wait(), timeout_s)
 
 
-def announcer(url: str, cluster: str, heartbeat_s: float) -> Announcer:
-    """Return the announcer for `redis://…`, or for `host:port` of a router that is its own registry."""
+def announcer(url: str, cluster: str, heartbeat_s: float, resolve: Resolver | None = None) -> Announcer:
+    """Return the announcer for `redis://…`, or for `host:port` of routers that are their own registries."""
     if url.startswith(("redis://", "rediss://", "unix://")):
         return RedisAnnouncer(url, cluster, heartbeat_s)
-    return StreamAnnouncer(url, heartbeat_s)
+    return StreamAnnouncer(url, resolve)
 
 
 # ---- in the router ---------------------------------------------------------------------------------------------------
 
 
 class EmbeddedRegistry(Registry):
-    """The registry inside a router: a node joins by opening a stream, and leaves when the stream ends."""
+    """The registry inside a router: a node joins by opening a stream, and leaves when its last stream ends.
+
+    A node has several streams if the name that it resolves has several addresses of this router.
+    """
 
     kind = "embedded"
 
@@ -131,6 +139,7 @@ class EmbeddedRegistry(Registry):
         self._host = host
         self._changed: Callable[[], None] = lambda: None
         self._server = RpcServer({JOIN: self._join})
+        self._streams: dict[Any, NodeInfo] = {}  # the last message of each stream; the latest change comes last
 
     async def start(self, changed: Callable[[], None]) -> None:
         self._changed = changed
@@ -150,44 +159,123 @@ class EmbeddedRegistry(Registry):
                     raise DecodeError(f"NodeInfo.id: {MAX_NODES} nodes have joined, which is the limit")
                 if message != info:
                     info = message
-                    self.nodes[message.id] = message
-                    self._changed()
+                    self._streams.pop(stream, None)
+                    self._streams[stream] = message
+                    self._set(message)
                 await stream.send_message(Ack())
         finally:
-            if info is not None and self.nodes.get(info.id) is info:  # a restarted node may have replaced the entry
-                del self.nodes[info.id]
-                self._changed()
+            if info is not None:
+                self._leave(stream, info)
+
+    def _set(self, info: NodeInfo) -> None:
+        if self.nodes.get(info.id) != info:
+            self.nodes[info.id] = info
+            self._changed()
+
+    def _leave(self, stream: Any, info: NodeInfo) -> None:
+        """Remove the node, unless another of its streams is open or a restarted process has replaced its entry."""
+        del self._streams[stream]
+        current = self.nodes.get(info.id)
+        if current is None or current.incarnation_id != info.incarnation_id:
+            return
+        same = (each for each in reversed(self._streams.values()) if each.id == info.id)
+        other = next((each for each in same if each.incarnation_id == info.incarnation_id), None)
+        if other is not None:
+            self._set(other)
+        else:
+            del self.nodes[info.id]
+            self._changed()
 
 
 class StreamAnnouncer(Announcer):
-    """Holds a stream to one router. Sends the node's info at every heartbeat, and reconnects if the stream ends."""
+    """Holds a stream to every router that the host of `address` resolves to, and reconnects if a stream ends.
 
-    def __init__(self, address: str, heartbeat_s: float) -> None:
-        super().__init__(heartbeat_s)
-        self._address = address
+    The name is resolved every second. The stream to an address that the name no longer has is kept until it ends, so an
+    outage of the name service changes nothing.
+    """
+
+    def __init__(self, address: str, resolve: Resolver | None = None) -> None:
+        super().__init__()
+        self._host, self._port = host_and_port(address)
+        self._resolve = resolve or NameResolver(self._host)
+        self._resolved: frozenset[str] = frozenset()  # the last answer of the name service
+        self._held: dict[str, None] = {}  # the addresses with a stream, or to which one is being opened
+        self._joined: set[str] = set()
+        self._is_over_limit = False
 
     async def _run(self) -> None:
+        outage = Outage()
+        while True:
+            try:
+                self._follow(await self._resolve())
+            except OSError as error:
+                if outage.failed():
+                    problem = str(error) or type(error).__name__
+                    log.warning("the host %s of --registry does not resolve (%s): retrying", self._host, problem)
+            else:
+                if outage.ended():
+                    log.info("the host %s of --registry resolves again", self._host)
+            await asyncio.sleep(RESOLVE_INTERVAL_S)
+
+    def _follow(self, addresses: Sequence[str]) -> None:
+        """Open streams to the new addresses."""
+        jitter_s = RETRY_S if self._resolved else 0.0  # a new router is found by all nodes at about the same time
+        self._resolved = frozenset(addresses)
+        new = sorted(self._resolved - self._held.keys())
+        room = MAX_ADDRESSES - len(self._held)
+        if len(new) > room and not self._is_over_limit:
+            self._is_over_limit = True
+            text = "the host %s of --registry resolves to %d addresses: only %d of them are used"
+            log.warning(text, self._host, len(self._resolved), MAX_ADDRESSES)
+        for address in new[:room]:
+            self._held[address] = None
+            self._tasks.start(self._hold(address, random.random() * jitter_s))
+
+    async def _hold(self, host: str, delay_s: float) -> None:
+        """Hold a stream to the router at `host`, until the name no longer has this address and the stream has ended."""
+        address = f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
         failures = 0
         while True:
-            channel = RpcChannel(self._address)
-            try:
-                async with JOIN.open(channel) as stream:
-                    while True:
-                        await stream.send_message(self.info)
-                        async with asyncio.timeout(10 * self._heartbeat_s + 2):
-                            if await stream.recv_message() is None:
-                                break
-                        if failures >= FAILURES_TO_LOG:
-                            log.info("the router at %s answers again", self._address)
-                        failures = 0
-                        await self._wait()
-            except PEER_FAILURES as error:
-                failures += 1
-                if failures == FAILURES_TO_LOG:
-                    log.warning("no router at %s (%s): retrying", self._address, str(error) or type(error).__name__)
-            finally:
-                channel.close()
-            await asyncio.sleep(min(0.2, self._heartbeat_s))
+            await asyncio.sleep(delay_s)
+            problem = await self._join(address, was_lost=failures >= FAILURES_TO_LOG)
+            failures = 1 if address in self._joined else failures + 1
+            self._joined.discard(address)
+            if host not in self._resolved:
+                break
+            if failures == FAILURES_TO_LOG:
+                level = logging.INFO if self._joined else logging.WARNING  # a name may also have unusable addresses
+                log.log(level, "no router at %s (%s): retrying", address, problem)
+            delay_s = RETRY_S if failures < FAILURES_TO_LOG else SLOW_RETRY_S
+        del self._held[host]
+
+    async def _join(self, address: str, *, was_lost: bool) -> str:
+        """Join a router and stay joined until the stream ends. Return why it ended."""
+        channel = RpcChannel(address)
+        try:
+            async with JOIN.open(channel) as stream:
+                updated = self._updated
+                await stream.send_message(self.info)
+                repeating = self._tasks.start(self._repeat(stream, updated))
+                try:
+                    while await stream.recv_message() is not None:
+                        if was_lost and address not in self._joined:
+                            log.info("the router at %s answers again", address)
+                        self._joined.add(address)
+                finally:
+                    repeating.cancel()
+            return "it ended the stream"
+        except PEER_FAILURES as error:
+            return str(error) or type(error).__name__
+        finally:
+            channel.close()
+
+    async def _repeat(self, stream: Any, updated: asyncio.Event) -> None:
+        """Send the info again after each update, and every REPEAT_S. If the stream ends, its reader is told why."""
+        with contextlib.suppress(*PEER_FAILURES):
+            while True:
+                await _wait(updated, REPEAT_S)
+                updated = self._updated
+                await stream.send_message(self.info)
 
 
 # ---- in Redis --------------------------------------------------------------------------------------------------------
@@ -253,7 +341,8 @@ class RedisAnnouncer(Announcer):
     """Sets a key in Redis at each heartbeat. The key expires after three heartbeats."""
 
     def __init__(self, url: str, cluster: str, heartbeat_s: float) -> None:
-        super().__init__(heartbeat_s)
+        super().__init__()
+        self._heartbeat_s = heartbeat_s
         self._client = _client(url)
         self._identity = tls.own()
         self._prefix, self._index = _keys(cluster)
@@ -268,6 +357,7 @@ class RedisAnnouncer(Announcer):
     async def _run(self) -> None:
         outage = Outage()
         while True:
+            updated = self._updated
             try:
                 lease_ms = int(1000 * LEASE_HEARTBEATS * self._heartbeat_s)
                 key = self._prefix + self.info.id
@@ -278,7 +368,7 @@ class RedisAnnouncer(Announcer):
             except REDIS_FAILURES as error:
                 if outage.failed():
                     log.warning("Redis does not answer (%s): retrying", str(error) or type(error).__name__)
-            await self._wait()
+            await _wait(updated, self._heartbeat_s)
 
 
 class RedisRegistry(Registry):

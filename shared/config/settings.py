@@ -113,8 +113,9 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
 def _check_registry(value: str) -> str:
     if "://" not in value:
         host, _, port = value.rpartition(":")
-        if not host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
-            raise ValueError("must be host:port of the router's registry, as in 127.0.0.1:8001, or redis://host:port")
+        is_host = re.fullmatch(r"[\w.%:-]{1,253}|\[[0-9A-Fa-f:.%\w-]{2,253}\]", host, re.ASCII)
+        if not is_host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+            raise ValueError("must be host:port of the routers' registry, as in 127.0.0.1:8001, or redis://host:port")
         return value
     try:
         parts = urlsplit(value)
@@ -387,7 +388,8 @@ class NodeSettings(ComputingSettings):
         "", "Address at which others reach this node.", "--host, or for a wildcard, the route to the registry"
     )
     registry: Annotated[str, AfterValidator(_check_registry)] = setting(
-        "127.0.0.1:8001", "host:port of the registry in the router, or redis://host:port."
+        "127.0.0.1:8001",
+        "host:port of the registry in the routers, all that the host resolves to, or redis://host:port.",
     )
     kv_host: HostOrNone = setting("", "Address for KV over tcp.", "the same as --host")
     kv_port: Port = setting(0, "Port for KV over tcp.", "any free port")

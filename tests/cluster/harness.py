@@ -112,12 +112,12 @@ def state_of(pid: int) -> str:
 
 
 class Cluster:
-    """One router and its nodes; several routers need a Redis. `settings` are the BATON_ variables of all processes, in
-    lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or router-1.
+    """Routers and nodes. Several routers need a Redis or `names`: then each router has an address of its own, and nodes
+    join all that a name resolves to. `settings` are the BATON_ variables of all processes, in lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or router-1.
     `prefixes` maps the name of a process to the words with which its command line starts."""
 
     def __init__(
-        self, directory: Path, prefill: int, decode: int, registry: str, *, routers: int = 1,
+        self, directory: Path, prefill: int, decode: int, registry: str, *, routers: int = 1, names: bool = False,
         own: dict[str, dict[str, object]] | None = None, prefixes: dict[str, list[str]] | None = None, **settings: object,
     ) -> None:  # fmt: skip
         self.directory = directory
@@ -125,7 +125,11 @@ class Cluster:
         self.prefixes = prefixes or {}
         self.urls: dict[str, str] = {}
         self.registry = registry
+        self._addresses = directory / "addresses" if names else None
         self._join = registry or f"{self.own.get('router', {}).get('registry_host', '127.0.0.1')}:{free_port()}"
+        if names:
+            self._join = f"routers.test:{free_port()}"
+            self.resolve_to(*(f"router-{index}" if index else "router" for index in range(routers)))
         self.settings: dict[str, object] = {
             "model": DEMO,
             "runner": "hash",
@@ -160,9 +164,13 @@ class Cluster:
             flags = ["--port", self.urls[name].rpartition(":")[2], "--registry-port", port] + (
                 ["--registry", str(settings.get("registry", self.registry))] if self.registry else []
             )
+            if self._addresses is not None:
+                flags += ["--registry-host", self._host_of(name)]
         else:
             flags = ["--id", name, "--registry", self._join]
         module = role if role == "router" else f"{role}_node"
+        if self._addresses is not None and role != "router":
+            module, flags = "tests.cluster.named_node", [role, str(self._addresses), *flags]
         log = self.directory / f"{name}.log"
         log.touch()
         if prefix := self.prefixes.get(name):
@@ -171,6 +179,16 @@ class Cluster:
                 self.processes[name] = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=file)
         else:
             self.processes[name] = ForkedProcess(module, flags, environment, log)
+
+    def _host_of(self, router: str) -> str:
+        return f"127.0.1.{1 + int(router.partition('-')[2] or 0)}"
+
+    def resolve_to(self, *routers: str) -> None:
+        """Let the name that nodes join have the addresses of these routers, or let the name service fail."""
+        assert self._addresses is not None
+        new = self._addresses.with_suffix(".new")
+        new.write_text(" ".join(map(self._host_of, routers)))
+        new.rename(self._addresses)
 
     def ready(self, timeout_s: float = START_S) -> None:
         """Wait until every router is connected to every running node. Raises AssertionError if a process has exited."""

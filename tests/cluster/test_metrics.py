@@ -126,7 +126,9 @@ def test_prometheus_scrapes_the_router_and_answers_every_query_of_the_dashboard(
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed")
     configuration = (ROOT / "deploy" / "prometheus.yml").read_text()
-    configuration = configuration.replace("router:8000", f"127.0.0.1:{running.port}").replace("5s", "200ms")
+    head, name, _ = configuration.partition("    dns_sd_configs:\n      - {names: [router], type: A, port: 8000")
+    assert name, "in compose, the routers are found by name"
+    configuration = head.replace("5s", "200ms") + f'    static_configs: [{{targets: ["127.0.0.1:{running.port}"]}}]\n'
     (tmp_path / "prometheus.yml").write_text(configuration)
     address = f"127.0.0.1:{free_port()}"
     flags = [f"--web.listen-address={address}", f"--config.file={tmp_path}/prometheus.yml"]

@@ -1,7 +1,9 @@
 """Test membership when streams end late, a router restarts, or Redis fails, freezes or loses its data."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cluster.secret import write_secret
 from shared import registry as registry_module
+from shared import resolver as resolver_module
 from shared.lifecycle import wait_until
 from shared.logs import peer_log
 from shared.registry import (
@@ -28,10 +31,12 @@ from shared.registry import (
     StreamAnnouncer,
     announcer,
 )
+from shared.resolver import NameResolver
 from shared.rpc import tls
 from shared.rpc.codec import encode
+from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import Ack, NodeInfo
-from shared.rpc.methods import JOIN
+from shared.rpc.methods import ATTACH, JOIN, RpcServer, unary
 from tests.shared.rpc import connected
 from tests.simulation.redis import FakeRedis
 
@@ -125,6 +130,184 @@ async def test_an_announcer_joins_updates_and_leaves() -> None:
         await joins_and_updates(node, registry)
         await node.close()
         assert await wait_until(lambda: registry.nodes == {}, 5.0)
+
+
+async def test_a_node_with_several_streams_to_a_router_leaves_when_the_last_one_ends() -> None:
+    changes: list[dict[str, NodeInfo]] = []
+    draining = replace(INFO, state="draining")
+    async with embedded(changes) as registry:
+        async with joined(registry, INFO):
+            async with joined(registry, INFO), joined(registry, draining):
+                assert registry.nodes == {"d0": draining}
+            assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+        assert await wait_until(lambda: registry.nodes == {}, 5.0)
+    assert changes[-1] == {}
+    assert {} not in changes[:-1], "the node never left in between"
+
+
+# ---- names --------------------------------------------------------------------------------------------------------
+
+
+class Names:
+    """A name service that a test controls."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses = list(addresses)
+        self.error: OSError | None = None
+        self.num_queries = 0
+
+    async def resolve(self) -> list[str]:
+        self.num_queries += 1
+        if self.error is not None:
+            raise self.error
+        return self.addresses
+
+
+@asynccontextmanager
+async def routers(*hosts: str) -> AsyncIterator[list[EmbeddedRegistry]]:
+    """Start a registry at each host, at the same free port."""
+    async with AsyncExitStack() as stack:
+        started: list[EmbeddedRegistry] = []
+        for host in hosts:
+            started.append(EmbeddedRegistry(host, started[0].port if started else 0))
+            await started[-1].start(lambda: None)
+            stack.push_async_callback(started[-1].close)
+        yield started
+
+
+@asynccontextmanager
+async def announced(port: int, names: Names) -> AsyncIterator[StreamAnnouncer]:
+    node = StreamAnnouncer(f"routers.test:{port}", names.resolve)
+    await node.start(INFO)
+    try:
+        yield node
+    finally:
+        await node.close()
+
+
+def has_joined(*registries: Registry, info: NodeInfo = INFO) -> Callable[[], bool]:
+    return lambda: all(registry.nodes == {"d0": info} for registry in registries)
+
+
+async def test_a_node_joins_every_router_that_the_name_resolves_to() -> None:
+    names = Names("127.0.0.1", "127.0.0.2")
+    draining = replace(INFO, state="draining")
+    async with routers("127.0.0.1", "127.0.0.2", "127.0.0.3") as (first, second, third):
+        async with announced(first.port, names) as node:
+            assert await wait_until(has_joined(first, second), 5.0)
+            assert third.nodes == {}
+            names.addresses.append("127.0.0.3")
+            assert await wait_until(has_joined(third), 5.0)
+            await node.update(draining)
+            assert await wait_until(has_joined(first, second, third, info=draining), 5.0), "all are told at once"
+        assert await wait_until(lambda: not (first.nodes or second.nodes or third.nodes), 5.0)
+
+
+async def test_an_address_is_dropped_when_the_name_no_longer_has_it_and_its_stream_has_ended() -> None:
+    names = Names("127.0.0.1", "127.0.0.2")
+    async with routers("127.0.0.1", "127.0.0.2") as (first, second), announced(first.port, names):
+        assert await wait_until(has_joined(first, second), 5.0)
+        for names.error, names.addresses in ((OSError("no answer"), []), (TimeoutError(), []), (None, ["127.0.0.1"])):
+            before = names.num_queries
+            assert await wait_until(lambda before=before: names.num_queries > before + 1, 10.0)
+            assert has_joined(first, second)(), f"{names.error}: the open streams are kept"
+        await second.close()
+        async with routers("127.0.0.1") as (elsewhere,):
+            again = EmbeddedRegistry("127.0.0.2", first.port)
+            await again.start(lambda: None)
+            before = names.num_queries
+            assert await wait_until(lambda: names.num_queries > before + 2, 10.0)
+            assert has_joined(first)()
+            assert again.nodes == elsewhere.nodes == {}, "the old address is not dialled again"
+            names.addresses = ["127.0.0.1", "127.0.0.2"]
+            assert await wait_until(has_joined(first, again), 5.0), "until the name has it again"
+            await again.close()
+
+
+async def test_an_outage_of_the_name_service_at_the_start_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    names = Names("127.0.0.1")
+    names.error = OSError("Name or service not known")
+    async with routers("127.0.0.1") as (registry,), announced(registry.port, names):
+        assert await wait_until(lambda: "Name or service not known" in caplog.text, 10.0)
+        before = names.num_queries
+        assert await wait_until(lambda: names.num_queries > before, 10.0)
+        assert caplog.text.count("does not resolve") == 1
+        names.error = None
+        assert await wait_until(has_joined(registry), 5.0)
+
+
+async def test_a_name_with_thousands_of_addresses_or_new_ones_each_second_is_limited(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registry_module, "RESOLVE_INTERVAL_S", BEAT_S)
+    dialled: set[str] = set()
+    monkeypatch.setattr(registry_module, "RpcChannel", lambda address: dialled.add(address) or RpcChannel(address))
+
+    class Changing(Names):
+        async def resolve(self) -> list[str]:
+            first = 5000 * self.num_queries
+            self.addresses = [
+                "127.0.0.1",
+                *(f"127.{1 + at // 62500}.{at // 250 % 250}.{1 + at % 250}" for at in range(first, first + 5000)),
+            ]
+            return await super().resolve()
+
+    names = Changing()
+    async with routers("127.0.0.1") as (registry,), announced(registry.port, names):
+        assert await wait_until(has_joined(registry), 20.0)
+        assert await wait_until(lambda: names.num_queries > 5, 20.0)
+        assert has_joined(registry)(), "the router is still held"
+    assert len(dialled) <= 256 * names.num_queries
+    assert caplog.text.count("only 256 of them are used") == 1
+
+
+async def test_a_name_of_the_node_itself_is_no_router(caplog: pytest.LogCaptureFixture) -> None:
+    server = RpcServer({ATTACH: unary(lambda _: None)})
+    port = await server.start("127.0.0.1", 0)
+    async with announced(port, Names("127.0.0.1")):
+        assert await wait_until(lambda: f"no router at 127.0.0.1:{port}" in caplog.text, 20.0)
+    await server.close()
+
+
+async def test_an_unchanged_node_is_repeated_every_few_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "REPEAT_S", 0.5)
+    received: list[float] = []
+
+    async def join(stream: Any) -> None:
+        async for _ in stream:
+            received.append(asyncio.get_running_loop().time())
+            await stream.send_message(Ack())
+
+    server = RpcServer({JOIN: join})
+    port = await server.start("127.0.0.1", 0)
+    async with announced(port, Names("127.0.0.1")):
+        assert await wait_until(lambda: len(received) == 4, 20.0)
+    await server.close()
+    assert received[-1] - received[0] >= 3 * 0.5 - 0.1
+
+
+async def test_names_are_resolved_by_the_system_in_a_thread_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "127.0.0.1" in await NameResolver("localhost")()
+    assert await NameResolver("::1")() == ["::1"]
+    with pytest.raises(OSError, match=r"not known|No address|resolution"):
+        await NameResolver("no-such-host.invalid")()
+    answered, threads = threading.Event(), list[str]()
+
+    def slow(*_: object, **__: object) -> list[Any]:
+        threads.append(threading.current_thread().name)
+        assert answered.wait(60)
+        return [(0, 0, 0, "", ("127.0.0.9", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    monkeypatch.setattr(resolver_module, "TIMEOUT_S", 0.05)
+    resolver = NameResolver("slow.test")
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match="did not answer"):
+            await resolver()
+    assert threads == ["resolver"], "at most one query is under way"
+    answered.set()
+    monkeypatch.setattr(resolver_module, "TIMEOUT_S", 10.0)
+    assert await resolver() == ["127.0.0.9"], "a late answer is used"
 
 
 # ---- redis --------------------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ MUTATIONS: dict[str, tuple[int, Broken]] = {
     "leases are ignored": (33, _in_place_of(ReservationTable, "expired", lambda *_: [])),
     "a fenced writer is admitted": (4, _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False)),
     "quarantine is skipped": (16, _in_place_of(ReservationTable, "abort", _quarantine_skipped)),
-    "checksums are not compared": (38, _in_place_of(HandoffReceiver, "_check", _not_compared)),
+    "checksums are not compared": (14, _in_place_of(HandoffReceiver, "_check", _not_compared)),
     "prefixes without salt": (0, _in_place_of(scheduler.scheduler, "extend_hashes", _without_salt)),
     "positions are ignored": (3, _around(Attempt, "on_delta", _positions_ignored)),
     "a delta is lost": (0, _around(RouterSessions, "send", _some_lost)),

@@ -33,6 +33,7 @@ MAX_SLOWDOWN = 3.0  # of the estimated time, because a load average also counts 
 BUSY = 0.5  # at a higher load average per core, other processes distort the figures
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated", "sim")
+DEVICES = {"emulated": "emulated", "sim": "simulated"}
 PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # prompt lengths: less than a block to more than a chunk
 WORDS_ONLY = 4096  # vocabulary size if the model is not local; `compare.load.outcome.body_of` turns ids into words
 
@@ -106,7 +107,7 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         control=control,
         traffic=traffic,
         seeds=seeds,
-        slo=LatencySlo(options.slo_ttft_ms, options.slo_tbt_ms),
+        slo=LatencySlo(options.ttft_slo_ms, options.tbt_slo_ms),
         attainment=options.attainment,
         first_rate=float(traffic(1).notes["rate"]) if options.find_capacity else None,
         prompts=tuple(tuple(vocabulary.draw(0, f"preflight {count}", count)) for count in PREFLIGHT_TOKENS),
@@ -114,6 +115,7 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         send="ids" if model else "text",
         timeout_s=options.timeout,
         out=options.out or Path(time.strftime("baton-compare-%Y%m%d-%H%M%S")),
+        device=f"{DEVICES[options.on]} {options.emulate or DEFAULT_EMULATED}" if options.on in DEVICES else "",
     )
     if options.on == "sim":
         return experiment, *_simulated(options, experiment)

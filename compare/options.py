@@ -13,6 +13,8 @@ from shared.api_client import base_url
 DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
 DEFAULT_EMULATED = "h200-llama-3.1-8b"
 DEFAULT_PRESET = "mix"
+TTFT_SLO = "--ttft-slo-ms", "--slo-ttft-ms"  # the second is deprecated; it will be removed after one release
+TBT_SLO = "--tbt-slo-ms", "--slo-tbt-ms"
 
 
 def flag(metavar: str, default: Any, about: str, *names: str, **more: Any) -> Any:
@@ -47,8 +49,8 @@ class CompareOptions:
     duration: float = flag("SECONDS", 20.0, "Seconds of traffic in each period.", min=1.0)
     too_long: str = flag("ACTION", "error", "For requests over the context: error, cut or drop.")
     seeds: int = flag("NUMBER", 6, "Number of periods of each arm, as paired runs.", min=1, max=100)
-    slo_ttft_ms: float = flag("MS", 450.0, "Limit of the time to first token.", min=0.001)
-    slo_tbt_ms: float = flag("MS", 40.0, "Limit of a request's p99 time between tokens.", min=0.001)
+    ttft_slo_ms: float = flag("MS", 450.0, "Limit of the time to first token.", *TTFT_SLO, min=0.001)
+    tbt_slo_ms: float = flag("MS", 40.0, "Limit of a request's p99 time between tokens.", *TBT_SLO, min=0.001)
     attainment: float = flag("SHARE", 0.9, "With --find-capacity: share to meet the limits.", min=0.01, max=0.999)
     on: str = flag("PLACE", "live", "live: nodes compute; emulated: they sleep instead; sim: on a virtual clock.")
     emulate: str = flag("NAME", "", f"Cost model of emulated or simulated nodes. Default: {DEFAULT_EMULATED}.")

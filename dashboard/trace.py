@@ -251,6 +251,14 @@ class RequestTrace:
         return next(iter(self.current_attempts), None)
 
     @property
+    def earlier_attempts(self) -> list[AttemptSpan]:
+        """The attempts of the first sample before the latest one, in their order."""
+        last = self.last_attempt
+        sample = last.id.rpartition(".")[0] if last else ""
+        spans = [span for span in list(self.attempts.values()) if span.id.rpartition(".")[0] == sample]
+        return spans[:-1]
+
+    @property
     def state(self) -> str:
         """The state by the reports of nodes, or by the tokens that arrived before these reports."""
         attempt = self.last_attempt
@@ -287,6 +295,7 @@ class RequestTrace:
             "status": self.status,
             "message": self.message,
             "attempts": len(self.attempts),
+            "earlier_nodes": [[span.prefill, span.decode] for span in self.earlier_attempts],
             "transfer": attempt and attempt.transfer(),
             "phases_ms": self.phases(rings),
             "traceparent": self.traceparent,

@@ -176,7 +176,7 @@ def prepare(options: PlanOptions) -> Simulations:
     limit = context_limit(traffic) if options.validate else 0
     source = TrafficSource(traffic, PromptVocabulary(1), trace, limit)
     step_ms = 1000 * (device.cost.seconds(StepWork(num_decodes=1, decode_context=1)) + device.times.step_s)
-    for flag, limit_ms in (("--slo-tbt-ms", options.slo_tbt_ms), ("--slo-ttft-ms", options.slo_ttft_ms)):
+    for flag, limit_ms in (("--tbt-slo-ms", options.tbt_slo_ms), ("--ttft-slo-ms", options.ttft_slo_ms)):
         if limit_ms < step_ms:
             raise ConfigError(f"{flag} {limit_ms:g}: one step of {device.name} takes {step_ms:.1f} ms; give more")
     simulations = Simulations(source, device, options.set)

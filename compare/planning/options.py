@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare.options import DEFAULT_EMULATED, flag
+from compare.options import DEFAULT_EMULATED, TBT_SLO, TTFT_SLO, flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +19,8 @@ class PlanOptions:
     burstiness: float = flag("SHAPE", 1.0, "1: Poisson arrivals; less is burstier.", min=0.01)
     gpus: int = flag("NUMBER", 8, "Number of GPUs, with one node each.", min=0, max=64)
     cost: str = flag("NAME", DEFAULT_EMULATED, "Cost file of the model and GPU: a name or a file (see baton profile).")
-    slo_ttft_ms: float = flag("MS", 450.0, "Limit of the time to first token.", min=0.001)
-    slo_tbt_ms: float = flag("MS", 40.0, "Limit of a request's p99 time between tokens.", min=0.001)
+    ttft_slo_ms: float = flag("MS", 450.0, "Limit of the time to first token.", *TTFT_SLO, min=0.001)
+    tbt_slo_ms: float = flag("MS", 40.0, "Limit of a request's p99 time between tokens.", *TBT_SLO, min=0.001)
     attainment: float = flag("SHARE", 0.9, "Share of the requests that must meet both limits.", min=0.01, max=0.999)
     price: float = flag("DOLLARS", 0.0, "Price of a GPU per hour, to show the cost of tokens.", min=0.0)
     policies: list[str] = flag("POLICY", ["stall_free", "prefill_first"], "Policies of co-located nodes.")

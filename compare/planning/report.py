@@ -64,7 +64,7 @@ def document(
 
 
 def slo_of(options: PlanOptions) -> LatencySlo:
-    return LatencySlo(options.slo_ttft_ms, options.slo_tbt_ms)
+    return LatencySlo(options.ttft_slo_ms, options.tbt_slo_ms)
 
 
 def _finalist(one: Measured, options: PlanOptions, simulations: Simulations, causes: Mapping[str, int]) -> Document:

@@ -49,7 +49,7 @@ WORST = 10
 ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
-LATE_REMEDY = "stop other programs, use fewer devices than cores, or set a longer --slo-ttft-ms"
+LATE_REMEDY = "stop other programs, use fewer devices than cores, or set a longer --ttft-slo-ms"
 MIN_INVALID = 2  # fewer invalid periods, all of a single arm, are attributed to chance
 
 
@@ -369,8 +369,9 @@ def conditions(figures: Figures) -> str:
     slo, devices = experiment.slo, " or ".join(map(str, sorted({arm.devices for arm in figures.findings.arms})))
     load = "" if experiment.finds_capacity or notes["rate"] is None else f" at {notes['rate']:.3g} req/s"
     share = f" for {experiment.attainment:.0%}" if experiment.finds_capacity else ""
+    device = f"{experiment.device} device".lstrip()
     return (
-        f"{devices} device{'' if devices == '1' else 's'}, {notes['name']} x {notes['scale_tokens']:g}{load}, "
+        f"{devices} {device}{'' if devices == '1' else 's'}, {notes['name']} x {notes['scale_tokens']:g}{load}, "
         f"TTFT <= {slo.ttft_ms:g} ms and TBT {slo.tbt_of} <= {slo.tbt_ms:g} ms{share}"
     )
 

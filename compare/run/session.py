@@ -97,6 +97,7 @@ class Experiment:
     out: Path
     first_rates: Mapping[str, float] = field(default_factory=dict)  # of single arms, if they differ from `first_rate`
     widening: float = 2.0  # factor of the rate while a search brackets the capacity
+    device: str = ""  # in place of real devices: "emulated NAME" or "simulated NAME"
 
     @property
     def all_arms(self) -> tuple[Arm, ...]:

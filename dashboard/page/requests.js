@@ -132,7 +132,8 @@ function showTimeline(cell, timeline) {
     ...timeline.spans.map((span) => span.end_ms ?? 0));
   const spans = timeline.spans.map((span) => ({ ...span, end_ms: span.end_ms ?? to })); // open spans
   const facts = [timeline.id, timeline.reason && `placed: ${timeline.reason}`,
-    timeline.finish && !timeline.message && `finish: ${timeline.finish}`, timeline.attempts > 1 && `${timeline.attempts} attempts`];
+    timeline.finish && !timeline.message && `finish: ${timeline.finish}`, timeline.attempts > 1 && `${timeline.attempts} attempts`,
+    ...(timeline.earlier_nodes ?? []).map((nodes) => `earlier: ${nodes.filter(Boolean).join(" → ")}`)];
   const moved = timeline.transfer;
   if (moved) {
     facts.push(`${bytes(moved.bytes)} of KV over ${moved.channel}, ${ms(moved.hidden_ms)} ms hidden, ${ms(moved.exposed_ms)} ms exposed`);

@@ -366,11 +366,19 @@ def parse_body(kind: type[BodyType], raw: bytes, models: Sequence[str]) -> BodyT
             message = f"`{key}` is not supported" + (f"; it can only be {only}." if only else advice)
             raise RequestError(message, key, "unsupported_parameter")
         if key not in IGNORED and key not in UNSUPPORTED:
-            near = get_close_matches(key[:MAX_NAME], kind.model_fields, 1)
-            advice = f"; did you mean `{near[0]}`?" if near else "."
-            raise RequestError(f"Unknown parameter: `{key[:MAX_NAME]}`{advice}", key[:MAX_NAME], "unknown_parameter")
+            name = key[:MAX_NAME]
+            raise RequestError(f"Unknown parameter: `{name}`{_near(kind, [name])}", name, "unknown_parameter")
         del fields[key]
     return validated(kind, fields)
+
+
+def _near(kind: type[BaseModel], location: Sequence[str | int]) -> str:
+    """Return the end of a sentence about an unknown parameter, with the known one whose name is the closest."""
+    known: Any = kind
+    for part in location[:-1]:
+        known = known.model_fields[part].annotation if part in getattr(known, "model_fields", {}) else None
+    near = get_close_matches(str(location[-1])[:MAX_NAME], getattr(known, "model_fields", ()), 1)
+    return f"; did you mean `{near[0]}`?" if near else "."
 
 
 def validated(kind: type[BodyType], fields: dict[str, Any]) -> BodyType:
@@ -383,6 +391,8 @@ def validated(kind: type[BodyType], fields: dict[str, Any]) -> BodyType:
     full = [part for part in first["loc"] if not str(part).startswith("~")]
     location = full[: NESTED.get(str(full[0]), 1)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in location)[1:]
+    if first["type"] == "extra_forbidden" and len(location) == len(full):
+        raise RequestError(f"Unknown parameter: `{param}`{_near(kind, full)}", param, "unknown_parameter")
     is_ours = len(location) < len(full) or first["type"] == "literal_error"
     text = EXPECTED.get(str(location[-1])) if is_ours else None
     raise RequestError(f"`{param}` {text}." if text else f"`{param}`: {first['msg']}.", param, "invalid_value")

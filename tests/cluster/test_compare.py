@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.harness import ROOT, cluster, state_of, wait_for
 
 # The limits are long, because other tests share the machine and these tests do not measure its speed.
-QUICK = ["--preset", "chat", "--scale-tokens", "0.04", "--rate", "8", "--slo-ttft-ms", "60000", "--slo-tbt-ms", "60000"]
+QUICK = ["--preset", "chat", "--scale-tokens", "0.04", "--rate", "8", "--ttft-slo-ms", "60000", "--tbt-slo-ms", "60000"]
 SMALL = ["--set", "runner=hash", "--set", "num_blocks=512"]
 
 

@@ -20,9 +20,10 @@ async def compare(out: Path, **options: object) -> dict[str, Any]:
 
 
 async def test_a_report_has_what_a_live_report_has(tmp_path: Path) -> None:
-    report = await compare(tmp_path, arms=ARMS, slo_tbt_ms=8.0)
+    report = await compare(tmp_path, arms=ARMS, tbt_slo_ms=8.0)
     assert report["valid"], report["problems"]
     assert report["on"] == "sim"
+    assert report["verdict"]["conditions"].startswith("2 simulated h200-llama-3.1-8b devices, ")
     split = report["arms"][1]["name"]
     for arm in ARMS:
         assert report["summary"][arm]["ttft_p50_ms"]["mean"] > 5
@@ -51,7 +52,7 @@ async def test_a_simulation_is_repeatable(tmp_path: Path) -> None:
 
 async def test_capacities_are_found(tmp_path: Path) -> None:
     """Two requests at once on each of two nodes, which take about 1.2 s each, carry about 3 requests/s."""
-    traffic = {"rate": None, "duration": 60.0, "scale_tokens": 1.0, "slo_ttft_ms": 3000.0}
+    traffic = {"rate": None, "duration": 60.0, "scale_tokens": 1.0, "ttft_slo_ms": 3000.0}
     report = await compare(tmp_path, arms=ARMS[:2], find_capacity=True, set=["max_num_seqs=2"], **traffic)
     colocated, split = (report["summary"][arm]["capacity_rps"] for arm in ARMS[:2])
     assert colocated["bounded"] == split["bounded"] == "yes"

@@ -119,6 +119,7 @@ def test_a_migrated_request_has_a_retry_phase() -> None:
     assert phases["retry"] == pytest.approx(40)
     assert sum(phases.values()) == pytest.approx(71)
     assert (found["attempts"], found["decode"]) == (2, "decode-1")
+    assert found["earlier_nodes"] == [["prefill-0", "decode-0"]]
 
 
 @given(st.lists(st.integers(0, 100), min_size=7, max_size=7), st.integers(0, 100))

@@ -300,6 +300,10 @@ def test_an_unknown_model_does_not_exist(name):
 def test_the_error_names_the_served_models_and_the_parameter_that_was_meant():
     for fields, text in (
         ({"model": "gpt-4"}, "The model `gpt-4` does not exist; served: `m`, `adapter`."),
+        (
+            {"stream": True, "stream_options": {"inclde_usage": True}},
+            "Unknown parameter: `stream_options.inclde_usage`; did you mean `include_usage`?",
+        ),
         ({"max_token": 4}, "Unknown parameter: `max_token`; did you mean `max_tokens`?"),
         ({"prompt": "x"}, "`prompt` is not supported; use `messages`."),
     ):

@@ -114,7 +114,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         *("structured_outputs", "not both"),
     ),
     ({"response_format": {"type": "structural_tag"}}, "response_format", "structures: Field required"),
-    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format", "Extra"),
+    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format", "Unknown parameter"),
     ({"response_format": {"type": "text", "triggers": ["a"]}}, "response_format", "type: Input should be"),
     ({"response_format": TAGS | {"triggers": ["<x"]}}, "response_format", 'no trigger begins the tag "<fn=f>"'),
     ({"response_format": TAGS | {"triggers": ["<fn=", "<y"]}}, "response_format", "no tag begins with the trigger"),

@@ -6,7 +6,7 @@ BIN := .venv/bin
 TORCH ?= $(shell $(PYTHON) -c 'import platform; print("torch==2.13.0" if platform.system() == "Linux" else "torch")')
 
 .PHONY: serve test check lint types imports unit \
-  nightly chaos cancels soak simulate mutations properties kernels sweep fuzz schemathesis clients lock sbom clean
+  nightly chaos cancels soak simulate mutations properties kernels sweep fuzz schemathesis clients scale lock sbom clean
 
 serve: .venv/installed
 	$(BIN)/baton up $(if $(MODEL),--model "$(MODEL)") $(ARGS)
@@ -91,6 +91,10 @@ schemathesis: .venv/tested
 # Run unmodified clients and load tools against a cluster; the first run installs each in .clients. Not in `make test`.
 clients: .venv/tested
 	$(BIN)/python -m tests.clients $(ARGS)
+
+# Run clusters under the engines of docs/scale.md that are installed here, and kill processes, hosts and routers.
+scale: .venv/tested
+	$(BIN)/python -m pytest -q -rs -m "exhaustive or not exhaustive" tests/deploy $(PYTEST)
 
 # Lock the versions and hashes of the libraries that the image installs.
 lock: .venv/installed .venv/tools

@@ -1,0 +1,42 @@
+"""A client of a cluster that an orchestrator runs, for tests."""
+
+import contextlib
+import json
+import urllib.request
+from collections import Counter
+from typing import Any
+
+from tests.chaos.traffic import Outcome
+from tests.cluster.harness import START_S, wait_for
+
+
+class RouterClient:
+    """Reads the status of a router."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.url}/v1/status", timeout=5) as answer:
+            return dict(json.load(answer))
+
+    def answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            return bool(self.status())
+        return False
+
+    def ready_nodes(self) -> Counter[str]:
+        """Return the number of nodes of each role that take requests."""
+        with contextlib.suppress(OSError):
+            nodes = self.status()["nodes"]
+            return Counter(node["role"] for node in nodes if node["alive"] and node["state"] == "ready")
+        return Counter()
+
+    def wait_for_nodes(self, timeout_s: float = START_S, **counts: int) -> None:
+        wait_for(lambda: self.ready_nodes() == Counter(counts), f"{counts} nodes are ready", timeout_s)
+
+
+def is_lost(outcome: Outcome, killed_ns: int) -> bool:
+    """Return whether a request failed or got wrong tokens, other than a stream of a router that was killed."""
+    was_cut = outcome.began_ns < killed_ns < outcome.ended_ns
+    return outcome.is_unequal or (bool(outcome.lost) and not was_cut)

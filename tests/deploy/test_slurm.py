@@ -1,0 +1,242 @@
+"""Test deploy/slurm/baton.sbatch with a real Slurm: munged, slurmctld and three slurmd, which all run on this machine."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shared.clock import now_ns
+from tests.chaos.traffic import Load
+from tests.cluster.harness import DEMO, ROOT, free_port, wait_for
+from tests.deploy.remote import RouterClient, is_lost
+
+MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: apt-get install slurm-wlm munge"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="slurmd needs root"),
+]
+HOSTS = ("n1", "n2", "n3")
+CONFIG = """
+ClusterName=test
+SlurmctldHost={machine}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser=root
+SlurmdUser=root
+AuthInfo=socket={place}/munge.socket
+StateSaveLocation={place}/state
+SlurmdSpoolDir={place}/%n
+SlurmctldPidFile={place}/slurmctld.pid
+SlurmdPidFile={place}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+MpiDefault=none
+SlurmdTimeout=5
+MessageTimeout=5
+ReturnToService=2
+{hosts}
+PartitionName=all Nodes=ALL Default=YES
+"""
+
+
+class Slurm:
+    """A Slurm cluster of three hosts with 4 CPUs each, and at most one job of Baton on it."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.port, self.join_port = free_port(), free_port()
+        self.router = RouterClient(f"http://127.0.0.1:{self.port}")
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+        self.environment = {"PATH": path, "HOME": str(place), "SLURM_CONF": str(place / "slurm.conf")}
+        self.job = ""
+
+    def start(self) -> None:
+        machine = socket.gethostname().partition(".")[0]
+        hosts = "\n".join(
+            f"NodeName={name} NodeHostname={machine} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4" for name in HOSTS
+        )
+        values = {"machine": machine, "controller": free_port(), "place": self.place, "hosts": hosts}
+        (self.place / "slurm.conf").write_text(CONFIG.format(**values))
+        (self.place / "state").mkdir()
+        key = self.place / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        files = {
+            "key-file": key,
+            "socket": "munge.socket",
+            "pid-file": "munge.pid",
+            "log-file": "munge.log",
+            "seed-file": "munge.seed",
+        }
+        self.daemon(
+            "munged", "--foreground", "--force", *(f"--{name}={self.place / file}" for name, file in files.items())
+        )
+        wait_for((self.place / "munge.socket").exists, "munged listens")
+        self.daemon("slurmctld", "-D")
+        for host in HOSTS:
+            self.daemon(host, "-D", "-N", host, program="slurmd")
+        wait_for(
+            lambda: self.command("sinfo", "-h", "-o", "%T %D", check=False).strip() == f"idle {len(HOSTS)}",
+            "hosts are idle",
+        )
+
+    def daemon(self, name: str, *flags: str, program: str = "") -> None:
+        with (self.place / f"{name}.out").open("ab") as log:
+            command = [program or name, *flags]
+            self.daemons[name] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
+
+    def command(self, *words: str, check: bool = True, **variables: object) -> str:
+        environment = self.environment | {name: str(value) for name, value in variables.items()}
+        done = subprocess.run(words, env=environment, cwd=self.place, check=False, capture_output=True, text=True)
+        assert not check or done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout
+
+    def submit(self, **variables: object) -> None:
+        """Start the job script with the hash model."""
+        settings = {"MODEL": DEMO, "RUNNER": "hash", "NUM_BLOCKS": 4096, "THREADS": 1, "DISAGGREGATE": "always"}
+        settings |= {"KV_DIRECTORY": self.place / "kv", "DRAIN_TIMEOUT_S": 60}
+        variables |= {f"BATON_{name}": value for name, value in settings.items()}
+        variables |= {"PORT": self.port, "JOIN_PORT": self.join_port}
+        script = str(ROOT / "deploy" / "slurm" / "baton.sbatch")
+        self.job = self.command("sbatch", "--parsable", f"--nodes={len(HOSTS)}", script, **variables).strip()
+
+    def steps(self) -> dict[str, tuple[str, str]]:
+        """Return the step id and the host of each running part."""
+        lines = self.command("squeue", "--steps", "-h", "-o", "%j %i %N").split("\n")
+        return {name: (step, host) for name, step, host in (line.split() for line in lines if line)}
+
+    def pid(self, part: str) -> int:
+        """Return the process of a part. Its parent is a shell, whose parent is the slurmstepd of the step."""
+        step = f"slurmstepd: [{self.steps()[part][0]}]"
+        for process in psutil.process_iter(["cmdline"]):
+            parents = process.parents() if "baton" in " ".join(process.info["cmdline"] or ()) else []
+            if len(parents) > 1 and step in " ".join(parents[1].cmdline()):
+                return process.pid
+        raise AssertionError(f"no process of {part}: {self.log()}")
+
+    def kill(self, part: str) -> None:
+        os.kill(self.pid(part), signal.SIGKILL)
+
+    def kill_host(self, part: str) -> None:
+        """Kill the slurmd of the host of a part, the part, its shell and its slurmstepd."""
+        host = self.steps()[part][1]
+        process = psutil.Process(self.pid(part))
+        for each in (psutil.Process(self.daemons[host].pid), *reversed(process.parents()[:2]), process):
+            each.kill()
+        self.daemons.pop(host).wait()
+
+    def drain(self, step: str = "") -> None:
+        """Drain one step, or all steps of the job."""
+        self.command("scancel", "--ctld", "--signal=TERM", step or self.job)
+
+    def ended(self) -> str:
+        """Wait for the end of the job, and return its state."""
+        query = ("squeue", "-h", "-j", self.job, "-t", "all", "-o", "%T")
+        wait_for(lambda: self.command(*query).strip() in {"COMPLETED", "FAILED", "CANCELLED"}, "the job ends")
+        return self.command(*query).strip()
+
+    def left_behind(self) -> list[Any]:
+        """Return the processes and files that outlived the job."""
+        files = list(self.place.glob(".baton*"))  # what a killed node leaves in the KV directory, the next one removes
+        return [line for line in command_lines() if str(self.join_port) in line or "slurmstepd:" in line] + files
+
+    def log(self) -> str:
+        return (self.place / f"baton-{self.job}.log").read_text()[-6000:]
+
+    def close(self) -> None:
+        if self.job:
+            self.command("scancel", self.job, check=False)
+            with contextlib.suppress(AssertionError):
+                wait_for(lambda: not self.left_behind(), "the job is gone", 60)
+        for process in reversed(self.daemons.values()):
+            process.terminate()
+        for process in self.daemons.values():
+            process.wait(60)
+
+
+def command_lines() -> Iterator[str]:
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if process.info["status"] != psutil.STATUS_ZOMBIE:
+            yield " ".join(process.info["cmdline"] or ())
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with tempfile.TemporaryDirectory(prefix="baton-") as directory:
+        running = Slurm(Path(directory))
+        try:
+            running.start()
+            yield running
+        finally:
+            running.close()
+
+
+def load(slurm: Slurm, least: int, **options: Any) -> Load:
+    return Load([slurm.router.url], "model", 4, least, **options)
+
+
+def test_a_job_serves_restarts_a_killed_node_and_drains_without_a_lost_request(slurm: Slurm) -> None:
+    slurm.submit(PREFILL=1, DECODE=2)
+    slurm.router.wait_for_nodes(prefill=1, decode=2)
+    first = slurm.steps()["decode-0"]
+    with load(slurm, 60) as requests:
+        wait_for(lambda: len(requests.outcomes) > 10, "requests end")
+        slurm.kill("decode-0")
+        wait_for(lambda: slurm.steps().get("decode-0", first) != first, "decode-0 starts again")
+        slurm.router.wait_for_nodes(prefill=1, decode=2)
+    assert requests.failures() == []
+
+    slurm.drain(slurm.steps()["decode-1"][0])
+    wait_for(lambda: "decode-1" not in slurm.steps(), "the node drains")
+    with load(slurm, 20) as requests:  # the clients have sent their last requests when the job drains
+        wait_for(lambda: len(requests.outcomes) > 5, "requests end")
+    assert requests.failures() == []
+    assert "decode-1" not in slurm.steps(), "a drained node was started again"
+    slurm.drain()
+    assert slurm.ended() == "COMPLETED", slurm.log()
+    wait_for(lambda: not slurm.left_behind(), f"nothing is left: {slurm.left_behind()}", 60)
+
+
+def test_a_job_whose_settings_are_invalid_ends_with_status_2(slurm: Slurm) -> None:
+    slurm.submit(BATON_MAX_NUM_SEQS="many")
+    assert slurm.ended() == "FAILED", slurm.log()
+    assert "BATON_MAX_NUM_SEQS 'many'" in slurm.log()
+    wait_for(lambda: not slurm.left_behind(), f"nothing is left: {slurm.left_behind()}", 60)
+
+
+@pytest.mark.exhaustive
+def test_a_job_survives_the_loss_of_a_host_and_of_its_router(slurm: Slurm) -> None:
+    slurm.submit(PREFILL=1, DECODE=1)
+    slurm.router.wait_for_nodes(prefill=1, decode=1)
+    victim = next(part for part in ("decode-0", "prefill-0") if slurm.steps()[part][1] != HOSTS[0])
+    with load(slurm, 60) as requests:
+        wait_for(lambda: len(requests.outcomes) > 10, "requests end")
+        host = slurm.steps()[victim][1]
+        slurm.kill_host(victim)
+        wait_for(lambda: slurm.steps().get(victim, ("", host))[1] != host, f"{victim} starts on another host", 120)
+        slurm.router.wait_for_nodes(prefill=1, decode=1)
+    assert requests.failures() == []
+
+    with load(slurm, 60, refusals=("ConnectionRefusedError", "ValueError: status 503")) as requests:
+        wait_for(lambda: len(requests.outcomes) > 10, "requests end")
+        killed_ns = now_ns()
+        slurm.kill("router")
+        wait_for(lambda: slurm.router.answers(), "the router starts again")
+        slurm.router.wait_for_nodes(prefill=1, decode=1)
+    assert [outcome.lost for outcome in requests.outcomes if is_lost(outcome, killed_ns)] == []
+    slurm.drain()
+    assert slurm.ended() == "COMPLETED", slurm.log()
+    wait_for(lambda: not slurm.left_behind(), f"nothing is left: {slurm.left_behind()}", 60)

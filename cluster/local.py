@@ -96,7 +96,8 @@ async def _report_ready(settings: LocalSettings, say: Say, get_ready: GetJson, g
     say("baton", f"try: curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'")
     num_prefill, num_decode = settings.num_nodes()
     await until(get_status, lambda status: num_ready(status) >= num_prefill + num_decode)
-    say("baton", f"complete: {settings.mode}, {num_prefill} prefill and {num_decode} decode")
+    mode = "vLLM servers" if settings.engines else settings.mode
+    say("baton", f"complete: {mode}, {num_prefill} prefill and {num_decode} decode")
 
 
 async def report_waiting(

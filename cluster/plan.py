@@ -19,9 +19,11 @@ from shared.api_client import base_url
 from shared.config.settings import (
     EVERY_ADDRESS,
     ComputingSettings,
+    Engines,
     Host,
     NodeSettings,
     Port,
+    ProxySettings,
     RouterSettings,
     ServingSettings,
     Settings,
@@ -55,6 +57,12 @@ def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
 Devices = Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
 
 
+OF_OUR_NODES = {"prefill", "decode", "devices"} | (
+    ComputingSettings.model_fields.keys()
+    - {*ServingSettings.model_fields, *ProxySettings.model_fields, "cpus", "kv_directory"}
+)
+
+
 class LocalSettings(ServingSettings, ComputingSettings):
     """The cluster"""
 
@@ -68,6 +76,10 @@ class LocalSettings(ServingSettings, ComputingSettings):
     devices: Devices = setting(
         (), "GPUs, as in cuda:0,cuda:1, assigned to prefill and then decode nodes.", "--device for all"
     )
+    engines: Engines = setting(
+        (), "URLs of vLLM servers that run already, separated by commas; each becomes a node.", "start nodes"
+    )
+    engine_api_key_file: str = setting("", "File with the API key of these servers.", "the servers need no key")
     registry_host: Host = Field(default="127.0.0.1", description="Address that nodes join at.")
     registry_port: Port = setting(0, "Port that nodes join at.", "any free port")
 
@@ -75,6 +87,17 @@ class LocalSettings(ServingSettings, ComputingSettings):
     def _check_node_timeout(self) -> "LocalSettings":
         if self.node_timeout_s <= 2 * self.heartbeat_s:
             raise ValueError("--node-timeout-s must be over twice --heartbeat-s, or live nodes count as lost")
+        return self
+
+    @model_validator(mode="after")
+    def _check_engines(self) -> "LocalSettings":
+        if self.engines and not self.model:
+            raise ValueError("--engines: give --model too, the directory or hub id of the model that the servers have")
+        if self.engines and (others := self.model_fields_set & OF_OUR_NODES):
+            flags = ", ".join(sorted(map(flag_of, others)))
+            raise ValueError(f"--engines: each server becomes one node with its own settings; leave out {flags}")
+        if self.engines and self.ttft_slo_ms:
+            raise ValueError("--ttft-slo-ms: the time of the first token is not predicted for --engines; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -106,6 +129,8 @@ class LocalSettings(ServingSettings, ComputingSettings):
 
     def num_nodes(self) -> tuple[int, int]:
         """Return the numbers of prefill and of decode nodes."""
+        if self.engines:
+            return 0, len(self.engines)
         if self.mode == "colocated":
             return 0, self.decode or 1 + self.prefill
         return self.prefill, self.decode or 1
@@ -137,6 +162,8 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
     children = [_child(ROUTER, "router", _part(settings, RouterSettings, {}), num_threads=1)]
     host = "127.0.0.1" if settings.registry_host in EVERY_ADDRESS else settings.registry_host
     registry = settings.registry or f"{host}:{settings.registry_port}"
+    if settings.engines:
+        return children + [_proxy(settings, number, registry) for number in range(len(settings.engines))]
     for (role, number), cpus, device in zip(names, share_out(cores, len(names)), places, strict=True):
         name = f"{role}-{number}"
         num_threads = settings.threads or len(cpus) or 1
@@ -146,6 +173,16 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
         node = _part(settings, NodeSettings, own | {"registry": registry})
         children.append(_child(name, f"{role}_node", node.model_copy(update={"cpus": cpus}), num_threads))
     return children
+
+
+def _proxy(settings: LocalSettings, number: int, registry: str) -> Child:
+    name = f"decode-{number}"
+    own: dict[str, object] = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0}
+    for field in ("max_num_seqs", "stuck_s"):  # other defaults than those of our nodes
+        if field not in settings.model_fields_set:
+            own[field] = ProxySettings.model_fields[field].default
+    own |= {"registry": registry, "engine": settings.engines[number]}
+    return _child(name, "proxy_node", _part(settings, ProxySettings, own), num_threads=1)
 
 
 def share_out(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
@@ -166,7 +203,8 @@ def checked(settings: LocalSettings) -> LocalSettings:
         directory = resolve(settings.model) if settings.model else DEMO_MODEL
     except ValueError as error:
         raise ConfigError(f"--model: {error}") from None
-    _check_nodes(settings.model_copy(update={"model": str(directory)}))
+    if not settings.engines:
+        _check_nodes(settings.model_copy(update={"model": str(directory)}))
     _check_files(settings)
     if not (directory / "tokenizer.json").exists():
         raise ConfigError(f"--model {directory}: contains no tokenizer.json")
@@ -227,7 +265,9 @@ def _child(name: str, module: str, settings: Settings, num_threads: int) -> Chil
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a child, without the parent's settings, and with Baton's PYTHONPATH."""
-    settings = {variable_of(name) for kind in (LocalSettings, NodeSettings) for name in kind.model_fields}
+    settings = {
+        variable_of(name) for kind in (LocalSettings, NodeSettings, ProxySettings) for name in kind.model_fields
+    }
     kept = {name: value for name, value in environment.items() if name not in settings}
     if "OMP_WAIT_POLICY" not in kept:
         kept.setdefault("GOMP_SPINCOUNT", SPIN)

@@ -27,8 +27,9 @@ from engine.runner import set_ahead
 from engine.startup import EngineComponents, stage
 from node.active_requests import RequestRules
 from node.emulated_link import EmulatedLink
+from node.identity import advertised
 from node.node import Node, RoleAdapter
-from node.stats import advertised, describe
+from node.stats import describe
 from node.watchdog import Watchdog, Watched
 from scheduler.budget import Budget, budget_of
 from scheduler.drafters import Drafter, PromptLookup, Speculation

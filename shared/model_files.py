@@ -1,8 +1,11 @@
 """The files of a model, in a local directory or in a snapshot downloaded from the Hugging Face hub."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
+
+from shared.errors import ConfigError
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 OTHER_DEMO_MODELS = ("hybrid", "moe")  # next to DEMO_MODEL; not in the wheel, which would be three times as large
@@ -12,6 +15,10 @@ GEMMA3 = {
     "max_position_embeddings": 131_072, "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
 SHARED = ("bos_token_id", "eos_token_id")  # keys that a model of several modalities may have outside of `text_config`
+MAX_CONFIG_BYTES = 1 << 20
+MAX_COUNT = 2**31 - 1
+# The maximum length, by its name in most models, GPT-2, DBRX and Kimi Linear.
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -63,3 +70,37 @@ def resolve(model: str) -> Path:
     except (OSError, ValueError, RuntimeError) as error:  # includes all errors of the hub and the network
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise ValueError(f"model {model!r} is not a local directory, and downloading it failed: {reason}") from None
+
+
+def read_limits(directory: Path) -> tuple[int, int]:
+    """Return the model's maximum length and the size of its vocabulary, in tokens. Raises ConfigError for invalid
+    files."""
+    config = text_values(read_object(directory / "config.json"))
+    positions = _count(config, next((key for key in POSITIONS if key in config), POSITIONS[0]), directory)
+    return positions, _count(config, "vocab_size", directory)
+
+
+def _count(config: dict[str, Any], key: str, directory: Path) -> int:
+    value = config.get(key)
+    if type(value) is not int or not 0 < value <= MAX_COUNT:
+        shown = repr(value)[:60] if key in config else "missing"
+        raise ConfigError(f"{directory / 'config.json'}: {key} is {shown}: it must be from 1 to {MAX_COUNT}")
+    return value
+
+
+def read_object(file: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises ConfigError, naming the file, if the file has no readable JSON
+    object."""
+    try:
+        if file.stat().st_size > limit:
+            raise ConfigError(f"{file} is larger than {limit} bytes, so it is not a model's configuration")
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; --model must name a Hugging Face model directory") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file} is not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} is not a JSON object")
+    return value

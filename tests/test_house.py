@@ -8,10 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [
-    "router", "node", "prefill_node", "decode_node", "scheduler", "engine", "shared",
+    "router", "node", "prefill_node", "decode_node", "proxy_node", "scheduler", "engine", "shared",
     "dashboard", "simulator", "compare", "cluster", "baton", "benchmarks", "demo", "deploy",
 ]  # fmt: skip
-CORE = ("router", "node", "prefill_node", "decode_node", "scheduler", "engine", "shared")
+CORE = ("router", "node", "prefill_node", "decode_node", "proxy_node", "scheduler", "engine", "shared")
 OPTIONAL_ENGINE = ("cpu", "cuda")
 # Lower these caps when the tree shrinks. Raise them only by what a new capability is worth: lines were added for the
 # operator's view, the installation, and families of models. The goals without them are 14,500, 27,000 and 28,000 lines.
@@ -88,6 +88,7 @@ MAY_IMPORT = {
     "node": {"engine", "scheduler", "shared"},
     "prefill_node": {"node", "engine", "scheduler", "shared"},
     "decode_node": {"node", "engine", "scheduler", "shared"},
+    "proxy_node": {"node", "shared"},
     "router": {"scheduler", "shared"},
     "dashboard": {"router", "scheduler", "shared"},
     "simulator": {"router", "node", "engine", "scheduler", "shared"},

@@ -15,6 +15,7 @@ PRODUCT = (
     "router",
     "prefill_node",
     "decode_node",
+    "proxy_node",
     "node",
     "shared",
     "scheduler",

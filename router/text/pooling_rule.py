@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from router.dispatch.requests import PoolingRule
-from router.text.model_files import MAX_CONFIG_BYTES, read_object
 from shared.errors import ConfigError
+from shared.model_files import MAX_CONFIG_BYTES, read_object
 
 KINDS = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 NONE = "This model is neither an embedding model nor a reranker: its directory has no modules.json."

@@ -10,10 +10,10 @@ import tokenizers
 
 from router.text.chat_template import Argument, ChatTemplate, Message, special_tokens
 from router.text.detokenizer import ByteFallbackDetokenizer, ByteLevelDetokenizer, Detokenizer, TokenVocabulary
-from router.text.model_files import read_object
 from router.text.regex_safety import check_patterns
 from router.text.tool_syntax import AnswerSyntax, find_syntax
 from shared.errors import ConfigError, RequestError
+from shared.model_files import read_object
 
 MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20  # some models have files of 35 MB and 1.2 MB
 

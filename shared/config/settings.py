@@ -110,6 +110,24 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
     return origins
 
 
+def _check_engine(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        is_valid = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0 and "@" not in parts.netloc
+    except ValueError:
+        is_valid = False
+    if value and (not is_valid or parts.query or parts.fragment):
+        raise ValueError("must be the URL of a vLLM server without credentials, as in http://127.0.0.1:8000")
+    return value.rstrip("/").removesuffix("/v1")
+
+
+def _check_engines(value: str | Iterable[str]) -> tuple[str, ...]:
+    urls = tuple(_check_engine(url) for url in _parse_list(value))
+    if len(set(urls)) < len(urls):
+        raise ValueError("must name each server once")
+    return urls
+
+
 def _check_registry(value: str) -> str:
     if "://" not in value:
         host, _, port = value.rpartition(":")
@@ -167,6 +185,7 @@ Origins = Annotated[tuple[str, ...], BeforeValidator(_parse_list), AfterValidato
 Names = Annotated[tuple[str, ...], BeforeValidator(_parse_list)]
 Host = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]+", "a host name or address, without a port"))]
 HostOrNone = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]*", "a host name or address, without a port"))]
+Engines = Annotated[tuple[str, ...], BeforeValidator(_check_engines)]
 Label = Annotated[str, AfterValidator(partial(_matches, r"[\w.-]{1,64}", "1 to 64 letters, digits and . _ -"))]
 LabelOrNone = Annotated[str, AfterValidator(partial(_matches, r"[\w.-]{0,64}", "up to 64 letters, digits and . _ -"))]
 Device = Annotated[str, AfterValidator(partial(_matches, r"auto|cpu|cuda(:\d{1,2})?", "auto, cpu, cuda or cuda:N"))]
@@ -378,8 +397,8 @@ class RouterSettings(ServingSettings):
     """This router"""
 
 
-class NodeSettings(ComputingSettings):
-    """This node"""
+class JoiningSettings(CommonSettings):
+    """A process that joins a cluster as a node"""
 
     id: LabelOrNone = setting("", "Unique name.", "ROLE-HOST in a container, elsewhere ROLE-HOST-PID")
     host: Host = setting("127.0.0.1", "Address that the node listens on for RPCs.")
@@ -391,8 +410,28 @@ class NodeSettings(ComputingSettings):
         "127.0.0.1:8001",
         "host:port of the registry in the routers, all that the host resolves to, or redis://host:port.",
     )
+
+
+class NodeSettings(ComputingSettings, JoiningSettings):
+    """This node"""
+
     kv_host: HostOrNone = setting("", "Address for KV over tcp.", "the same as --host")
     kv_port: Port = setting(0, "Port for KV over tcp.", "any free port")
+
+
+class ProxySettings(JoiningSettings):
+    """This proxy node"""
+
+    needed: ClassVar[tuple[str, ...]] = ("model", "engine")
+
+    engine: Annotated[str, AfterValidator(_check_engine)] = setting("", "URL of the vLLM server.")
+    engine_api_key_file: str = setting("", "File with the API key of the vLLM server.", "the server needs no key")
+    role: Literal["decode"] = setting("decode", "Role of the node. The engine computes prompts and generates.")
+    max_num_seqs: Count = setting(256, "Maximum requests that the engine runs at the same time (its --max-num-seqs).")
+    stuck_s: Seconds = setting(
+        30.0, "Treat the engine as lost after this many seconds in which it neither answers nor computes a step."
+    )
+    heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = setting(0.5, "Seconds between two heartbeats.")
 
 
 # ---- where a value comes from --------------------------------------------------------------------------------------
@@ -432,7 +471,8 @@ def _refuse_misspelt(kind: type[Settings], environment: Mapping[str, str]) -> No
 
     Other unknown variables are ignored: they may be for another process, or come from a container platform.
     """
-    known = {*kind.model_fields, *RouterSettings.model_fields, *NodeSettings.model_fields, *CLIENTS}
+    kinds = (kind, RouterSettings, NodeSettings, ProxySettings)
+    known = {*CLIENTS, *(name for each in kinds for name in each.model_fields)}
     for variable in sorted(environment):
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or name in known:

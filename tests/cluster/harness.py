@@ -114,15 +114,18 @@ def state_of(pid: int) -> str:
 class Cluster:
     """Routers and nodes. Several routers need a Redis or `names`: then each router has an address of its own, and nodes
     join all that a name resolves to. `settings` are the BATON_ variables of all processes, in lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or router-1.
-    `prefixes` maps the name of a process to the words with which its command line starts."""
+    `prefixes` maps the name of a process to the words with which its command line starts. `engines` maps the name of a
+    node to the URL of its vLLM server, if it is a proxy node."""
 
     def __init__(
         self, directory: Path, prefill: int, decode: int, registry: str, *, routers: int = 1, names: bool = False,
-        own: dict[str, dict[str, object]] | None = None, prefixes: dict[str, list[str]] | None = None, **settings: object,
+        own: dict[str, dict[str, object]] | None = None, prefixes: dict[str, list[str]] | None = None,
+        engines: dict[str, str] | None = None, **settings: object,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.own = own or {}
         self.prefixes = prefixes or {}
+        self.engines = engines or {}
         self.urls: dict[str, str] = {}
         self.registry = registry
         self._addresses = directory / "addresses" if names else None
@@ -169,7 +172,9 @@ class Cluster:
         else:
             flags = ["--id", name, "--registry", self._join]
         module = role if role == "router" else f"{role}_node"
-        if self._addresses is not None and role != "router":
+        if name in self.engines:
+            module, flags = "proxy_node", ["--engine", self.engines[name], *flags]
+        elif self._addresses is not None and role != "router":
             module, flags = "tests.cluster.named_node", [role, str(self._addresses), *flags]
         log = self.directory / f"{name}.log"
         log.touch()

@@ -12,8 +12,8 @@ from decode_node.__main__ import main
 from engine.hash_model import HashRunner
 from engine.runner import SliceOutput, TorchRunner
 from engine.startup import is_out_of_memory
+from node.identity import advertised
 from node.process import EXIT_ENGINE_FAILED, leave_shared_pool
-from node.stats import advertised
 from scheduler.request import Request, Step
 from scheduler.role import PREFILL
 from shared.config.settings import NodeSettings

@@ -1,0 +1,62 @@
+"""The name and the address of a process that joins a cluster as a node."""
+
+import logging
+import os
+import socket
+import time
+from urllib.parse import urlsplit
+
+from shared.config.settings import EVERY_ADDRESS, JoiningSettings
+from shared.lifecycle import in_container
+from shared.registry import RESOLVE_INTERVAL_S
+from shared.resolver import is_address
+from shared.rpc.connection import host_and_port
+
+log = logging.getLogger("baton.node")
+
+
+def default_id(role: str) -> str:
+    """Return a name that no other node has. A restarted container keeps the name, which ends with its host name."""
+    name = f"{role}-{socket.gethostname()}"
+    is_main_process = 1 in (os.getpid(), os.getppid())  # with `init`, the main process is the child of process 1
+    return name if in_container() and is_main_process else f"{name}-{os.getpid()}"
+
+
+def advertised(settings: JoiningSettings) -> str:
+    """Return the host at which others reach this node.
+
+    A node that listens on every address advertises the local address from which it reaches the registry. The address
+    family is that of `settings.host`. Waits until the name of the registry resolves, because the routers may start
+    later. Raises ValueError if there is no route to the registry.
+    """
+    if settings.advertise or settings.host not in EVERY_ADDRESS:
+        return settings.advertise or settings.host
+    if "://" in settings.registry:
+        registry = urlsplit(settings.registry)
+        host, port = registry.hostname or "localhost", registry.port or 6379
+    else:
+        host, port = host_and_port(settings.registry)
+    is_logged = False
+    while True:
+        try:
+            return _route_to(host, port, socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+        except OSError as error:
+            other = "0.0.0.0" if ":" in settings.host else "::"
+            problem = (
+                f"--host {settings.host}: no route to --registry {host} ({error.strerror}): set --advertise to an "
+                f"address at which others reach this node, or try --host {other}"
+            )
+            if is_address(host) or not isinstance(error, socket.gaierror):
+                raise ValueError(problem) from None
+        if not is_logged:
+            log.warning("%s; waiting until the name resolves", problem)
+        is_logged = True
+        time.sleep(RESOLVE_INTERVAL_S)
+
+
+def _route_to(host: str, port: int, family: socket.AddressFamily) -> str:
+    """Return the local address from which packets to the host are sent. Raises OSError if there is no route."""
+    target = socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0][4]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # selects a source address; no packet is sent
+        return str(probe.getsockname()[0])

@@ -1,0 +1,1 @@
+"""A node whose engine is a vLLM server: it serves Baton's node protocol and calls the server over HTTP."""

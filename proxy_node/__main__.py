@@ -1,0 +1,178 @@
+"""Run a proxy node: `python -m proxy_node --help`. Its engine is a vLLM server, which may end and come back."""
+
+import asyncio
+import logging
+import secrets
+import sys
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from node.identity import advertised, default_id
+from node.router_sessions import FLUSH_S
+from proxy_node.node import ProxyNode
+from proxy_node.probe import resumes
+from proxy_node.vllm import EngineFacts, VllmEngine
+from proxy_node.wire import EngineFailure
+from shared import logs
+from shared.config.command_line import settings_from_command_line
+from shared.config.settings import ProxySettings
+from shared.errors import ConfigError
+from shared.lifecycle import ProcessLifetime, run
+from shared.model_files import read_limits, resolve
+from shared.registry import announcer
+from shared.rpc import tls
+from shared.rpc.messages import NodeInfo
+from shared.rpc.methods import RpcServer
+from shared.version import package_version
+
+log = logging.getLogger("baton.proxy")
+RETRY_S = 0.5
+REPORT_S = 15.0  # time between two reports on an engine that does not answer
+STEP_TOKENS = 2048  # what an engine computes in a step is not visible; this is vLLM's default
+Result = TypeVar("Result")
+
+
+def main(settings: ProxySettings) -> int:
+    """Run a proxy node until SIGTERM, and return the exit status. If it cannot start, print one line and return 2."""
+    logs.configure(settings.log_level, settings.log_format, settings.id or "proxy")
+    try:
+        tls.configure(settings.cluster_secret_file, {"--host": settings.host})
+        max_len, vocab_size = read_limits(resolve(settings.model))
+        key = Path(settings.engine_api_key_file).read_text().strip() if settings.engine_api_key_file else ""
+        settings = settings.model_copy(update={"advertise": advertised(settings)})
+    except (ValueError, OSError) as error:
+        return _start_failed(error)
+    process = ProxyProcess(settings, VllmEngine(settings.engine, key, vocab_size), settings.max_model_len or max_len)
+    return run(process.serve)
+
+
+def _start_failed(error: Exception) -> int:
+    print(f"proxy: {error}", file=sys.stderr)
+    return 2
+
+
+@dataclass
+class ProxyProcess:
+    """A proxy node from its start to its exit. Each time that the engine comes back, it joins as a new incarnation."""
+
+    settings: ProxySettings
+    engine: VllmEngine
+    max_model_len: int  # that of the router
+
+    async def serve(self, lifetime: ProcessLifetime) -> int:
+        async with self.engine.open():
+            try:
+                info = await _unless(lifetime, self._await_engine(is_first=True))
+                while info is not None:
+                    if not await self._serve_incarnation(info, lifetime):
+                        break
+                    info = await _unless(lifetime, self._await_engine(is_first=False))
+            except (ConfigError, OSError) as error:
+                return _start_failed(error)
+        return 0
+
+    async def _await_engine(self, *, is_first: bool) -> NodeInfo:
+        """Wait until the engine answers, and return the description of its node. Raises ConfigError if it cannot be
+        used and `is_first` is set; later, an operator may still repair it."""
+        reported_at, now = 0.0, asyncio.get_running_loop().time
+        while True:
+            try:
+                facts = await self.engine.describe()
+                self._check(facts)
+                return self._info(facts, await resumes(self.engine))
+            except (ConfigError, EngineFailure) as error:
+                if is_first and isinstance(error, ConfigError):
+                    raise
+                if now() - reported_at > REPORT_S:
+                    reported_at = now()
+                    log.warning("waiting for the engine at %s: %s", self.engine.url, error)
+            await asyncio.sleep(RETRY_S)
+
+    def _check(self, facts: EngineFacts) -> None:
+        """Refuse an engine with shorter requests than the router accepts, whose answers it would cut silently."""
+        if facts.max_model_len < self.max_model_len:
+            raise ConfigError(
+                f"--engine {self.engine.url}: its maximum length is {facts.max_model_len} tokens, and that of --model "
+                f"{self.max_model_len}: start it with a larger --max-model-len, or the router and this proxy with "
+                f"--max-model-len {facts.max_model_len}"
+            )
+
+    def _info(self, facts: EngineFacts, resumed: str) -> NodeInfo:
+        settings = self.settings
+        return NodeInfo(
+            id=settings.id or default_id(settings.role),
+            incarnation_id=secrets.token_hex(16),
+            role=settings.role,
+            address="",
+            model=facts.model,
+            fingerprint=facts.fingerprint,
+            block_tokens=facts.block_tokens,
+            block_bytes=facts.block_bytes,
+            num_blocks=facts.num_blocks,
+            max_model_len=self.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            version=package_version(),
+            attributes={
+                "engine": f"vllm {facts.version}",
+                "engine_url": settings.engine,
+                "resumes": resumed,
+                "max_step_tokens": str(STEP_TOKENS),
+            },
+        )
+
+    async def _serve_incarnation(self, info: NodeInfo, lifetime: ProcessLifetime) -> bool:
+        """Serve until the engine is lost, which returns True, or until this process has drained. Raises OSError if the
+        port is in use."""
+        settings = self.settings
+        node = ProxyNode(info, self.engine, settings.heartbeat_s, settings.stuck_s)
+        async with AsyncExitStack() as cleanup:
+            server = RpcServer(node.handlers())
+            port = await _listen(server, settings)
+            cleanup.push_async_callback(node.close)
+            cleanup.push_async_callback(server.close)
+            node.info = replace(node.info, address=f"{settings.advertise}:{port}")
+            node.start()
+            registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
+            await registry.start(node.info)
+            cleanup.push_async_callback(registry.close)
+            log.info("%s at %s: %s at %s", info.id, node.info.address, info.attributes["engine"], self.engine.url)
+            reason = await _unless(lifetime, _result(node.lost))
+            if reason is not None:
+                log.error("the engine at %s is lost: %s", self.engine.url, reason)
+                await node.sessions.flush()
+                await asyncio.sleep(FLUSH_S)
+                return True
+            await registry.update(replace(node.info, state="draining"))
+            if moved := await node.drain(settings.drain_timeout_s):
+                log.warning("%d requests did not end within %g s: they are retried", moved, settings.drain_timeout_s)
+        return False
+
+
+async def _listen(server: RpcServer, settings: ProxySettings) -> int:
+    try:
+        return await server.start(settings.host, settings.port)
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        raise OSError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
+
+
+async def _result(future: "asyncio.Future[str]") -> str:
+    return await asyncio.shield(future)
+
+
+async def _unless(lifetime: ProcessLifetime, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """Return the result of `work`, or None if the process drains before it is there."""
+    task, draining = asyncio.ensure_future(work), asyncio.ensure_future(lifetime.draining.wait())
+    try:
+        await asyncio.wait((task, draining), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        draining.cancel()
+
+
+if __name__ == "__main__":
+    sys.exit(main(settings_from_command_line(ProxySettings, sys.argv[1:], "python -m proxy_node")))

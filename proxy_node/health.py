@@ -1,0 +1,48 @@
+"""Decides whether an engine is alive. Pure: callers pass the current time in seconds.
+
+A slow engine is not a dead one: `/metrics` and `/health` share a process with all streams, and may take seconds under
+load. An engine is lost if its port refuses connections or it reports that it is unhealthy. It is stuck if it makes no
+progress: neither an event of an answer, nor a step, nor, while it has no requests, an answer to `/metrics`.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+MAX_MALFORMED, WINDOW_S = 3, 10.0  # this number of malformed answers within this time
+
+
+@dataclass(slots=True)
+class EngineHealth:
+    """The state of one incarnation of an engine: "" while it is alive, then the reason why it is not."""
+
+    stuck_s: float
+    progress_at: float
+    failure: str = ""
+    _num_steps: float = -1.0
+    _malformed: deque[float] = field(default_factory=deque)
+
+    def streamed(self, now: float) -> None:
+        """Record an event of an answer."""
+        self.progress_at = now
+
+    def scraped(self, now: float, num_steps: float, num_requests: int) -> None:
+        """Record an answer to `/metrics`. `num_requests` are those that this process has sent and that run."""
+        if num_steps != self._num_steps or not num_requests:
+            self.progress_at, self._num_steps = now, num_steps
+
+    def malformed(self, now: float) -> None:
+        """Record an answer that breaks the protocol."""
+        self._malformed.append(now)
+        while now - self._malformed[0] > WINDOW_S:
+            self._malformed.popleft()
+        if len(self._malformed) >= MAX_MALFORMED:
+            self.lost(f"{MAX_MALFORMED} of its answers within {WINDOW_S:g} s were malformed")
+
+    def lost(self, reason: str) -> None:
+        self.failure = self.failure or reason
+
+    def check(self, now: float) -> str:
+        """Return the reason why the engine is lost or stuck, or ""."""
+        if now - self.progress_at > self.stuck_s:
+            self.lost(f"it made no progress for {self.stuck_s:g} s")
+        return self.failure

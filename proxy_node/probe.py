@@ -1,0 +1,38 @@
+"""Asks an engine for a few answers before its node joins: whether it speaks the protocol, repeats and resumes answers.
+
+The first logprobs of an engine compile code, which takes up to a minute on a CPU, so that they are part of it.
+"""
+
+from proxy_node.vllm import NEEDS, VllmEngine
+from proxy_node.wire import EngineFailure, probe_request
+from shared.errors import ConfigError
+
+LENGTH, RESUMED = 16, 8  # tokens of an answer, and those that are asked for again
+SAMPLED = {"temperature": 2.0, "seed": 20_477}
+
+
+async def resumes(engine: VllmEngine) -> str:
+    """Return which answers the engine continues with the same tokens, if it gets the prompt and the first tokens:
+    "greedy, seeded", "greedy" or "none". An answer that does not even repeat counts as not resumed.
+
+    Raises ConfigError if the engine cannot serve as a node, and EngineFailure if it fails.
+    """
+    prompt = [(7 * number + 3) % engine.vocab_size for number in range(LENGTH)]
+    try:
+        await engine.collect(probe_request([engine.vocab_size - 1], 1, temperature=0.0), [engine.vocab_size - 1])
+    except EngineFailure as failure:
+        if failure.status != 400:
+            raise
+        text = f"its vocabulary is not that of --model, of {engine.vocab_size} tokens"
+        raise ConfigError(f"--engine {engine.url}: {text} (it says: {failure})") from None
+    found = []
+    for name, sampling in (("greedy", {"temperature": 0.0, "logprobs": 1}), ("seeded", SAMPLED)):
+        request = probe_request(prompt, LENGTH, **sampling)
+        whole = await engine.collect(request, prompt)
+        if len(whole) != LENGTH:
+            raise ConfigError(f"--engine {engine.url}: its answers carry no token ids; {NEEDS}")
+        again = await engine.collect(request, prompt)
+        rest = await engine.collect(request, prompt + whole[:RESUMED])
+        if again == whole and rest == whole[RESUMED:]:
+            found.append(name)
+    return ", ".join(found) or "none"

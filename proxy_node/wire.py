@@ -1,0 +1,204 @@
+"""Translates a router's request into a request of vLLM's `/v1/completions`, and the events of its answer back.
+
+Everything here is pure. The fields are those of vLLM 0.19 and newer; `return_token_ids` makes its answers carry ids.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.rpc.messages import Logprobs, SamplingParams, SubmitRequest, unpack_ids
+
+MAX_EVENT_BYTES = 1 << 20  # limit of an event, without the prompt's ids, which the first event repeats
+ID_BYTES = 12  # an id in JSON takes less
+FINISHES = {"stop": "stop", "length": "length", "repetition": "stop"}
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"),
+)
+METRIC = re.compile(r"^vllm:(\w+)(?:\{([^}]*)\})? (\S+)", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class EngineFailure(Exception):
+    """The engine did not compute a request.
+
+    `retry`: whether another node may succeed. `is_suspicious`: the engine may be gone. `is_garbage`: its answer breaks
+    its protocol. `status`: that of HTTP, if it refused the request.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        retry: bool = True,
+        is_suspicious: bool = False,
+        is_garbage: bool = False,
+        status: int = 0,
+    ) -> None:
+        super().__init__(reason)
+        self.retry, self.is_suspicious, self.is_garbage, self.status = retry, is_suspicious, is_garbage, status
+
+
+def garbage(reason: str) -> EngineFailure:
+    return EngineFailure(f"the engine's answer is malformed: {reason}", is_garbage=True)
+
+
+# ---- to the engine ---------------------------------------------------------------------------------------------------
+
+
+def completion_body(submit: SubmitRequest, tokens: Sequence[int], model: str) -> dict[str, Any]:
+    """Return the body of the request that continues `tokens`, the prompt and the tokens so far.
+
+    Raises ValueError, which names the field, if an engine cannot take the request.
+    """
+    _check_supported(submit)
+    sampling, done = submit.sampling, len(tokens) - submit.num_prompt
+    body: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}  # all, as the model has own defaults
+    body |= {
+        "model": model,
+        "prompt": list(tokens),
+        "max_tokens": max(1, submit.max_tokens - done),
+        "min_tokens": max(0, submit.min_tokens - done),
+        "stop_token_ids": unpack_ids(submit.stop_tokens),  # includes the model's own, unless the client ignores them
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,  # in logprobs
+    }
+    if sampling.temperature > 0:
+        body["seed"] = sampling.seed % 2**63
+    if sampling.allowed_tokens:
+        body["allowed_token_ids"] = unpack_ids(sampling.allowed_tokens)
+    if salt := submit.salt if submit.share_prefix else submit.salt + b"\0" + submit.id.encode():
+        body["cache_salt"] = salt.hex()
+    return body
+
+
+def _check_supported(submit: SubmitRequest) -> None:
+    sampling = submit.sampling
+    unsupported = {
+        "structured output": submit.grammar,
+        "images": submit.media,
+        "prompt_logprobs": sampling.prompt_logprobs is not None,
+        "bad_words": sampling.bad_words,
+        "embeddings": sampling.pooling,
+    }
+    for name, is_given in unsupported.items():
+        if is_given:
+            raise ValueError(f"{name}: not available, because the nodes of this cluster are vLLM servers; leave it out")
+
+
+def probe_request(tokens: list[int], max_tokens: int, **sampling: Any) -> SubmitRequest:
+    """Return a request of this process itself, whose prompt is not shared with those of clients."""
+    salt = b"baton-probe"
+    return SubmitRequest("probe", "", b"", len(tokens), max_tokens, SamplingParams(**sampling), salt=salt)
+
+
+# ---- from the engine -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class EngineOutput:
+    """The next tokens of an answer, with the logprobs of each if these were requested. `finish` is "stop" or "length"
+    if they are the last."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish: str = ""
+
+
+class EventReader:
+    """Reads the server-sent events of one answer from the bytes of its HTTP body, which may arrive in any pieces."""
+
+    def __init__(self, num_prompt: int, max_tokens: int, vocab_size: int, num_logprobs: int = 0) -> None:
+        """`max_tokens` is the largest number of tokens that the answer may have."""
+        self._limit = MAX_EVENT_BYTES + ID_BYTES * num_prompt
+        self._left, self._vocab_size, self._num_logprobs = max_tokens, vocab_size, num_logprobs
+        self._rest = b""
+
+    def feed(self, data: bytes) -> EngineOutput:
+        """Return what the events that are complete now contain, as one output. Raises EngineFailure."""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > self._limit or any(len(line) > self._limit for line in lines):
+            raise garbage(f"an event is longer than {self._limit} bytes")
+        output = EngineOutput()
+        for line in lines:
+            if line.startswith(b"data: {") and not output.finish:
+                try:
+                    self._add(output, json.loads(line[6:]))
+                except (ValueError, TypeError, KeyError, AttributeError, LookupError, RecursionError) as error:
+                    raise garbage(f"{type(error).__name__}: {error}"[:200]) from None
+            elif line.strip() not in {b"", b"data: [DONE]"} and not line.startswith((b":", b"data: {")):
+                raise garbage(f"{line[:40]!r} is no event")
+        return output
+
+    def _add(self, output: EngineOutput, event: dict[str, Any]) -> None:
+        if (error := event.get("error")) is not None:
+            raise EngineFailure(f"the engine failed: {error.get('message')!s:.200}", retry=False, is_suspicious=True)
+        for choice in event["choices"]:
+            tokens = choice.get("token_ids") or []
+            if any(type(token) is not int or not 0 <= token < self._vocab_size for token in tokens):
+                raise ValueError(f"a token id is not below {self._vocab_size}")
+            self._left -= len(tokens)
+            if self._left < 0:
+                raise ValueError("there are more tokens than requested")
+            output.tokens += tokens
+            if tokens and choice.get("logprobs") is not None:
+                output.logprobs += read_logprobs(choice["logprobs"], tokens, self._num_logprobs)
+            if (finish := choice.get("finish_reason")) is not None:
+                if finish not in FINISHES:
+                    raise EngineFailure(f"the engine ended the request: {finish!s:.40}")
+                output.finish = FINISHES[finish]
+
+
+def read_logprobs(entry: dict[str, Any], tokens: Sequence[int], num_top: int) -> list[Logprobs]:
+    """Return the logprobs of `tokens`, each with the `num_top` likeliest tokens, best first.
+
+    The API does not state ranks. A token that is not among the likeliest gets the best rank that it may have. Raises
+    ValueError, TypeError or LookupError for a malformed entry.
+    """
+    rows = []
+    for token, logprob, top in zip(tokens, entry["token_logprobs"], entry["top_logprobs"], strict=True):
+        likeliest = sorted(
+            ((int(name.removeprefix("token_id:")), float(value)) for name, value in (top or {}).items()),
+            key=lambda pair: -pair[1],
+        )[:num_top]
+        ids = [identity for identity, _ in likeliest]
+        rank = 1 + ids.index(token) if token in ids else 1 + len(ids)
+        rows.append(Logprobs(token, float(logprob), rank, ids, [value for _, value in likeliest]))
+    return rows
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """Values of `/metrics` by name, without "vllm:", and the labels of `cache_config_info`. `num_engines` counts the
+    data-parallel engines of the server."""
+
+    values: dict[str, float]
+    cache: dict[str, str]
+    num_engines: int
+
+
+def read_metrics(text: str) -> EngineMetrics:
+    values: dict[str, float] = {}
+    cache: dict[str, str] = {}
+    engines: set[str] = set()
+    for match in METRIC.finditer(text):
+        name, labels, value = match.groups()
+        if name.endswith(("_bucket", "_created")):
+            continue
+        with suppress(ValueError):
+            values[name] = values.get(name, 0.0) + float(value)
+        if name in {"cache_config_info", "num_requests_running"}:
+            found = dict(LABEL.findall(labels or ""))
+            engines.add(found.get("engine", "0"))
+            cache |= found if name == "cache_config_info" else {}
+    return EngineMetrics(values, cache, len(engines))

@@ -1,0 +1,46 @@
+"""Test when an engine counts as lost or stuck."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy_node.health import MAX_MALFORMED, WINDOW_S, EngineHealth
+
+OBSERVATIONS = st.lists(st.tuples(st.sampled_from(["stream", "step", "idle", "same", "wait"]), st.floats(0.1, 9)))
+
+
+@given(OBSERVATIONS)
+def test_an_engine_is_stuck_if_and_only_if_it_made_no_progress_for_that_time(seen: list[tuple[str, float]]) -> None:
+    """`same` is an answer to `/metrics` that shows no new step while requests run: the engine answers, but is stuck."""
+    now = progress_at = 0.0
+    steps, stuck_s = 0.0, 10.0
+    health = EngineHealth(stuck_s, now)
+    health.scraped(now, steps, 0)
+    for kind, passed_s in seen:
+        now += passed_s
+        expected = now - progress_at > stuck_s
+        assert bool(health.check(now)) == expected
+        if expected:
+            assert "no progress" in health.failure
+            return
+        if kind == "stream":
+            health.streamed(now)
+        elif kind in {"step", "idle", "same"}:
+            steps += kind == "step"
+            health.scraped(now, steps, 0 if kind == "idle" else 1)
+        progress_at = progress_at if kind in {"same", "wait"} else now
+
+
+def test_rare_malformed_answers_are_no_reason_to_leave_and_many_are() -> None:
+    health = EngineHealth(1e9, 0.0)
+    for number in range(20):
+        health.malformed(number * (WINDOW_S / (MAX_MALFORMED - 1) + 0.1))
+    assert not health.check(500.0)
+    for _ in range(MAX_MALFORMED):
+        health.malformed(500.0)
+    assert "malformed" in health.check(500.0)
+
+
+def test_the_first_reason_is_kept() -> None:
+    health = EngineHealth(5.0, 0.0)
+    health.lost("refused")
+    assert health.check(100.0) == "refused"

@@ -1,0 +1,261 @@
+"""A server that speaks the API of vLLM 0.32 that a proxy node uses, as recorded, and generates by a hash.
+
+`python -m tests.proxy_node.vllm_stub --port 8100 --knobs '{"token_s": 0.01}'`. `POST /knobs` changes knobs at run time,
+and `GET /calls` returns the bodies of all completions. A knob in `FAULTS` acts once for each unit of its value.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+METRICS = (Path(__file__).parent / "vllm_0.32_metrics.txt").read_text()
+VOCABULARY, BLOCK_TOKENS, NUM_BLOCKS = 2048, 16, 4096
+KNOBS: dict[str, Any] = {
+    "token_s": 0.002,  # time of a token
+    "tokens_per_event": 1,
+    "resumes_seeded": True,  # False: draws depend on the number of the token in this call, as in vLLM's runner V1
+    "repeats": True,  # False: every answer differs
+    "max_model_len": 8192,
+    "version": "0.32.0",
+    "key": "",
+    "token_ids": True,  # False: answers have no ids, as those of old versions
+    "engines": 1,
+    "metrics_s": 0.0,  # delay of /metrics and /health
+    "is_stalled": False,  # streams stay open and are silent
+    "is_unhealthy": False,
+}
+FAULTS = {
+    "refuse_503": 0, "refuse_500": 0, "refuse_429": 0, "truncate": 0, "error_event": 0, "abort": 0, "repetition": 0,
+    "bad_json": 0, "bad_id": 0, "bad_type": 0, "long_line": 0, "too_many": 0,
+}  # fmt: skip
+FAULT_AFTER = 5  # tokens before a fault in a stream
+
+
+def next_token(tokens: list[int], draw: str = "") -> int:
+    data = b"".join(token.to_bytes(4, "little") for token in tokens[-64:])
+    digest = hashlib.blake2b(data + len(tokens).to_bytes(4, "little") + draw.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def answer(prompt: list[int], count: int, draw: str = "") -> list[int]:
+    """Return the greedy answer of this server, or with `draw`, `seed N`, that of a seed."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, draw))
+    return tokens[len(prompt) :]
+
+
+class VllmStub:
+    """The server. `knobs` and `faults` may be changed at any time."""
+
+    def __init__(self, **knobs: Any) -> None:
+        self.knobs, self.faults = KNOBS.copy(), FAULTS.copy()
+        self.set(knobs)
+        self.calls: list[dict[str, Any]] = []
+        self.running = self.steps = 0
+        self.dropped = 0  # requests whose connection was closed before their end
+        self.num_blocks_used = 0
+
+    def set(self, knobs: dict[str, Any]) -> None:
+        for name, value in knobs.items():
+            (self.faults if name in self.faults else self.knobs)[name] = value
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=64 << 20, middlewares=[self._check_key])
+        app.add_routes([
+            web.get("/v1/models", self._models), web.get("/version", self._version), web.get("/health", self._health),
+            web.get("/metrics", self._metrics), web.post("/v1/completions", self._completions),
+            web.get("/calls", self._get_calls), web.post("/knobs", self._set_knobs),
+        ])  # fmt: skip
+        return app
+
+    @asynccontextmanager
+    async def serve(self, port: int = 0) -> AsyncIterator[str]:
+        runner = web.AppRunner(self.app(), shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", port)
+            await site.start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        needs_key = self.knobs["key"] and request.path.startswith("/v1")
+        if needs_key and request.headers.get("Authorization") != f"Bearer {self.knobs['key']}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response(
+            {"object": "list", "data": [{"id": "stub", "root": "stub", "max_model_len": self.knobs["max_model_len"]}]}
+        )
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": self.knobs["version"]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        await asyncio.sleep(self.knobs["metrics_s"])
+        return web.Response(status=503 if self.knobs["is_unhealthy"] else 200)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        await asyncio.sleep(self.knobs["metrics_s"])
+        usage = self.num_blocks_used / (NUM_BLOCKS - 1)
+        text = "".join(
+            METRICS.replace("{engine}", str(number))
+            .replace("{running}", str(self.running))
+            .replace("{steps}", str(self.steps))
+            .replace("{usage}", str(usage))
+            for number in range(self.knobs["engines"])
+        )
+        return web.Response(text=text, content_type="text/plain")
+
+    async def _get_calls(self, _: web.Request) -> web.Response:
+        return web.json_response(self.calls)
+
+    async def _set_knobs(self, request: web.Request) -> web.Response:
+        self.set(await request.json())
+        return web.Response()
+
+    # ---- completions --------------------------------------------------------------------------------------------
+
+    def _takes(self, fault: str) -> bool:
+        self.faults[fault] -= 1
+        if self.faults[fault] >= 0:
+            return True
+        self.faults[fault] = 0
+        return False
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.calls.append(body)
+        for status in (503, 500, 429):
+            if self._takes(f"refuse_{status}"):
+                return _error(status, "refused")
+        if (worst := max(body["prompt"])) >= VOCABULARY:
+            return _error(400, f"Token id {worst} is out of vocabulary")
+        if "/" in body.get("cache_salt", "") or body.get("cache_salt") == "":
+            return _error(400, "Parameter 'cache_salt' must be a non-empty string")
+        if body["min_tokens"] > body["max_tokens"] or body["max_tokens"] < 1:
+            return _error(400, "min_tokens must be from 0 to max_tokens")
+        content_type = "text/html" if self._takes("bad_type") else "text/event-stream"
+        stream = web.StreamResponse(headers={"content-type": f"{content_type}; charset=utf-8"})
+        await stream.prepare(request)
+        self.running += 1
+        blocks = -(-(len(body["prompt"]) + body["max_tokens"]) // BLOCK_TOKENS)
+        self.num_blocks_used += blocks
+        try:
+            await self._stream(stream, body)
+        except (asyncio.CancelledError, ConnectionError):
+            self.dropped += 1
+            raise
+        finally:
+            self.running -= 1
+            self.num_blocks_used -= blocks
+        return stream
+
+    async def _stream(self, stream: web.StreamResponse, body: dict[str, Any]) -> None:
+        tokens, start = list(body["prompt"]), len(body["prompt"])
+        stops, last, group = set(body["stop_token_ids"]), "", self.knobs["tokens_per_event"]
+        while not last:
+            await asyncio.sleep(self.knobs["token_s"])
+            while self.knobs["is_stalled"]:  # noqa: ASYNC110 - knobs are plain values
+                await asyncio.sleep(0.05)
+            done = len(tokens) - start
+            if done >= FAULT_AFTER and await self._faulted(stream):
+                return
+            fresh: list[int] = []
+            while not last and len(fresh) < group:
+                token = self._draw(body, tokens, start)
+                fresh.append(token)
+                tokens.append(token)
+                if token in stops and len(tokens) - start > body["min_tokens"]:
+                    last = "stop"
+                elif len(tokens) - start >= body["max_tokens"]:
+                    last = "length"
+            if self._takes("too_many") if last else False:
+                fresh = [*fresh, *fresh]
+            self.steps += 1
+            choice: dict[str, Any] = {"index": 0, "text": "", "logprobs": None, "finish_reason": last or None}
+            if self.knobs["token_ids"] and body.get("return_token_ids"):
+                choice |= {"token_ids": fresh, "prompt_token_ids": body["prompt"] if done == 0 else None}
+            if (num := body.get("logprobs")) is not None:
+                choice["logprobs"] = _logprobs(fresh, num)
+            await _send(stream, {"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
+        await stream.write(b"data: [DONE]\n\n")
+
+    def _draw(self, body: dict[str, Any], tokens: list[int], start: int) -> int:
+        draw = ""
+        if body["temperature"] > 0:
+            draw = f"seed {body['seed']}"
+            if not self.knobs["resumes_seeded"]:
+                draw += f" token {len(tokens) - start}"
+        if not self.knobs["repeats"]:
+            draw += f" call {len(self.calls)}"
+        return next_token(tokens, draw)
+
+    async def _faulted(self, stream: web.StreamResponse) -> bool:
+        """Send what a fault sends, if one is due, and return whether the stream ends."""
+        choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": None, "token_ids": [1]}
+        if self._takes("truncate"):
+            return True
+        if self._takes("error_event"):
+            await _send(
+                stream, {"error": {"message": "Internal server error", "type": "E", "param": None, "code": 500}}
+            )
+            return True
+        for finish in ("abort", "repetition"):
+            if self._takes(finish):
+                await _send(stream, {"choices": [choice | {"finish_reason": finish, "token_ids": []}]})
+                return True
+        if self._takes("bad_json"):
+            await stream.write(b'data: {"choices": [}\n\n')
+        if self._takes("bad_id"):
+            await _send(stream, {"choices": [choice | {"token_ids": [VOCABULARY]}]})
+        if self._takes("long_line"):
+            await stream.write(b"data: {" + b" " * (3 << 20))
+        return False
+
+
+async def _send(stream: web.StreamResponse, event: dict[str, Any]) -> None:
+    await stream.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+def _logprobs(tokens: list[int], num: int) -> dict[str, Any]:
+    """Return logprobs as vLLM does: `num` likeliest tokens, of which the generated one is the second."""
+    rows = []
+    for token in tokens:
+        others = [(token + 1 + index) % VOCABULARY for index in range(max(0, num - 1))]
+        ids = [*others[:1], token, *others[1:]]
+        rows.append({f"token_id:{identity}": -0.5 - rank for rank, identity in enumerate(ids)})
+    return {
+        "token_logprobs": [row[f"token_id:{token}"] for token, row in zip(tokens, rows, strict=True)],
+        "tokens": [f"token_id:{token}" for token in tokens], "top_logprobs": rows, "text_offset": [0] * len(tokens),
+    }  # fmt: skip
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response(
+        {"error": {"message": message, "type": "Error", "param": None, "code": status}}, status=status
+    )
+
+
+async def _main(port: int, knobs: dict[str, Any]) -> None:
+    async with VllmStub(**knobs).serve(port):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--knobs", type=json.loads, default={})
+    arguments = parser.parse_args()
+    asyncio.run(_main(arguments.port, arguments.knobs))

@@ -13,8 +13,9 @@ from prometheus_client.core import Metric
 
 from dashboard.history import RequestHistory
 from dashboard.trace import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER
-from router.metrics.node_metrics import LABELS, NodeMetrics, NodeRow
-from router.metrics.request_metrics import E2E_S, ITL_S, metric_family
+from router.metrics.node_metrics import NodeMetrics
+from router.metrics.request_metrics import E2E_S, ITL_S
+from shared.metrics import LABELS, NodeRow, metric_family
 from shared.rpc.messages import NodeInfo, RequestEvent, StepRecord
 
 SETTLE_DELAY_S = 1.0  # how long the nodes' last records may take to arrive after a request has ended

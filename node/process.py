@@ -29,6 +29,7 @@ from node.active_requests import RequestRules
 from node.emulated_link import EmulatedLink
 from node.identity import advertised
 from node.node import Node, RoleAdapter
+from node.probes import NodeProbes
 from node.stats import describe
 from node.watchdog import Watchdog, Watched
 from scheduler.budget import Budget, budget_of
@@ -38,6 +39,7 @@ from scheduler.role import PREFILL, Role
 from scheduler.scheduler import Scheduler, StepLimits
 from shared import failpoints, logs
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
+from shared.health import HealthServer
 from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.local import LocalChannel, private
 from shared.kv.memory import KVMemory
@@ -168,6 +170,7 @@ class NodeProcess:
         async with AsyncExitStack() as cleanup:
             try:
                 node, registry = await self.open(cleanup, lifetime)
+                await self._serve_probes(cleanup, node)
                 node.start()
                 cleanup.push_async_callback(node.close)
                 await self._warm_up(node)
@@ -209,14 +212,17 @@ class NodeProcess:
         registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s, self.resolve)
         set_role = unary(partial(node.set_role, registry, lifetime.draining))
         server = RpcServer({ATTACH: node.attach, SET_ROLE: set_role, **node.handlers()})
-        try:
-            port = await server.start(settings.host, settings.port)
-        except OSError as error:
-            where = f"{settings.host}:{settings.port}"
-            raise OSError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
+        port = await _listen(server.start, settings.host, settings.port, "--port")
         cleanup.push_async_callback(server.close)
         node.update_info(address=f"{settings.advertise}:{port}")
         return node, registry
+
+    async def _serve_probes(self, cleanup: AsyncExitStack, node: Node) -> None:
+        """Serve the health port, unless it is off. Raises OSError if it cannot be opened."""
+        if self.settings.health_port:
+            server = HealthServer(NodeProbes(node).pages())
+            await _listen(server.start, self.settings.host, self.settings.health_port, "--health-port")
+            cleanup.push_async_callback(server.close)
 
     def _node(self, channels: list[KVChannel]) -> Node:
         settings, components, budget = self.settings, self.components, _budget(self.settings)
@@ -308,6 +314,14 @@ class NodeProcess:
         if migrated := await node.drain(timeout_s, f"node {node.state.info.id} is shutting down"):
             log.warning("%d requests did not end within %g s: they are retried on other nodes", migrated, timeout_s)
         await node.sessions.flush()  # so that the routers know that the node leaves as planned
+
+
+async def _listen(start: Callable[[str, int], Awaitable[int]], host: str, port: int, flag: str) -> int:
+    """Start a server and return its port. Raises OSError, which names the flag, if it cannot listen."""
+    try:
+        return await start(host, port)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}") from None
 
 
 async def _first(event: "asyncio.Future[Any]", fatal_error: "asyncio.Future[BaseException]") -> BaseException | None:

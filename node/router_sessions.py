@@ -103,6 +103,10 @@ class RouterSessions:
     async def close(self) -> None:
         await self._writers.close()
 
+    @property
+    def num_routers(self) -> int:
+        return len(self._streams)
+
     def is_attached(self, router: str) -> bool:
         return router in self._streams
 

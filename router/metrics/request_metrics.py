@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from shared.metrics import metric_family
 
 WINDOW_S, SLICE_S = 60.0, 5.0  # the period that percentiles and counts in `/v1/status` cover, and its slices
 RATE_S = 10  # the period that rates in `/v1/status` cover
@@ -82,14 +84,6 @@ class Snapshot(Collector):
 
     def collect(self) -> list[Metric]:
         return self._families
-
-
-def metric_family(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """Return a counter if the name ends with "_total", and a gauge otherwise."""
-    family = (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, text, labels=labels)
-    for label_values, value in values:
-        family.add_metric(label_values, value)
-    return family
 
 
 def _renamed(family: Metric, name: str) -> Metric:

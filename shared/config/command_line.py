@@ -41,7 +41,7 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "drain_timeout_s",
     "Engine": "engines engine engine_api_key_file role",
     "Cluster": "prefill decode mode url api_key registry registry_host registry_port cluster cluster_secret_file id "
-    "advertise heartbeat_s node_timeout_s stuck_s",
+    "advertise health_port heartbeat_s node_timeout_s stuck_s",
     "Logs": "log_level log_format",
     "Switches": "enable_prefix_caching enforce_eager dashboard",
 }

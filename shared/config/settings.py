@@ -415,6 +415,7 @@ class JoiningSettings(CommonSettings):
 class NodeSettings(ComputingSettings, JoiningSettings):
     """This node"""
 
+    health_port: Port = setting(0, "Port of GET /health, /ready and /metrics of this node.", "off")
     kv_host: HostOrNone = setting("", "Address for KV over tcp.", "the same as --host")
     kv_port: Port = setting(0, "Port for KV over tcp.", "any free port")
 

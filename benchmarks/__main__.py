@@ -16,6 +16,7 @@ BENCHMARKS = {
     "handoff": "what a handoff adds to the time to first token",
     "footprint": "start-up time to the first token, and memory of the router and a node",
     "router": "streamed tokens per second, latency and memory of the router",
+    "fleet": "the router's CPU time, loop turns and join time with up to 1,000 emulated nodes",
     "policies": "batching policies on a virtual clock; writes docs/policies.md",
     "recording": "live runs that tests replay in the simulator",
     "simulator": "requests that the simulator serves in a CPU second",
@@ -46,6 +47,8 @@ def load(name: str) -> Callable[[], None]:  # noqa: C901, PLR0912 - one case for
             from benchmarks.handoff import footprint as main
         case "router":
             from benchmarks.router import main
+        case "fleet":
+            from benchmarks.fleet import main
         case "policies":
             from benchmarks.policies import main
         case "recording":

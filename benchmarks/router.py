@@ -66,6 +66,7 @@ class PacedNode:
         self._packed = [pack_ids([token]) for token in token_ids]
         self._server = RpcServer({ATTACH: self._attach})
         self._steps = 0
+        self.is_attached = False
 
     async def join(self, registry: str) -> StreamAnnouncer:
         port = await self._server.start("127.0.0.1", 0)
@@ -79,6 +80,7 @@ class PacedNode:
     async def _attach(self, stream: Any) -> None:
         hello: RouterCommand = await stream.recv_message()
         assert hello.router
+        self.is_attached = True
         self._stream = RouterStream(stats=NodeStats())
         self._stream.wake.set()
         tasks = [asyncio.ensure_future(work) for work in (self._stream.write(stream), self._beat())]
@@ -151,16 +153,16 @@ class RouterProcess:
 class PacedFleet:
     """The fake nodes, and their requests by the id that the clients receive."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_nodes: int = NUM_NODES) -> None:
         text = Tokenizer.load(DEMO_MODEL)
         # Use only tokens of letters, because a token that ends inside a character produces no event.
         plain = [token for token in range(text.vocab_size) if text.vocabulary.bytes_of(token).isalpha()]
         self.rows: dict[str, PacedRequest] = {}
-        self.nodes = [PacedNode(f"paced-{number}", plain[-997:], self.rows) for number in range(NUM_NODES)]
+        self.nodes = [PacedNode(f"paced-{number}", plain[-997:], self.rows) for number in range(num_nodes)]
 
     async def run(self, rate: float, seconds: float) -> None:
         """Call `step` of each node in turn, at `rate` tokens per second in total. A late call delays later calls."""
-        period_s = len(self.rows) / rate / NUM_NODES
+        period_s = len(self.rows) / rate / len(self.nodes)
         due, end = time.monotonic(), time.monotonic() + seconds
         for node in itertools.cycle(self.nodes):
             node.step()

@@ -33,6 +33,8 @@ SECONDS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0}
 # Limits and intervals of /events.
 MAX_SUBSCRIBERS = 64
 TICK_S = 0.1
+MAX_RECORDED = 64  # with more nodes, only those send records whose steps a client has read lately
+ASKED_NS = 60 * 10**9
 REQUEST_TICKS, STATUS_TICKS = 2, 10
 MAX_CHANGED = 200  # maximum requests per event; the next event has the others
 MAX_STEPS = 2000  # maximum steps per event; the oldest are left out
@@ -88,7 +90,7 @@ class EventStream:
         self._silent_s = silent_s
         self._history = history
         self._status = status
-        self._num_subscribers = 0
+        self.num_subscribers = 0
         self._closed = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,17 +98,17 @@ class EventStream:
         if self._closed.is_set():
             await reply.fail(UnavailableError("The server is shutting down."))
             return
-        if self._num_subscribers >= self._max_subscribers:
+        if self.num_subscribers >= self._max_subscribers:
             text = f"Too many subscribers: the limit is {self._max_subscribers}."
             await reply.fail(UnavailableError(text, retry_after_s=5.0))
             return
-        self._num_subscribers += 1
+        self.num_subscribers += 1
         try:
             await while_connected(receive, self._serve(reply))
         except TimeoutError:
             return  # do not send an error to a client that does not read
         finally:
-            self._num_subscribers -= 1
+            self.num_subscribers -= 1
 
     def close(self) -> None:
         """End all streams, and reject new ones, so that the server can drain."""
@@ -216,6 +218,7 @@ class Dashboard(RequestHistory):
         super().__init__(now)
         self._rows_at_once = rows_at_once
         self._event_streams: list[EventStream] = []
+        self._asked_ns: dict[str, int] = {}  # when the steps of a node were last read; the latest node comes last
 
     def routes(self, status: Callable[[], dict[str, Any]]) -> list[BaseRoute]:
         stream = EventStream(self, status)
@@ -239,6 +242,23 @@ class Dashboard(RequestHistory):
         for stream in self._event_streams:
             stream.close()
 
+    # ---- records of many nodes ----------------------------------------------------------------------------------
+
+    def wants_records(self, node: str, num_nodes: int) -> bool:
+        """Want the records of all nodes or, if there are many, of those whose steps a client has read lately."""
+        if num_nodes <= MAX_RECORDED:
+            return True
+        asked_ns = self._asked_ns.get(node)
+        if asked_ns is None:
+            return False
+        return self._now() - asked_ns < ASKED_NS or any(stream.num_subscribers for stream in self._event_streams)
+
+    def _ask(self, node: str) -> None:
+        self._asked_ns.pop(node, None)
+        self._asked_ns[node] = self._now()
+        if len(self._asked_ns) > MAX_RECORDED:
+            del self._asked_ns[next(iter(self._asked_ns))]
+
     # ---- handlers ---------------------------------------------------------------------------------------------------
 
     async def requests(self, request: Request) -> Response:
@@ -259,6 +279,7 @@ class Dashboard(RequestHistory):
         node = request.query_params.get("node")
         if node is None:
             raise RequestError("`node` is missing; /v1/status lists the nodes.", "node")
+        self._ask(node)
         ring, limit = _ring(self, node), _number(request, "limit", 1000, CAPACITY)
         if "since_ms" in request.query_params:
             first = ring.place(round(_float(request, "since_ms") * 1e6))

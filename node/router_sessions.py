@@ -33,6 +33,7 @@ MAX_RECORDS = 8192  # limit of the unsent records of each kind
 class RouterStream:
     """The unsent deltas, statistics and records for one router, and the state of its stream."""
 
+    wants_records: bool = True
     deltas: list[TokenDelta] = field(default_factory=list)
     stats: NodeStats | None = None
     steps: list[StepRecord] = field(default_factory=list)
@@ -99,6 +100,8 @@ class RouterSessions:
         self._max_unread = max_unread
         self._streams: dict[str, RouterStream] = {}
         self._writers = TaskGroup()
+        self._load: tuple[object, ...] = ()  # of the latest stats
+        self._is_silent = False  # whether the latest stats were not sent
 
     async def close(self) -> None:
         await self._writers.close()
@@ -121,7 +124,7 @@ class RouterSessions:
         hello: RouterCommand | None = await stream.recv_message()
         if hello is None or (len(self._streams) >= self._max_routers and hello.router not in self._streams):
             return
-        router, session = hello.router, RouterStream(stats=stats())
+        router, session = hello.router, RouterStream(hello.records, stats=stats())
         session.wake.set()
         if router in self._streams:
             self._end(router)
@@ -131,6 +134,7 @@ class RouterSessions:
         try:
             async with session.read_timeout:
                 async for command in stream:
+                    session.wants_records = command.records
                     on_command(router, command)
         except TimeoutError:
             return  # dropped by `_end`
@@ -158,6 +162,12 @@ class RouterSessions:
         return False
 
     def publish_stats(self, stats: NodeStats) -> None:
+        """Send the stats to every router. Stats without news about the load are sent only every second time."""
+        load = _load(stats)
+        self._is_silent = load == self._load and not self._is_silent
+        self._load = load
+        if self._is_silent:
+            return
         for session in self._streams.values():
             session.stats = stats
             session.wake.set()
@@ -167,7 +177,8 @@ class RouterSessions:
         await wait_until(lambda: not any(each.deltas or each.stats for each in self._streams.values()), FLUSH_S)
 
     async def publish_records(self) -> None:
-        """Send all records to every router, forever. Routers ignore records of requests that are not theirs."""
+        """Send all records to every router that wants them, forever. Routers ignore records of requests that are not
+        theirs."""
         while True:
             await asyncio.sleep(RECORDS_S)
             steps, events = self._recorder.take()
@@ -176,9 +187,16 @@ class RouterSessions:
             if not self._streams:
                 self.dropped_records += len(steps) + len(events)
             for session in self._streams.values():
-                self.dropped_records += session.record(steps, events)
+                if session.wants_records:
+                    self.dropped_records += session.record(steps, events)
 
     def _end(self, router: str) -> None:
         """Remove the router's stream and end its reader, which would otherwise wait for further commands."""
         session = self._streams.pop(router)
         session.read_timeout.reschedule(asyncio.get_running_loop().time())
+
+
+def _load(stats: NodeStats) -> tuple[object, ...]:
+    """Return the parts of the stats whose changes routers should know at once."""
+    requests = stats.running, stats.waiting
+    return stats.state, stats.ledger_error, *requests, stats.blocks_reserved, stats.blocks_quarantined

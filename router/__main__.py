@@ -6,7 +6,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -49,10 +49,13 @@ from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
 from shared.rpc import tls
 
 log = logging.getLogger("baton.router")
+Serve = Callable[[ProcessLifetime], Coroutine[Any, Any, int]]
 
 
-def main(settings: RouterSettings) -> int:
-    """Serve until SIGTERM. Return the exit status of the process, which is 2 for invalid settings."""
+def main(settings: RouterSettings, run: Callable[[Serve], int] = run) -> int:
+    """Serve until SIGTERM. Return the exit status of the process, which is 2 for invalid settings.
+
+    `run` runs a coroutine on an event loop and returns its exit status."""
     logs.configure(settings.log_level, settings.log_format, "router")
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)

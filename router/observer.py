@@ -20,6 +20,10 @@ class RouterObserver:
     def node_updated(self, info: NodeInfo, update: NodeUpdate) -> None:
         """Process the stats, step records and events in a message from a node. Ignore its token deltas."""
 
+    def wants_records(self, node: str, num_nodes: int) -> bool:
+        """Return whether this node, of `num_nodes`, should send its records of steps and events from now on."""
+        return False
+
     def node_lost(self, node: str) -> None:
         """Process the end of the stream to a node. The node's requests may have no "ended" event."""
 

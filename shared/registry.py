@@ -42,6 +42,7 @@ REPEAT_S = 5.0  # how often a node repeats its unchanged info on a stream to a r
 RETRY_S, SLOW_RETRY_S = 0.2, 1.0  # the second is used after FAILURES_TO_LOG
 MAX_ADDRESSES = 256  # maximum number of routers to which a node holds streams
 MAX_NODES = 4096
+READ_AT_ONCE = 64  # number of keys that are read from Redis and decoded in one turn of the event loop
 MAX_TEXT, MAX_ATTRIBUTES = 1024, 64
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 ADDRESS = re.compile(r"[\w.:%-]{1,255}:(\d{1,5})", re.ASCII)
@@ -250,7 +251,7 @@ class StreamAnnouncer(Announcer):
 
     async def _join(self, address: str, *, was_lost: bool) -> str:
         """Join a router and stay joined until the stream ends. Return why it ended."""
-        channel = RpcChannel(address)
+        channel = RpcChannel(address, pings_idle=True)
         try:
             async with JOIN.open(channel) as stream:
                 updated = self._updated
@@ -372,7 +373,7 @@ class RedisAnnouncer(Announcer):
 
 
 class RedisRegistry(Registry):
-    """Reads all keys from Redis every half second.
+    """Reads all keys from Redis every half second, a few at a time, and decodes only values that have changed.
 
     A node leaves the list only after every answer for the duration of a lease lacked its key, so a Redis that restarts
     empty does not empty the list. After the same time, the node's name is removed from the index in Redis: only
@@ -390,6 +391,7 @@ class RedisRegistry(Registry):
         self._identity = tls.own()
         self._prefix, self._index = _keys(cluster)
         self._interval_s = heartbeat_s
+        self._entries: dict[str, tuple[bytes, NodeInfo | None]] = {}  # the last value of each key, and what it contains
         self._absent_since: dict[str, float] = {}  # name in `nodes` or in the index without a key -> since when
         self._tasks = TaskGroup()
 
@@ -431,20 +433,31 @@ class RedisRegistry(Registry):
         members = sorted(await self._client.smembers(self._index))
         self.skipped += max(0, len(members) - MAX_NODES)
         names = {member.decode("utf-8", "replace"): member for member in members[:MAX_NODES]}
-        values = await self._client.mget([self._prefix + name for name in names]) if names else []
-        entries = dict(zip(names, values, strict=True))
-        found: dict[str, NodeInfo] = {}
-        for name, value in entries.items():
-            if value is not None:
-                try:
-                    info = unseal(value, self._prefix + name, self._identity)
-                    check_node(info)
-                except DecodeError as error:
-                    self.skipped += 1
-                    peer_log.warn(self._prefix, f"an entry in Redis is skipped: {error}")
-                else:
-                    found |= {name: info} if info.id == name else {}
-        return found, {name: member for name, member in names.items() if entries[name] is None}
+        entries: dict[str, tuple[bytes, NodeInfo | None]] = {}
+        ordered = list(names)
+        for first in range(0, len(ordered), READ_AT_ONCE):
+            some = ordered[first : first + READ_AT_ONCE]
+            values = await self._client.mget([self._prefix + name for name in some])
+            for name, value in zip(some, values, strict=True):
+                if value is not None:
+                    known = self._entries.get(name)
+                    entries[name] = known if known and known[0] == value else (value, self._unsealed(name, value))
+        self._entries = entries
+        found = {name: info for name, (_, info) in entries.items() if info is not None}
+        self.skipped += sum(info is None for _, info in entries.values())
+        return found, {name: member for name, member in names.items() if name not in entries}
+
+    def _unsealed(self, name: str, value: bytes) -> NodeInfo | None:
+        """Return the info in an entry, or None if the entry is not valid."""
+        try:
+            info = unseal(value, self._prefix + name, self._identity)
+            check_node(info)
+            if info.id != name:
+                raise DecodeError("NodeInfo.id is not the name of its key")
+        except DecodeError as error:
+            peer_log.warn(self._prefix, f"an entry in Redis is skipped: {error}")
+            return None
+        return info
 
     def _stale(self, absent: set[str]) -> set[str]:
         """Return the names that every answer has lacked for the duration of a lease."""

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Protocol
 
 from router.nodes.load import NodeLoad
@@ -18,7 +18,7 @@ log = logging.getLogger("baton.fleet")
 MAX_COMMAND_BYTES = 4 << 20
 CLOSED = "The connection was closed without notice, as when the process ends."
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `_liveness_timeout`
+LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `pass_interval`
 
 
 class DeltaListener(Protocol):
@@ -47,8 +47,10 @@ class NodeConnection:
         timeout_s: float,
         on_change: Callable[["NodeConnection"], None],
         observer: RouterObserver,
+        wants_records: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`on_change` is called when the node becomes alive, ready, not ready or lost."""
+        """`on_change` is called when the node becomes alive, ready, not ready or lost. `wants_records` returns whether
+        a node, given by its id, should send its records."""
         self.info = info
         self.stats = NodeStats()
         self.load = NodeLoad(time.monotonic)
@@ -64,9 +66,12 @@ class NodeConnection:
         self._timeout_s = timeout_s
         self._on_change = on_change
         self._observer = observer
-        self._command = RouterCommand(router)
+        self._wants_records = wants_records
+        self._has_asked = self._wants_records(info.id)  # whether the node was asked to send its records
+        self._command = self._new_command()
         self._wake = asyncio.Event()
         self._silent_intervals = 0
+        self._timeout: asyncio.Timeout | None = None  # of the open stream
 
     @property
     def is_leaving(self) -> bool:
@@ -118,8 +123,11 @@ class NodeConnection:
 
     def take_command(self) -> RouterCommand:
         """Return the unsent command, and start a new one."""
-        command, self._command = self._command, RouterCommand(self._router)
+        command, self._command = self._command, self._new_command()
         return command
+
+    def _new_command(self) -> RouterCommand:
+        return RouterCommand(self._router, records=self._has_asked)
 
     # ---- the stream ---------------------------------------------------------------------------------------------
 
@@ -144,13 +152,15 @@ class NodeConnection:
 
     async def _serve_stream(self) -> bool:
         """Serve one stream until it ends. Return whether the node sent its stats on the stream."""
-        channel = RpcChannel(self.info.address, answer_s=max(ANSWER_S, self._timeout_s - PING_S))
-        self._command = RouterCommand(self._router)
+        answer_s = max(ANSWER_S, self._timeout_s - PING_S)
+        channel = RpcChannel(self.info.address, answer_s=answer_s, pings_idle=True)  # the node's stats arrive anyway
+        self._has_asked = self._wants_records(self.info.id)
+        self._command = self._new_command()
         self._wake.clear()
         self._silent_intervals = 0
         try:
-            async with self._liveness_timeout(), ATTACH.open(channel) as stream:
-                await stream.send_message(RouterCommand(self._router))
+            async with asyncio.timeout(None) as self._timeout, ATTACH.open(channel) as stream:
+                await stream.send_message(self._new_command())
                 writer = asyncio.ensure_future(self._write(stream))
                 try:
                     while (update := await stream.recv_message()) is not None:
@@ -160,34 +170,20 @@ class NodeConnection:
                     writer.cancel()
                 return self.is_alive
         finally:
+            self._timeout = None
             if channel.fell_silent:
                 self._silent_intervals = LIVENESS_INTERVALS
             channel.close()
 
-    @asynccontextmanager
-    async def _liveness_timeout(self) -> AsyncIterator[None]:
-        """Raise TimeoutError if no message arrives within the node's timeout.
+    def pass_interval(self) -> None:
+        """End the stream if no message has arrived within the node's timeout. Called LIVENESS_INTERVALS times in it.
 
         The timeout consists of several intervals, so that a stall of this process counts as a single interval. Messages
         that arrived during the stall are processed before the next interval ends.
         """
-        loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle
-
-        def pass_interval() -> None:
-            nonlocal timer
-            self._silent_intervals += 1
-            if self._silent_intervals >= LIVENESS_INTERVALS:
-                timeout.reschedule(loop.time())
-            else:
-                timer = loop.call_later(self._timeout_s / LIVENESS_INTERVALS, pass_interval)
-
-        timer = loop.call_later(self._timeout_s / LIVENESS_INTERVALS, pass_interval)
-        try:
-            async with asyncio.timeout(None) as timeout:
-                yield
-        finally:
-            timer.cancel()
+        self._silent_intervals += 1
+        if self._silent_intervals == LIVENESS_INTERVALS and self._timeout is not None:
+            self._timeout.reschedule(0.0)
 
     async def _write(self, stream: Any) -> None:
         with suppress(*STREAM_ENDED):
@@ -217,6 +213,9 @@ class NodeConnection:
                 self._wake.set()
 
     def _process_stats(self, stats: NodeStats) -> None:
+        if self._has_asked is not (asks := self._wants_records(self.info.id)):
+            self._command.records = self._has_asked = asks
+            self._wake.set()
         self.load.read_stats(stats, has_stepped=stats.steps != self.stats.steps)
         before, self.stats = (self.is_alive, self.stats.state), stats
         if not self.is_alive:
@@ -250,11 +249,11 @@ class NodeConnection:
 
 def _parts(command: RouterCommand) -> Iterator[RouterCommand]:
     """Split a command into messages of limited size. The first one has the aborts. Tokens and pixels count as size."""
-    part, size = RouterCommand(command.router, aborts=command.aborts), 0
+    part, size = RouterCommand(command.router, aborts=command.aborts, records=command.records), 0
     for submit in command.submits:
         if size > MAX_COMMAND_BYTES:
             yield part
-            part, size = RouterCommand(command.router), 0
+            part, size = RouterCommand(command.router, records=command.records), 0
         part.submits.append(submit)
         size += len(submit.tokens) + sum(len(image.pixels) for image in submit.media)
     yield part

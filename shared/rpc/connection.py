@@ -36,6 +36,7 @@ CONNECT_S = 5.0  # time limit for connecting to a peer, including the TLS handsh
 # A peer that is frozen or cut off does not close its connections. By default, a client detects it after 2.0 to 2.6 s.
 PING_S = 0.65
 ANSWER_S = 1.9
+IDLE_PINGS = 8  # multiple of PING_S, for connections that are pinged only while nothing arrives
 SERVER_ANSWER_S = 6.0  # longer than ANSWER_S; after this, the server closes the connection of a silent client
 FLUSH_S = 1.0  # time limit for sending the remaining bytes when a connection is closed
 WINDOW_BYTES = 4 << 20
@@ -116,14 +117,19 @@ class PeerProtocol(H2Protocol):
     """One HTTP/2 connection, on the client or the server, from `connection_made` to `connection_lost`.
 
     Runs on the event loop. It pings the peer, and closes the connection when the peer violates the protocol or leaves a
-    ping unanswered for `answer_s`. In a server, `connections` contains all its open connections.
+    ping unanswered for `answer_s`. In a server, `connections` contains all its open connections. A server pings only
+    while nothing arrives, and so does a client with `pings_idle`.
     """
 
     connection: RpcConnection
     transport: asyncio.Transport
 
     def __init__(
-        self, handler: AbstractHandler, answer_s: float, connections: "dict[PeerProtocol, None] | None" = None
+        self,
+        handler: AbstractHandler,
+        answer_s: float,
+        connections: "dict[PeerProtocol, None] | None" = None,
+        pings_idle: bool = False,
     ) -> None:
         config = H2Configuration(
             client_side=connections is None,
@@ -136,6 +142,9 @@ class PeerProtocol(H2Protocol):
         super().__init__(handler, Configuration(), config)
         self.fell_silent = False
         self._answer_s = answer_s
+        self._pings_idle = pings_idle or connections is not None
+        self._ping_s = PING_S * (IDLE_PINGS if self._pings_idle else 1)
+        self._has_received = False  # since the last check
         self._connections = {} if connections is None else connections
         self._loop = asyncio.get_running_loop()
         self._pinged_at: float | None = None  # when the ping was sent that is not answered yet
@@ -151,7 +160,7 @@ class PeerProtocol(H2Protocol):
         self.connection = RpcConnection(http, ClosingTransport(self.transport), self.config)
         self.connection.flush()
         self.processor = EventsProcessor(self.handler, self.connection)
-        self._watch = self._loop.call_later(PING_S, self._ping)
+        self._watch = self._loop.call_later(self._ping_s, self._ping)
         self._connections[self] = None
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -161,6 +170,7 @@ class PeerProtocol(H2Protocol):
         self.connection.write_ready.set()  # wake pending writers so that they see the closed connection
 
     def data_received(self, data: bytes) -> None:
+        self._has_received = True
         if self.connection.is_closing():
             return
         try:
@@ -187,20 +197,23 @@ class PeerProtocol(H2Protocol):
         now = self._loop.time()
         if self.connection.is_closing():
             return
-        if self._pinged_at is None:
+        if self._pings_idle and self._has_received and self._pinged_at is None:
+            self._has_received = False
+        elif self._pinged_at is None:
             self._pinged_at = now
             self.connection.http.ping(bytes(8))
-            self.connection.flush()
+            with contextlib.suppress(StreamTerminatedError):  # `connection_lost` follows
+                self.connection.flush()
         else:
             # Exclude time during which this process itself did not run.
-            self._pinged_at += max(0.0, now - self._checked_at - PING_S)
+            self._pinged_at += max(0.0, now - self._checked_at - self._ping_s)
             if now - self._pinged_at > self._answer_s:
                 self.fell_silent = True
                 self.processor.close("the peer does not answer")
                 self.transport.abort()
                 return
         self._checked_at = now
-        self._watch = self._loop.call_later(PING_S, self._ping)
+        self._watch = self._loop.call_later(self._ping_s, self._ping)
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------
@@ -240,14 +253,22 @@ class CallHandler(AbstractHandler):
 class RpcChannel(grpclib.client.Channel):
     """A channel to `host:port`, which its owner closes. It connects at the first call, and at a call after a loss.
 
-    It closes a connection if the peer's certificate is not accepted or a ping is unanswered for `answer_s`. The default
-    `identity` is that of this process, if it has one.
+    It closes a connection if the peer's certificate is not accepted or a ping is unanswered for `answer_s`. With
+    `pings_idle`, it pings less often, and only while nothing arrives. The default `identity` is that of this process,
+    if it has one.
     """
 
-    def __init__(self, address: str, identity: tls.ClusterIdentity | None = None, answer_s: float = ANSWER_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        identity: tls.ClusterIdentity | None = None,
+        answer_s: float = ANSWER_S,
+        pings_idle: bool = False,
+    ) -> None:
         identity = identity or tls.own()
         super().__init__(*host_and_port(address), codec=CODEC, ssl=identity.client_context if identity else None)
         self._answer_s = answer_s
+        self._pings_idle = pings_idle
         self._name = address
         self._last: PeerProtocol | None = None
 
@@ -261,7 +282,7 @@ class RpcChannel(grpclib.client.Channel):
         return self._last is not None and self._last.fell_silent
 
     def _protocol_factory(self) -> H2Protocol:
-        return PeerProtocol(grpclib.client.Handler(), self._answer_s)
+        return PeerProtocol(grpclib.client.Handler(), self._answer_s, pings_idle=self._pings_idle)
 
     async def _create_connection(self) -> H2Protocol:
         """Connect. Raises OSError, which includes AuthenticationError and TimeoutError."""

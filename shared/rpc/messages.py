@@ -87,11 +87,12 @@ class SubmitRequest:
 
 @dataclass(slots=True)
 class RouterCommand:
-    """Router to node, on the standing stream. The first message contains only the name of the router."""
+    """Router to node, on the standing stream. The first message contains no submits and no aborts."""
 
     router: str
     submits: list[SubmitRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    records: bool = True  # whether the node sends this router its records of steps and events from now on
 
 
 @dataclass(slots=True)
@@ -124,7 +125,7 @@ class TokenDelta:
 
 @dataclass(slots=True)
 class NodeStats:
-    """The state of a node, sent at each heartbeat. Blocks: free + cached + owned + reserved + quarantined = total."""
+    """The state of a node. Blocks: free + cached + owned + reserved + quarantined = total."""
 
     state: str = "ready"  # "ready" | "draining" | "stuck" | "breached" (an error in the block ledger)
     running: int = 0
@@ -222,8 +223,8 @@ class RequestEvent:
 
 @dataclass(slots=True)
 class NodeUpdate:
-    """Node to router, on the standing stream: deltas after each step, statistics at each heartbeat, and new records of
-    steps and events ten times a second."""
+    """Node to router, on the standing stream: deltas after each step, statistics about once a second, and, if the
+    router wants them, new records of steps and events ten times a second."""
 
     deltas: list[TokenDelta] = field(default_factory=list)
     stats: NodeStats | None = None

@@ -100,6 +100,22 @@ def test_requests_steps_and_their_members_are_shown() -> None:
     assert len(http.get("/trace?last=2m").json()["traceEvents"]) > 20
 
 
+def test_of_many_nodes_those_whose_steps_are_read_send_records_for_a_while() -> None:
+    world = handed_off()
+    http = client(world)
+    assert world.records.wants_records("decode-0", 64)
+    assert not world.records.wants_records("decode-0", 65)
+    assert http.get("/v1/steps?node=decode-0").status_code == 200
+    assert world.records.wants_records("decode-0", 1000)
+    assert not world.records.wants_records("decode-1", 1000)
+    world.at(120_000)
+    assert not world.records.wants_records("decode-0", 1000)
+    for number in range(65):
+        http.get(f"/v1/steps?node=n{number}")
+    wanted = [number for number in range(65) if world.records.wants_records(f"n{number}", 1000)]
+    assert wanted == list(range(1, 65)), "the number of such nodes is bounded"
+
+
 @pytest.mark.parametrize(
     ("path", "status", "param"),
     [

@@ -14,13 +14,21 @@ from engine.step_time_fit import StepTiming
 from node.node import Node
 from node.output_publisher import OutputPublisher
 from node.recorder import SchedulerSnapshot, StepRecorder
-from node.router_sessions import MAX_RECORDS, MAX_STEPS, RouterStream
+from node.router_sessions import MAX_RECORDS, MAX_STEPS, RouterSessions, RouterStream
 from scheduler.blocks import Ledger
 from scheduler.request import Request, Slice, Step
 from scheduler.role import DECODE
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.lifecycle import wait_until
-from shared.rpc.messages import NodeUpdate, RequestEvent, SamplingParams, StepRecord, TokenDelta
+from shared.rpc.messages import (
+    NodeStats,
+    NodeUpdate,
+    RequestEvent,
+    RouterCommand,
+    SamplingParams,
+    StepRecord,
+    TokenDelta,
+)
 from tests.node.harness import RouterLine, attached, hash_node, submission
 
 SNAPSHOT = SchedulerSnapshot(Ledger(1, 2, 3, 4, 0, 10), 5, 6)
@@ -223,3 +231,32 @@ async def test_prompt_logprobs_are_published_once_for_each_request() -> None:
     output = SliceOutput(prompt_logprobs=[0.3, 0.4])
     publisher.on_step(step, [event], [output])
     assert output.prompt_logprobs == [0.3, 0.4], "another request with that id"
+
+
+async def test_a_router_gets_records_and_repeated_stats_only_if_it_wants_them() -> None:
+    recorder, line = StepRecorder(), RouterLine()
+    sessions = RouterSessions(recorder)
+    line.commands.put_nowait(RouterCommand("router", records=False))
+    serving = asyncio.ensure_future(sessions.attach(line, NodeStats, lambda *_: None, lambda _: None))
+    publishing = asyncio.ensure_future(sessions.publish_records())
+    assert await wait_until(lambda: len(line.updates) == 1, 5.0)
+    recorder.event("unwanted", "queued")
+    assert await wait_until(lambda: recorder.take() == ([], []), 5.0)
+    line.commands.put_nowait(RouterCommand("router"))
+    assert await wait_until(lambda: line.commands.empty(), 5.0)
+    recorder.event("wanted", "queued")
+    assert await wait_until(lambda: bool(line.events()), 5.0)
+    assert [event.id for event in line.events()] == ["wanted"]
+    assert sessions.dropped_records == 0
+    line.updates.clear()
+    for steps in range(4):
+        sessions.publish_stats(NodeStats(steps=steps, running=1))
+        await sessions.flush()
+    sessions.publish_stats(NodeStats(steps=4, running=2))
+    await sessions.flush()
+    sent = [update.stats.steps for update in line.updates if update.stats is not None]
+    assert sent == [0, 2, 4], "stats without news of the load are sent every second time"
+    line.hang_up()
+    await serving
+    publishing.cancel()
+    await sessions.close()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from router.http.admin import admin_routes
 from router.http.asgi import to_response
 from router.nodes.connection import NodeConnection
 from router.nodes.journal import NodeJournal
+from router.nodes.placement import PROMPTS_PER_NODE, PoolCapacity
 from router.nodes.pool import NodePool
 from router.observer import RouterObserver
 from scheduler.cost import CostModel
@@ -40,6 +42,7 @@ from tests.chaos.proxy import PARTITION, Relays
 from tests.shared.rpc import serving
 
 TIMEOUT_S = 0.4
+HELLO = RouterCommand("router", records=False)  # without a dashboard, the router wants no records
 
 
 class Listing:
@@ -144,11 +147,15 @@ class Stage:
 
 @asynccontextmanager
 async def stage(
-    names: str, mode: str = "disaggregated", timeout_s: float = 30.0, **prints: str
+    names: str,
+    mode: str = "disaggregated",
+    timeout_s: float = 30.0,
+    observer: RouterObserver = RouterObserver(),
+    **prints: str,
 ) -> AsyncIterator[Stage]:
     """Start nodes named p… (prefill) or d… (decode). The default timeout is so long that no silent node is lost."""
     listing, nodes = Listing(), {name: StreamingNode() for name in names.split()}
-    fleet = NodePool("router", listing, mode, timeout_s, RouterObserver())
+    fleet = NodePool("router", listing, mode, timeout_s, observer)
     async with AsyncExitStack() as cleanup:
         await fleet.start()
         for name, node in nodes.items():
@@ -197,6 +204,50 @@ async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeyp
             assert not link.has_crashed
 
 
+async def test_an_observer_decides_whose_records_are_sent() -> None:
+    class Reader(RouterObserver):
+        asked = False
+
+        def wants_records(self, node: str, num_nodes: int) -> bool:
+            return self.asked and num_nodes == 1
+
+    async with stage("d0", observer=(reader := Reader())) as here:
+        node = here.nodes["d0"]
+        assert [command.records for command in node.commands] == [False]
+        reader.asked = True
+        assert await wait_until(lambda: [command.records for command in node.commands] == [False, True], 5.0)
+        here.fleet.connections["d0"].submit(submit("r"), Recorder())
+        assert await wait_until(lambda: len(node.commands) == 3, 5.0)
+        assert node.commands[2].records
+
+
+async def test_many_nodes_join_and_leave_without_a_visit_of_all_nodes_at_each_change() -> None:
+    async def attach(stream: Any) -> None:
+        await stream.send_message(NodeUpdate([], NodeStats()))
+        await asyncio.Event().wait()
+
+    listing, prompts = Listing(), list[int]()
+    rooms = partial(_note_prompts, prompts)
+    fleet = NodePool("router", listing, "disaggregated", 30.0, RouterObserver(), rooms)
+    async with serving({ATTACH: attach}) as (_, address):
+        await fleet.start()
+        try:
+            for number in range(200):
+                listing.put(NodeInfo(f"d{number}", "boot", "decode", address, "m", "print", 4, 64, 100, 512, 8))
+            assert await wait_until(lambda: prompts[-1:] == [200 * PROMPTS_PER_NODE], 30.0), prompts
+            for number in range(10):
+                listing.unlist(f"d{number}")
+                fleet.connections[f"d{number}"].stream_ended()
+            assert await wait_until(lambda: prompts[-1:] == [190 * PROMPTS_PER_NODE], 30.0), prompts
+            assert len(prompts) < 200, "the capacity is not computed at each change"
+        finally:
+            await fleet.close()
+
+
+def _note_prompts(prompts: list[int], capacity: PoolCapacity, _now: float) -> None:
+    prompts.append(capacity.prompts)
+
+
 async def test_a_stall_of_the_router_loses_no_node() -> None:
     async with stage("p0 d0", timeout_s=TIMEOUT_S) as here:
         link, listener = here.fleet.connections["d0"], Recorder()
@@ -229,12 +280,12 @@ async def test_commands_reach_the_node_and_its_deltas_only_the_listeners() -> No
         link.listen("second", second)
         link.abort("unknown")
         assert await wait_until(lambda: len(node.commands) == 2, 5.0)
-        assert node.commands == [RouterCommand("router"), RouterCommand("router", [submit("first")])]
+        assert node.commands == [HELLO, replace(HELLO, submits=[submit("first")])]
         link.abort("first")
         link.abort("first")
         link.forget("second")
         assert await wait_until(lambda: len(node.commands) == 3, 5.0)
-        assert node.commands[2] == RouterCommand("router", aborts=["first"])
+        assert node.commands[2] == replace(HELLO, aborts=["first"])
         link.listen("third", third := Recorder())
         await node.send(TokenDelta("first", 1), TokenDelta("second", 1), TokenDelta("third", 1), TokenDelta("third", 2))
         assert await wait_until(lambda: len(third.deltas) == 2, 5.0)
@@ -338,8 +389,8 @@ async def test_a_request_without_a_listener_is_aborted() -> None:
         link.abort("r")  # before it was sent
         await node.send(TokenDelta("other", 0, handed_off=True), TokenDelta("over", 3, b"\1\0\0\0", "length"))
         await node.send(TokenDelta("r", 0, b"\1\0\0\0"))
-        assert await wait_until(lambda: node.commands[-1] == RouterCommand("router", aborts=["r"]), 5.0)
-        assert node.commands[1] == RouterCommand("router")
+        assert await wait_until(lambda: node.commands[-1] == replace(HELLO, aborts=["r"]), 5.0)
+        assert node.commands[1] == HELLO
 
 
 async def test_avoided_nodes_are_placed_on_when_no_other_node_can_generate() -> None:

@@ -22,6 +22,7 @@ from shared.lifecycle import wait_until
 from shared.logs import peer_log
 from shared.registry import (
     OUTAGE_S,
+    READ_AT_ONCE,
     Announcer,
     EmbeddedRegistry,
     Outage,
@@ -241,7 +242,9 @@ async def test_a_name_with_thousands_of_addresses_or_new_ones_each_second_is_lim
 ) -> None:
     monkeypatch.setattr(registry_module, "RESOLVE_INTERVAL_S", BEAT_S)
     dialled: set[str] = set()
-    monkeypatch.setattr(registry_module, "RpcChannel", lambda address: dialled.add(address) or RpcChannel(address))
+    monkeypatch.setattr(
+        registry_module, "RpcChannel", lambda address, **options: dialled.add(address) or RpcChannel(address, **options)
+    )
 
     class Changing(Names):
         async def resolve(self) -> list[str]:
@@ -412,6 +415,29 @@ async def test_malformed_and_misplaced_entries_are_skipped_and_the_others_are_li
         assert registry.nodes == {"d0": INFO}
         assert registry.skipped >= 2
         assert registry.state == "ok"
+
+
+async def test_an_unchanged_entry_is_not_decoded_again_and_keys_are_read_in_slices(
+    redis: ControlledRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads_of: list[int] = []
+    mget = redis.mget
+
+    async def counting(keys: list[str]) -> list[bytes | None]:
+        reads_of.append(len(keys))
+        return await mget(keys)
+
+    monkeypatch.setattr(redis, "mget", counting)
+    for number in range(150):
+        redis.put(f"d{number}", encode(replace(INFO, id=f"d{number}")))
+    async with watching() as registry:
+        assert await wait_until(lambda: len(registry.nodes) == 150, 5.0)
+        before = dict(registry.nodes)
+        redis.put("d7", encode(replace(INFO, id="d7", state="draining")))
+        assert await wait_until(lambda: registry.nodes["d7"].state == "draining", 5.0)
+        await reads(redis, 2)
+        assert [name for name, info in registry.nodes.items() if info is not before[name]] == ["d7"]
+        assert sorted(reads_of[:3]) == [150 - 2 * READ_AT_ONCE, READ_AT_ONCE, READ_AT_ONCE]
 
 
 async def test_names_of_crashed_nodes_leave_the_index_after_a_lease(

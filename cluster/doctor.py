@@ -208,7 +208,7 @@ def _fingerprints(status: Document) -> str:
     if others := [f"{node['id']}: {node['fingerprint']}" for node in nodes if node["fingerprint"] != expected]:
         raise CheckWarning(
             f"different: {'; '.join(others)}; the others: {expected}: no handoff between them; except during a change "
-            "of the model, give all nodes one model, --model-impl, dtype and block size"
+            "of the model or of Baton, give all nodes one model, --model-impl, dtype and block size"
         )
     return f"all {expected}"
 

@@ -35,7 +35,7 @@ from engine.options import (
     lora_adapters,
 )
 from engine.runner import Runner, TorchRunner
-from engine.startup import EngineComponents, exchange_fingerprint, stage
+from engine.startup import EngineComponents, build_digest, exchange_fingerprint, stage
 from engine.weights import fingerprint, weight_bytes
 from scheduler.geometry import Group
 from shared.grammar import GrammarTokenizer
@@ -105,7 +105,8 @@ def _build_on_cpu(
     images = use_images(runner, path, config, options.max_step_tokens)
     revision = fingerprint(path)
     digest = exchange_fingerprint(name, revision, layout, memory.sums, groups)
-    attributes |= {"revision": revision, "threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    attributes |= {"revision": revision, "build": build_digest()}
+    attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
     drafter = _draft_model(options, path, config, layout, groups) if runs_model and options.draft_model else None
     grammars = GrammarTokenizer(path, config.vocab_size) if runs_model else None
     adapters = {one.name: one.digest for one in lora_adapters(options)}

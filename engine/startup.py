@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -56,12 +58,21 @@ def exchange_fingerprint(
     """Return a text that is equal for two nodes if they can exchange KV: a digest (24 hex digits) and a description.
 
     `revision` is the digest of the model's files. `sums` is the name of the checksum that the KV memory computes for
-    each row.
+    each row. Nodes of builds that compute differently do not exchange KV.
     """
     kinds = [] if groups == UNIFORM else list(map(str, groups))
-    parts = (runner, revision, layout.describe(), sums, *kinds)
+    parts = (runner, revision, layout.describe(), sums, build_digest(), *kinds)
     digest = hashlib.blake2b("|".join(parts).encode(), digest_size=12).hexdigest()
-    return f"{digest} ({', '.join((runner, layout.describe(), *kinds))})"
+    return f"{digest} ({', '.join((runner, layout.describe(), *kinds, f'build {build_digest()}'))})"
+
+
+@cache
+def build_digest() -> str:
+    """Return 8 hex digits that are equal for two builds of Baton if they compute KV and tokens with the same code."""
+    root, digest = Path(__file__).resolve().parents[1], hashlib.blake2b(digest_size=4)
+    for path in sorted([*root.glob("engine/**/*.py"), *root.glob("shared/kv/*.py")]):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from engine.models.kv_places import kv_places
 from engine.models.load import load_model
 from engine.models.spec import ModelConfig
 from engine.options import BuildOptions, blocks_for, lora_adapters
-from engine.startup import EngineComponents, exchange_fingerprint, stage
+from engine.startup import EngineComponents, build_digest, exchange_fingerprint, stage
 from engine.weights import fingerprint, stored_dtype, weight_bytes
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.grammar import GrammarTokenizer
@@ -81,6 +81,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
     revision = fingerprint(path)
     attributes = {
         "revision": revision,
+        "build": build_digest(),
         "runner": "torch",
         "device": str(gpu.device),
         "gpu": gpu.name,

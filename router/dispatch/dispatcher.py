@@ -28,7 +28,7 @@ from router.dispatch.attempt import (
 )
 from router.dispatch.failover import Failover, RetryBudget
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal
-from router.nodes.connection import NodeConnection
+from router.nodes.connection import ANY_VERSION, NodeConnection
 from router.nodes.load import kv_capacity_tokens
 from router.nodes.placement import PlacementCandidate
 from router.nodes.pool import NodePool
@@ -250,7 +250,7 @@ class Dispatcher:
             attempt.begin(None, sibling, 0)  # this node already has the prompt's KV
             return
 
-        has_tokens = any(each.tokens for each in admitted.samples)  # all tokens come from one revision of the model
+        has_tokens = any(each.tokens for each in admitted.samples)  # all tokens come from one version
         spans = [MediaSpan(one.offset, one.rows, one.columns, one.digest) for one in request.media]
 
         def choose() -> PlacementCandidate | None:
@@ -262,7 +262,7 @@ class Dispatcher:
                 self._rules.disaggregate,
                 failover.prefix_node,
                 request.adapter,
-                admitted.revision if has_tokens else "",
+                admitted.version if has_tokens else ANY_VERSION,
                 spans,
             )
 
@@ -278,7 +278,7 @@ class Dispatcher:
             self._queue.credit_prefix_hit(admitted.entry, candidate.cached_tokens)
         self._record_placement(attempt, placement)
         self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
-        admitted.revision = decode.revision
+        admitted.version = decode.version
         attempt.begin(prefill, decode, candidate.cached_tokens)
 
     def _record_placement(self, attempt: Attempt, placement: Placement) -> None:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from router.nodes.load import NodeLoad
 from router.observer import RouterObserver
@@ -19,6 +19,16 @@ MAX_COMMAND_BYTES = 4 << 20
 CLOSED = "The connection was closed without notice, as when the process ends."
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `pass_interval`
+
+
+class ModelVersion(NamedTuple):
+    """What determines the tokens of a node: the digests of the model's files and of Baton's code, or "" if unknown."""
+
+    revision: str
+    build: str
+
+
+ANY_VERSION = ModelVersion("", "")
 
 
 class DeltaListener(Protocol):
@@ -84,9 +94,8 @@ class NodeConnection:
         return self.is_alive and self.info.state == "ready" and self.stats.state == "ready"
 
     @property
-    def revision(self) -> str:
-        """The digest of the node's model, or "" if the node does not report it."""
-        return self.info.attributes.get("revision", "")
+    def version(self) -> ModelVersion:
+        return ModelVersion(self.info.attributes.get("revision", ""), self.info.attributes.get("build", ""))
 
     def view(self) -> NodeView:
         return self.load.view(self.info, self.stats, len(self.listeners))

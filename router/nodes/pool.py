@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Sequence
 from random import Random
 from typing import Any
 
-from router.nodes.connection import LIVENESS_INTERVALS, NodeConnection
+from router.nodes.connection import ANY_VERSION, LIVENESS_INTERVALS, ModelVersion, NodeConnection
 from router.nodes.health import OutlierDetector
 from router.nodes.journal import NodeJournal
 from router.nodes.load import step_tokens
@@ -283,34 +283,51 @@ class NodePool:
         disaggregate: str,
         prefix_node: str = "",
         adapter: str = "",
-        revision: str = "",
+        version: ModelVersion = ANY_VERSION,
         media: Sequence[MediaSpan] = (),
     ) -> PlacementCandidate | None:
         """Choose the nodes for a row of tokens, or return None if no node is routable.
 
         Nodes in `avoid` are chosen only if no other node can generate. `prefix_node` is chosen as the prefill node if
-        it is routable, because it has the KV of the prefix. Only nodes that have `adapter`, and that have `revision` of
-        the model, are chosen, if these are given. Only a few nodes are considered.
+        it is routable, because it has the KV of the prefix. Only nodes that have `adapter`, and the model's revision of
+        `version`, are chosen, if these are given; of these, nodes of the build of `version` are preferred. Only a few
+        nodes are considered.
 
         Nodes with different fingerprints do not exchange KV, so one fingerprint is chosen first: that of `prefix_node`,
         or else a random one, in proportion to the number of requests that its nodes can run.
         """
         self.routable()
         groups = self._groups
-        if revision:
-            groups = [each for each in groups if (each.decode or each.prefill)[0].revision == revision]
+        if version.revision:
+            groups = [each for each in groups if _version(each).revision == version.revision]
+        same_build = [each for each in groups if version.build and _version(each).build == version.build]
+        allowed = self._eligible(same_build, avoid, prefix_node, adapter, only_others=True)
+        allowed = allowed or self._eligible(groups, avoid, prefix_node, adapter)
+        if not allowed:
+            return None
+        group, prefill, decode = _drawn(identity, allowed)
+        hashes = block_hashes(row, (prefill or decode)[0].info.block_tokens, salt, media)
+        return group.choose(
+            identity, len(row), hashes, self.prefixes, disaggregate, among=(prefill, decode), avoid=avoid
+        )
+
+    def _eligible(
+        self,
+        groups: list[RoutableNodes[NodeConnection]],
+        avoid: Container[str],
+        prefix_node: str,
+        adapter: str,
+        *,
+        only_others: bool = False,
+    ) -> list[Allowed]:
+        """Return the groups that `choose` may draw, with the nodes that it may choose. Groups that can generate only on
+        nodes in `avoid` are returned only if there are no others, and never if `only_others`."""
         allowed = [(each, *self._allowed(each, avoid, prefix_node, adapter)) for each in _generating(groups)]
         allowed = [each for each in allowed if each[1] or each[2]]
         others = [each for each in allowed if any(node.info.id not in avoid for node in each[2] or each[1])]
         if prefix_node:
             others = [each for each in others if any(node.info.id == prefix_node for node in each[1])] or others
-        if not allowed:
-            return None
-        group, prefill, decode = _drawn(identity, others or allowed)
-        hashes = block_hashes(row, (prefill or decode)[0].info.block_tokens, salt, media)
-        return group.choose(
-            identity, len(row), hashes, self.prefixes, disaggregate, among=(prefill, decode), avoid=avoid
-        )
+        return others if only_others else others or allowed
 
     def _allowed(
         self, group: RoutableNodes[NodeConnection], avoid: Container[str], prefix_node: str, adapter: str
@@ -330,6 +347,10 @@ class NodePool:
         if prefix_node:
             prefill = [each for each in prefill if each.info.id == prefix_node] or prefill
         return prefill, decode
+
+
+def _version(group: RoutableNodes[NodeConnection]) -> ModelVersion:
+    return (group.decode or group.prefill)[0].version
 
 
 def _generating(groups: list[RoutableNodes[NodeConnection]]) -> list[RoutableNodes[NodeConnection]]:

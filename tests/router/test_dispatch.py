@@ -523,17 +523,18 @@ async def test_migrations_with_progress_do_not_count_as_failures() -> None:
     here.check_over()
 
 
-def revisions(here: Stage, **given: str) -> None:
-    """Give the nodes these revisions of the model."""
-    for name, revision in given.items():
+def versions(here: Stage, **given: str) -> None:
+    """Give the nodes these versions, each a revision of the model and a build, as in "new" or "new/1"."""
+    for name, version in given.items():
+        revision, _, build = version.partition("/")
         node = here.nodes[name]
-        node.info = replace(node.info, fingerprint=revision, attributes={"revision": revision})
+        node.info = replace(node.info, fingerprint=version, attributes={"revision": revision, "build": build})
     here.fleet.notify()
 
 
 async def test_a_request_with_tokens_continues_only_on_nodes_with_the_same_revision_of_the_model() -> None:
     here = stage("d0 d1 d2 d3", max_attempts=4)
-    revisions(here, d0="old", d1="old", d2="new", d3="new")
+    versions(here, d0="old", d1="old", d2="new", d3="new")
     run = await here.submit()
     seen = []
     for number in range(2):
@@ -543,7 +544,7 @@ async def test_a_request_with_tokens_continues_only_on_nodes_with_the_same_revis
         d.die()
         await settle()
     assert len({node.info.id for node in seen}) == 2
-    assert len({node.revision for node in seen}) == 1
+    assert len({node.version for node in seen}) == 1
     assert len(here.sent()) == 2, "the request waits, although nodes with another revision are ready"
     seen[0].revive()
     await settle()
@@ -556,7 +557,7 @@ async def test_a_request_with_tokens_continues_only_on_nodes_with_the_same_revis
 
 async def test_a_request_without_tokens_may_start_again_on_another_revision_of_the_model() -> None:
     here = stage("d0 d1")
-    revisions(here, d0="old", d1="new")
+    versions(here, d0="old", d1="new")
     run = await here.submit()
     _, first, _ = here.attempt(0)
     first.die()
@@ -564,6 +565,26 @@ async def test_a_request_without_tokens_may_start_again_on_another_revision_of_t
     _, second, submit = here.attempt(1)
     assert {first.info.id, second.info.id} == {"d0", "d1"}
     second.send(*generated(submit.id))
+    assert tokens_of(await collect(run)) == ANSWER
+    here.check_over()
+
+
+async def test_a_request_with_tokens_stays_on_its_build_while_that_has_nodes() -> None:
+    here = stage("d0 d1 d2 d3", max_attempts=6)
+    versions(here, d0="m/1", d1="m/1", d2="m/2", d3="m/2")
+    run = await here.submit()
+    seen = []
+    for number in range(3):
+        _, d, submit = here.attempt(number)
+        seen.append(d)
+        d.send(token(submit.id, number))
+        d.die()
+        await settle()
+    assert len({node.info.id for node in seen}) == 3
+    assert seen[0].version == seen[1].version != seen[2].version, "another build only when the first one is gone"
+    _, d, submit = here.attempt(3)
+    assert d.version == seen[2].version
+    d.send(*generated(submit.id, 3))
     assert tokens_of(await collect(run)) == ANSWER
     here.check_over()
 

@@ -25,6 +25,7 @@ from shared.config.settings import (
     Port,
     ProxySettings,
     RouterSettings,
+    Seconds,
     ServingSettings,
     Settings,
     flag_of,
@@ -57,7 +58,7 @@ def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
 Devices = Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
 
 
-OF_OUR_NODES = {"prefill", "decode", "devices"} | (
+OF_OUR_NODES = {"devices"} | (
     ComputingSettings.model_fields.keys()
     - {*ServingSettings.model_fields, *ProxySettings.model_fields, "cpus", "kv_directory"}
 )
@@ -80,6 +81,7 @@ class LocalSettings(ServingSettings, ComputingSettings):
         (), "URLs of vLLM servers that run already, separated by commas; each becomes a node.", "start nodes"
     )
     engine_api_key_file: str = setting("", "File with the API key of these servers.", "the servers need no key")
+    kv_lease_s: Seconds = setting(30.0, "Seconds for which these servers keep the KV of a prompt for a decode node.")
     registry_host: Host = Field(default="127.0.0.1", description="Address that nodes join at.")
     registry_port: Port = setting(0, "Port that nodes join at.", "any free port")
 
@@ -96,6 +98,11 @@ class LocalSettings(ServingSettings, ComputingSettings):
         if self.engines and (others := self.model_fields_set & OF_OUR_NODES):
             flags = ", ".join(sorted(map(flag_of, others)))
             raise ValueError(f"--engines: each server becomes one node with its own settings; leave out {flags}")
+        if self.engines and (self.num_nodes()[1] < 1 or self.decode not in {0, self.num_nodes()[1]}):
+            raise ValueError(
+                f"--prefill and --decode: must add up to {len(self.engines)}, the number of --engines; the first ones "
+                "are the prefill nodes"
+            )
         if self.engines and self.ttft_slo_ms:
             raise ValueError("--ttft-slo-ms: the time of the first token is not predicted for --engines; leave it out")
         return self
@@ -130,7 +137,8 @@ class LocalSettings(ServingSettings, ComputingSettings):
     def num_nodes(self) -> tuple[int, int]:
         """Return the numbers of prefill and of decode nodes."""
         if self.engines:
-            return 0, len(self.engines)
+            prefill = self.prefill if "prefill" in self.model_fields_set and self.mode != "colocated" else 0
+            return prefill, len(self.engines) - prefill
         if self.mode == "colocated":
             return 0, self.decode or 1 + self.prefill
         return self.prefill, self.decode or 1
@@ -163,7 +171,9 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
     host = "127.0.0.1" if settings.registry_host in EVERY_ADDRESS else settings.registry_host
     registry = settings.registry or f"{host}:{settings.registry_port}"
     if settings.engines:
-        return children + [_proxy(settings, number, registry) for number in range(len(settings.engines))]
+        return children + [
+            _proxy(settings, *name, engine, registry) for name, engine in zip(names, settings.engines, strict=True)
+        ]
     for (role, number), cpus, device in zip(names, share_out(cores, len(names)), places, strict=True):
         name = f"{role}-{number}"
         num_threads = settings.threads or len(cpus) or 1
@@ -175,13 +185,13 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
     return children
 
 
-def _proxy(settings: LocalSettings, number: int, registry: str) -> Child:
-    name = f"decode-{number}"
-    own: dict[str, object] = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0}
+def _proxy(settings: LocalSettings, role: str, number: int, engine: str, registry: str) -> Child:
+    name = f"{role}-{number}"
+    own: dict[str, object] = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0, "role": role}
     for field in ("max_num_seqs", "stuck_s"):  # other defaults than those of our nodes
         if field not in settings.model_fields_set:
             own[field] = ProxySettings.model_fields[field].default
-    own |= {"registry": registry, "engine": settings.engines[number]}
+    own |= {"registry": registry, "engine": engine}
     return _child(name, "proxy_node", _part(settings, ProxySettings, own), num_threads=1)
 
 

@@ -210,6 +210,11 @@ class RequestHistory(RouterObserver):
             trace.attempts[attempt] = placed
             self._change(trace)
 
+    def inexact(self, attempt: str, why: str) -> None:
+        if (trace := self._trace(attempt)) is not None:
+            trace.is_exact = False
+            self._change(trace)
+
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def rings(self) -> dict[str, StepRing]:

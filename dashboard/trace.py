@@ -218,6 +218,7 @@ class RequestTrace:
     num_ended: int = 0
     status: int | None = None  # HTTP status and message of the error if the request was refused or failed
     message: str = ""
+    is_exact: bool = True  # whether no retry may have continued with other tokens
     version: int = 0  # the history's version when the request last changed
     attempts: dict[str, AttemptSpan] = field(default_factory=dict)
 
@@ -295,6 +296,7 @@ class RequestTrace:
             "status": self.status,
             "message": self.message,
             "attempts": len(self.attempts),
+            "exact": self.is_exact,
             "earlier_nodes": [[span.prefill, span.decode] for span in self.earlier_attempts],
             "transfer": attempt and attempt.transfer(),
             "phases_ms": self.phases(rings),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from node.identity import advertised, default_id
 from node.router_sessions import FLUSH_S
 from proxy_node.node import ProxyNode
-from proxy_node.probe import resumes
+from proxy_node.probe import connector, resumes
 from proxy_node.vllm import EngineFacts, VllmEngine
 from proxy_node.wire import EngineFailure
 from shared import logs
@@ -31,6 +31,10 @@ from shared.version import package_version
 log = logging.getLogger("baton.proxy")
 RETRY_S = 0.5
 REPORT_S = 15.0  # time between two reports on an engine that does not answer
+NEEDS_CONNECTOR = (
+    """start it with --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}' """
+    "and its decode engines with kv_consumer"
+)
 STEP_TOKENS = 2048  # what an engine computes in a step is not visible; this is vLLM's default
 Result = TypeVar("Result")
 
@@ -82,7 +86,10 @@ class ProxyProcess:
             try:
                 facts = await self.engine.describe()
                 self._check(facts)
-                return self._info(facts, await resumes(self.engine))
+                found = await connector(self.engine)
+                if self.settings.role == "prefill" and not found:
+                    raise ConfigError(f"--engine {self.engine.url}: has no KV connector; {NEEDS_CONNECTOR}")
+                return self._info(facts, found, await resumes(self.engine))
             except (ConfigError, EngineFailure) as error:
                 if is_first and isinstance(error, ConfigError):
                     raise
@@ -100,7 +107,7 @@ class ProxyProcess:
                 f"--max-model-len {facts.max_model_len}"
             )
 
-    def _info(self, facts: EngineFacts, resumed: str) -> NodeInfo:
+    def _info(self, facts: EngineFacts, found: str, resumed: str) -> NodeInfo:
         settings = self.settings
         return NodeInfo(
             id=settings.id or default_id(settings.role),
@@ -108,7 +115,7 @@ class ProxyProcess:
             role=settings.role,
             address="",
             model=facts.model,
-            fingerprint=facts.fingerprint,
+            fingerprint=facts.fingerprint(found),
             block_tokens=facts.block_tokens,
             block_bytes=facts.block_bytes,
             num_blocks=facts.num_blocks,
@@ -118,6 +125,7 @@ class ProxyProcess:
             attributes={
                 "engine": f"vllm {facts.version}",
                 "engine_url": settings.engine,
+                "connector": found or "none",
                 "resumes": resumed,
                 "max_step_tokens": str(STEP_TOKENS),
             },
@@ -127,16 +135,15 @@ class ProxyProcess:
         """Serve until the engine is lost, which returns True, or until this process has drained. Raises OSError if the
         port is in use."""
         settings = self.settings
-        node = ProxyNode(info, self.engine, settings.heartbeat_s, settings.stuck_s)
+        node = ProxyNode(info, self.engine, settings.heartbeat_s, settings.stuck_s, settings.kv_lease_s)
         async with AsyncExitStack() as cleanup:
             server = RpcServer(node.handlers())
             port = await _listen(server, settings)
             cleanup.push_async_callback(node.close)
             cleanup.push_async_callback(server.close)
             node.info = replace(node.info, address=f"{settings.advertise}:{port}")
-            node.start()
             registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
-            await registry.start(node.info)
+            await node.start(registry)
             cleanup.push_async_callback(registry.close)
             log.info("%s at %s: %s at %s", info.id, node.info.address, info.attributes["engine"], self.engine.url)
             reason = await _unless(lifetime, _result(node.lost))
@@ -145,8 +152,7 @@ class ProxyProcess:
                 await node.sessions.flush()
                 await asyncio.sleep(FLUSH_S)
                 return True
-            await registry.update(replace(node.info, state="draining"))
-            if moved := await node.drain(settings.drain_timeout_s):
+            if moved := await node.end(settings.drain_timeout_s):
                 log.warning("%d requests did not end within %g s: they are retried", moved, settings.drain_timeout_s)
         return False
 

@@ -2,20 +2,26 @@
 
 import asyncio
 import itertools
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from node.recorder import StepRecorder
 from node.router_sessions import RouterSessions
 from node.validation import check_submit
+from proxy_node.connectors import NIXL, read_params
 from proxy_node.health import EngineHealth
 from proxy_node.vllm import VllmEngine
-from proxy_node.wire import EngineFailure, EngineMetrics
+from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, check_supported
 from shared.lifecycle import TaskGroup, wait_until
+from shared.registry import Announcer
+from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import (
+    AcceptRequest,
     Ack,
     NodeInfo,
     NodeStats,
@@ -25,17 +31,31 @@ from shared.rpc.messages import (
     TokenDelta,
     pack_ids,
 )
-from shared.rpc.methods import ATTACH, SET_ROLE, Rpc, unary
+from shared.rpc.methods import ACCEPT, ATTACH, SET_ROLE, PeerError, Rpc, unary
 
 log = logging.getLogger("baton.proxy")
 MAX_REQUESTS = 8192  # a node with this number of requests rejects new ones
+Work = Callable[[], Awaitable[None]]
 INTERNAL = "internal"
+HANDOFF = "handoff: "  # with this prefix, the router knows that either of the two nodes may be at fault
+LEASE_SHARE = 0.8  # the first token must come within this share of the lease
+MAX_LEASE_MS = 3_600_000
+ACCEPT_S = 5.0
+MAX_DRAIN_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProxiedRequest:
     router: str
     task: "asyncio.Task[None]"
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedHandoff:
+    """The terms of a request whose prompt another engine has computed; see `AcceptRequest`."""
+
+    lease_s: float
+    first_token: int
 
 
 class ProxyNode:
@@ -47,30 +67,46 @@ class ProxyNode:
     task closes the connection, and the engine drops the request. Runs on the event loop.
     """
 
-    def __init__(self, info: NodeInfo, engine: VllmEngine, heartbeat_s: float, stuck_s: float) -> None:
+    def __init__(
+        self, info: NodeInfo, engine: VllmEngine, heartbeat_s: float, stuck_s: float, lease_s: float = 30.0
+    ) -> None:
+        """`lease_s` is how long the engine keeps a prompt's blocks for another engine that reads them."""
         self.info = info
+        self.counters = NodeStats()  # only those of handoffs
         self.recorder = StepRecorder()
         self.sessions = RouterSessions(self.recorder)
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._engine, self._heartbeat_s = engine, heartbeat_s
+        self._engine, self._heartbeat_s, self._lease_s = engine, heartbeat_s, lease_s
         self._now = asyncio.get_running_loop().time
         self._health = EngineHealth(stuck_s, self._now())
         self._metrics = EngineMetrics({}, {}, 1)
         self._requests: dict[str, ProxiedRequest] = {}
         self._serials = itertools.count()
+        self.is_ending = False
+        self._announcer: Announcer
+        self._peers: dict[str, RpcChannel] = {}  # proxies of decode engines, by address
         self._tasks = TaskGroup()
 
     # ---- lifecycle ----------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    async def start(self, announcer: Announcer) -> None:
+        """Join the cluster as `info`, with an address. The caller closes the announcer."""
+        self._announcer = announcer
+        await announcer.start(self.info)
         self._tasks.start(self._heartbeat())
         self._tasks.start(self._scrape())
         self._tasks.start(self.sessions.publish_records())
 
     def handlers(self) -> dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]:
-        return {ATTACH: self.attach, SET_ROLE: unary(self.set_role)}
+        return {ATTACH: self.attach, SET_ROLE: unary(self.set_role), ACCEPT: unary(self.accept)}
 
-    async def drain(self, timeout_s: float) -> int:
+    async def end(self, timeout_s: float) -> int:
+        """Leave as planned. Return the number of requests that are retried on other nodes."""
+        self.is_ending = True
+        await self._announcer.update(replace(self.info, state="draining"))
+        return await self.drain(timeout_s, f"node {self.info.id} is shutting down")
+
+    async def drain(self, timeout_s: float, reason: str) -> int:
         """Reject new requests, and wait until those in progress have ended. After `timeout_s`, fail the others, so that
         their routers retry them on other nodes. Return the number of these."""
         self.info = replace(self.info, state="draining")
@@ -78,13 +114,15 @@ class ProxyNode:
         await wait_until(lambda: not self._requests or self.lost.done(), timeout_s)
         rest = list(self._requests)
         for request_id in rest:
-            self._fail(request_id, f"node {self.info.id} is shutting down", retry=True)
+            self._fail(request_id, reason, retry=True)
         await self.sessions.flush()
         return len(rest)
 
     async def close(self) -> None:
         await self._tasks.close()
         await self.sessions.close()
+        for peer in self._peers.values():
+            peer.close()
 
     async def _heartbeat(self) -> None:
         while True:
@@ -134,7 +172,8 @@ class ProxyNode:
         usage = self._value("kv_cache_usage_perc") or self._value("gpu_cache_usage_perc")  # the name before 0.10
         total = self.info.num_blocks - 1
         owned = min(total, round(usage * total))
-        return NodeStats(
+        return replace(
+            self.counters,
             state="stuck" if self.lost.done() else self.info.state,
             running=int(self._value("num_requests_running")),
             waiting=int(self._value("num_requests_waiting")),
@@ -147,15 +186,32 @@ class ProxyNode:
             cache_queries=int(self._value("prefix_cache_queries_total")),
             cache_hits=int(self._value("prefix_cache_hits_total")),
             preemptions=int(self._value("num_preemptions_total")),
+            bytes_moved=int(self._value("nixl_bytes_transferred_sum")),
             records_dropped=self.sessions.dropped_records + self.recorder.dropped,
             incarnation_id=self.info.incarnation_id,
         )
 
     async def set_role(self, message: SetRoleRequest) -> Ack:
-        """Serve `SET_ROLE`: the engine behind this node determines the role."""
-        if message.role == self.info.role:
+        """Serve `SET_ROLE`: drain, and rejoin in the other role. The engine is not told: NIXL has no roles."""
+        role, info = message.role, self.info
+        if role == info.role:
             return Ack()
-        return Ack(f"it is the proxy of a vLLM server, and stays a {self.info.role} node: restart it with another role")
+        if role not in {"prefill", "decode"} or info.attributes["connector"] != NIXL:
+            return Ack(f"its engine has no KV connector, so that it stays a {info.role} node; see docs/engines.md")
+        if info.state != "ready" or self.lost.done():
+            return Ack("the node is draining")
+        self.info = replace(info, state="draining")  # before the first await, so that a concurrent call is refused
+        return await asyncio.shield(self._tasks.start(self._switch(role, min(max(message.drain_s, 0.0), MAX_DRAIN_S))))
+
+    async def _switch(self, role: str, drain_s: float) -> Ack:
+        await self._announcer.update(self.info)
+        await self.drain(drain_s, f"node {self.info.id} becomes a {role} node")
+        if self.is_ending:
+            return Ack("the node is shutting down")
+        self.info = replace(self.info, role=role, state="ready")
+        await self._announcer.update(self.info)
+        self.sessions.publish_stats(self.stats())
+        return Ack()
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -175,21 +231,30 @@ class ProxyNode:
         if self.lost.done():
             return  # the router learns it from the node's state
         try:
-            tokens = check_submit(submit, self.info.max_model_len, self._engine.vocab_size)
-            if submit.id in self._requests:
-                raise ValueError(f"request {submit.id} is already on this node")
-            if submit.decode_node:
+            tokens = self._checked(submit)
+            if submit.decode_node and self.info.role != "prefill":
                 raise ValueError("decode_node: this node generates all tokens itself")
             if refusal := self._refusal(submit):
                 self._send(router, TokenDelta(submit.id, error=refusal, retry=True))
-                return
-            outputs = self._engine.generate(submit, tokens)
+            elif submit.decode_node:
+                check_supported(submit)
+                self._start(router, submit, tokens, partial(self._hand_off, submit, tokens))
+            else:
+                outputs = self._engine.generate(submit, tokens)
+                self._start(router, submit, tokens, partial(self._run, submit, tokens, outputs))
         except ValueError as error:
             self._send(router, TokenDelta(submit.id, error=str(error)))
-            return
+
+    def _checked(self, submit: SubmitRequest) -> list[int]:
+        """Return the tokens of a request. Raises ValueError if it is malformed."""
+        tokens = check_submit(submit, self.info.max_model_len, self._engine.vocab_size)
+        if submit.id in self._requests:
+            raise ValueError(f"request {submit.id} is already on this node")
+        return tokens
+
+    def _start(self, router: str, submit: SubmitRequest, tokens: list[int], work: Work) -> None:
         self.recorder.event(submit.id, "queued", serial=next(self._serials), count=len(tokens))
-        task = self._tasks.start(self._run(submit.id, len(tokens) - submit.num_prompt, outputs))
-        self._requests[submit.id] = ProxiedRequest(router, task)
+        self._requests[submit.id] = ProxiedRequest(router, self._tasks.start(self._guard(submit.id, work)))
 
     def _refusal(self, submit: SubmitRequest) -> str:
         """Return why another node should take the request; "" if this one can."""
@@ -199,22 +264,10 @@ class ProxyNode:
             return "this node does not have the request's LoRA adapter"
         return "this node has too many requests" if len(self._requests) >= MAX_REQUESTS else ""
 
-    async def _run(self, request_id: str, position: int, outputs: Any) -> None:
-        """Send the tokens of one request to its router. `position` is the number of tokens generated before."""
-        start = position
+    async def _guard(self, request_id: str, work: Work) -> None:
+        """Do the work of one request. If it fails, only this request fails, except for the loss of the engine."""
         try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    self._health.streamed(self._now())
-                    if position == start and output.tokens:
-                        self.recorder.event(request_id, "first")
-                    ids = TokenDelta(request_id, position, pack_ids(output.tokens), output.finish)
-                    ids.logprobs = output.logprobs
-                    position += len(output.tokens)
-                    self._send(self._requests[request_id].router, ids)
-                    if output.finish:
-                        self._end(request_id, output.finish)
-                        return
+            await work()
         except EngineFailure as failure:
             if not await self._is_lost(failure):
                 reason = str(failure) if failure.retry or failure.status == 400 else INTERNAL
@@ -223,6 +276,98 @@ class ProxyNode:
         except Exception:
             log.exception("request %s failed", request_id)
             self._fail(request_id, INTERNAL, retry=False)
+
+    async def _run(
+        self, submit: SubmitRequest, tokens: list[int], outputs: Any, accepted: AcceptedHandoff | None = None
+    ) -> None:
+        """Send the tokens of one request to its router."""
+        position, is_first = len(tokens) - submit.num_prompt, True
+        try:
+            async with aclosing(outputs), asyncio.timeout(accepted.lease_s if accepted else None) as lease:
+                async for output in outputs:
+                    self._health.streamed(self._now())
+                    delta = TokenDelta(submit.id, position, b"", output.finish, logprobs=output.logprobs)
+                    position += len(output.tokens)
+                    if is_first:
+                        is_first = False
+                        lease.reschedule(None)
+                        self.recorder.event(submit.id, "first")
+                        if accepted is not None:
+                            _join(delta, output, accepted.first_token)
+                    delta.tokens = pack_ids(output.tokens)
+                    self._send(self._requests[submit.id].router, delta)
+                    if output.finish:
+                        self._end(submit.id, output.finish)
+                        return
+        except TimeoutError:
+            raise EngineFailure(f"{HANDOFF}no token came in time, and the lease of the KV may have ended") from None
+        except EngineFailure as failure:
+            if accepted is None or not is_first or str(failure).startswith(HANDOFF):
+                raise
+            # An engine that cannot read the KV reports the same error as for any other failure of a request.
+            raise EngineFailure(f"{HANDOFF}{failure}", is_suspicious=True, is_garbage=failure.is_garbage) from None
+
+    # ---- handoffs -----------------------------------------------------------------------------------------------
+
+    async def _hand_off(self, submit: SubmitRequest, tokens: list[int]) -> None:
+        """Let the engine compute a prompt, and pass the request on to the proxy of a decode engine.
+
+        If a retry would draw the same token, the router gets the first token at once, and the decode engine must
+        sample the same. Otherwise, the router gets that of the decode engine.
+        """
+        output, params = await self._engine.prefill(submit, tokens)
+        computed_at, position = self._now(), len(tokens) - submit.num_prompt
+        self._health.streamed(computed_at)
+        self.recorder.event(submit.id, "first", count=1)
+        router = self._requests[submit.id].router
+        delta = TokenDelta(submit.id, position, pack_ids(output.tokens), logprobs=output.logprobs)
+        if output.finish == "stop" or submit.max_tokens == position + 1:
+            delta.finish = output.finish
+            self._send(router, delta)
+            self._end(submit.id, output.finish)
+            return
+        if params is None:
+            raise EngineFailure("the engine has no KV connector any more", is_garbage=True)
+        kind = "seeded" if submit.sampling.temperature > 0 else "greedy"
+        is_known = kind in self.info.attributes["resumes"]
+        if is_known:
+            self._send(router, delta)
+        lease_ms = round(1000 * (LEASE_SHARE * self._lease_s - (self._now() - computed_at)))
+        first_token = output.tokens[0] if is_known else -1
+        request = AcceptRequest(submit, json.dumps(params).encode(), lease_ms, first_token)
+        peer = self._peers.setdefault(submit.decode_node, RpcChannel(submit.decode_node))
+        try:
+            error = (await ACCEPT.call(peer, request, ACCEPT_S)).error
+        except PeerError as failure:
+            error = str(failure)
+        if error:
+            self.counters.handoffs_failed += 1
+            self._fail(submit.id, f"{HANDOFF}{error}", retry=True)
+        else:
+            self.counters.handoffs += 1
+            self._end(submit.id, "handed_off")
+
+    async def accept(self, message: AcceptRequest) -> Ack:
+        """Serve `ACCEPT`: generate a request with the KV of another engine, which is read once."""
+        submit = message.request
+        try:
+            if self.lost.done() or self.info.role != "decode":
+                raise ValueError(f"node {self.info.id} does not decode now")
+            if not self.sessions.is_attached(submit.router):
+                raise ValueError("this router is not connected to this node")
+            if not 0 < message.lease_ms <= MAX_LEASE_MS:
+                raise ValueError(f"lease_ms is {message.lease_ms}: it must be from 1 to {MAX_LEASE_MS}")
+            tokens, params = self._checked(submit), read_params(message.params)
+            if refusal := self._refusal(submit):
+                raise ValueError(refusal)
+            outputs = self._engine.generate(submit, tokens, params)
+        except ValueError as error:
+            return Ack(str(error))
+        accepted = AcceptedHandoff(message.lease_ms / 1000, message.first_token)
+        self._start(submit.router, submit, tokens, partial(self._run, submit, tokens, outputs, accepted))
+        return Ack()
+
+    # ---- ends ---------------------------------------------------------------------------------------------------
 
     def _send(self, router: str, delta: TokenDelta) -> None:
         """Send a delta to a router. If the router has stopped reading, abort its requests."""
@@ -247,3 +392,14 @@ class ProxyNode:
     def _abort_router(self, router: str) -> None:
         for request_id in [key for key, request in self._requests.items() if request.router == router]:
             self._end(request_id, "aborted")
+
+
+def _join(delta: TokenDelta, output: EngineOutput, first_token: int) -> None:
+    """Mark the first delta of a decode engine, and drop its first token if the router has this token already. Raises
+    EngineFailure if it is another one."""
+    delta.handed_off = True
+    if first_token >= 0 and output.tokens:
+        if output.tokens[0] != first_token:
+            raise EngineFailure(f"{HANDOFF}the engines sampled different first tokens")
+        del output.tokens[0], output.logprobs[:1]
+        delta.position += 1

@@ -3,6 +3,7 @@
 The first logprobs of an engine compile code, which takes up to a minute on a CPU, so that they are part of it.
 """
 
+from proxy_node.connectors import NIXL
 from proxy_node.vllm import NEEDS, VllmEngine
 from proxy_node.wire import EngineFailure, probe_request
 from shared.errors import ConfigError
@@ -36,3 +37,16 @@ async def resumes(engine: VllmEngine) -> str:
         if again == whole and rest == whole[RESUMED:]:
             found.append(name)
     return ", ".join(found) or "none"
+
+
+async def connector(engine: VllmEngine) -> str:
+    """Return the name of the engine's KV connector, or "" if it has none. Raises as `resumes` does."""
+    prompt = [engine.vocab_size - 1]
+    try:
+        _, params = await engine.prefill(probe_request(prompt, 1, temperature=0.0), prompt)
+    except EngineFailure as failure:
+        if not failure.is_garbage:
+            raise
+        text = f"its KV connector is not NixlConnector in the mode pull ({failure})"
+        raise ConfigError(f"--engine {engine.url}: {text}; start it with another --kv-transfer-config") from None
+    return NIXL if params is not None else ""

@@ -10,7 +10,17 @@ from typing import Any
 
 import aiohttp
 
-from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, EventReader, completion_body, read_metrics
+from proxy_node.connectors import PREFILL_PARAMS, check_params
+from proxy_node.wire import (
+    EngineFailure,
+    EngineMetrics,
+    EngineOutput,
+    EventReader,
+    completion_body,
+    garbage,
+    read_choice,
+    read_metrics,
+)
 from shared.errors import ConfigError
 from shared.rpc.messages import SubmitRequest
 
@@ -18,6 +28,7 @@ CONNECT_S = 2.0
 HEALTH_S = 1.0
 ANSWER_S = 10.0  # for answers that need no computation
 MAX_ANSWER_BYTES = 8 << 20
+Params = dict[str, Any] | None
 NEEDS = "Baton needs a vLLM server of version 0.19 or newer"
 
 
@@ -33,10 +44,9 @@ class EngineFacts:
     block_bytes: int  # 1: not known
     cache_dtype: str
 
-    @property
-    def fingerprint(self) -> str:
-        """A digest that is equal for engines whose KV is compatible."""
-        row = ("vllm", self.version, self.model, str(self.block_tokens), self.cache_dtype)
+    def fingerprint(self, connector: str) -> str:
+        """Return a digest that is equal for engines that can exchange KV, which have the same connector."""
+        row = ("vllm", self.version, self.model, str(self.block_tokens), self.cache_dtype, connector)
         return hashlib.blake2b("\0".join(row).encode(), digest_size=16).hexdigest()
 
 
@@ -104,28 +114,39 @@ class VllmEngine:
 
     async def _get(self, path: str) -> bytes:
         async with self._call("GET", path, timeout_s=ANSWER_S) as answer:
-            body = await answer.content.read(MAX_ANSWER_BYTES)
-            while more := await answer.content.read(MAX_ANSWER_BYTES):
-                body += more
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise EngineFailure(f"{path}: the answer is too long", is_garbage=True)
-            return body
+            return await _read(answer, MAX_ANSWER_BYTES)
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
-    def generate(self, submit: SubmitRequest, tokens: list[int]) -> AsyncIterator[EngineOutput]:
-        """Yield the tokens that continue `tokens`, until an output has `finish`. To abort, close the iterator.
+    def generate(
+        self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any] | None = None
+    ) -> AsyncIterator[EngineOutput]:
+        """Yield the tokens that continue `tokens`, until an output has `finish`. To abort, close the iterator. With
+        `params`, the engine reads the KV of `tokens` from another one.
 
         Raises ValueError at once if an engine cannot take the request.
         """
-        return self._stream(submit, completion_body(submit, tokens, self._model))
+        return self._stream(submit, completion_body(submit, tokens, self._model, params))
+
+    async def prefill(self, submit: SubmitRequest, tokens: list[int]) -> tuple[EngineOutput, Params]:
+        """Compute `tokens`. Return the next token, and the parameters with which another engine reads the KV, or None
+        if the engine has no connector. Raises ValueError if an engine cannot take the request."""
+        body = completion_body(submit, tokens, self._model, PREFILL_PARAMS)
+        body |= {"max_tokens": 1, "min_tokens": min(1, body["min_tokens"]), "stream": False}
+        async with self._call("POST", "/v1/completions", json=body, headers=_headers(submit)) as answer:
+            try:
+                found = json.loads(await _read(answer, MAX_ANSWER_BYTES))
+                output = read_choice(found["choices"][0], self.vocab_size, body["logprobs"] or 0)
+                if len(output.tokens) != 1:
+                    raise ValueError(f"{len(output.tokens)} tokens instead of one")
+                params = found.get("kv_transfer_params")
+                return output, None if params is None else check_params(params)
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                raise garbage(f"{type(error).__name__}: {error}"[:200]) from None
 
     async def _stream(self, submit: SubmitRequest, body: dict[str, Any]) -> AsyncIterator[EngineOutput]:
-        headers = {"X-Request-Id": submit.id}
-        if submit.traceparent:
-            headers["traceparent"] = submit.traceparent
         reader = EventReader(len(body["prompt"]), body["max_tokens"], self.vocab_size, body["logprobs"] or 0)
-        async with self._call("POST", "/v1/completions", json=body, headers=headers) as answer:
+        async with self._call("POST", "/v1/completions", json=body, headers=_headers(submit)) as answer:
             if answer.content_type != "text/event-stream":
                 raise EngineFailure(f"the engine answers with {answer.content_type}", is_garbage=True)
             async for data in answer.content.iter_any():
@@ -163,6 +184,19 @@ class VllmEngine:
         except (aiohttp.ClientError, OSError) as error:
             text = str(error) or type(error).__name__
             raise EngineFailure(f"{path}: {text:.200}", is_suspicious=True) from None
+
+
+def _headers(submit: SubmitRequest) -> dict[str, str]:
+    return {"X-Request-Id": submit.id} | ({"traceparent": submit.traceparent} if submit.traceparent else {})
+
+
+async def _read(answer: aiohttp.ClientResponse, limit: int) -> bytes:
+    body = b""
+    while more := await answer.content.read(1 << 16):
+        body += more
+        if len(body) > limit:
+            raise EngineFailure("the answer is too long", is_garbage=True)
+    return body
 
 
 async def _words(answer: aiohttp.ClientResponse) -> str:

@@ -50,12 +50,15 @@ def garbage(reason: str) -> EngineFailure:
 # ---- to the engine ---------------------------------------------------------------------------------------------------
 
 
-def completion_body(submit: SubmitRequest, tokens: Sequence[int], model: str) -> dict[str, Any]:
-    """Return the body of the request that continues `tokens`, the prompt and the tokens so far.
+def completion_body(
+    submit: SubmitRequest, tokens: Sequence[int], model: str, params: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the body of the request that continues `tokens`, the prompt and the tokens so far. `params` are those of
+    the KV connector, if any.
 
     Raises ValueError, which names the field, if an engine cannot take the request.
     """
-    _check_supported(submit)
+    check_supported(submit)
     sampling, done = submit.sampling, len(tokens) - submit.num_prompt
     body: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}  # all, as the model has own defaults
     body |= {
@@ -69,6 +72,8 @@ def completion_body(submit: SubmitRequest, tokens: Sequence[int], model: str) ->
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,  # in logprobs
     }
+    if params is not None:
+        body["kv_transfer_params"] = params
     if sampling.temperature > 0:
         body["seed"] = sampling.seed % 2**63
     if sampling.allowed_tokens:
@@ -78,7 +83,8 @@ def completion_body(submit: SubmitRequest, tokens: Sequence[int], model: str) ->
     return body
 
 
-def _check_supported(submit: SubmitRequest) -> None:
+def check_supported(submit: SubmitRequest) -> None:
+    """Raise ValueError, which names the field, if an engine cannot take the request."""
     sampling = submit.sampling
     unsupported = {
         "structured output": submit.grammar,
@@ -141,19 +147,29 @@ class EventReader:
         if (error := event.get("error")) is not None:
             raise EngineFailure(f"the engine failed: {error.get('message')!s:.200}", retry=False, is_suspicious=True)
         for choice in event["choices"]:
-            tokens = choice.get("token_ids") or []
-            if any(type(token) is not int or not 0 <= token < self._vocab_size for token in tokens):
-                raise ValueError(f"a token id is not below {self._vocab_size}")
-            self._left -= len(tokens)
+            found = read_choice(choice, self._vocab_size, self._num_logprobs)
+            self._left -= len(found.tokens)
             if self._left < 0:
                 raise ValueError("there are more tokens than requested")
-            output.tokens += tokens
-            if tokens and choice.get("logprobs") is not None:
-                output.logprobs += read_logprobs(choice["logprobs"], tokens, self._num_logprobs)
-            if (finish := choice.get("finish_reason")) is not None:
-                if finish not in FINISHES:
-                    raise EngineFailure(f"the engine ended the request: {finish!s:.40}")
-                output.finish = FINISHES[finish]
+            output.tokens += found.tokens
+            output.logprobs += found.logprobs
+            output.finish = found.finish
+
+
+def read_choice(choice: dict[str, Any], vocab_size: int, num_logprobs: int) -> EngineOutput:
+    """Return what one choice of an event or of an answer contains. Raises EngineFailure if the engine gave up the
+    request, and ValueError, TypeError or LookupError for a malformed choice."""
+    tokens = choice.get("token_ids") or []
+    if any(type(token) is not int or not 0 <= token < vocab_size for token in tokens):
+        raise ValueError(f"a token id is not below {vocab_size}")
+    output = EngineOutput(tokens)
+    if tokens and choice.get("logprobs") is not None:
+        output.logprobs = read_logprobs(choice["logprobs"], tokens, num_logprobs)
+    if (finish := choice.get("finish_reason")) is not None:
+        if finish not in FINISHES:
+            raise EngineFailure(f"the engine ended the request: {finish!s:.40}")
+        output.finish = FINISHES[finish]
+    return output
 
 
 def read_logprobs(entry: dict[str, Any], tokens: Sequence[int], num_top: int) -> list[Logprobs]:

@@ -97,7 +97,7 @@ async def _serve(
     queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), settings.max_queued_tokens)
     registry = _registry(settings)
     fleet = NodePool(identity, registry, settings.mode, settings.node_timeout_s, observer, queue.resize)
-    rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s)
+    rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s, settings.exact_retries)
     dispatch = Dispatcher(fleet, queue, model.name, rules, observer)
     app = build_app(
         dispatch,

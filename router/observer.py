@@ -39,6 +39,10 @@ class RouterObserver:
     ) -> None:
         """Record the nodes chosen for an attempt. `local_s` and `remote_s` are predicted times; 0: no prediction."""
 
+    def inexact(self, attempt: str, why: str) -> None:
+        """Record that an attempt may continue with other tokens than an earlier one, because of `why`: "seeded",
+        "greedy" or "penalties"."""
+
     def output(self, id: str, sample: int, num_tokens: int) -> None:
         """Record that tokens of a sample were sent to the client."""
 

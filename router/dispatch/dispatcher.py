@@ -26,7 +26,7 @@ from router.dispatch.attempt import (
     ClientBackpressure,
     SampleState,
 )
-from router.dispatch.failover import Failover, RetryBudget
+from router.dispatch.failover import Failover, RetryBudget, inexact_reason
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal
 from router.nodes.connection import ANY_VERSION, NodeConnection
 from router.nodes.load import kv_capacity_tokens
@@ -58,11 +58,18 @@ Found = TypeVar("Found")
 @dataclass(frozen=True, slots=True)
 class DispatchRules:
     """The settings of the dispatcher. `scheduler.placement.place` documents `disaggregate`. A request is refused if its
-    first token is predicted later than `ttft_slo_s` seconds; 0 means no limit."""
+    first token is predicted later than `ttft_slo_s` seconds; 0 means no limit. With `exact_retries`, a request fails if
+    its next attempt may continue with other tokens than the one before."""
 
     max_attempts: int = 5
     disaggregate: str = "auto"
     ttft_slo_s: float = 0.0
+    exact_retries: bool = False
+
+    def check_exact(self, why: str) -> None:
+        if self.exact_retries:
+            text = "A node was lost, and another one would continue the answer with other tokens"
+            raise UnavailableError(f"{text} ({why}); send the request again.", code="not_resumable")
 
     def check_slo(self, placement: Placement, *, is_stale: bool) -> None:
         """Raise AdmissionRefusedError if the first token is predicted later than the SLO.
@@ -98,6 +105,7 @@ class Dispatcher:
         self._rules = rules
         self._observer = observer
         self._counts = dict.fromkeys(COUNTS, 0)
+        self._inexact = Counter[str]()  # number of attempts that may continue with other tokens, by reason
         self._placements = Counter[str]()  # number of attempts for each reason of a placement
         self._retry_budget = RetryBudget()
 
@@ -118,6 +126,7 @@ class Dispatcher:
             **self._pool.status(),
             "requests": dict(self._counts),
             "placements": dict(self._placements),
+            "inexact_retries": dict(self._inexact),
             "queue": {"requests": self._queue.queued_requests, "tokens": self._queue.queued_tokens},
         }
 
@@ -179,6 +188,10 @@ class Dispatcher:
                 row = array("i", admitted.request.prompt + sample.tokens)  # for placement and `_submit`
                 try:
                     await self._place(admitted, attempt, row, failover)
+                    if sample.tokens and (why := inexact_reason(attempt)):
+                        self._rules.check_exact(why)
+                        self._inexact[why] += 1
+                        self._observer.inexact(attempt.id, why)
                     self._submit(attempt, row)
                     async for delta in attempt:
                         yield delta

@@ -108,3 +108,18 @@ class Failover:
                 code="poison",
                 status=422,
             )
+
+
+def inexact_reason(attempt: Attempt) -> str:
+    """Return why an attempt with tokens of an earlier one may continue with other tokens than that one; "" if it does
+    not.
+
+    Our nodes draw a token by its position. A vLLM server may have one generator for a request, and counts only the
+    tokens of one call for penalties; its proxy reports in `resumes` what it found.
+    """
+    sampling = attempt.request.sampling
+    found = [node.info.attributes["resumes"] for node in attempt.nodes if "resumes" in node.info.attributes]
+    if found and (sampling.presence_penalty or sampling.frequency_penalty):
+        return "penalties"
+    kind = "seeded" if sampling.temperature > 0 else "greedy"
+    return "" if all(kind in resumes for resumes in found) else kind

@@ -58,6 +58,9 @@ class NodeMetrics(Collector):
         placements = [((*model, reason), count) for reason, count in list(status["placements"].items())[:MAX_REASONS]]
         text = "Attempts, by placement reason."
         yield metric_family("baton_placements_total", text, ["model_name", "reason"], placements)
+        inexact = [((*model, why), count) for why, count in status.get("inexact_retries", {}).items()]
+        text = "Attempts that may have continued an answer with other tokens, by reason."
+        yield metric_family("baton_inexact_retries_total", text, ["model_name", "why"], inexact)
         values = [(name, text, status["requests"].get(key, 0)) for key, (name, text) in COUNTS.items()]
         queue = status.get("queue", {})
         values += [

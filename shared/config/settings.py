@@ -299,6 +299,9 @@ class ServingSettings(CommonSettings):
     max_attempts: Annotated[int, Field(ge=1, le=100)] = setting(
         5, "Maximum attempts for a request, each on another node if possible, before it fails."
     )
+    exact_retries: bool = setting(
+        False, "Fail a request, instead of continuing it with tokens that may differ, after the loss of a vLLM server."
+    )
 
 
 class ComputingSettings(CommonSettings):
@@ -427,7 +430,12 @@ class ProxySettings(JoiningSettings):
 
     engine: Annotated[str, AfterValidator(_check_engine)] = setting("", "URL of the vLLM server.")
     engine_api_key_file: str = setting("", "File with the API key of the vLLM server.", "the server needs no key")
-    role: Literal["decode"] = setting("decode", "Role of the node. The engine computes prompts and generates.")
+    role: Literal["prefill", "decode"] = setting(
+        "decode", "Role of the node. A prefill node passes the KV of its prompts to decode nodes."
+    )
+    kv_lease_s: Seconds = setting(
+        30.0, "Seconds for which the engine keeps the KV of a prompt for a decode node (its kv_lease_duration)."
+    )
     max_num_seqs: Count = setting(256, "Maximum requests that the engine runs at the same time (its --max-num-seqs).")
     stuck_s: Seconds = setting(
         30.0, "Treat the engine as lost after this many seconds in which it neither answers nor computes a step."

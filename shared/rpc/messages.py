@@ -328,6 +328,21 @@ class StopRequest:
 
 
 @dataclass(slots=True)
+class AcceptRequest:
+    """Proxy of a prefill engine to that of a decode engine: generate this request, whose prompt the first engine has
+    computed. `params` is the JSON object with which the second engine reads its KV from the first.
+
+    They may be used once, and the first token must come within `lease_ms`. If `first_token` is not -1, the router has
+    it already, and the second engine must sample the same.
+    """
+
+    request: SubmitRequest
+    params: bytes
+    lease_ms: int
+    first_token: int = -1
+
+
+@dataclass(slots=True)
 class SetRoleRequest:
     """Router to node: become a "prefill" or a "decode" node. The reply is sent once the node has rejoined in that role.
 

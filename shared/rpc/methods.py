@@ -16,6 +16,7 @@ from shared.rpc import tls
 from shared.rpc.codec import DecodeError
 from shared.rpc.connection import SERVER_ANSWER_S, CallHandler, PeerProtocol
 from shared.rpc.messages import (
+    AcceptRequest,
     Ack,
     CommitRequest,
     NodeInfo,
@@ -90,6 +91,7 @@ RESERVE = Rpc("/baton.Decode/Reserve", ReserveRequest, ReserveReply)
 PUSHED = Rpc("/baton.Decode/Pushed", PushedNotice, Ack)
 COMMIT = Rpc("/baton.Decode/Commit", CommitRequest, Ack)
 STOP = Rpc("/baton.Decode/Stop", StopRequest, Ack)
+ACCEPT = Rpc("/baton.Decode/Accept", AcceptRequest, Ack)
 RENEW = Rpc("/baton.Decode/Renew", RenewRequest, RenewReply)
 
 

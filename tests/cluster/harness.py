@@ -173,7 +173,7 @@ class Cluster:
             flags = ["--id", name, "--registry", self._join]
         module = role if role == "router" else f"{role}_node"
         if name in self.engines:
-            module, flags = "proxy_node", ["--engine", self.engines[name], *flags]
+            module, flags = "proxy_node", ["--engine", self.engines[name], "--role", role, *flags]
         elif self._addresses is not None and role != "router":
             module, flags = "tests.cluster.named_node", [role, str(self._addresses), *flags]
         log = self.directory / f"{name}.log"

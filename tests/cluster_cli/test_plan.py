@@ -81,7 +81,8 @@ def test_settings_reach_the_processes_they_are_for() -> None:
 
 
 def test_every_node_and_router_setting_can_be_given_to_up() -> None:
-    own = {"id", "advertise", "kv_host", "kv_port"}  # must differ between nodes, or are always loopback addresses
+    # These must differ between nodes, or are always loopback addresses.
+    own = {"id", "advertise", "health_port", "kv_host", "kv_port"}
     assert set(NodeSettings.model_fields) - set(LocalSettings.model_fields) == own
     assert set(RouterSettings.model_fields) <= set(LocalSettings.model_fields)
 

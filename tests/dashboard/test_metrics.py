@@ -47,7 +47,12 @@ class Nodes:
         self.rows += [(info("d0", role="decode"), NodeStats(records_dropped=3, accepted_per_pos=[4, 2]), True)]
         self.records = Dashboard()
         self.requests = RequestMetrics("tiny", lambda: SloTargets(1.0, 1.0))
-        self.status = {"nodes": [], "placements": {"long": 2}, "requests": {"moved": 1, "refused": 4}}
+        self.status = {
+            "nodes": [],
+            "placements": {"long": 2},
+            "inexact_retries": {"seeded": 1},
+            "requests": {"moved": 1, "refused": 4},
+        }
         self.registry = CollectorRegistry()
         self.registry.register(self.requests)
         self.record_metrics = RecordMetrics(lambda: self.rows, "tiny", lambda: self.status, self.records)

@@ -2,91 +2,31 @@
 come back, and every answer is whole and has the same tokens."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cluster.harness import DEMO, ROOT, Cluster, ForkedProcess, cluster, completion, free_port, wait_for
+from tests.cluster.harness import DEMO, ROOT, Cluster, completion, free_port, wait_for
+from tests.proxy_node.clusters import ACTS, LENGTH, TIMES, Act, Engines, kill_engine, lose, repair, serving, streams
 from tests.proxy_node.vllm_stub import answer
 
 NODES = ("decode-0", "decode-1")
-LENGTH = 250
-TIMES = int(os.environ.get("BATON_ENGINE_KILLS", "1"))  # of each case
-
-
-class Engines:
-    """The stub engines of a cluster, one for each node."""
-
-    def __init__(self, directory: Path) -> None:
-        self.ports = {name: free_port() for name in NODES}
-        self.urls = {name: f"http://127.0.0.1:{port}" for name, port in self.ports.items()}
-        self._directory = directory
-        self.processes: dict[str, ForkedProcess] = {}
-
-    def start(self, name: str) -> None:
-        knobs = json.dumps({"token_s": 0.01})
-        flags = ["--port", str(self.ports[name]), "--knobs", knobs]
-        log = self._directory / f"engine-{name}.log"
-        self.processes[name] = ForkedProcess("tests.proxy_node.vllm_stub", flags, dict(os.environ), log)
-
-    def set(self, name: str, **knobs: Any) -> None:
-        request = urllib.request.Request(f"{self.urls[name]}/knobs", json.dumps(knobs).encode())
-        urllib.request.urlopen(request, timeout=60).close()
-
-    def calls(self, name: str) -> list[dict[str, Any]]:
-        with urllib.request.urlopen(f"{self.urls[name]}/calls", timeout=60) as found:
-            return list(json.load(found))
-
-    def answers(self, name: str) -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{self.urls[name]}/version", timeout=5) as found:
-            return bool(found.status == 200)
-        return False
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            process.send_signal(signal.SIGKILL)
-            process.wait(60)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Engines]]:
-    engines = Engines(tmp_path_factory.mktemp("engines"))
-    for name in NODES:
-        engines.start(name)
-    try:
-        with cluster(0, 2, engines=engines.urls, stuck_s=2.0, secret=True) as running:
-            yield running, engines
-    finally:
-        engines.close()
+    with serving(tmp_path_factory.mktemp("engines"), NODES) as running:
+        yield running
 
 
 def incarnations(running: Cluster) -> dict[str, str]:
     return {name: node["address"] for name, node in running.nodes().items() if node["alive"]}
-
-
-@contextmanager
-def streams(running: Cluster, prompts: list[list[int]], count: int) -> Iterator[None]:
-    """Stream all prompts. The block begins when each has a token; afterwards, each answer must be whole and right."""
-    begun = [threading.Event() for _ in prompts]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        found = [
-            pool.submit(running.stream, prompt, count, lambda seen, event=event: seen and event.set())
-            for prompt, event in zip(prompts, begun, strict=True)
-        ]
-        assert all(event.wait(60) for event in begun), "a stream did not begin"
-        yield
-        assert [each.result() for each in found] == [answer(prompt, count) for prompt in prompts]
 
 
 def test_an_unmodified_router_serves_engines(served: tuple[Cluster, Engines]) -> None:
@@ -127,82 +67,11 @@ def test_a_client_that_leaves_stops_the_engine(served: tuple[Cluster, Engines]) 
     assert all(engines.answers(name) for name in NODES)
 
 
-Act = Callable[[Cluster, Engines, str], None]
-
-
-def kill_engine(_: Cluster, engines: Engines, name: str) -> None:
-    engines.processes[name].send_signal(signal.SIGKILL)
-    engines.processes[name].wait(60)
-
-
-def freeze_engine(_: Cluster, engines: Engines, name: str) -> None:
-    engines.processes[name].send_signal(signal.SIGSTOP)
-
-
-def silence_engine(_: Cluster, engines: Engines, name: str) -> None:
-    """What vLLM does at SIGTERM: the engine dies, and its server keeps silent streams open."""
-    engines.set(name, is_stalled=True)
-
-
-def break_engine(_: Cluster, engines: Engines, name: str) -> None:
-    """What vLLM does when its engine's process dies: every request fails, and the server is unhealthy."""
-    engines.set(name, is_unhealthy=True, error_event=1000)
-
-
-def slow_metrics(_: Cluster, engines: Engines, name: str) -> None:
-    engines.set(name, metrics_s=20.0)
-
-
-def kill_proxy(running: Cluster, _: Engines, name: str) -> None:
-    running.send_signal(name, signal.SIGKILL)
-    running.processes[name].wait(60)
-
-
-def freeze_proxy(running: Cluster, _: Engines, name: str) -> None:
-    running.send_signal(name, signal.SIGSTOP)
-
-
-def kill_both(running: Cluster, engines: Engines, name: str) -> None:
-    kill_engine(running, engines, name)
-    kill_proxy(running, engines, name)
-
-
-def drain_proxy(running: Cluster, _: Engines, name: str) -> None:
-    running.send_signal(name, signal.SIGTERM)
-
-
-def repair(running: Cluster, engines: Engines, name: str) -> None:
-    """Bring a node back after any of these."""
-    if engines.processes[name].poll() is not None:
-        engines.start(name)
-    engines.processes[name].send_signal(signal.SIGCONT)
-    wait_for(lambda: engines.answers(name), "the engine answers")
-    engines.set(name, is_stalled=False, is_unhealthy=False, error_event=0, metrics_s=0.0)
-    running.send_signal(name, signal.SIGCONT)
-    if running.processes[name].poll() is not None:
-        running.start(name)
-    wait_for(lambda: running.alive("router") == set(NODES), f"{name} is back")
-
-
-ACTS = [
-    kill_engine, freeze_engine, silence_engine, break_engine, slow_metrics, kill_proxy, freeze_proxy, kill_both, drain_proxy,
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 def test_no_client_sees_the_loss_of_an_engine_or_of_its_proxy(served: tuple[Cluster, Engines], act: Act) -> None:
     running, engines = served
     for round_ in range(TIMES):
-        name = NODES[round_ % 2]
-        prompts = [[100 + index, round_, *range(30)] for index in range(6)]
-        with streams(running, prompts, LENGTH):
-            act(running, engines, name)
-            running.complete([3, 4, 5], 3)  # new requests are served meanwhile
-        if act is drain_proxy:
-            running.processes[name].wait(60)
-        repair(running, engines, name)
-        prompt = [9, round_, *range(40)]
-        assert running.complete(prompt, 20) == answer(prompt, 20)
+        lose(running, engines, act, NODES[round_ % 2], round_)
 
 
 def test_an_engine_that_comes_back_is_a_new_incarnation(served: tuple[Cluster, Engines]) -> None:
@@ -225,6 +94,27 @@ def test_without_any_engine_requests_wait_and_then_go_on(served: tuple[Cluster, 
         for name in NODES:
             engines.start(name)
     wait_for(lambda: running.alive("router") == set(NODES), "the nodes are back")
+
+
+def test_an_answer_that_may_have_changed_is_marked(served: tuple[Cluster, Engines]) -> None:
+    running, engines = served
+    engines.knobs["resumes_seeded"] = False
+    for name in NODES:
+        kill_engine(running, engines, name)
+        repair(running, engines, name)
+        assert running.nodes()[name]["facts"]["resumes"] == "greedy"
+    before = running.status()["inexact_retries"].get("seeded", 0)
+    body = completion(running.model, [21, 22, 23], 400, temperature=1.0, seed=3)
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(running.post, "/v1/completions", body)
+        wait_for(lambda: any(node["running"] for node in running.nodes().values()), "the request runs")
+        [name] = [name for name, node in running.nodes().items() if node["running"]]
+        kill_engine(running, engines, name)
+        assert len(answered.result()["choices"][0]["token_ids"]) == 400
+    repair(running, engines, name)
+    assert running.status()["inexact_retries"]["seeded"] == before + 1
+    rows = running.get("/v1/requests")["requests"]
+    assert [row["exact"] for row in rows if row["attempts"] > 1 and row["prompt_tokens"] == 3][:1] == [False]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

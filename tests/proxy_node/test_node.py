@@ -1,57 +1,16 @@
 """Test one incarnation of a proxy node against a stub engine: what its router sees of each event."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy_node.node import ProxyNode
-from proxy_node.vllm import VllmEngine
-from shared.lifecycle import wait_until
-from shared.rpc.messages import NodeInfo, SetRoleRequest
+from shared.rpc.messages import SetRoleRequest
 from tests.node.harness import RouterLine, submission
-from tests.proxy_node.vllm_stub import NUM_BLOCKS, VOCABULARY, VllmStub, answer
-
-PROMPT = [5, 6, 7]
-INFO = NodeInfo("decode-0", "i" * 32, "decode", "127.0.0.1:1", "stub", "f", 16, 1, NUM_BLOCKS, 8192, 64)
-WAIT_S = 60.0
-
-
-@dataclass
-class Running:
-    node: ProxyNode
-    stub: VllmStub
-    line: RouterLine
-    stop: Any  # ends the stub's server
-
-    async def until(self, condition: Any) -> None:
-        assert await wait_until(condition, WAIT_S), (self.line.errors(), self.node.stats())
-
-    def is_over(self, name: str) -> bool:
-        return bool(self.line.finishes(name)) or any(delta.error and delta.id == name for delta in self.line.deltas)
-
-
-@asynccontextmanager
-async def running(stuck_s: float = 60.0, **knobs: Any) -> AsyncIterator[Running]:
-    stub, line = VllmStub(**knobs), RouterLine()
-    async with AsyncExitStack() as stack, AsyncExitStack() as server:
-        engine = VllmEngine(await server.enter_async_context(stub.serve()), "", VOCABULARY)
-        await stack.enter_async_context(engine.open())
-        await engine.describe()
-        node = ProxyNode(INFO, engine, 0.05, stuck_s)
-        node.start()
-        stack.push_async_callback(node.close)
-        line.say_hello()
-        attached = asyncio.ensure_future(node.attach(line))
-        stack.callback(attached.cancel)
-        assert await wait_until(lambda: any(update.stats for update in line.updates), WAIT_S)
-        yield Running(node, stub, line, server.aclose)
+from tests.proxy_node.harness import INFO, PROMPT, WAIT_S, running
+from tests.proxy_node.vllm_stub import NUM_BLOCKS, VOCABULARY, answer
 
 
 async def test_tokens_arrive_once_with_a_finish_and_the_events_of_the_request() -> None:
@@ -160,7 +119,7 @@ async def test_a_draining_node_finishes_its_requests_and_hands_back_the_rest() -
     async with running(token_s=0.01) as here:
         here.line.submit(submission("short", PROMPT, 20), submission("long", PROMPT, 5000))
         await here.until(lambda: here.line.tokens("long"))
-        draining = asyncio.ensure_future(here.node.drain(1.0))
+        draining = asyncio.ensure_future(here.node.end(1.0))
         await here.until(lambda: any(update.stats and update.stats.state == "draining" for update in here.line.updates))
         here.line.submit(submission("new", PROMPT, 20))
         assert await draining == 1
@@ -197,7 +156,7 @@ async def test_statistics_are_those_of_the_engine() -> None:
         assert (stats.running, stats.preemptions, stats.cache_hits) == (1, 2, 16)
         assert stats.blocks_owned + stats.blocks_free == stats.blocks_total == NUM_BLOCKS - 1
         assert stats.incarnation_id == INFO.incarnation_id
-        assert "proxy of a vLLM server" in (await here.node.set_role(SetRoleRequest("prefill"))).error
+        assert "no KV connector" in (await here.node.set_role(SetRoleRequest("prefill"))).error
         assert not (await here.node.set_role(SetRoleRequest("decode"))).error
 
 

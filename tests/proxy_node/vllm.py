@@ -1,20 +1,27 @@
 """Starts real vLLM servers with the demo model, for tests that run only where BATON_PEER_VLLM names an interpreter."""
 
 import os
+import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.request import urlopen
 
-from tests.cluster.harness import DEMO, free_port, wait_for
+import psutil
+
+from tests.cluster.harness import DEMO, Cluster, cluster, free_port, wait_for
 
 VLLM = os.environ.get("BATON_PEER_VLLM", "")
 MAX_MODEL_LEN = 2048
+LENGTH, NUM_STREAMS = 1500, 3
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
 }  # fmt: skip
 
 
@@ -23,6 +30,7 @@ class VllmServer:
 
     def __init__(self, log: Path, *flags: str, port: int = 0) -> None:
         self.port = port or free_port()
+        self.flags = flags
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [
@@ -31,8 +39,9 @@ class VllmServer:
         ]  # fmt: skip
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                command, env=os.environ | ENVIRONMENT, stdout=file, stderr=file, start_new_session=True
-            )
+                command, env=os.environ | ENVIRONMENT | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
+                stdout=file, stderr=file, start_new_session=True,
+            )  # fmt: skip
 
     def answers(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-3000:]
@@ -48,6 +57,78 @@ class VllmServer:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, 9)
         self.process.wait()
+
+    def restarted(self) -> "VllmServer":
+        """Start the server again, at the same address, and wait until it answers."""
+        self.end()
+        server = VllmServer(self.log, *self.flags, port=self.port)
+        server.ready()
+        return server
+
+
+@contextmanager
+def served(roles: Sequence[str], *flags: str) -> Iterator[tuple[Cluster, dict[str, VllmServer]]]:
+    """A router and a proxy node for each of new servers, by name. `roles` are those of the nodes."""
+    names = [f"{role}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
+    with tempfile.TemporaryDirectory(prefix="baton-vllm-") as directory:
+        servers = {name: VllmServer(Path(directory) / f"{name}.log", *flags) for name in names}
+        try:
+            for server in servers.values():
+                server.ready()
+            urls = {name: server.url for name, server in servers.items()}
+            counts = roles.count("prefill"), roles.count("decode")
+            with cluster(*counts, engines=urls, max_model_len=MAX_MODEL_LEN, log_level="info") as running:
+                yield running, servers
+        finally:
+            for server in servers.values():
+                server.end()
+
+
+def kill_server(server: VllmServer) -> None:
+    os.kill(server.process.pid, signal.SIGKILL)
+
+
+def terminate_server(server: VllmServer) -> None:
+    os.kill(server.process.pid, signal.SIGTERM)
+
+
+def kill_engine_core(server: VllmServer) -> None:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    [core] = [each for each in children if "EngineCore" in "".join(each.cmdline())]
+    core.kill()
+
+
+ACTS = [kill_server, terminate_server, kill_engine_core]
+
+
+def end_in_mid_stream(running: Cluster, server: VllmServer, act: Callable[[VllmServer], None]) -> list[float]:
+    """End a server while answers are streamed. Each must be whole and the same as before. Return their longest gaps,
+    in seconds."""
+    prompts = [[40 + index, *range(200, 230)] for index in range(NUM_STREAMS)]
+    whole = [running.complete(prompt, LENGTH) for prompt in prompts]
+    begun = [threading.Event() for _ in prompts]
+    gaps = [0.0] * NUM_STREAMS
+
+    def stream(index: int) -> list[int]:
+        last = 0.0
+
+        def seen(count: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            gaps[index] = max(gaps[index], now - (last or now))
+            last = now
+            if count >= 20:
+                begun[index].set()
+
+        return running.stream(prompts[index], LENGTH, seen)
+
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        streams = [pool.submit(stream, index) for index in range(NUM_STREAMS)]
+        assert all(event.wait(120) for event in begun)
+        assert not any(each.done() for each in streams), "the server ends in mid-stream"
+        act(server)
+        assert [each.result() for each in streams] == whole
+    return gaps
 
 
 @contextmanager

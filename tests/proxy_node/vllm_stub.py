@@ -2,18 +2,23 @@
 
 `python -m tests.proxy_node.vllm_stub --port 8100 --knobs '{"token_s": 0.01}'`. `POST /knobs` changes knobs at run time,
 and `GET /calls` returns the bodies of all completions. A knob in `FAULTS` acts once for each unit of its value.
+
+With the connector NIXL, a server keeps the blocks of a prompt for its lease, and another one reads them by HTTP. As vLLM
+does, it answers with wrong tokens and status 200 if the blocks were read before or the lease has ended; `GET /handoffs`
+counts these cases as `misused`.
 """
 
 import argparse
 import asyncio
 import hashlib
 import json
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientError, ClientSession, web
 
 METRICS = (Path(__file__).parent / "vllm_0.32_metrics.txt").read_text()
 VOCABULARY, BLOCK_TOKENS, NUM_BLOCKS = 2048, 16, 4096
@@ -30,10 +35,14 @@ KNOBS: dict[str, Any] = {
     "metrics_s": 0.0,  # delay of /metrics and /health
     "is_stalled": False,  # streams stay open and are silent
     "is_unhealthy": False,
+    "connector": "",  # or "nixl"
+    "lease_s": 30.0,
+    "read_s": 0.0,  # time to read the KV of a prompt
 }
 FAULTS = {
     "refuse_503": 0, "refuse_500": 0, "refuse_429": 0, "truncate": 0, "error_event": 0, "abort": 0, "repetition": 0,
     "bad_json": 0, "bad_id": 0, "bad_type": 0, "long_line": 0, "too_many": 0,
+    "no_kv": 0, "other_token": 0,
 }  # fmt: skip
 FAULT_AFTER = 5  # tokens before a fault in a stream
 
@@ -62,6 +71,10 @@ class VllmStub:
         self.running = self.steps = 0
         self.dropped = 0  # requests whose connection was closed before their end
         self.num_blocks_used = 0
+        self.leases: dict[str, tuple[float, int]] = {}  # request -> end of its lease, and its blocks
+        self.handoffs = {"kept": 0, "read": 0, "misused": 0, "bytes": 0}
+        self.engine_id = secrets.token_hex(8)
+        self._address = ("", 0)
 
     def set(self, knobs: dict[str, Any]) -> None:
         for name, value in knobs.items():
@@ -73,6 +86,7 @@ class VllmStub:
             web.get("/v1/models", self._models), web.get("/version", self._version), web.get("/health", self._health),
             web.get("/metrics", self._metrics), web.post("/v1/completions", self._completions),
             web.get("/calls", self._get_calls), web.post("/knobs", self._set_knobs),
+            web.get("/handoffs", self._get_handoffs), web.get("/kv/{engine}/{request}", self._get_kv),
         ])  # fmt: skip
         return app
 
@@ -83,7 +97,8 @@ class VllmStub:
         try:
             site = web.TCPSite(runner, "127.0.0.1", port)
             await site.start()
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+            self._address = runner.addresses[0][:2]
+            yield f"http://127.0.0.1:{self._address[1]}"
         finally:
             await runner.cleanup()
 
@@ -108,18 +123,60 @@ class VllmStub:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         await asyncio.sleep(self.knobs["metrics_s"])
-        usage = self.num_blocks_used / (NUM_BLOCKS - 1)
+        usage = (self.num_blocks_used + self.num_blocks_kept) / (NUM_BLOCKS - 1)
         text = "".join(
             METRICS.replace("{engine}", str(number))
             .replace("{running}", str(self.running))
             .replace("{steps}", str(self.steps))
             .replace("{usage}", str(usage))
+            .replace("{bytes}", str(self.handoffs["bytes"]))
             for number in range(self.knobs["engines"])
         )
         return web.Response(text=text, content_type="text/plain")
 
     async def _get_calls(self, _: web.Request) -> web.Response:
         return web.json_response(self.calls)
+
+    # ---- the connector ------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks_kept(self) -> int:
+        now = asyncio.get_running_loop().time()
+        return sum(blocks for end, blocks in self.leases.values() if end > now)
+
+    async def _get_handoffs(self, _: web.Request) -> web.Response:
+        return web.json_response(self.handoffs | {"blocks_kept": self.num_blocks_kept})
+
+    async def _get_kv(self, request: web.Request) -> web.Response:
+        """Give the KV of a prompt away, or memory that may hold anything by now. A former incarnation cannot be read."""
+        if request.match_info["engine"] != self.engine_id:
+            return web.Response(status=404)
+        end, _ = self.leases.pop(request.match_info["request"], (0.0, 0))
+        is_valid = end > asyncio.get_running_loop().time()
+        self.handoffs["read" if is_valid else "misused"] += 1
+        return web.json_response(is_valid)
+
+    def _keep(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Keep the blocks of a prompt, and return the parameters to read them."""
+        self.handoffs["kept"] += 1
+        name, num_blocks = f"cmpl-{self.handoffs['kept']}", -(-len(body["prompt"]) // BLOCK_TOKENS)
+        self.leases[name] = (asyncio.get_running_loop().time() + self.knobs["lease_s"], num_blocks)
+        return {
+            "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [list(range(num_blocks))],
+            "remote_engine_id": self.engine_id, "remote_request_id": name, "remote_host": self._address[0],
+            "remote_port": self._address[1], "tp_size": 1, "dcp_size": 1, "pp_size": 1,
+            "remote_num_tokens": len(body["prompt"]), "remote_blocks_expiry_time": None, "transfer_mode": "pull",
+        }  # fmt: skip
+
+    async def _read(self, body: dict[str, Any]) -> str:
+        """Read the KV of a prompt from another server. Return "" if it is right, or how the answer is wrong."""
+        params = body["kv_transfer_params"]
+        await asyncio.sleep(self.knobs["read_s"])
+        names = f"{params['remote_engine_id']}/{params['remote_request_id']}"
+        url = f"http://{params['remote_host']}:{params['remote_port']}/kv/{names}"
+        async with ClientSession(raise_for_status=True) as session, session.get(url) as answer:
+            self.handoffs["bytes"] += 100 * len(body["prompt"])
+            return "" if await answer.json() else "stale"
 
     async def _set_knobs(self, request: web.Request) -> web.Response:
         self.set(await request.json())
@@ -146,6 +203,9 @@ class VllmStub:
             return _error(400, "Parameter 'cache_salt' must be a non-empty string")
         if body["min_tokens"] > body["max_tokens"] or body["max_tokens"] < 1:
             return _error(400, "min_tokens must be from 0 to max_tokens")
+        params = body.get("kv_transfer_params") or {}
+        if not body["stream"]:
+            return await self._complete(body, is_kept=bool(params.get("do_remote_decode")))
         content_type = "text/html" if self._takes("bad_type") else "text/event-stream"
         stream = web.StreamResponse(headers={"content-type": f"{content_type}; charset=utf-8"})
         await stream.prepare(request)
@@ -153,7 +213,16 @@ class VllmStub:
         blocks = -(-(len(body["prompt"]) + body["max_tokens"]) // BLOCK_TOKENS)
         self.num_blocks_used += blocks
         try:
-            await self._stream(stream, body)
+            try:
+                wrong = await self._read(body) if params.get("do_remote_prefill") else ""
+                if self._takes("no_kv"):
+                    raise ClientError("planted")
+            except ClientError:
+                await asyncio.sleep(0.4)
+                event = {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
+                await _send(stream, {"error": event})
+                return stream
+            await self._stream(stream, body, wrong)
         except (asyncio.CancelledError, ConnectionError):
             self.dropped += 1
             raise
@@ -162,7 +231,23 @@ class VllmStub:
             self.num_blocks_used -= blocks
         return stream
 
-    async def _stream(self, stream: web.StreamResponse, body: dict[str, Any]) -> None:
+    async def _complete(self, body: dict[str, Any], *, is_kept: bool) -> web.Response:
+        """Answer without a stream, with one token."""
+        await asyncio.sleep(self.knobs["token_s"])
+        while self.knobs["is_stalled"]:  # noqa: ASYNC110 - knobs are plain values
+            await asyncio.sleep(0.05)
+        self.steps += 1
+        token = self._draw(body, body["prompt"], len(body["prompt"]))
+        if self._takes("other_token"):
+            token = (token + 1) % VOCABULARY
+        choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": [token], "logprobs": None}
+        choice["finish_reason"] = "stop" if token in body["stop_token_ids"] and not body["min_tokens"] else "length"
+        if (num := body.get("logprobs")) is not None:
+            choice["logprobs"] = _logprobs([token], num)
+        params = self._keep(body) if is_kept and self.knobs["connector"] else None
+        return web.json_response({"id": "cmpl-1", "choices": [choice], "kv_transfer_params": params})
+
+    async def _stream(self, stream: web.StreamResponse, body: dict[str, Any], wrong: str) -> None:
         tokens, start = list(body["prompt"]), len(body["prompt"])
         stops, last, group = set(body["stop_token_ids"]), "", self.knobs["tokens_per_event"]
         while not last:
@@ -174,7 +259,7 @@ class VllmStub:
                 return
             fresh: list[int] = []
             while not last and len(fresh) < group:
-                token = self._draw(body, tokens, start)
+                token = self._draw(body, tokens, start, wrong)
                 fresh.append(token)
                 tokens.append(token)
                 if token in stops and len(tokens) - start > body["min_tokens"]:
@@ -192,10 +277,9 @@ class VllmStub:
             await _send(stream, {"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
         await stream.write(b"data: [DONE]\n\n")
 
-    def _draw(self, body: dict[str, Any], tokens: list[int], start: int) -> int:
-        draw = ""
+    def _draw(self, body: dict[str, Any], tokens: list[int], start: int, draw: str = "") -> int:
         if body["temperature"] > 0:
-            draw = f"seed {body['seed']}"
+            draw += f"seed {body['seed']}"
             if not self.knobs["resumes_seeded"]:
                 draw += f" token {len(tokens) - start}"
         if not self.knobs["repeats"]:

@@ -199,7 +199,7 @@ class Stage:
             name,
             list(PROMPT),
             max_tokens,
-            SamplingParams(temperature=0.0, **sampling),
+            SamplingParams(**{"temperature": 0.0} | sampling),
             n=n,
             deadline=deadline,
             tenant=tenant,
@@ -243,6 +243,7 @@ def stage(
     max_queued_tokens: int = 0,
     ttft_slo_s: float = 0.0,
     disaggregate: str = "auto",
+    exact_retries: bool = False,
 ) -> Stage:
     log = AttemptLog()
     queue = AdmissionQueue(max_queue_s, max_queued_tokens)
@@ -251,7 +252,7 @@ def stage(
     for node in nodes.values():
         pool.connections[node.info.id] = node
     pool.notify()
-    rules = DispatchRules(max_attempts, disaggregate, ttft_slo_s)
+    rules = DispatchRules(max_attempts, disaggregate, ttft_slo_s, exact_retries)
     return Stage(pool, queue, Dispatcher(pool, queue, "m", rules, log), nodes, log)
 
 

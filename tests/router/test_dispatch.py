@@ -623,3 +623,56 @@ async def test_in_a_large_pool_a_prefill_node_hands_off_only_to_the_owner_of_its
         proposal = here.fleet.choose(f"r{number}", array("i", PROMPT), b"", (), "always")
         assert proposal is not None
         assert proposal.placement.prefill == proposal.placement.decode.replace("d", "p")
+
+
+# ---- answers of vLLM servers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exact_retries", [False, True])
+@pytest.mark.parametrize(
+    ("resumes", "sampling", "why"),
+    [
+        ("", {"temperature": 1.0}, ""),  # our nodes
+        ("greedy, seeded", {"temperature": 1.0}, ""),
+        ("greedy", {}, ""),
+        ("greedy", {"temperature": 1.0}, "seeded"),
+        ("none", {}, "greedy"),
+        ("greedy, seeded", {"presence_penalty": 0.5}, "penalties"),
+        ("greedy, seeded", {"frequency_penalty": 0.5}, "penalties"),
+    ],
+)
+async def test_a_retry_that_may_change_the_answer_is_counted_or_refused(
+    resumes: str, sampling: dict[str, float], why: str, exact_retries: bool
+) -> None:
+    here = stage("d0 d1", exact_retries=exact_retries)
+    for node in (here.d0, here.d1):
+        node.info.attributes |= {"resumes": resumes} if resumes else {}
+    run = await here.submit(**sampling)
+    _, lost, submit = here.attempt(0)
+    lost.send(*generated(submit.id)[:2])
+    await settle()
+    lost.die()
+    await settle()
+    if why and exact_retries:
+        with pytest.raises(UnavailableError, match=why) as failure:
+            await collect(run)
+        assert failure.value.code == "not_resumable"
+    else:
+        _, other, submit = here.attempt(1)
+        other.send(*generated(submit.id, 2))
+        assert tokens_of(await collect(run)) == ANSWER
+        assert here.dispatch.status()["inexact_retries"] == ({why: 1} if why else {})
+    here.check_over()
+
+
+async def test_a_retry_without_tokens_so_far_changes_nothing() -> None:
+    here = stage("d0 d1", exact_retries=True)
+    for node in (here.d0, here.d1):
+        node.info.attributes["resumes"] = "none"
+    run = await here.submit()
+    here.attempt(0)[1].die()
+    await settle()
+    _, other, submit = here.attempt(1)
+    other.send(*generated(submit.id))
+    assert tokens_of(await collect(run)) == ANSWER
+    assert here.dispatch.status()["inexact_retries"] == {}

@@ -1,6 +1,7 @@
 """An example of every control message, with its encoded bytes."""
 
 from shared.rpc.messages import (
+    AcceptRequest,
     Ack,
     CommitRequest,
     Logprobs,
@@ -73,6 +74,10 @@ EXAMPLES: list[tuple[object, str]] = [
     (RenewRequest("w", b"tt"), "92a177c4027474"),
     (RenewReply("", True, b"t"), "93a0c3c40174"),
     (StopRequest(b"t", "why", "r"), "93c40174a3776879a172"),
+    (
+        AcceptRequest(SUBMIT, b"{}", 24_000, 7),
+        "94dc0011a172a6726f75746572c408010000000200000002059ecb3fe0000000000000cb3ff000000000000000cb000000000000000003cb3ff0000000000000cb0000000000000000cb00000000000000008107cbbff0000000000000c0c0c40090a000c400c40000a0c3a0a167c3a090c4027b7dcd5dc007",
+    ),
     (SetRoleRequest("decode"), "92a66465636f6465cb403e000000000000"),
     (Ack(), "92a0c2"),
 ]

@@ -1,0 +1,54 @@
+"""The parameters with which vLLM's KV connectors pass the KV of a prompt from one engine to another.
+
+Engines trust these parameters, and malformed ones end the engine's process, so they are checked before they are sent.
+"""
+
+import json
+from typing import Any
+
+MAX_PARAMS_BYTES = 256 << 10
+NIXL = "nixl"
+# With these, an engine keeps the blocks of a prompt for its lease, and answers with the parameters to read them.
+PREFILL_PARAMS: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+TEXTS = ("remote_engine_id", "remote_request_id", "remote_host")
+COUNTS = ("remote_port", "tp_size", "remote_num_tokens")
+
+
+def check_params(params: object) -> dict[str, Any]:
+    """Return the parameters of NIXL with which an engine reads a prompt. Raises ValueError, which names the field, if
+    they are not those."""
+    if not isinstance(params, dict) or params.get("do_remote_prefill") is not True:
+        raise ValueError("kv_transfer_params: do_remote_prefill is not true")
+    if params.get("transfer_mode", "pull") != "pull":
+        raise ValueError(f"kv_transfer_params: transfer_mode is {params['transfer_mode']!r:.40}, and must be pull")
+    for name in TEXTS:
+        if not isinstance(params.get(name), str) or not 0 < len(params[name]) <= 256:
+            raise ValueError(f"kv_transfer_params: {name} is not a short text")
+    if any(not _is_count(params.get(name)) for name in COUNTS):
+        raise ValueError(f"kv_transfer_params: one of {', '.join(COUNTS)} is not a number")
+    groups = params.get("remote_block_ids")
+    if not isinstance(groups, list) or not all(isinstance(row, list) and all(map(_is_count, row)) for row in groups):
+        raise ValueError("kv_transfer_params: remote_block_ids is not a list of lists of numbers")
+    return params
+
+
+def read_params(data: bytes) -> dict[str, Any]:
+    """Return the parameters of a message. Raises ValueError if they are malformed."""
+    if len(data) > MAX_PARAMS_BYTES:
+        raise ValueError(f"kv_transfer_params: more than {MAX_PARAMS_BYTES} bytes")
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"kv_transfer_params: {error}") from None
+    return check_params(found)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31

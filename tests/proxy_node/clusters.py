@@ -1,0 +1,155 @@
+"""Clusters of a router, proxy nodes and stub engines, and what may happen to their processes."""
+
+import json
+import os
+import signal
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.harness import Cluster, ForkedProcess, cluster, free_port, wait_for
+from tests.proxy_node.vllm_stub import answer
+
+TIMES = int(os.environ.get("BATON_ENGINE_KILLS", "1"))  # repetitions of each case
+LENGTH = 250
+
+
+class Engines:
+    """The stub engines of a cluster, one for each node. `knobs` are those of each."""
+
+    def __init__(self, directory: Path, names: Sequence[str], **knobs: Any) -> None:
+        self.ports = {name: free_port() for name in names}
+        self.knobs = {"token_s": 0.01} | knobs
+        self.urls = {name: f"http://127.0.0.1:{port}" for name, port in self.ports.items()}
+        self._directory = directory
+        self.processes: dict[str, ForkedProcess] = {}
+
+    def start(self, name: str) -> None:
+        flags = ["--port", str(self.ports[name]), "--knobs", json.dumps(self.knobs)]
+        log = self._directory / f"engine-{name}.log"
+        self.processes[name] = ForkedProcess("tests.proxy_node.vllm_stub", flags, dict(os.environ), log)
+
+    def set(self, name: str, **knobs: Any) -> None:
+        request = urllib.request.Request(f"{self.urls[name]}/knobs", json.dumps(knobs).encode())
+        urllib.request.urlopen(request, timeout=60).close()
+
+    def get(self, name: str, path: str) -> Any:
+        with urllib.request.urlopen(f"{self.urls[name]}/{path}", timeout=60) as found:
+            return json.load(found)
+
+    def answers(self, name: str) -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{self.urls[name]}/version", timeout=5) as found:
+            return bool(found.status == 200)
+        return False
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.send_signal(signal.SIGKILL)
+            process.wait(60)
+
+
+@contextmanager
+def serving(directory: Path, names: Sequence[str], **knobs: Any) -> Iterator[tuple[Cluster, Engines]]:
+    """Run a cluster with an engine for each of these nodes, which are named ROLE-NUMBER."""
+    engines = Engines(directory, names, **knobs)
+    try:
+        for name in names:
+            engines.start(name)
+        counts = (sum(name.startswith(role) for name in names) for role in ("prefill", "decode"))
+        with cluster(*counts, engines=engines.urls, stuck_s=2.0, secret=True) as running:
+            yield running, engines
+    finally:
+        engines.close()
+
+
+@contextmanager
+def streams(running: Cluster, prompts: list[list[int]], count: int) -> Iterator[None]:
+    """Stream all prompts. The block begins when each has a token; afterwards, each answer must be whole and right."""
+    begun = [threading.Event() for _ in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        found = [
+            pool.submit(running.stream, prompt, count, lambda seen, event=event: seen and event.set())
+            for prompt, event in zip(prompts, begun, strict=True)
+        ]
+        assert all(event.wait(60) for event in begun), "a stream did not begin"
+        yield
+        assert [each.result() for each in found] == [answer(prompt, count) for prompt in prompts]
+
+
+Act = Callable[[Cluster, Engines, str], None]
+
+
+def kill_engine(_: Cluster, engines: Engines, name: str) -> None:
+    engines.processes[name].send_signal(signal.SIGKILL)
+    engines.processes[name].wait(60)
+
+
+def freeze_engine(_: Cluster, engines: Engines, name: str) -> None:
+    engines.processes[name].send_signal(signal.SIGSTOP)
+
+
+def silence_engine(_: Cluster, engines: Engines, name: str) -> None:
+    """What vLLM does at SIGTERM: the engine dies, and its server keeps silent streams open."""
+    engines.set(name, is_stalled=True)
+
+
+def break_engine(_: Cluster, engines: Engines, name: str) -> None:
+    """What vLLM does when its engine's process dies: every request fails, and the server is unhealthy."""
+    engines.set(name, is_unhealthy=True, error_event=1000)
+
+
+def slow_metrics(_: Cluster, engines: Engines, name: str) -> None:
+    engines.set(name, metrics_s=20.0)
+
+
+def kill_proxy(running: Cluster, _: Engines, name: str) -> None:
+    running.send_signal(name, signal.SIGKILL)
+    running.processes[name].wait(60)
+
+
+def freeze_proxy(running: Cluster, _: Engines, name: str) -> None:
+    running.send_signal(name, signal.SIGSTOP)
+
+
+def kill_both(running: Cluster, engines: Engines, name: str) -> None:
+    kill_engine(running, engines, name)
+    kill_proxy(running, engines, name)
+
+
+def drain_proxy(running: Cluster, _: Engines, name: str) -> None:
+    running.send_signal(name, signal.SIGTERM)
+
+
+def repair(running: Cluster, engines: Engines, name: str) -> None:
+    """Bring a node back after any of these."""
+    if engines.processes[name].poll() is not None:
+        engines.start(name)
+    engines.processes[name].send_signal(signal.SIGCONT)
+    wait_for(lambda: engines.answers(name), "the engine answers")
+    engines.set(name, is_stalled=False, is_unhealthy=False, error_event=0, metrics_s=0.0)
+    running.send_signal(name, signal.SIGCONT)
+    if running.processes[name].poll() is not None:
+        running.start(name)
+    wait_for(lambda: running.alive("router") == set(engines.urls), f"{name} is back")
+
+
+def lose(running: Cluster, engines: Engines, act: Act, name: str, round_: int) -> None:
+    """Do this to a node in mid-stream. Every answer must be whole and right, and the node must serve again later."""
+    prompts = [[100 + index, round_, *range(30)] for index in range(6)]
+    with streams(running, prompts, LENGTH):
+        act(running, engines, name)
+        running.complete([3, 4, 5], 3)  # new requests are served meanwhile
+    if act is drain_proxy:
+        running.processes[name].wait(60)
+    repair(running, engines, name)
+    prompt = [9, round_, *range(40)]
+    assert running.complete(prompt, 20) == answer(prompt, 20)
+
+
+ACTS = [
+    kill_engine, freeze_engine, silence_engine, break_engine, slow_metrics, kill_proxy, freeze_proxy, kill_both, drain_proxy,
+]  # fmt: skip

@@ -2,16 +2,16 @@
 
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from cluster.plan import DoctorSettings, LocalSettings
+from cluster.plan import DoctorSettings, LocalSettings, RaySettings
 from compare.cli import compare, plan, profile
 from shared.api_client import base_url
 from shared.config.command_line import command_of, run_app
@@ -66,6 +66,12 @@ def _app() -> typer.Typer:
     app.command("secret", help="Write a new secret for the processes of a cluster (--cluster-secret-file).")(_secret)
     app.command("key", help="Create an API key for a tenant: `baton key NAME >> FILE` for --api-keys-file.")(_key)
     app.command("models", help="List the models that Baton serves, or show the memory that one takes.")(_models)
+    engine = typer.Typer(help="Run a cluster on the hosts of a Ray cluster.", no_args_is_help=True)
+    start = command_of(RaySettings, "baton ray up", _ray_up, "model")
+    engine.command("up", help="Start the processes that do not run yet.")(start)
+    engine.command("status", help="Show the processes and their hosts.")(_ray_status)
+    engine.command("down", help="Drain and end all processes.")(_ray_down)
+    app.add_typer(engine, name="ray")
     app.command("chat", help="Chat with the model of a running cluster.")(_chat)
     return app
 
@@ -171,6 +177,36 @@ def _models(
     from cluster.models import show_models
 
     return show_models(model, as_markdown=as_markdown)
+
+
+ClusterName = Annotated[str, typer.Option("--cluster", envvar="BATON_CLUSTER", help="Name of the cluster.")]
+
+
+def _ray_up(settings: RaySettings) -> int:
+    return _on_ray(lambda engine: engine.up(settings))
+
+
+def _ray_status(cluster: ClusterName = "default") -> int:
+    return _on_ray(lambda engine: engine.status(cluster))
+
+
+def _ray_down(
+    cluster: ClusterName = "default",
+    timeout_s: Annotated[
+        float, typer.Option("--drain-timeout-s", min=0, help="Seconds for requests in progress.")
+    ] = 30.0,
+) -> int:
+    return _on_ray(lambda engine: engine.down(cluster, timeout_s))
+
+
+def _on_ray(run: Callable[[Any], int]) -> int:
+    """Connect to Ray and run a command, which gets the module `cluster.ray`. Return its exit status, or 1."""
+    try:
+        import cluster.ray
+    except ModuleNotFoundError as error:
+        print(f"baton ray: {error}; install it with `pip install 'baton-serve[ray]'`", file=sys.stderr)
+        return 1
+    return cluster.ray.connected(lambda: run(cluster.ray))
 
 
 def _chat(

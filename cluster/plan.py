@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -144,6 +144,26 @@ class LocalSettings(ServingSettings, ComputingSettings):
         return self.prefill, self.decode or 1
 
 
+class RaySettings(LocalSettings):
+    """The cluster on Ray"""
+
+    host: Host = setting("0.0.0.0", "Address that all processes listen on.")
+    port: Annotated[int, Field(ge=1, le=65535)] = setting(8000, "Port of the API.")
+    registry_host: Host = setting("0.0.0.0", "Address that nodes join at.")
+    registry_port: Annotated[int, Field(ge=1, le=65535)] = setting(8001, "Port that nodes join at.")
+    placement: Literal["spread", "label", "gpu"] = setting(
+        "spread",
+        "Hosts of the processes: spread: all; label: those with the Ray label baton.role=router, prefill or decode; "
+        "gpu: for each node, one with a free GPU.",
+    )
+
+    @model_validator(mode="after")
+    def _check_placement(self) -> "RaySettings":
+        if self.devices:
+            raise ValueError("--devices: Ray assigns the GPUs; use --placement gpu")
+        return self
+
+
 class DoctorSettings(LocalSettings):
     """The checks"""
 
@@ -209,27 +229,30 @@ def checked(settings: LocalSettings) -> LocalSettings:
 
     Raises ConfigError, which names the setting, if a node or the router could not start with them.
     """
-    try:
-        directory = resolve(settings.model) if settings.model else DEMO_MODEL
-    except ValueError as error:
-        raise ConfigError(f"--model: {error}") from None
+    settings = with_model(settings)
     if not settings.engines:
-        _check_nodes(settings.model_copy(update={"model": str(directory)}))
-    _check_files(settings)
-    if not (directory / "tokenizer.json").exists():
-        raise ConfigError(f"--model {directory}: contains no tokenizer.json")
-    # A downloaded model is served under its hub id, because the name of its directory is a hash.
-    is_downloaded = bool(settings.model) and not Path(settings.model).expanduser().is_dir()
-    update: dict[str, object] = {
-        "model": str(directory.resolve()),
-        "served_model_name": settings.served_model_name or (settings.model if is_downloaded else ""),
-        "port": _free_port("port", settings.host, settings.port),
-    }
+        _check_nodes(settings)
+    update = {"port": _free_port("port", settings.host, settings.port)}
     if not settings.registry:
         update["registry_port"] = _free_port("registry_port", settings.registry_host, settings.registry_port)
         if update["registry_port"] == update["port"]:
             raise ConfigError(f"--registry-port {update['port']}: is also the --port")
     return settings.model_copy(update=update)
+
+
+def with_model(settings: LocalSettings) -> LocalSettings:
+    """Return the settings with the model's directory and name. Raises ConfigError if a file cannot be used."""
+    try:
+        directory = resolve(settings.model) if settings.model else DEMO_MODEL
+    except ValueError as error:
+        raise ConfigError(f"--model: {error}") from None
+    _check_files(settings)
+    if not (directory / "tokenizer.json").exists():
+        raise ConfigError(f"--model {directory}: contains no tokenizer.json")
+    # A downloaded model is served under its hub id, because the name of its directory is a hash.
+    is_downloaded = bool(settings.model) and not Path(settings.model).expanduser().is_dir()
+    name = settings.served_model_name or (settings.model if is_downloaded else "")
+    return settings.model_copy(update={"model": str(directory.resolve()), "served_model_name": name})
 
 
 def _check_nodes(settings: LocalSettings) -> None:

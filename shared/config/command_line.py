@@ -43,6 +43,7 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "Cluster": "prefill decode mode url api_key registry registry_host registry_port cluster cluster_secret_file id "
     "advertise health_port heartbeat_s node_timeout_s stuck_s",
     "Logs": "log_level log_format",
+    "Ray": "placement",
     "Switches": "enable_prefix_caching enforce_eager dashboard exact_retries",
 }
 NOT_SUPPORTED = (

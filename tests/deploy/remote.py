@@ -2,10 +2,13 @@
 
 import contextlib
 import json
+import os
+import signal
 import urllib.request
 from collections import Counter
 from typing import Any
 
+from shared.clock import now_ns
 from tests.chaos.traffic import Outcome
 from tests.cluster.harness import START_S, wait_for
 
@@ -36,7 +39,14 @@ class RouterClient:
         wait_for(lambda: self.ready_nodes() == Counter(counts), f"{counts} nodes are ready", timeout_s)
 
 
-def is_lost(outcome: Outcome, killed_ns: int) -> bool:
+def kill(pid: int) -> tuple[int, int]:
+    """Kill a process. Return the Unix times in ns before and after."""
+    before = now_ns()
+    os.kill(pid, signal.SIGKILL)
+    return before, now_ns()
+
+
+def is_lost(outcome: Outcome, killed: tuple[int, int]) -> bool:
     """Return whether a request failed or got wrong tokens, other than a stream of a router that was killed."""
-    was_cut = outcome.began_ns < killed_ns < outcome.ended_ns
+    was_cut = outcome.began_ns <= killed[1] and outcome.ended_ns >= killed[0]
     return outcome.is_unequal or (bool(outcome.lost) and not was_cut)

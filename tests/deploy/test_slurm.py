@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -15,10 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from shared.clock import now_ns
 from tests.chaos.traffic import Load
 from tests.cluster.harness import DEMO, ROOT, free_port, wait_for
-from tests.deploy.remote import RouterClient, is_lost
+from tests.deploy.remote import RouterClient, is_lost, kill
 
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)]
 pytestmark = [
@@ -127,8 +125,8 @@ class Slurm:
                 return process.pid
         raise AssertionError(f"no process of {part}: {self.log()}")
 
-    def kill(self, part: str) -> None:
-        os.kill(self.pid(part), signal.SIGKILL)
+    def kill(self, part: str) -> tuple[int, int]:
+        return kill(self.pid(part))
 
     def kill_host(self, part: str) -> None:
         """Kill the slurmd of the host of a part, the part, its shell and its slurmstepd."""
@@ -232,11 +230,10 @@ def test_a_job_survives_the_loss_of_a_host_and_of_its_router(slurm: Slurm) -> No
 
     with load(slurm, 60, refusals=("ConnectionRefusedError", "ValueError: status 503")) as requests:
         wait_for(lambda: len(requests.outcomes) > 10, "requests end")
-        killed_ns = now_ns()
-        slurm.kill("router")
+        killed = slurm.kill("router")
         wait_for(lambda: slurm.router.answers(), "the router starts again")
         slurm.router.wait_for_nodes(prefill=1, decode=1)
-    assert [outcome.lost for outcome in requests.outcomes if is_lost(outcome, killed_ns)] == []
+    assert [outcome.lost for outcome in requests.outcomes if is_lost(outcome, killed)] == []
     slurm.drain()
     assert slurm.ended() == "COMPLETED", slurm.log()
     wait_for(lambda: not slurm.left_behind(), f"nothing is left: {slurm.left_behind()}", 60)

@@ -1,0 +1,260 @@
+"""`baton ray`: runs a cluster on the hosts of a Ray cluster, each process under an actor that starts it again.
+
+Ray places the actors, which are detached and named, and starts them again on other hosts. Requests and tokens do not
+pass through Ray. Baton and the model must be installed on every host under the same paths.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from cluster.local import BAD_SETTINGS, GRACE_S, restart_delay_s
+from cluster.plan import ROUTER, Child, RaySettings, inherited, plan, with_model
+from cluster.secret import new_pem
+from shared.lifecycle import python_path, set_parent_death_signal
+
+NAMESPACE = "baton"
+LABEL = "baton.role"
+PLACED_S = 30.0  # how long Ray may take to start an actor
+ANSWER_S = 5.0  # how long a running actor may take to answer
+POLL_S = 1.0
+
+
+class Supervisor:
+    """Runs one process of Baton on the host where Ray placed this actor, and starts it again when it ends.
+
+    A thread owns the process; Ray calls the methods on another thread. The process dies with the actor. If `router` is
+    the name of an actor, the process joins its router at `port`, and starts again when the router has moved.
+    """
+
+    def __init__(self, child: Child, secret: bytes, router: str, port: int) -> None:
+        self._router, self._port = router, port
+        self._address = str(ray.util.get_node_ip_address())
+        self._registry = ""
+        self._secret = secret
+        self._process: subprocess.Popen[bytes] | None = None
+        self._restarts: list[float] = []
+        self._exit_status: int | None = None  # of a process that is not started again
+        self._draining = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self.start(child)
+
+    def address(self) -> str:
+        return self._address
+
+    def secret(self) -> bytes:
+        return self._secret
+
+    def status(self) -> dict[str, Any]:
+        state = "draining" if self._draining.is_set() else "running"
+        if self._exit_status is not None:
+            state = f"ended with status {self._exit_status}"
+        pid = self._process.pid if self._process is not None else 0
+        return {"host": self._address, "process": pid, "state": state, "restarts": len(self._restarts)}
+
+    def start(self, child: Child) -> None:
+        """Start the process, unless it runs."""
+        if self._keeper is None or not self._keeper.is_alive():
+            self._child, self._exit_status = child, None
+            self._draining.clear()
+            self._keeper = threading.Thread(target=self._keep, daemon=True)
+            self._keeper.start()
+
+    def drain(self) -> None:
+        """Send SIGTERM to the process, which is not started again."""
+        self._draining.set()
+        if self._process is not None:
+            self._process.terminate()
+
+    def has_ended(self) -> bool:
+        return self._exit_status is not None
+
+    def _keep(self) -> None:
+        status = 0
+        with tempfile.TemporaryDirectory(prefix="baton-") as directory:
+            path = Path(directory) / "secret"
+            path.touch(mode=0o600)
+            path.write_bytes(self._secret)
+            while not self._draining.is_set():
+                status = self._run(path)
+                if status in {0, BAD_SETTINGS}:
+                    break
+                self._draining.wait(restart_delay_s(self._restarts, time.monotonic()))
+                self._restarts.append(time.monotonic())
+        self._exit_status = status
+
+    def _run(self, secret: Path) -> int:
+        """Run the process once, and return its exit status, or 1 if it was ended because the router has moved."""
+        registry = self._find_router()
+        environment = inherited(os.environ) | self._child.environment | {"BATON_CLUSTER_SECRET_FILE": str(secret)}
+        if registry:
+            environment |= {"BATON_REGISTRY": registry, "BATON_ADVERTISE": self._address}
+        process = self._process = subprocess.Popen(
+            (sys.executable, *self._child.command[1:]),
+            env=environment,
+            start_new_session=True,
+            preexec_fn=set_parent_death_signal(os.getpid()),  # noqa: PLW1509 - it makes two system calls
+        )
+        if self._draining.is_set():
+            process.terminate()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(POLL_S)
+            if registry != self._find_router() and not self._draining.is_set():
+                process.kill()  # its requests ended with its router
+                process.wait()
+                return 1
+
+    def _find_router(self) -> str:
+        """Return where this node joins, or "" for a router; the last answer while Ray restarts the router's actor."""
+        with contextlib.suppress(RayError, ValueError):
+            if self._router:
+                host = ray.get(ray.get_actor(self._router, NAMESPACE).address.remote(), timeout=ANSWER_S)
+                self._registry = f"{host}:{self._port}"
+        return self._registry
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+def up(settings: RaySettings) -> int:
+    """Start the processes that do not run, print where the cluster serves, and return the exit status.
+
+    Raises ConfigError if the model or the secret cannot be used on this host.
+    """
+    local = with_model(settings)
+    given = Path(settings.cluster_secret_file).read_bytes() if settings.cluster_secret_file else new_pem()
+    children = plan(local.model_copy(update={"cluster_secret_file": ""}), ())
+    router_name = _actor_name(settings.cluster, ROUTER)
+    router = _start(settings, children[0], given, "")
+    if not (host := _placed(settings, {ROUTER: router}).get(ROUTER)):
+        return 1
+    secret = ray.get(router.secret.remote())  # that of the first `baton ray up`
+    joined = "" if settings.registry else router_name
+    nodes = {child.name: _start(settings, child, secret, joined) for child in children[1:]}
+    if len(_placed(settings, nodes)) < len(nodes):
+        return 1
+    print(f"serving at http://{host}:{settings.port}; `baton ray status` shows the processes")
+    return 0
+
+
+def _start(settings: RaySettings, child: Child, secret: bytes, router: str) -> Any:
+    """Return the actor of a process, which starts the process if it does not run. Create it if it does not exist."""
+    role = child.name.partition("-")[0]
+    gpus = 1 if settings.placement == "gpu" and role != ROUTER else 0
+    # A node's device is its own here, so it does not share the memory with other nodes.
+    own = {"BATON_HOST": settings.host, "BATON_GPU_MEMORY_UTILIZATION": str(settings.gpu_memory_utilization)}
+    placed = Child(child.name, child.command, child.environment | own)
+    actor: Any = (
+        ray.remote(Supervisor)
+        .options(
+            name=_actor_name(settings.cluster, child.name),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=-1,
+            num_cpus=settings.threads or 1,
+            num_gpus=gpus,
+            scheduling_strategy="SPREAD",
+            label_selector={LABEL: role} if settings.placement == "label" else {},
+            runtime_env={"env_vars": {"PYTHONPATH": python_path(os.environ)}},
+        )
+        .remote(placed, secret, router, settings.registry_port)
+    )
+    actor.start.remote(placed)
+    return actor
+
+
+def _placed(settings: RaySettings, actors: dict[str, Any]) -> dict[str, str]:
+    """Return the address of the host of each actor that Ray has placed. Print what the others need."""
+    addresses = _addresses(actors, PLACED_S)
+    for name in actors.keys() - addresses.keys():
+        label = f"the label {LABEL}={name.partition('-')[0]}"
+        wanted = {"label": label, "gpu": "a free GPU", "spread": "a running raylet"}[settings.placement]
+        cpus = f"{settings.threads or 1} free CPUs (--threads)"
+        text = f"{name}: not started within {PLACED_S:.0f} s: it needs a host with {wanted} and {cpus}"
+        print(f"baton ray up: {text}", file=sys.stderr)
+    return addresses
+
+
+def _addresses(actors: dict[str, Any], timeout_s: float) -> dict[str, str]:
+    """Return the address of the host of each actor that answers in time."""
+    asked = {actor.address.remote(): name for name, actor in actors.items()}
+    found: dict[str, str] = {}
+    for answer in ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)[0] if asked else []:
+        with contextlib.suppress(RayError):
+            found[asked[answer]] = str(ray.get(answer))
+    return found
+
+
+def status(cluster: str) -> int:
+    """Print one line for each process of the cluster. Return 1 if there is none."""
+    actors = _actors(cluster)
+    for name, actor in actors.items():
+        try:
+            found = ray.get(actor.status.remote(), timeout=ANSWER_S)
+            details = f"{found['host']:16} process {found['process']:<8} {found['state']}, {found['restarts']} restarts"
+        except RayError as error:
+            details = f"Ray has no host for it now ({type(error).__name__})"
+        print(f"{name:12} {details}")
+    if not actors:
+        print(f"baton ray: no cluster {cluster!r} runs here; `baton ray up` starts one", file=sys.stderr)
+    return 0 if actors else 1
+
+
+def down(cluster: str, timeout_s: float) -> int:
+    """Drain the router and then the nodes for at most `timeout_s` each, and remove the actors."""
+    actors = _actors(cluster)
+    live = _addresses(actors, ANSWER_S)
+    for part in ([ROUTER], [name for name in live if name != ROUTER]):
+        with contextlib.suppress(RayError):  # an actor whose host has just failed has no process
+            _drain([actors[name] for name in part if name in live], timeout_s + GRACE_S)
+    for actor in actors.values():
+        ray.kill(actor)
+    return 0
+
+
+def _drain(actors: Sequence[Any], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    ray.get([actor.drain.remote() for actor in actors], timeout=timeout_s)
+    while not all(ray.get([actor.has_ended.remote() for actor in actors], timeout=timeout_s)):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.1)
+
+
+def _actor_name(cluster: str, name: str) -> str:
+    return f"baton-{cluster}-{name}"
+
+
+def _actors(cluster: str) -> dict[str, Any]:
+    """Return the actors of a cluster by the name of their process."""
+    prefix = _actor_name(cluster, "")
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
+    return {
+        name.removeprefix(prefix): ray.get_actor(name, NAMESPACE) for name in sorted(names) if name.startswith(prefix)
+    }
+
+
+def connected(run: Callable[[], int]) -> int:
+    """Connect to the Ray cluster at RAY_ADDRESS, or to that of this host, and return the result of `run`, or 1."""
+    try:
+        ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
+    except (ConnectionError, RuntimeError) as error:
+        print(f"baton ray: no Ray cluster at RAY_ADDRESS or on this host (`ray start`): {error}", file=sys.stderr)
+        return 1
+    try:
+        return run()
+    finally:
+        ray.shutdown()

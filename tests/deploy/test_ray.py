@@ -1,0 +1,145 @@
+"""Test `baton ray` on a Ray cluster of three hosts, which all run on this machine."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.chaos.traffic import Load
+from tests.cluster.harness import free_port, wait_for
+from tests.deploy.remote import RouterClient, is_lost, kill
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no Ray: pip install '.[ray]'"),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+ROLES = ("router", "prefill", "decode")
+ROW = re.compile(r"^(\S+) +(\S+) +process (\d+) +(.+), (\d+) restarts$", re.MULTILINE)
+
+
+class RayCluster:
+    """Three hosts with a label for each role, and the command `baton ray`."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.ports = free_port(), free_port()
+        self.router = RouterClient(f"http://127.0.0.1:{self.ports[0]}")
+        self.ray = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "labels": {"baton.role": "router"}})
+        self.hosts: dict[str, Any] = {role: self.add(role) for role in ROLES[1:]}
+        self.ray.wait_for_nodes()
+        settings = {"RUNNER": "hash", "NUM_BLOCKS": 4096, "THREADS": 1, "DISAGGREGATE": "always"}
+        self.environment = os.environ | {f"BATON_{name}": str(value) for name, value in settings.items()}
+        self.environment["RAY_ADDRESS"] = self.ray.address
+
+    def add(self, role: str) -> Any:
+        return self.ray.add_node(num_cpus=2, labels={"baton.role": role})
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        baton = str(Path(sys.executable).with_name("baton"))
+        return subprocess.run([baton, "ray", *words], env=self.environment, check=False, capture_output=True, text=True)
+
+    def up(self, *flags: str) -> None:
+        port, join_port = map(str, self.ports)
+        done = self.command("up", "--port", port, "--registry-port", join_port, *flags)
+        assert done.returncode == 0, done.stderr
+
+    def pids(self) -> dict[str, int]:
+        """Return the process of each running part."""
+        return {row[0]: int(row[2]) for row in ROW.findall(self.command("status").stdout)}
+
+    def wait_for_restart(self, part: str, old: int) -> None:
+        wait_for(lambda: self.pids().get(part, old) != old, f"{part} starts again", 120)
+        self.router.wait_for_nodes(prefill=1, decode=1)
+
+    def left_behind(self) -> list[str]:
+        lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+        return [line for line in lines if re.search(r"-P -m (router|prefill_node|decode_node)$", line)]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[RayCluster]:
+    running = RayCluster()
+    try:
+        yield running
+    finally:
+        running.command("down")
+        running.ray.shutdown()
+
+
+def load(hosts: RayCluster, least: int, **options: Any) -> Load:
+    return Load([hosts.router.url], "model", 4, least, **options)
+
+
+def test_a_killed_node_starts_again_without_a_lost_request_and_down_leaves_nothing_behind(hosts: RayCluster) -> None:
+    before = hosts.left_behind()
+    hosts.up("--placement", "label")
+    hosts.router.wait_for_nodes(prefill=1, decode=1)
+    with load(hosts, 40) as requests:
+        wait_for(lambda: len(requests.outcomes) > 10, "requests end")
+        kill(old := hosts.pids()["decode-0"])
+        hosts.wait_for_restart("decode-0", old)
+    assert requests.failures() == []
+    hosts.up("--placement", "label", "--decode", "2")
+    hosts.router.wait_for_nodes(prefill=1, decode=2)
+    assert hosts.command("down").returncode == 0
+    wait_for(lambda: hosts.left_behind() == before, "nothing is left", 60)
+    assert "baton ray up" in hosts.command("status").stderr
+
+
+@pytest.mark.exhaustive
+def test_the_loss_of_an_actor_a_host_and_the_router_loses_only_streams_of_that_router(hosts: RayCluster) -> None:
+    hosts.up()
+    hosts.router.wait_for_nodes(prefill=1, decode=1)
+    with load(hosts, 40) as requests:
+        wait_for(lambda: len(requests.outcomes) > 10, "requests end")
+        old = hosts.pids()["prefill-0"]
+        psutil.Process(old).parent().kill()  # the worker of the actor
+        hosts.wait_for_restart("prefill-0", old)
+        old = hosts.pids()["decode-0"]
+        raylet = psutil.Process(old).parent().parent()
+        victim = next(
+            host for host in hosts.hosts.values() if host.all_processes["raylet"][0].process.pid == raylet.pid
+        )
+        hosts.ray.remove_node(victim, allow_graceful=False)
+        hosts.wait_for_restart("decode-0", old)
+    assert requests.failures() == []
+
+    with load(hosts, 40, refusals=("ConnectionRefusedError", "ValueError: status 503")) as requests:
+        wait_for(lambda: len(requests.outcomes) > 10, "requests end")
+        killed = kill(old := hosts.pids()["router"])
+        hosts.wait_for_restart("router", old)
+    assert [outcome.lost for outcome in requests.outcomes if is_lost(outcome, killed)] == []
+    assert hosts.command("down").returncode == 0
+
+
+def test_a_process_with_invalid_settings_is_not_started_again_until_the_next_up(hosts: RayCluster) -> None:
+    hosts.environment["BATON_KV_DIRECTORY"] = "/proc/none"  # refused by nodes only
+    try:
+        hosts.up()
+        wait_for(lambda: "ended with status 2" in hosts.command("status").stdout, "a node ends")
+    finally:
+        del hosts.environment["BATON_KV_DIRECTORY"]
+    hosts.up()
+    hosts.router.wait_for_nodes(prefill=1, decode=1)
+    assert hosts.command("down").returncode == 0
+
+
+def test_a_model_that_does_not_exist_is_refused(hosts: RayCluster) -> None:
+    done = hosts.command("up", "/nowhere")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "baton ray up: --model: model '/nowhere' is neither" in done.stderr
+
+
+def test_a_host_that_no_process_can_have_is_named(hosts: RayCluster) -> None:
+    done = hosts.command("up", "--placement", "gpu", "--cluster", "other", "--port", str(free_port()))
+    assert done.returncode == 1
+    assert "decode-0: not started within 30 s: it needs a host with a free GPU" in done.stderr
+    assert hosts.command("down", "--cluster", "other").returncode == 0

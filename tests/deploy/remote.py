@@ -12,6 +12,9 @@ from shared.clock import now_ns
 from tests.chaos.traffic import Outcome
 from tests.cluster.harness import START_S, wait_for
 
+# What clients retry while a router restarts, if no response has begun (see docs/operations.md).
+RETRIED = ("ConnectionRefusedError", "ConnectionResetError", "RemoteDisconnected", "ValueError: status 503")
+
 
 class RouterClient:
     """Reads the status of a router."""

@@ -14,7 +14,7 @@ import pytest
 
 from tests.chaos.traffic import Load
 from tests.cluster.harness import free_port, wait_for
-from tests.deploy.remote import RouterClient, is_lost, kill
+from tests.deploy.remote import RETRIED, RouterClient, is_lost, kill
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no Ray: pip install '.[ray]'"),
@@ -112,7 +112,7 @@ def test_the_loss_of_an_actor_a_host_and_the_router_loses_only_streams_of_that_r
         hosts.wait_for_restart("decode-0", old)
     assert requests.failures() == []
 
-    with load(hosts, 40, refusals=("ConnectionRefusedError", "ValueError: status 503")) as requests:
+    with load(hosts, 40, refusals=RETRIED) as requests:
         wait_for(lambda: len(requests.outcomes) > 10, "requests end")
         killed = kill(old := hosts.pids()["router"])
         hosts.wait_for_restart("router", old)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.chaos.traffic import Load
 from tests.cluster.harness import DEMO, ROOT, free_port, wait_for
-from tests.deploy.remote import RouterClient, is_lost, kill
+from tests.deploy.remote import RETRIED, RouterClient, is_lost, kill
 
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)]
 pytestmark = [
@@ -228,7 +228,7 @@ def test_a_job_survives_the_loss_of_a_host_and_of_its_router(slurm: Slurm) -> No
         slurm.router.wait_for_nodes(prefill=1, decode=1)
     assert requests.failures() == []
 
-    with load(slurm, 60, refusals=("ConnectionRefusedError", "ValueError: status 503")) as requests:
+    with load(slurm, 60, refusals=RETRIED) as requests:
         wait_for(lambda: len(requests.outcomes) > 10, "requests end")
         killed = slurm.kill("router")
         wait_for(lambda: slurm.router.answers(), "the router starts again")

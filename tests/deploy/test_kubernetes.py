@@ -1,0 +1,102 @@
+"""Test that the manifests of deploy/kubernetes build, match the published schemas and fit together."""
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from tests.cluster.harness import ROOT
+from tests.deploy.manifests import Object, build, build_with, problems
+
+FOLDER = ROOT / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
+COMPONENTS = sorted(path.name for path in (FOLDER / "components").iterdir())
+SCHEMAS = Path(__file__).with_name("schemas")  # closed schemas of the fields that we use of other projects' resources
+pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl, which builds the manifests")
+HAS_VALIDATE = importlib.util.find_spec("kubernetes_validate") is not None
+VERSIONS = ("1.30", "1.37")
+
+
+def built(what: str, place: Path) -> list[Object]:
+    kind, _, name = what.partition("/")
+    folder = FOLDER / kind / name
+    return build(folder) if kind == "overlays" else build_with(FOLDER / "base", folder, place)
+
+
+def is_foreign(item: Object) -> bool:
+    """Return whether a resource is not one of Kubernetes itself, so its CRD must be installed."""
+    return item["apiVersion"] not in {"v1", "apps/v1", "policy/v1", "networking.k8s.io/v1", "autoscaling/v2"}
+
+
+ALL = [f"overlays/{name}" for name in OVERLAYS] + [f"components/{name}" for name in COMPONENTS]
+
+
+@pytest.mark.parametrize("what", ALL)
+def test_every_overlay_and_component_fits_together(what: str, tmp_path: Path) -> None:
+    assert problems(built(what, tmp_path)) == []
+
+
+@pytest.mark.parametrize("what", ALL)
+def test_resources_of_other_projects_match_their_schemas(what: str, tmp_path: Path) -> None:
+    for item in built(what, tmp_path):
+        if is_foreign(item):
+            jsonschema_rs.validate(json.loads((SCHEMAS / f"{item['kind'].lower()}.json").read_text()), item)
+
+
+@pytest.mark.skipif(not HAS_VALIDATE, reason="no kubernetes-validate: pip install '.[deploy]'")
+@pytest.mark.parametrize("what", ALL)
+def test_resources_of_kubernetes_match_its_schemas(what: str, tmp_path: Path) -> None:
+    import kubernetes_validate
+
+    for item in built(what, tmp_path):
+        for version in VERSIONS:
+            if not is_foreign(item):
+                kubernetes_validate.validate(item, version, strict=True)
+
+
+def change(kind: str, name: str, keys: str, value: Any, objects: list[Object]) -> None:
+    """Set the value at the dotted keys of an object. Names of generated objects end with a hash."""
+    names = {each["metadata"]["name"]: each for each in objects if each["kind"] == kind}
+    item: Any = names.get(name) or next(names[each] for each in names if each.rpartition("-")[0] == name)
+    *path, last = keys.split("/")
+    for key in path:
+        item = item[int(key) if key.isdecimal() else key]
+    item[last] = value
+
+
+POD = "spec/template/spec"
+BOX = f"{POD}/containers/0"
+FAULTS: list[tuple[Callable[[list[Object]], None], str]] = [
+    (partial(change, "Service", "baton", "spec/selector", {"app": "baton"}), "Service/baton: spec.selector selects no pod"),
+    (partial(change, "Service", "baton", "spec/ports", [{"port": 80, "targetPort": "web"}]), "has no port web"),
+    (partial(change, "PodDisruptionBudget", "baton-decode", "spec/selector/matchLabels", {"app": "x"}), "PodDisruptionBudget/baton-decode: spec.selector selects 0"),
+    (partial(change, "PodDisruptionBudget", "baton-router", "spec/minAvailable", 2), "no pod of Deployment/baton-router can be evicted"),
+    (partial(change, "Deployment", "baton-decode", f"{POD}/terminationGracePeriodSeconds", 39), "Deployment/baton-decode: terminationGracePeriodSeconds 39 must be at least 40"),
+    (partial(change, "Deployment", "baton-router", f"{POD}/terminationGracePeriodSeconds", 44), "Deployment/baton-router: terminationGracePeriodSeconds 44 must be at least 45"),
+    (partial(change, "ConfigMap", "baton-node", "data/BATON_COLOUR", "red"), "BATON_COLOUR is not a setting"),
+    (partial(change, "ConfigMap", "baton", "data/BATON_DRAIN_TIMEOUT_S", "soon"), "BATON_DRAIN_TIMEOUT_S 'soon'"),
+    (partial(change, "Service", "baton-routers", "spec/publishNotReadyAddresses", False), "baton-routers must be a headless Service"),
+    (partial(change, "ConfigMap", "baton-node", "data/BATON_REGISTRY", "baton-routers:8000"), "routers do not listen for nodes at baton-routers:8000"),
+    (partial(change, "Deployment", "baton-decode", "spec/replicas", 0), "needs at least one decode"),
+    (partial(change, "Deployment", "baton-prefill", f"{POD}/enableServiceLinks", True), "Deployment/baton-prefill: enableServiceLinks"),
+    (partial(change, "ConfigMap", "baton-node", "data/BATON_HEALTH_PORT", "7005"), "BATON_HEALTH_PORT 7005: the container declares no such port"),
+    (partial(change, "Deployment", "baton-decode", f"{BOX}/livenessProbe/httpGet/port", "http"), "livenessProbe: the container has no port http"),
+    (partial(change, "Deployment", "baton-decode", f"{BOX}/envFrom", [{"configMapRef": {"name": "baton"}}]), "BATON_PORT 0"),
+    (partial(change, "Deployment", "baton-router", f"{BOX}/volumeMounts/0/readOnly", False), "/run/secret is not a read-only secret"),
+    (partial(change, "Deployment", "baton-router", f"{BOX}/securityContext/readOnlyRootFilesystem", False), "rights that it does not need"),
+    (partial(change, "NetworkPolicy", "baton-node", "spec/ingress/0/ports", [{"port": 7000}]), "pods of baton alone must reach BATON_KV_PORT 7002"),
+    (partial(change, "NetworkPolicy", "baton-router", "spec/ingress/1/from", []), "pods of baton alone must reach BATON_REGISTRY_PORT 8001"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plant", "message"), FAULTS, ids=[message for _, message in FAULTS])
+def test_a_planted_fault_is_found(plant: Callable[[list[Object]], None], message: str) -> None:
+    objects = build(FOLDER / "overlays" / "demo")
+    plant(objects)
+    assert any(message in line for line in problems(objects)), problems(objects)

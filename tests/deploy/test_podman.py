@@ -1,0 +1,208 @@
+"""Test the pods of deploy/kubernetes/overlays/demo with `podman kube play`: several routers by name, without Redis.
+
+Podman knows Deployments and ConfigMaps, but no Services, probes or DownwardAPI. The test gives the routers the name of
+the headless Service as a network alias, leaves out the probes, and sets what Kubernetes would set from the pod.
+"""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.secret import new_pem
+from tests.chaos.traffic import Load
+from tests.cluster.harness import ROOT, wait_for
+from tests.deploy.manifests import Object, build
+from tests.deploy.remote import RETRIED, RouterClient, is_lost, kill
+
+IMAGE = "localhost/baton"
+OVERLAY = ROOT / "deploy" / "kubernetes" / "overlays" / "demo"
+FAST = {"BATON_RUNNER": "hash", "BATON_NUM_BLOCKS": "4096", "BATON_LOG_FORMAT": "text"}  # of nodes
+# Machines whose limits cannot be raised, and those without systemd, need these settings.
+SETTINGS = """
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+[containers]
+default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
+[network]
+network_backend = "netavark"
+"""
+
+
+def missing() -> str:
+    if not shutil.which("podman") or not shutil.which("kubectl"):
+        return "no podman (apt-get install podman runc catatonit conmon netavark aardvark-dns) or no kubectl"
+    if os.geteuid() != 0:
+        return "podman needs root for a network with names"
+    has_image = subprocess.run(["podman", "image", "exists", IMAGE], check=False).returncode == 0
+    return "" if has_image else f"no image: podman build -t {IMAGE} ."
+
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+class Pods:
+    """The pods of the overlay, on a network of their own."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.network = place.name
+        (place / "containers.conf").write_text(SETTINGS)
+        self.environment = os.environ | {"CONTAINERS_CONF": str(place / "containers.conf")}
+        self.objects = build(OVERLAY)
+        self.played: list[Path] = []
+        self.counts: dict[str, int] = {}
+
+    def podman(self, *words: object, check: bool = True) -> str:
+        command = ["podman", *map(str, words)]
+        done = subprocess.run(command, env=self.environment, check=False, capture_output=True, text=True)
+        assert not check or done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def start(self) -> None:
+        self.podman("network", "create", self.network)
+        (self.place / "secret").mkdir()
+        (self.place / "secret" / "cluster").write_bytes(new_pem())
+        for role in ("router", "router", "prefill", "decode"):
+            self.add(role)
+
+    def add(self, role: str) -> str:
+        """Start one more pod of a Deployment, and return its name."""
+        number = self.counts[role] = self.counts.get(role, -1) + 1
+        maps = copy.deepcopy([item for item in self.objects if item["kind"] == "ConfigMap"])
+        for item in maps:
+            if "BATON_KV_CHANNEL" in item["data"]:
+                item["data"] |= FAST
+            if "BATON_MODE" in item["data"]:
+                item["data"] |= {"BATON_DISAGGREGATE": "always"}
+        deployment = next(
+            item
+            for item in self.objects
+            if item["metadata"]["name"] == f"baton-{role}" and item["kind"] == "Deployment"
+        )
+        pod = self.pod(deployment, f"baton-{role}-{number}")
+        aliases = f"{self.network}:alias=baton-routers" if role == "router" else self.network
+        self.play([*maps, pod], pod["metadata"]["name"], "--network", aliases)
+        return str(pod["metadata"]["name"])
+
+    def pod(self, deployment: Object, name: str) -> Object:
+        spec = copy.deepcopy(deployment["spec"]["template"]["spec"])
+        container = spec["containers"][0]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            container.pop(probe, None)
+        for volume, mount in product(spec["volumes"], container["volumeMounts"]):
+            if volume.pop("secret", None):  # podman 4.3 writes secrets as they are encoded
+                volume["hostPath"] = {"path": str(self.place / "secret"), "type": "Directory"}
+            elif mount["name"] == volume["name"]:  # podman 4.3 shares emptyDir volumes of equal names between pods
+                mount["name"] = volume["name"] = f"{name}-{volume['name']}"
+        container.pop("ports")  # podman would publish them on this machine
+        container |= {"image": IMAGE, "imagePullPolicy": "Never"}
+        # Without BATON_ADVERTISE, a node is reached at its address towards the routers.
+        container["env"] = [{"name": "BATON_ID", "value": name}] if "env" in container else []
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+
+    def play(self, objects: list[Object], name: str, *flags: str) -> None:
+        path = self.place / f"{name}.yaml"
+        path.write_text(yaml.safe_dump_all(objects))
+        self.played.append(path)
+        self.podman("kube", "play", *flags, path)
+
+    def inspect(self, name: str) -> Any:
+        return json.loads(self.podman("inspect", f"{name}-baton"))[0]
+
+    def address(self, name: str) -> str:
+        pod = json.loads(self.podman("pod", "inspect", name))
+        infra = json.loads(self.podman("inspect", pod["InfraContainerID"]))[0]
+        return str(infra["NetworkSettings"]["Networks"][self.network]["IPAddress"])
+
+    def router(self, number: int) -> RouterClient:
+        return RouterClient(f"http://{self.address(f'baton-router-{number}')}:8000")
+
+    def kill(self, name: str) -> tuple[int, int]:
+        """Kill the process of a pod, and wait until podman has started it again. Return when it was killed."""
+        before = self.inspect(name)["State"]["Pid"]
+        killed = kill(before)
+        wait_for(lambda: self.inspect(name)["State"]["Pid"] not in {0, before}, f"{name} starts again")
+        return killed
+
+    def remove(self, name: str) -> int:
+        """End a pod as Kubernetes does, by SIGTERM and its grace period, and return the exit status."""
+        spec = yaml.safe_load((self.place / f"{name}.yaml").read_text().rpartition("---")[2])["spec"]
+        container = f"{name}-baton"
+        if hook := spec["containers"][0].get("lifecycle"):
+            self.podman("exec", container, *hook["preStop"]["exec"]["command"])
+        self.podman("stop", "--time", spec["terminationGracePeriodSeconds"], container)
+        status = self.inspect(name)["State"]["ExitCode"]
+        self.podman("pod", "rm", "--force", name)
+        return int(status)
+
+    def close(self) -> None:
+        for path in self.played:
+            self.podman("pod", "rm", "--force", "--time", 0, path.stem, check=False)
+        self.podman("network", "rm", "--force", self.network, check=False)
+
+
+@pytest.fixture(scope="module")
+def pods() -> Iterator[Pods]:
+    with tempfile.TemporaryDirectory(prefix="baton-") as directory:
+        running = Pods(Path(directory))
+        try:
+            running.start()
+            yield running
+        finally:
+            running.close()
+
+
+@pytest.fixture(scope="module")
+def routers(pods: Pods) -> list[RouterClient]:
+    found = [pods.router(0), pods.router(1)]
+    wait_for_nodes(found, decode=1)
+    return found
+
+
+def wait_for_nodes(routers: list[RouterClient], decode: int) -> None:
+    for router in routers:
+        router.wait_for_nodes(prefill=1, decode=decode)
+
+
+def load(routers: list[RouterClient], **options: Any) -> Load:
+    return Load([router.url for router in routers], "model", 4, 60, **options)
+
+
+def test_two_routers_by_name_lose_no_request_when_the_process_of_a_pod_is_killed(
+    pods: Pods, routers: list[RouterClient]
+) -> None:
+    with load(routers) as requests:
+        wait_for(lambda: len(requests.outcomes) > 10, "requests end")
+        pods.kill("baton-decode-0")
+        wait_for_nodes(routers, decode=1)
+    assert requests.failures() == []
+
+
+@pytest.mark.exhaustive
+def test_scaling_down_loses_no_request_and_a_killed_router_only_its_streams(
+    pods: Pods, routers: list[RouterClient]
+) -> None:
+    with load(routers) as requests:
+        for _ in range(3):
+            added = pods.add("decode")
+            wait_for_nodes(routers, decode=2)
+            assert pods.remove(added) == 0, "the node did not drain"
+    assert requests.failures() == []
+
+    with load(routers, refusals=RETRIED) as requests:
+        wait_for(lambda: len(requests.outcomes) > 10, "requests end")
+        killed = pods.kill("baton-router-1")
+        wait_for_nodes(routers, decode=1)
+    assert [outcome.lost for outcome in requests.outcomes if is_lost(outcome, killed)] == []

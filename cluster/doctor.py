@@ -2,6 +2,7 @@
 
 Without --url, it checks this machine and starts small clusters, whose answers must be equal in both modes and over
 every KV channel. With --url, it checks the registry and the nodes of that cluster, and that answers are repeatable.
+With --engine, it checks vLLM servers.
 """
 
 import asyncio
@@ -11,12 +12,14 @@ import secrets
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from cluster.clients import size_text
+from cluster.doctor_engine import engine_checks
 from cluster.plan import DoctorSettings
 from compare.arms import Arm
 from compare.endpoint import Document, Endpoint, EndpointError
@@ -25,6 +28,7 @@ from compare.run.equivalence import different_answers, fits, greedy_answers
 from engine.cpu import why_not_compiled
 from engine.options import BuildOptions, check_gpu, check_options
 from engine.weights import check_finite, fingerprint
+from proxy_node.wire import EngineFailure
 from router.http.auth import ApiKeys
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
@@ -62,7 +66,8 @@ def run_doctor(settings: DoctorSettings) -> int:
 
 async def _run(settings: DoctorSettings) -> int:
     failed = set[str]()
-    for stage in (_installation, _running if settings.url else _replays_here):
+    stages = (_engines,) if settings.engine else (_installation, _running if settings.url else _replays_here)
+    for stage in stages:
         if failed and not settings.url:
             break  # the clusters could not start
         async for finding in stage(settings):
@@ -82,7 +87,7 @@ async def examine(name: str, check: Callable[[], str | Awaitable[str]]) -> Findi
     except CheckWarning as warning:
         return Finding(name, "warning", str(warning))
     except Exception as error:  # noqa: BLE001 - an error in one check must not prevent the others
-        is_known = isinstance(error, ValueError | OSError | ImportError | EndpointError) and str(error)
+        is_known = isinstance(error, ValueError | OSError | ImportError | EndpointError | EngineFailure) and str(error)
         return Finding(name, "failed", str(error) if is_known else f"{type(error).__name__}: {error}")
 
 
@@ -152,6 +157,22 @@ async def registry(settings: DoctorSettings) -> str:
         return f"Redis answers, and knows {len(redis.nodes)} nodes of cluster {settings.cluster}"
     finally:
         await redis.close()
+
+
+# ---- vLLM servers ---------------------------------------------------------------------------------------------------
+
+
+async def _engines(settings: DoctorSettings) -> AsyncIterator[Finding]:
+    async with AsyncExitStack() as cleanup:
+        try:
+            checks = await cleanup.enter_async_context(engine_checks(settings))
+        except (ValueError, OSError) as error:
+            yield Finding("model", "failed", str(error))
+            return
+        for name, check in checks:
+            yield (finding := await examine(name, check))
+            if name == "server" and finding.level == "failed":
+                return
 
 
 # ---- a running cluster ---------------------------------------------------------------------------------------------

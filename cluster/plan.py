@@ -20,6 +20,7 @@ from shared.config.settings import (
     EVERY_ADDRESS,
     ComputingSettings,
     Engines,
+    EngineUrl,
     Host,
     NodeSettings,
     Port,
@@ -171,6 +172,8 @@ class DoctorSettings(LocalSettings):
         "", "URL of a running cluster to check.", "start small clusters on this machine"
     )
     api_key: str = Field(default="", repr=False, description="Admin key for that router.")
+    engine: EngineUrl = setting("", "URL of a vLLM server to check instead; see docs/engines.md.", "none")
+    peer: EngineUrl = setting("", "URL of a second vLLM server, which exchanges KV with --engine.", "none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,13 @@ import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from node.identity import advertised, default_id
 from node.router_sessions import FLUSH_S
 from proxy_node.node import ProxyNode
 from proxy_node.probe import connector, resumes
-from proxy_node.vllm import EngineFacts, VllmEngine
+from proxy_node.vllm import EngineFacts, VllmEngine, read_key
 from proxy_node.wire import EngineFailure
 from shared import logs
 from shared.config.command_line import settings_from_command_line
@@ -45,7 +44,7 @@ def main(settings: ProxySettings) -> int:
     try:
         tls.configure(settings.cluster_secret_file, {"--host": settings.host})
         max_len, vocab_size = read_limits(resolve(settings.model))
-        key = Path(settings.engine_api_key_file).read_text().strip() if settings.engine_api_key_file else ""
+        key = read_key(settings.engine_api_key_file)
         settings = settings.model_copy(update={"advertise": advertised(settings)})
     except (ValueError, OSError) as error:
         return _start_failed(error)

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -30,6 +31,11 @@ ANSWER_S = 10.0  # for answers that need no computation
 MAX_ANSWER_BYTES = 8 << 20
 Params = dict[str, Any] | None
 NEEDS = "Baton needs a vLLM server of version 0.19 or newer"
+
+
+def read_key(file: str) -> str:
+    """Return the API key in a file, or "" without a file. Raises OSError."""
+    return Path(file).read_text().strip() if file else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,12 @@ class VllmEngine:
 
     async def metrics(self) -> EngineMetrics:
         return read_metrics((await self._get("/metrics")).decode("utf-8", "replace"))
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text by the server's tokenizer."""
+        body = {"model": self._model, "prompt": text}
+        async with self._call("POST", "/tokenize", timeout_s=ANSWER_S, json=body) as answer:
+            return list(json.loads(await _read(answer, MAX_ANSWER_BYTES))["tokens"])
 
     async def is_gone(self) -> bool:
         """Return whether the server refuses connections or says that its engine is dead. A slow one is not gone."""

@@ -185,6 +185,7 @@ Origins = Annotated[tuple[str, ...], BeforeValidator(_parse_list), AfterValidato
 Names = Annotated[tuple[str, ...], BeforeValidator(_parse_list)]
 Host = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]+", "a host name or address, without a port"))]
 HostOrNone = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]*", "a host name or address, without a port"))]
+EngineUrl = Annotated[str, AfterValidator(_check_engine)]
 Engines = Annotated[tuple[str, ...], BeforeValidator(_check_engines)]
 Label = Annotated[str, AfterValidator(partial(_matches, r"[\w.-]{1,64}", "1 to 64 letters, digits and . _ -"))]
 LabelOrNone = Annotated[str, AfterValidator(partial(_matches, r"[\w.-]{0,64}", "up to 64 letters, digits and . _ -"))]
@@ -428,7 +429,7 @@ class ProxySettings(JoiningSettings):
 
     needed: ClassVar[tuple[str, ...]] = ("model", "engine")
 
-    engine: Annotated[str, AfterValidator(_check_engine)] = setting("", "URL of the vLLM server.")
+    engine: EngineUrl = setting("", "URL of the vLLM server.")
     engine_api_key_file: str = setting("", "File with the API key of the vLLM server.", "the server needs no key")
     role: Literal["prefill", "decode"] = setting(
         "decode", "Role of the node. A prefill node passes the KV of its prompts to decode nodes."

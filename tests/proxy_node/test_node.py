@@ -153,7 +153,7 @@ async def test_statistics_are_those_of_the_engine() -> None:
         here.line.submit(submission("a", PROMPT, 5000))
         await here.until(lambda: here.node.stats().blocks_owned)
         stats = here.node.stats()
-        assert (stats.running, stats.preemptions, stats.cache_hits) == (1, 2, 16)
+        assert (stats.running, stats.preemptions, stats.cache_queries) == (1, 2, 48)
         assert stats.blocks_owned + stats.blocks_free == stats.blocks_total == NUM_BLOCKS - 1
         assert stats.incarnation_id == INFO.incarnation_id
         assert "no KV connector" in (await here.node.set_role(SetRoleRequest("prefill"))).error

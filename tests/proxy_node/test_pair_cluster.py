@@ -8,10 +8,22 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.harness import DEMO, ROOT, Cluster, wait_for
-from tests.proxy_node.clusters import ACTS, TIMES, Act, Engines, lose, serving
+from tests.proxy_node.clusters import (
+    ACTS,
+    TIMES,
+    Act,
+    Engines,
+    break_engine,
+    kill_engine,
+    kill_proxy,
+    lose,
+    serving,
+)
 from tests.proxy_node.vllm_stub import answer
 
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+SHORT = (kill_engine, break_engine, kill_proxy)  # the others take minutes; replicas are tested with all
+CASES = [pytest.param(act, marks=() if act in SHORT else pytest.mark.exhaustive, id=act.__name__) for act in ACTS]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +50,7 @@ def test_prompts_are_handed_over_by_an_unmodified_router(served: tuple[Cluster, 
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-1"])
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", CASES)
 def test_no_client_sees_the_loss_of_either_side(served: tuple[Cluster, Engines], act: Act, name: str) -> None:
     running, engines = served
     for round_ in range(TIMES):

@@ -114,7 +114,13 @@ def test_a_failure_of_the_engine_is_told_apart_from_the_end_of_a_request() -> No
 
 
 def test_metrics_are_summed_over_labels_and_engines_are_counted() -> None:
-    text = METRICS.replace("{engine}", "0").replace("{running}", "3").replace("{steps}", "9").replace("{usage}", "nan")
+    text = (
+        METRICS.replace("{engine}", "0")
+        .replace("{block_size}", "16")
+        .replace("{running}", "3")
+        .replace("{steps}", "9")
+        .replace("{usage}", "nan")
+    )
     metrics = read_metrics(text)
     assert metrics.values["num_requests_running"] == 3
     assert metrics.values["iteration_tokens_total_count"] == 9

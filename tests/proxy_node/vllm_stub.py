@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, web
+from tokenizers import Tokenizer
 
+DEMO = Path(__file__).parents[2] / "demo" / "model"
 METRICS = (Path(__file__).parent / "vllm_0.32_metrics.txt").read_text()
 VOCABULARY, BLOCK_TOKENS, NUM_BLOCKS = 2048, 16, 4096
 KNOBS: dict[str, Any] = {
@@ -36,6 +38,11 @@ KNOBS: dict[str, Any] = {
     "is_stalled": False,  # streams stay open and are silent
     "is_unhealthy": False,
     "connector": "",  # or "nixl"
+    "block_size": BLOCK_TOKENS,  # only in /metrics
+    "caches": True,  # prefixes
+    "ignores_salts": False,
+    "ignores_params": False,  # computes prompts instead of reading their KV
+    "never_drops": False,  # requests go on without their connection
     "lease_s": 30.0,
     "read_s": 0.0,  # time to read the KV of a prompt
 }
@@ -70,7 +77,8 @@ class VllmStub:
         self.calls: list[dict[str, Any]] = []
         self.running = self.steps = 0
         self.dropped = 0  # requests whose connection was closed before their end
-        self.num_blocks_used = 0
+        self.num_blocks_used = self.num_hits = 0
+        self._cached: set[tuple[str, tuple[int, ...]]] = set()  # salts and prompts
         self.leases: dict[str, tuple[float, int]] = {}  # request -> end of its lease, and its blocks
         self.handoffs = {"kept": 0, "read": 0, "misused": 0, "bytes": 0}
         self.engine_id = secrets.token_hex(8)
@@ -84,7 +92,7 @@ class VllmStub:
         app = web.Application(client_max_size=64 << 20, middlewares=[self._check_key])
         app.add_routes([
             web.get("/v1/models", self._models), web.get("/version", self._version), web.get("/health", self._health),
-            web.get("/metrics", self._metrics), web.post("/v1/completions", self._completions),
+            web.get("/metrics", self._metrics), web.post("/tokenize", self._tokenize), web.post("/v1/completions", self._completions),
             web.get("/calls", self._get_calls), web.post("/knobs", self._set_knobs),
             web.get("/handoffs", self._get_handoffs), web.get("/kv/{engine}/{request}", self._get_kv),
         ])  # fmt: skip
@@ -130,6 +138,8 @@ class VllmStub:
             .replace("{steps}", str(self.steps))
             .replace("{usage}", str(usage))
             .replace("{bytes}", str(self.handoffs["bytes"]))
+            .replace("{hits}", str(self.num_hits))
+            .replace("{block_size}", str(self.knobs["block_size"]))
             for number in range(self.knobs["engines"])
         )
         return web.Response(text=text, content_type="text/plain")
@@ -168,6 +178,9 @@ class VllmStub:
             "remote_num_tokens": len(body["prompt"]), "remote_blocks_expiry_time": None, "transfer_mode": "pull",
         }  # fmt: skip
 
+    def _reads(self, params: dict[str, Any]) -> bool:
+        return bool(params.get("do_remote_prefill")) and not self.knobs["ignores_params"]
+
     async def _read(self, body: dict[str, Any]) -> str:
         """Read the KV of a prompt from another server. Return "" if it is right, or how the answer is wrong."""
         params = body["kv_transfer_params"]
@@ -177,6 +190,10 @@ class VllmStub:
         async with ClientSession(raise_for_status=True) as session, session.get(url) as answer:
             self.handoffs["bytes"] += 100 * len(body["prompt"])
             return "" if await answer.json() else "stale"
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        text = (await request.json())["prompt"]
+        return web.json_response({"tokens": Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(text).ids})
 
     async def _set_knobs(self, request: web.Request) -> web.Response:
         self.set(await request.json())
@@ -194,6 +211,7 @@ class VllmStub:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.calls.append(body)
+        self._cache(body)
         for status in (503, 500, 429):
             if self._takes(f"refuse_{status}"):
                 return _error(status, "refused")
@@ -214,8 +232,8 @@ class VllmStub:
         self.num_blocks_used += blocks
         try:
             try:
-                wrong = await self._read(body) if params.get("do_remote_prefill") else ""
-                if self._takes("no_kv"):
+                wrong = await self._read(body) if self._reads(params) else ""
+                if params.get("do_remote_prefill") and self._takes("no_kv"):
                     raise ClientError("planted")
             except ClientError:
                 await asyncio.sleep(0.4)
@@ -227,7 +245,7 @@ class VllmStub:
             self.dropped += 1
             raise
         finally:
-            self.running -= 1
+            self.running -= not self.knobs["never_drops"]
             self.num_blocks_used -= blocks
         return stream
 
@@ -246,6 +264,14 @@ class VllmStub:
             choice["logprobs"] = _logprobs([token], num)
         params = self._keep(body) if is_kept and self.knobs["connector"] else None
         return web.json_response({"id": "cmpl-1", "choices": [choice], "kv_transfer_params": params})
+
+    def _cache(self, body: dict[str, Any]) -> None:
+        """Count the hits of a prompt that is in the prefix cache as a whole, and keep the prompt there."""
+        key = "" if self.knobs["ignores_salts"] else body.get("cache_salt", ""), tuple(body["prompt"])
+        if key in self._cached:
+            self.num_hits += len(body["prompt"]) // BLOCK_TOKENS * BLOCK_TOKENS
+        if self.knobs["caches"]:
+            self._cached.add(key)
 
     async def _stream(self, stream: web.StreamResponse, body: dict[str, Any], wrong: str) -> None:
         tokens, start = list(body["prompt"]), len(body["prompt"])

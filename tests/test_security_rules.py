@@ -215,6 +215,12 @@ def test_one_service_builds_the_image_of_all() -> None:
         assert all("secret" in own[name]["depends_on"] for name in set(using) - {"secret"})
 
 
+def test_the_image_is_built_from_every_package_of_the_wheel() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(wheel["only-include"]) <= sent, "add it to .dockerignore"
+
+
 def test_every_node_and_router_in_a_container_has_the_secret() -> None:
     for name in ("router", "prefill", "decode", "colocated"):
         service = services()[name]

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -24,19 +25,19 @@ EXIT_S = 10  # how much longer than its drain a pod may take to end
 
 
 def build(folder: Path) -> list[Object]:
+    """Return the objects of an overlay, or of a component on the base."""
     return list(yaml.safe_load_all(_built(folder)))
 
 
 @lru_cache
 def _built(folder: Path) -> str:
-    return subprocess.run(["kubectl", "kustomize", folder], check=True, capture_output=True, text=True).stdout
-
-
-def build_with(base: Path, component: Path, place: Path) -> list[Object]:
-    """Build a base with one component. `place` is a directory for the overlay."""
-    overlay = {"resources": [os.path.relpath(base, place)], "components": [os.path.relpath(component, place)]}
-    (place / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    return build(place)
+    with tempfile.TemporaryDirectory() as place:
+        if folder.parent.name == "components":
+            base, component = (os.path.relpath(path, place) for path in (folder.parents[1] / "base", folder))
+            overlay = {"resources": [base], "components": [component]}
+            (Path(place) / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+            folder = Path(place)
+        return subprocess.run(["kubectl", "kustomize", folder], check=True, capture_output=True, text=True).stdout
 
 
 def problems(objects: list[Object]) -> list[str]:

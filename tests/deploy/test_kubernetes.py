@@ -12,21 +12,13 @@ import jsonschema_rs
 import pytest
 
 from tests.cluster.harness import ROOT
-from tests.deploy.manifests import Object, build, build_with, problems
+from tests.deploy.manifests import Object, build, problems
 
 FOLDER = ROOT / "deploy" / "kubernetes"
-OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
-COMPONENTS = sorted(path.name for path in (FOLDER / "components").iterdir())
 SCHEMAS = Path(__file__).with_name("schemas")  # closed schemas of the fields that we use of other projects' resources
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl, which builds the manifests")
 HAS_VALIDATE = importlib.util.find_spec("kubernetes_validate") is not None
 VERSIONS = ("1.30", "1.37")
-
-
-def built(what: str, place: Path) -> list[Object]:
-    kind, _, name = what.partition("/")
-    folder = FOLDER / kind / name
-    return build(folder) if kind == "overlays" else build_with(FOLDER / "base", folder, place)
 
 
 def is_foreign(item: Object) -> bool:
@@ -34,27 +26,28 @@ def is_foreign(item: Object) -> bool:
     return item["apiVersion"] not in {"v1", "apps/v1", "policy/v1", "networking.k8s.io/v1", "autoscaling/v2"}
 
 
-ALL = [f"overlays/{name}" for name in OVERLAYS] + [f"components/{name}" for name in COMPONENTS]
+ALL = [path for kind in ("overlays", "components") for path in sorted((FOLDER / kind).iterdir())]
+every = pytest.mark.parametrize("folder", ALL, ids=lambda folder: folder.name)
 
 
-@pytest.mark.parametrize("what", ALL)
-def test_every_overlay_and_component_fits_together(what: str, tmp_path: Path) -> None:
-    assert problems(built(what, tmp_path)) == []
+@every
+def test_every_overlay_and_component_fits_together(folder: Path) -> None:
+    assert problems(build(folder)) == []
 
 
-@pytest.mark.parametrize("what", ALL)
-def test_resources_of_other_projects_match_their_schemas(what: str, tmp_path: Path) -> None:
-    for item in built(what, tmp_path):
+@every
+def test_resources_of_other_projects_match_their_schemas(folder: Path) -> None:
+    for item in build(folder):
         if is_foreign(item):
             jsonschema_rs.validate(json.loads((SCHEMAS / f"{item['kind'].lower()}.json").read_text()), item)
 
 
 @pytest.mark.skipif(not HAS_VALIDATE, reason="no kubernetes-validate: pip install '.[deploy]'")
-@pytest.mark.parametrize("what", ALL)
-def test_resources_of_kubernetes_match_its_schemas(what: str, tmp_path: Path) -> None:
+@every
+def test_resources_of_kubernetes_match_its_schemas(folder: Path) -> None:
     import kubernetes_validate
 
-    for item in built(what, tmp_path):
+    for item in build(folder):
         for version in VERSIONS:
             if not is_foreign(item):
                 kubernetes_validate.validate(item, version, strict=True)

@@ -169,4 +169,4 @@ async def hands_over(prefill: EngineExaminer, decode: EngineExaminer) -> str:
         if asyncio.get_running_loop().time() > deadline:
             raise ValueError(f"no KV moved: {decode.engine.url} computed the prompt itself")
         await asyncio.sleep(0.1)
-    return f"{moved:g} bytes moved to {decode.engine.url} for {len(prompt)} tokens, with the same answer"
+    return f"{moved:,.0f} bytes moved to {decode.engine.url} for {len(prompt)} tokens, with the same answer"

@@ -17,4 +17,7 @@ CMAKE_ARGS="-DGGML_NATIVE=ON" "$home/llama/bin/pip" install --quiet --no-binary 
 # These packages are built for torch with CUDA, and cannot be loaded with torch for CPUs. Text models do not need them.
 "$home/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
 
+# For tests/proxy_node/test_vllm_pair.py. Its dependencies include torch with CUDA, which it does not need.
+"$home/vllm/bin/pip" install --quiet --no-deps nixl nixl-cu12
+
 echo "export BATON_PEER_LLAMA=$home/llama/bin/python BATON_PEER_VLLM=$home/vllm/bin/python"

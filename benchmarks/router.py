@@ -50,6 +50,7 @@ class PacedRequest:
     """One request, as seen by its node and its client. Times are on the monotonic clock."""
 
     submit: SubmitRequest
+    stream: RouterStream
     sent: list[float] = field(default_factory=list)
     num_received: int = 0
 
@@ -62,7 +63,7 @@ class PacedNode:
         self._name = name
         self._all_rows = rows
         self._rows: list[PacedRequest] = []
-        self._stream = RouterStream()
+        self._streams: list[RouterStream] = []  # one for each worker of the router
         self._packed = [pack_ids([token]) for token in token_ids]
         self._server = RpcServer({ATTACH: self._attach})
         self._steps = 0
@@ -81,35 +82,40 @@ class PacedNode:
         hello: RouterCommand = await stream.recv_message()
         assert hello.router
         self.is_attached = True
-        self._stream = RouterStream(stats=NodeStats())
-        self._stream.wake.set()
-        tasks = [asyncio.ensure_future(work) for work in (self._stream.write(stream), self._beat())]
+        session = RouterStream(stats=NodeStats())
+        session.wake.set()
+        self._streams.append(session)
+        tasks = [asyncio.ensure_future(work) for work in (session.write(stream), self._beat(session))]
         try:
             async for command in stream:
                 for submit in command.submits:
-                    self._rows.append(PacedRequest(submit))
+                    self._rows.append(PacedRequest(submit, session))
                     self._all_rows[submit.id.split("-")[1]] = self._rows[-1]
                 if command.aborts:  # the benchmark ends all streams at the same time
-                    self._rows.clear()
+                    self._rows = [row for row in self._rows if row.stream is not session]
         finally:
+            self._streams.remove(session)
             for task in tasks:
                 task.cancel()
 
-    async def _beat(self) -> None:
+    async def _beat(self, session: RouterStream) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            self._stream.stats = NodeStats(steps=self._steps, running=len(self._rows))
-            self._stream.wake.set()
+            session.stats = NodeStats(steps=self._steps, running=len(self._rows))
+            session.wake.set()
 
     def step(self) -> None:
         """Send the next token of every request that has less than WINDOW tokens in flight."""
-        now, deltas = time.monotonic(), self._stream.deltas
+        now = time.monotonic()
         for row in self._rows:
             if (position := len(row.sent)) - row.num_received < WINDOW and position < row.submit.max_tokens:
                 row.sent.append(now)
-                deltas.append(TokenDelta(row.submit.id, position, self._packed[position % len(self._packed)]))
+                packed = self._packed[position % len(self._packed)]
+                row.stream.deltas.append(TokenDelta(row.submit.id, position, packed))
         self._steps += 1
-        self._stream.wake.set()
+        for session in self._streams:
+            if session.deltas:
+                session.wake.set()
 
 
 class StreamingClient(asyncio.Protocol):
@@ -141,13 +147,15 @@ class StreamingClient(asyncio.Protocol):
 
 @dataclass(slots=True)
 class RouterProcess:
-    """The router's process, whose CPU time the kernel reports."""
+    """The router's processes, whose CPU time the kernel reports."""
 
     pid: int
     port: int
 
     def cpu_s(self) -> float:
-        return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0]) / 1e9
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        used = [Path(f"/proc/{pid}/schedstat").read_text().split()[0] for pid in (self.pid, *children)]
+        return sum(map(int, used)) / 1e9
 
 
 class PacedFleet:
@@ -172,17 +180,17 @@ class PacedFleet:
                 break
 
 
-def spawned(port: int, registry_port: int) -> "subprocess.Popen[bytes]":
+def spawned(port: int, registry_port: int, workers: int) -> "subprocess.Popen[bytes]":
     command = f"-m router --model {DEMO_MODEL} --served-model-name model --port {port} --registry-port {registry_port}"
-    flags = [*command.split(), "--max-concurrent-requests", "4096", "--log-level", "error"]
+    flags = [*command.split(), "--max-concurrent-requests", "4096", "--log-level", "error", "--workers", str(workers)]
     return subprocess.Popen([sys.executable, *flags])
 
 
 @asynccontextmanager
-async def started(fleet: PacedFleet, cpu: int) -> AsyncIterator[RouterProcess]:
+async def started(fleet: PacedFleet, cpu: int, workers: int) -> AsyncIterator[RouterProcess]:
     """Start a router on `cpu` and wait until all nodes have joined it."""
     port, registry_port = free_port(), free_port()
-    with spawned(port, registry_port) as process:
+    with spawned(port, registry_port, workers) as process:
         os.sched_setaffinity(process.pid, {cpu})  # before it starts other threads
         announcers = [await node.join(f"127.0.0.1:{registry_port}") for node in fleet.nodes]
         try:
@@ -255,11 +263,11 @@ async def memory(router: RouterProcess, fleet: PacedFleet) -> dict[str, float]:
         return {"open_streams": NUM_IDLE, "kib_per_stream": (memory_of(router.pid) - before) / 1024 / NUM_IDLE}
 
 
-async def measure(rates: list[float], seconds: float, repeats: int) -> dict[str, list[dict[str, float]]]:
+async def measure(rates: list[float], seconds: float, repeats: int, workers: int) -> dict[str, list[dict[str, float]]]:
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[-1]})
     fleet = PacedFleet()
-    async with started(fleet, cpus[0]) as router:
+    async with started(fleet, cpus[0], workers) as router:
         runs = [await streaming(router, fleet, rate, seconds) for _ in range(repeats) for rate in rates]
         return {"streaming": runs, "memory": [await memory(router, fleet)]}
 
@@ -277,8 +285,9 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--rates", type=float, nargs="+", default=[5_000, 10_000, 25_000, 100_000])
     flags.add_argument("--seconds", type=float, default=5.0)
+    flags.add_argument("--workers", type=int, default=1, help="processes of the router, which share its core")
     args = flags.parse_args()
-    runs = uvloop.run(measure(args.rates, args.seconds, args.repeats))
+    runs = uvloop.run(measure(args.rates, args.seconds, args.repeats, args.workers))
     rows = [row_of([run for run in runs["streaming"] if run["offered_tokens_per_s"] == rate]) for rate in args.rates]
     kib = runs["memory"][0]["kib_per_stream"]
     columns = ["offered/s", "tokens/s", "CPU µs/token", "≤ 40 µs", "router busy", "delay p50, ms", "p99", "p50 ≤ 1 ms"]

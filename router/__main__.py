@@ -1,10 +1,12 @@
 """Run a router: `python -m router --help`."""
 
 import asyncio
+import gc
 import logging
 import secrets
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -29,6 +31,7 @@ from router.http.admin import admin_routes
 from router.http.app import build_app
 from router.http.auth import ApiKeys
 from router.http.connection import ConnectionLimits, HttpConnection, IdleConnections, raise_fd_limit
+from router.http.whole_router import WholeRouter
 from router.metrics.node_metrics import NodeMetrics
 from router.nodes.load import slo_targets
 from router.nodes.pool import NodePool
@@ -38,6 +41,7 @@ from router.text.images import ImageReader
 from router.text.model_files import read_model
 from router.text.pooling_rule import read_pooling
 from router.text.tokenizer import Tokenizer
+from router.workers import WorkerShare, supervise
 from shared import failpoints, logs
 from shared.config.command_line import settings_from_command_line
 from shared.config.settings import RouterSettings
@@ -45,7 +49,7 @@ from shared.errors import ConfigError
 from shared.images import ImageRules, read_image_rules
 from shared.lifecycle import ProcessLifetime, freeze_gc, run
 from shared.model_files import resolve
-from shared.registry import EmbeddedRegistry, RedisRegistry, Registry
+from shared.registry import EmbeddedRegistry, FollowedRegistry, RedisRegistry, Registry
 from shared.rpc import tls
 
 log = logging.getLogger("baton.router")
@@ -72,13 +76,16 @@ def main(settings: RouterSettings, run: Callable[[Serve], int] = run) -> int:
         images = read_image_rules(directory)
         has_keys = settings.api_keys_file or settings.api_keys
         keys = ApiKeys(settings.api_keys_file, settings.api_keys) if has_keys else None
-        listeners = [listen(settings.host, settings.port, "--port")]
+        ports = [listen(settings.host, settings.port, "--port", settings.workers)]
         if settings.admin_port:
-            listeners.append(listen(settings.admin_host, settings.admin_port, "--admin-port"))
+            ports.append(listen(settings.admin_host, settings.admin_port, "--admin-port", settings.workers))
     except (ConfigError, OSError, ValueError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2
-    return run(lambda lifetime: _serve(lifetime, settings, model, tokenizer, images, keys, listeners))
+    parts = settings, model, tokenizer, images, keys
+    if settings.workers == 1:
+        return run(lambda lifetime: _serve(lifetime, *parts, [port[0] for port in ports]))
+    return _run_workers(settings, ports, lambda *own: run(lambda lifetime: _serve(lifetime, *parts, *own)))
 
 
 async def _serve(
@@ -89,14 +96,17 @@ async def _serve(
     images: ImageRules | None,
     keys: ApiKeys | None,
     listeners: list[socket.socket],
+    share: WorkerShare = WorkerShare(),
 ) -> int:
     identity = f"router-{secrets.token_hex(8)}"
     dashboard = Dashboard() if settings.dashboard else None
     observer = dashboard or RouterObserver()
     ttft_slo_s = settings.ttft_slo_ms / 1000  # also limits the wait in the queue: a longer wait would miss it
-    queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), settings.max_queued_tokens)
-    registry = _registry(settings)
-    fleet = NodePool(identity, registry, settings.mode, settings.node_timeout_s, observer, queue.resize)
+    max_queued = settings.max_queued_tokens and max(1, share.of(settings.max_queued_tokens))
+    queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), max_queued)
+    registry = _registry(settings, share)
+    on_capacity = lambda capacity, now: queue.resize(share.of_capacity(capacity), now)  # noqa: E731
+    fleet = NodePool(identity, registry, settings.mode, settings.node_timeout_s, observer, on_capacity)
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s, settings.exact_retries)
     dispatch = Dispatcher(fleet, queue, model.name, rules, observer)
     app = build_app(
@@ -111,11 +121,14 @@ async def _serve(
         allowed_origins=settings.allowed_origins,
         responses_store=open_store(settings.responses_store, settings.cluster),
         images=None if images is None else ImageReader(images),
-        max_concurrent_requests=settings.max_concurrent_requests,
+        max_concurrent_requests=share.of(settings.max_concurrent_requests),
         request_timeout_s=settings.request_timeout_s,
+        workers=WholeRouter(share.sockets, share.number) if share.sockets else None,
     )
     apps = [app.state.api, app.state.admin] if settings.admin_port else [app]
-    room = raise_fd_limit(settings.max_connections)
+    if share.sockets:
+        apps.append(app.state.worker)
+    room = raise_fd_limit(share.of(settings.max_connections))
     servers = [HttpServer(*each, room, settings.drain_timeout_s) for each in zip(apps, listeners, strict=True)]
     async with AsyncExitStack() as cleanup:
         try:
@@ -128,17 +141,23 @@ async def _serve(
             runs.open()
             cleanup.push_async_callback(runs.close)
         freeze_gc()
-        serving = asyncio.gather(*(server.serve([server.listener]) for server in servers))
-        _log_addresses(listeners, keys is None)
-        draining = asyncio.ensure_future(lifetime.draining.wait())
-        ends: set[asyncio.Future[Any]] = {serving, draining}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        draining.cancel()
-        observer.close()
-        for server in servers:
-            server.drain()
-        await serving
+        if share.number == 0:
+            _log_addresses(listeners, keys is None)
+        await _serve_http(lifetime, servers, observer)
     return 0
+
+
+async def _serve_http(lifetime: ProcessLifetime, servers: "list[HttpServer]", observer: RouterObserver) -> None:
+    """Serve until the process drains, and then until the servers have drained."""
+    serving = asyncio.gather(*(server.serve([server.listener]) for server in servers))
+    draining = asyncio.ensure_future(lifetime.draining.wait())
+    ends: set[asyncio.Future[Any]] = {serving, draining}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    draining.cancel()
+    observer.close()
+    for server in servers:
+        server.drain()
+    await serving
 
 
 def _metrics(fleet: NodePool, dispatch: Dispatcher, model: ModelCard, dashboard: Dashboard | None) -> CollectorRegistry:
@@ -183,8 +202,17 @@ class HttpServer(uvicorn.Server):
         self.idle.is_draining = self.should_exit = True
 
 
-def listen(host: str, port: int, flag: str) -> socket.socket:
-    """Bind a listener. Raises OSError, which names the flag, if the address cannot be used."""
+def listen(host: str, port: int, flag: str, count: int = 1) -> list[socket.socket]:
+    """Bind `count` listeners to one port, among which the kernel distributes the connections.
+
+    Raises OSError, which names the flag, if the address cannot be used."""
+    listeners = [_listener(host, port, flag, shares=count > 1)]
+    port = listeners[0].getsockname()[1]
+    return listeners + [_listener(host, port, flag, shares=True, joins=True) for _ in range(count - 1)]
+
+
+def _listener(host: str, port: int, flag: str, *, shares: bool, joins: bool = False) -> socket.socket:
+    """Bind a listener. Others can bind to its port too if it `shares` the port, and they have to if they `join`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # Accepted connections inherit these options, which close those whose client is unreachable or does not read.
@@ -194,7 +222,10 @@ def listen(host: str, port: int, flag: str) -> socket.socket:
     for option in [(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), *keepalive]:
         listener.setsockopt(*option)
     try:
+        # The first listener sets SO_REUSEPORT after it is bound, so that a port in use is an error.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, joins)
         listener.bind((host, port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares)
         listener.listen(2048)
     except OSError as error:
         listener.close()
@@ -203,16 +234,81 @@ def listen(host: str, port: int, flag: str) -> socket.socket:
 
 
 def _log_addresses(listeners: list[socket.socket], is_open: bool) -> None:
-    for listener in listeners:
+    for listener in [each for each in listeners if each.family != socket.AF_UNIX]:
         host, port = listener.getsockname()[:2]
         log.info("listening on http://%s:%d", host, port)
         if is_open and not ip_address(host).is_loopback:
             log.warning("no API keys configured: %s:%d is open to any client; set --api-keys-file", host, port)
 
 
-def _registry(settings: RouterSettings) -> Registry:
+def _run_workers(
+    settings: RouterSettings, ports: list[list[socket.socket]], serve: Callable[[list[socket.socket], WorkerShare], int]
+) -> int:
+    """Run the workers, and the registry unless it is in Redis, in processes of their own. Return the exit status.
+
+    `ports` has the listeners of all workers for each port. `serve` runs in a worker, with its own listeners."""
+    every = [listener for port in ports for listener in port]
+    helpers: dict[str, Callable[[], int]] = {}
+    with tempfile.TemporaryDirectory(prefix="baton-router-") as directory:
+        sockets = tuple(Path(directory) / f"worker-{number}" for number in range(settings.workers))
+        shares = [WorkerShare(number, settings.workers, sockets) for number in range(settings.workers)]
+        if not settings.registry:
+            host = settings.registry_host or settings.host
+            try:
+                (joining,) = listen(host, settings.registry_port, "--registry-port")
+            except OSError as error:
+                print(f"router: {error}", file=sys.stderr)
+                return 2
+            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+            port = joining.getsockname()[1]
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            shares = [replace(share, registry=address) for share in shares]
+            every.append(joining)
+
+            def register() -> int:
+                _close_all_but([joining], every)
+                return run(lambda lifetime: _serve_registry(lifetime, joining))
+
+            helpers["registry"] = register
+
+        def work(share: WorkerShare) -> int:
+            own = [port[share.number] for port in ports]
+            _close_all_but(own, every)
+            return serve([*own, _private_listener(sockets[share.number])], share)
+
+        gc.freeze()  # so that the garbage collector does not write to memory that the processes share
+        workers = {f"worker-{share.number}": partial(work, share) for share in shares}
+        return supervise(workers, helpers, partial(_close_all_but, [], every))
+
+
+def _close_all_but(kept: list[socket.socket], listeners: list[socket.socket]) -> None:
+    """Close the listeners of other processes, so that a port is closed when its own process closes it."""
+    for listener in listeners:
+        if listener not in kept:
+            listener.close()
+
+
+def _private_listener(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(64)
+    return listener
+
+
+async def _serve_registry(lifetime: ProcessLifetime, listener: socket.socket) -> int:
+    registry = EmbeddedRegistry("", 0, listener)
+    await registry.start(lambda: None)
+    await lifetime.draining.wait()
+    await registry.close()
+    return 0
+
+
+def _registry(settings: RouterSettings, share: WorkerShare) -> Registry:
     if settings.registry:
         return RedisRegistry(settings.registry, settings.cluster)
+    if share.registry:
+        return FollowedRegistry(share.registry)
     return EmbeddedRegistry(settings.registry_host or settings.host, settings.registry_port)
 
 

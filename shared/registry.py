@@ -11,6 +11,7 @@ import contextlib
 import logging
 import random
 import re
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from shared.resolver import NameResolver, Resolver
 from shared.rpc import tls
 from shared.rpc.codec import DecodeError, decode, encode
 from shared.rpc.connection import RpcChannel, host_and_port
-from shared.rpc.messages import Ack, NodeInfo
-from shared.rpc.methods import JOIN, PEER_FAILURES, RpcServer
+from shared.rpc.messages import Ack, NodeInfo, NodeListChange
+from shared.rpc.methods import FOLLOW, JOIN, PEER_FAILURES, RpcServer
 
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
@@ -134,20 +135,48 @@ class EmbeddedRegistry(Registry):
 
     kind = "embedded"
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, listener: socket.socket | None = None) -> None:
+        """`listener` is a socket that listens already, for a registry in a process of its own."""
         super().__init__()
         self.port = port
         self._host = host
-        self._changed: Callable[[], None] = lambda: None
-        self._server = RpcServer({JOIN: self._join})
+        self._listener = listener
+        self._on_change: Callable[[], None] = lambda: None
+        self._server = RpcServer({JOIN: self._join, FOLLOW: self._follow})
+        self._followers: set[asyncio.Event] = set()
         self._streams: dict[Any, NodeInfo] = {}  # the last message of each stream; the latest change comes last
 
     async def start(self, changed: Callable[[], None]) -> None:
-        self._changed = changed
-        self.port = await self._server.start(self._host, self.port)
+        self._on_change = changed
+        self.port = await self._server.start(self._host, self.port, self._listener)
 
     async def close(self) -> None:
         await self._server.close()
+
+    def _changed(self) -> None:
+        self._on_change()
+        for event in self._followers:
+            event.set()
+
+    async def _follow(self, stream: Any) -> None:
+        """Send the list of nodes, and then every change of it, until the worker ends the stream."""
+        await stream.recv_message()
+        sent: dict[str, NodeInfo] = {}
+        changed = asyncio.Event()
+        self._followers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                new = [info for name, info in self.nodes.items() if sent.get(name) is not info]
+                left = [name for name in sent if name not in self.nodes]
+                sent = dict(self.nodes)
+                for first in range(0, len(new), READ_AT_ONCE):
+                    some = new[first : first + READ_AT_ONCE]
+                    await stream.send_message(NodeListChange(some, is_complete=False))
+                await stream.send_message(NodeListChange(left=left))
+                await changed.wait()
+        finally:
+            self._followers.discard(changed)
 
     async def _join(self, stream: Any) -> None:
         info: NodeInfo | None = None
@@ -186,6 +215,52 @@ class EmbeddedRegistry(Registry):
         else:
             del self.nodes[info.id]
             self._changed()
+
+
+class FollowedRegistry(Registry):
+    """The registry in a worker of a router: the list of the registry process, which a stream keeps up to date.
+
+    While that process restarts, the worker keeps its last list.
+    """
+
+    kind = "embedded"
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.state = "down"
+        self._address = address
+        self._tasks = TaskGroup()
+
+    async def start(self, changed: Callable[[], None]) -> None:
+        self._tasks.start(self._run(changed))
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def _run(self, changed: Callable[[], None]) -> None:
+        while True:
+            channel = RpcChannel(self._address)
+            try:
+                async with FOLLOW.open(channel) as stream:
+                    await stream.send_message(Ack())
+                    await self._read(stream, changed)
+            except PEER_FAILURES as error:
+                log.debug("the registry at %s: %s", self._address, str(error) or type(error).__name__)
+            finally:
+                channel.close()
+            self.state = "down"
+            await asyncio.sleep(RETRY_S)
+
+    async def _read(self, stream: Any, changed: Callable[[], None]) -> None:
+        nodes: dict[str, NodeInfo] = {}
+        while (change := await stream.recv_message()) is not None:
+            nodes |= {info.id: info for info in change.nodes}
+            for name in change.left:
+                nodes.pop(name, None)
+            if change.is_complete:
+                self.state = "ok"
+                self.nodes = dict(nodes)
+                changed()
 
 
 class StreamAnnouncer(Announcer):

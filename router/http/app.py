@@ -31,6 +31,7 @@ from router.http.response_bodies import ResponsesBody
 from router.http.response_runs import RequestSlots, ResponseRuns
 from router.http.responses import ResponseFormatter
 from router.http.responses_api import ResponsesApi
+from router.http.whole_router import WholeRouter
 from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
 from router.observer import RouterObserver
 from router.responses_store import ResponsesStore
@@ -62,12 +63,15 @@ def build_app(
     max_concurrent_requests: int = 1024,
     request_timeout_s: float = 0.0,
     body_timeout_s: float = 10.0,
+    workers: WholeRouter | None = None,
 ) -> Starlette:
     """Build the whole REST API as an ASGI app.
 
     `/metrics` shows `registry`. The dispatcher and the node pool must report to the same `observer`. `slo` returns the
     latency targets of a request that arrives now. `more_routes` require an admin's key. Pages of `allowed_origins` may
-    call the routes for tenants from a browser. `images` is None if the model takes none.
+    call the routes for tenants from a browser. `images` is None if the model takes none. With `workers`, the routes
+    that differ between the workers of the router show them all, and `state.worker` is an app for the other workers,
+    which shows only this one.
 
     `state.responses` are the runs of stored responses, which the caller opens and closes, or None without a store.
 
@@ -92,20 +96,22 @@ def build_app(
     ]
     ping = Route("/ping", handlers.health, methods=["GET", "POST"])
     health = [Route("/health", handlers.health), Route("/ready", handlers.ready), ping]
-    admin = [
-        Route("/v1/status", handlers.status),
-        Route("/metrics", handlers.metrics),
-        Route("/load", handlers.load),
-        *observer.routes(handlers.whole_status),
-        *more_routes,
-    ]
+    own = [*handlers.admin_routes(), *observer.routes(handlers.whole_status), *more_routes]
+    admin = _of_all_workers(workers, own)
     guard = Middleware(AuthMiddleware, keys=keys, tenants_routes=api, admin_routes=admin, metrics=metrics)
     cors = [Middleware(ApiCors, origins=allowed_origins, routes=api)] if allowed_origins else []
     app = _guarded([*api, *health, *admin], [*cors, guard])
     app.state.responses = runs
     app.state.api = _guarded([*api, *health], [*cors, guard])
     app.state.admin = _guarded([*admin, *health], [guard])
+    app.state.worker = _guarded(own, [])
     return app
+
+
+def _of_all_workers(workers: WholeRouter | None, routes: Sequence[BaseRoute]) -> list[BaseRoute]:
+    """Return the routes, preceded by those that replace some of them in a router with several workers."""
+    whole = [] if workers is None else workers.routes([each.path for each in routes if isinstance(each, Route)])
+    return [*whole, *routes]
 
 
 def _body_routes(handlers: "ApiHandlers", responses: ResponsesApi, body_timeout_s: float) -> list[Route]:
@@ -234,6 +240,13 @@ class ApiHandlers:
             "parent": None if name == model.name else model.name,
             "max_model_len": model.max_model_len,
         }
+
+    def admin_routes(self) -> list[BaseRoute]:
+        return [
+            Route("/v1/status", self.status),
+            Route("/metrics", self.metrics),
+            Route("/load", self.load),
+        ]
 
     async def status(self, _request: Request) -> Response:
         return JSONResponse(self.whole_status())

@@ -14,14 +14,20 @@ class ChildProcess:
     """A Python module that runs as a child process, and answers each JSON line with one JSON line.
 
     The module limits its own time and memory. It is killed if it ends without an answer, and when this object is
-    garbage-collected. The caller uses the object from one thread at a time.
+    garbage-collected. The caller uses the object from one thread at a time. In a forked process, the child counts as
+    not running, and `start` starts another one.
     """
+
+    _stop: "weakref.finalize[[subprocess.Popen[bytes]], ChildProcess] | None" = None
 
     def __init__(self, module: str) -> None:
         self._module = module
         self.start()
 
     def start(self) -> None:
+        if self._stop is not None:
+            self._stop.detach()
+        self._owner = os.getpid()
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
@@ -33,7 +39,7 @@ class ChildProcess:
 
     @property
     def is_running(self) -> bool:
-        return self._process.poll() is None
+        return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, question: object) -> dict[str, Any] | None:
         """Return the child's answer, or None if it has none because it exceeded a limit. It is then killed."""
@@ -44,7 +50,8 @@ class ChildProcess:
             self._process.stdin.flush()
             answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         except (OSError, ValueError):
-            self._stop()
+            if self._stop is not None:
+                self._stop()
             return None
         return answer
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from shared.config.speculation import SpeculativeConfig, check_speculation, parse_speculation
@@ -296,6 +296,9 @@ class ServingSettings(CommonSettings):
     max_connections: Count = setting(
         10_000, "Maximum HTTP connections. Beyond it, the connection that has been idle longest is closed."
     )
+    workers: Annotated[int, Field(ge=1, le=64)] = setting(
+        1, "Processes of the router, which share its ports, its nodes and its limits."
+    )
     max_concurrent_requests: Count = setting(1024, "Maximum requests in progress. Further ones get status 429.")
     max_attempts: Annotated[int, Field(ge=1, le=100)] = setting(
         5, "Maximum attempts for a request, each on another node if possible, before it fails."
@@ -303,6 +306,15 @@ class ServingSettings(CommonSettings):
     exact_retries: bool = setting(
         False, "Fail a request, instead of continuing it with tokens that may differ, after the loss of a vLLM server."
     )
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> Self:
+        if self.workers > 1 and self.responses_store == "memory":
+            raise ValueError("--responses-store memory: each of several --workers has its own memory; use redis://…")
+        for name in ("max_concurrent_requests", "max_connections"):
+            if (limit := getattr(self, name)) < self.workers:
+                raise ValueError(f"{flag_of(name)} {limit}: give at least {self.workers}, which --workers divide")
+        return self
 
 
 class ComputingSettings(CommonSettings):

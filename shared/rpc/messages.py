@@ -255,6 +255,18 @@ class NodeInfo:
 
 
 @dataclass(slots=True)
+class NodeListChange:
+    """The registry to a worker of the router: nodes that joined or changed, and ids of nodes that left.
+
+    The first messages of a stream list all nodes. `is_complete` is set in the last message of each change.
+    """
+
+    nodes: list[NodeInfo] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    is_complete: bool = True
+
+
+@dataclass(slots=True)
 class ReserveRequest:
     """Prefill node to decode node: reserve blocks for the KV of this request. The reply waits for free blocks."""
 

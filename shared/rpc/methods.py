@@ -1,6 +1,7 @@
 """The RPCs of Baton. One line defines each RPC for both the server's handler and the client's call."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from shared.rpc.messages import (
     Ack,
     CommitRequest,
     NodeInfo,
+    NodeListChange,
     NodeUpdate,
     PushedNotice,
     RenewReply,
@@ -85,6 +87,7 @@ class PeerError(Exception):
 
 
 JOIN = Rpc("/baton.Registry/Join", NodeInfo, Ack, streams=True)
+FOLLOW = Rpc("/baton.Registry/Follow", Ack, NodeListChange, streams=True)
 ATTACH = Rpc("/baton.Node/Attach", RouterCommand, NodeUpdate, streams=True)
 SET_ROLE = Rpc("/baton.Node/SetRole", SetRoleRequest, Ack)
 RESERVE = Rpc("/baton.Decode/Reserve", ReserveRequest, ReserveReply)
@@ -125,12 +128,15 @@ class RpcServer:
         self._identity = identity or tls.own()
         self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port in use. Raises OSError if the port cannot be bound."""
+    async def start(self, host: str, port: int, listener: socket.socket | None = None) -> int:
+        """Listen, or serve on a socket that listens already, and return the port in use.
+
+        Raises OSError if the port cannot be bound."""
         secure: dict[str, Any] = {}
         if self._identity is not None:
             secure = {"ssl": self._identity.server_context, "ssl_handshake_timeout": tls.HANDSHAKE_S}
-        self._server = await asyncio.get_running_loop().create_server(self._make, host, port, **secure)
+        where = {"host": host, "port": port} if listener is None else {"sock": listener}
+        self._server = await asyncio.get_running_loop().create_server(self._make, **where, **secure)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self, timeout_s: float = 2.0) -> None:

@@ -216,6 +216,10 @@ class Cluster:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
+    @property
+    def registry_port(self) -> int:
+        return int(self._join.rpartition(":")[2])
+
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()[-4000:]
 

@@ -441,7 +441,8 @@ async def test_a_request_fails_if_its_client_does_not_read_for_long(monkeypatch:
 
 def test_the_kernel_closes_connections_of_vanished_clients() -> None:
     """Accepted connections inherit the timeout and keepalive options of the listening socket."""
-    with listen("127.0.0.1", 0, "--port") as listener, socket.create_connection(listener.getsockname()):
+    (listener,) = listen("127.0.0.1", 0, "--port")
+    with listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000

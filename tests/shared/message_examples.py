@@ -7,6 +7,7 @@ from shared.rpc.messages import (
     Logprobs,
     Media,
     NodeInfo,
+    NodeListChange,
     NodeStats,
     NodeUpdate,
     PushedNotice,
@@ -64,6 +65,7 @@ EXAMPLES: list[tuple[object, str]] = [
         NodeInfo("n", "b", "decode", "h:1", "m", "f", 16, 64, 9, 512, 8),
         "dc0010a16ea162a66465636f6465a3683a31a16da166104009cd020008a0a5726561647980a080",
     ),
+    (NodeListChange([], ["n"], False), "939091a16ec2"),
     (
         ReserveRequest(SUBMIT, "w", "f"),
         "93dc0011a172a6726f75746572c408010000000200000002059ecb3fe0000000000000cb3ff000000000000000cb000000000000000003cb3ff0000000000000cb0000000000000000cb00000000000000008107cbbff0000000000000c0c0c40090a000c400c40000a0c3a0a167c3a090a177a166",

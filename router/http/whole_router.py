@@ -1,0 +1,85 @@
+"""The routes that show all workers of a router, whichever worker the client is connected to.
+
+Each worker answers the others at a Unix socket, which only this user can open, so no key is needed there. A worker that
+is being restarted is left out.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from router.metrics.merged import MergedMetrics, merged_requests, merged_status
+
+ANSWER_S = 5.0
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
+DEFAULT_LIMIT = 100  # of `/v1/requests`
+
+
+class WholeRouter:
+    """Asks all workers, and merges their answers."""
+
+    def __init__(self, sockets: Sequence[Path], own: int) -> None:
+        """`sockets` are those of all workers, and `own` is the number of this one."""
+        self._sockets = [sockets[own], *sockets[:own], *sockets[own + 1 :]]
+
+    def routes(self, paths: Sequence[str]) -> list[Route]:
+        """Return the routes for those of `paths` that differ between workers."""
+        whole = {
+            "/v1/status": self.status,
+            "/metrics": self.metrics,
+            "/load": self.load,
+            "/v1/requests": self.requests,
+            "/v1/requests/{id}/timeline": self.timeline,
+        }
+        return [Route(path, handler) for path, handler in whole.items() if path in paths]
+
+    async def status(self, request: Request) -> Response:
+        return JSONResponse(merged_status([answer.json() for answer in await self._ask(request)]))
+
+    async def metrics(self, request: Request) -> Response:
+        texts = [answer.text for answer in await self._ask(request)]
+        text = await asyncio.to_thread(lambda: generate_latest(MergedMetrics(texts)))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    async def load(self, request: Request) -> Response:
+        answers: list[dict[str, Any]] = [answer.json() for answer in await self._ask(request)]
+        return JSONResponse({"server_load": sum(answer["server_load"] for answer in answers)})
+
+    async def requests(self, request: Request) -> Response:
+        answers = await self._ask(request)
+        if answers[0].status_code != 200:
+            return _passed(answers[0])
+        limit = int(request.query_params.get("limit", DEFAULT_LIMIT))
+        return JSONResponse(merged_requests([answer.json() for answer in answers], limit))
+
+    async def timeline(self, request: Request) -> Response:
+        answers = await self._ask(request)
+        return _passed(next((answer for answer in answers if answer.status_code == 200), answers[0]))
+
+    async def _ask(self, request: Request) -> list[httpx.Response]:
+        """Return the workers' answers to a request, this worker's first."""
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        found = await asyncio.gather(*(_get(socket, target) for socket in self._sockets))
+        answers = [answer for answer in found if answer is not None]
+        return [each for each in answers if each.status_code == answers[0].status_code or each.status_code == 200]
+
+
+async def _get(socket: Path, target: str) -> httpx.Response | None:
+    try:
+        transport = httpx.AsyncHTTPTransport(uds=str(socket))
+        async with httpx.AsyncClient(transport=transport, timeout=ANSWER_S, trust_env=False) as client:
+            return await client.get("http://worker" + target)
+    except httpx.HTTPError:
+        return None
+
+
+def _passed(answer: httpx.Response) -> Response:
+    return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))

@@ -1,0 +1,88 @@
+"""The answers of a router with several workers, from the answers of each worker.
+
+The functions are pure. `documents` and `texts` are the answers of the workers that answered, the asked one first.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+# Each worker sees every node, so metrics of nodes are equal in all workers, except the lengths of the queues of
+# handoffs, which each worker counts for its own requests.
+OWN_QUEUES = ("baton_num_prefill_", "baton_num_decode_")
+SHARES = ("baton_slo_attainment_ratio",)  # of these, the smallest is shown
+
+
+def is_of_nodes(name: str, labels: Mapping[str, str]) -> bool:
+    """Return whether a metric describes nodes rather than the requests of one worker."""
+    return ("engine" in labels or name.startswith("baton_pool_")) and not name.startswith(OWN_QUEUES)
+
+
+class MergedMetrics(Collector):
+    """The sum of the workers' metrics of requests, and the largest value of each metric of a node.
+
+    The largest is the correct one, because a worker that has been restarted counts from 0."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._families: dict[str, Metric] = {}
+        values: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[float]] = defaultdict(list)
+        for text in texts:
+            for family in text_string_to_metric_families(text):
+                self._families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    values[family.name, sample.name, tuple(sample.labels.items())].append(sample.value)
+        for (name, of_sample, labels), each in values.items():
+            merge: Callable[[list[float]], float] = max if is_of_nodes(name, dict(labels)) else sum
+            self._families[name].add_sample(of_sample, dict(labels), (min if name in SHARES else merge)(each))
+
+    def collect(self) -> list[Metric]:
+        return list(self._families.values())
+
+
+def merged_status(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return `/v1/status` of the whole router: its requests are summed, and of latencies, the largest is shown."""
+    first = documents[0]
+    status = first | {
+        name: _sum([document[name] for document in documents]) for name in ("requests", "placements", "queue")
+    }
+    of_nodes = {name: first["totals"][name] for name in ("running",)}
+    queued = sum(document["queue"]["requests"] for document in documents)
+    of_nodes["queued"] = first["totals"]["queued"] - first["queue"]["requests"] + queued
+    status["totals"] = _sum([document["totals"] for document in documents]) | of_nodes
+    status["latency"] = _largest([document["latency"] for document in documents])
+    return status | {"workers": [document["router"]["id"] for document in documents]}
+
+
+def merged_requests(documents: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """Return the latest requests of all workers, newest first."""
+    rows = [row for document in documents for row in document["requests"]]
+    return documents[0] | {"requests": sorted(rows, key=lambda row: -row["accepted_ms"])[:limit]}
+
+
+def _sum(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sum of each number. Of other values, return the first."""
+    total: dict[str, Any] = {}
+    for document in documents:
+        for name, value in document.items():
+            is_number = isinstance(value, int | float) and isinstance(total.get(name, 0), int | float)
+            total[name] = total.get(name, 0) + value if is_number else total.get(name, value)
+    return total
+
+
+def _largest(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the largest value of each number at any depth, and the sum of the counts `n`."""
+    found: dict[str, Any] = {}
+    for name, value in documents[0].items():
+        values = [document[name] for document in documents if document.get(name) is not None]
+        if isinstance(value, Mapping):
+            found[name] = _largest(values)
+        elif all(isinstance(each, int | float) for each in values):
+            merges: dict[str, Callable[[list[Any]], Any]] = {"n": sum, "attainment": min}
+            found[name] = merges.get(name, max)(values) if values else None
+        else:
+            found[name] = value
+    return found

@@ -1,0 +1,138 @@
+"""The worker processes of one router, which serve on the same ports.
+
+The first process opens all ports and forks the workers, and the registry if it is built in. It starts a process again
+that ends, and keeps the worker's listening sockets open in the meantime, so that new connections wait for the new
+process. If the first process dies, the kernel kills all others.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from router.nodes.placement import PoolCapacity
+from shared.lifecycle import set_parent_death_signal
+
+log = logging.getLogger("baton.router")
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+INVALID = 2  # exit status of a process that cannot start with its settings: it is not started again
+RESTART_S = 1.0  # least time between two starts of a process
+POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShare:
+    """One worker's part of its router: worker `number` of `count`.
+
+    The workers divide the limits of the router. `sockets` are those at which each worker answers the others, and
+    `registry` is the address of the registry process; both are empty for a router without workers.
+    """
+
+    number: int = 0
+    count: int = 1
+    sockets: tuple[Path, ...] = ()
+    registry: str = ""
+
+    def of(self, limit: int) -> int:
+        """Return this worker's part of a limit. The parts of all workers add up to it."""
+        return limit // self.count + (self.number < limit % self.count)
+
+    def of_capacity(self, capacity: PoolCapacity) -> PoolCapacity:
+        """Return this worker's part of the capacity of the nodes."""
+        return PoolCapacity(*map(self.of, capacity))
+
+
+def supervise(
+    workers: Mapping[str, Callable[[], int]], helpers: Mapping[str, Callable[[], int]], on_drain: Callable[[], None]
+) -> int:
+    """Run each function in a process of its own until SIGTERM, and return the exit status.
+
+    `workers` drain after SIGTERM, and `helpers` get SIGTERM when all workers have ended. `on_drain` is called in this
+    process at the start of the drain. A second signal kills all processes.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
+    try:
+        return WorkerSupervisor({**helpers, **workers}, set(workers), on_drain).run()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING, signal.SIGCHLD})
+
+
+class WorkerSupervisor:
+    """Starts, restarts, drains and reaps the processes. Runs on the main thread, without an event loop, so that it can
+    fork. The signals in ENDING and SIGCHLD are blocked, and arrive through `sigtimedwait`."""
+
+    def __init__(self, jobs: Mapping[str, Callable[[], int]], workers: set[str], on_drain: Callable[[], None]) -> None:
+        self._jobs, self._workers, self._on_drain = jobs, workers, on_drain
+        self._running: dict[int, str] = {}  # names by process id
+        self._due = dict.fromkeys(jobs, 0.0)  # when to start a process that does not run
+        self._is_draining = False
+        self._status = 0
+
+    def run(self) -> int:
+        while self._running or not self._is_draining:
+            self._start_due()
+            found = signal.sigtimedwait({*ENDING, signal.SIGCHLD}, POLL_S)
+            self._reap()
+            if found is None or found.si_signo == signal.SIGCHLD:
+                continue
+            if self._is_draining:
+                self._send(signal.SIGKILL, self._jobs.keys())
+                return 128 + found.si_signo
+            self._drain()
+        return self._status
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, due in self._due.items() if due <= now and not self._is_draining]:
+            self._running[self._fork(self._jobs[name])] = name
+            self._due[name] = float("inf")
+
+    def _fork(self, job: Callable[[], int]) -> int:
+        sys.stdout.flush()
+        parent = os.getpid()
+        if (pid := os.fork()) > 0:
+            return pid
+        status = 1
+        try:
+            set_parent_death_signal(parent)()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING, signal.SIGCHLD})
+            status = job()
+            sys.stdout.flush()
+        except BaseException:  # noqa: BLE001 - the child must not return into the caller's code
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while self._running:
+            pid, waited = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            if (name := self._running.pop(pid, None)) is None:
+                continue
+            status = os.waitstatus_to_exitcode(waited)
+            if self._is_draining:
+                self._status = self._status or max(0, status if name in self._workers else 0)
+            elif status == INVALID:
+                self._status = INVALID
+                self._drain()
+            else:
+                log.warning("%s ended with status %d: starting it again", name, status)
+                self._due[name] = time.monotonic() if status < 0 else time.monotonic() + RESTART_S
+        if self._is_draining and not self._workers & {*self._running.values()}:
+            self._send(signal.SIGTERM, self._jobs.keys() - self._workers)
+
+    def _drain(self) -> None:
+        self._is_draining = True
+        self._on_drain()
+        self._send(signal.SIGTERM, self._workers)
+
+    def _send(self, number: int, names: Set[str]) -> None:
+        for pid, name in self._running.items():
+            if name in names:
+                os.kill(pid, number)

@@ -1,0 +1,151 @@
+"""Test a router with several worker processes: what a killed process loses, what is summed, and how it drains."""
+
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, completion, expected, prompt_of, wait_for
+
+NUM_STREAMS = 16
+
+
+@pytest.fixture
+def running() -> Iterator[Cluster]:
+    with cluster(0, 1, workers=2, mode="colocated") as running:
+        wait_for(lambda: all_see(running), "every worker sees the node")
+        yield running
+
+
+def all_see(running: Cluster) -> bool:
+    """Return whether 20 new connections in a row, which reach both workers, show the node."""
+    return all(running.alive("router") == {"decode-0"} for _ in range(20))
+
+
+def processes_at(running: Cluster, port: int) -> list[psutil.Process]:
+    """Return the child processes of the router that listen on a port."""
+    found = psutil.Process(running.processes["router"].pid).children()
+    return [
+        each
+        for each in found
+        if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in each.net_connections())
+    ]
+
+
+def sums(running: Cluster) -> dict[str, float]:
+    """Return each metric's sum over all values of its labels, by the name of the sample."""
+    found: dict[str, float] = {}
+    with urllib.request.urlopen(f"{running.url}/metrics", timeout=10) as answer:
+        for family in text_string_to_metric_families(str(answer.read(), "utf-8")):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+def outcome(running: Cluster, prompt: list[int], length: int) -> str:
+    """Return "right", "wrong" or "cut"."""
+    try:
+        return "right" if running.stream(prompt, length) == expected(prompt, length) else "wrong"
+    except (OSError, AssertionError, ValueError):
+        return "cut"
+
+
+def test_the_answers_and_metrics_of_all_workers_are_those_of_one_router(running: Cluster) -> None:
+    prompts = [prompt_of(seed, 20 + seed) for seed in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda prompt: running.complete(prompt, 5), prompts)) == [
+            expected(prompt, 5) for prompt in prompts
+        ]
+    seen = sums(running)
+    assert seen["vllm:generation_tokens_total"] == 24 * 5
+    assert seen["vllm:prompt_tokens_total"] == sum(map(len, prompts))
+    assert seen["vllm:request_success_total"] == seen["vllm:e2e_request_latency_seconds_count"] == 24
+    assert seen["baton_node_alive"] == 1, "metrics of nodes are not summed"
+    status = running.status()
+    assert len(status["workers"]) == 2
+    assert status["requests"]["total"] == 24
+    rows = running.get("/v1/requests?limit=100")["requests"]
+    assert len(rows) == 24
+    assert [row["accepted_ms"] for row in rows] == sorted((row["accepted_ms"] for row in rows), reverse=True)
+    assert all(running.get(f"/v1/requests/{row['id']}/timeline")["id"] == row["id"] for row in rows)
+    assert running.get("/load") == {"server_load": 0}
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        running.get("/v1/requests?limit=0")
+
+
+def test_a_killed_worker_loses_only_its_streams_and_is_started_again(running: Cluster) -> None:
+    workers = processes_at(running, running.port)
+    assert len(workers) == 2
+    prompts = [prompt_of(seed, 30) for seed in range(NUM_STREAMS)]
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        streams = [pool.submit(outcome, running, prompt, 6000) for prompt in prompts]
+        wait_for(lambda: running.get("/load")["server_load"] == NUM_STREAMS, "all streams are accepted")
+        served = len([each for each in workers[0].net_connections() if each.status == psutil.CONN_ESTABLISHED])
+        workers[0].kill()
+        outcomes = [stream.result() for stream in streams]
+    assert "wrong" not in outcomes
+    assert 0 < outcomes.count("right") < NUM_STREAMS, "connections are spread over the workers"
+    assert outcomes.count("cut") <= served
+    wait_for(lambda: len(processes_at(running, running.port)) == 2, "the worker is back")
+    assert [outcome(running, prompt, 10) for prompt in prompts] == ["right"] * NUM_STREAMS
+    wait_for(lambda: len(running.status()["workers"]) == 2, "both workers answer")
+    assert "starting it again" in running.log("router")
+
+
+def test_a_killed_registry_interrupts_no_request_and_nodes_join_again(running: Cluster) -> None:
+    port = running.registry_port
+    (registry,) = processes_at(running, port)
+    with running.streaming([prompt_of(seed, 30) for seed in range(4)], 2000):
+        registry.kill()
+        assert running.complete([5, 6, 7], 5) == expected([5, 6, 7], 5)
+    running.start("decode-1")
+    running.ready()
+    wait_for(lambda: running.alive("router") == {"decode-0", "decode-1"}, "a new node joins")
+
+
+def test_sigterm_drains_all_workers(running: Cluster) -> None:
+    children = psutil.Process(running.processes["router"].pid).children(recursive=True)
+    with running.streaming([prompt_of(seed, 30) for seed in range(8)], 2000):
+        running.send_signal("router", signal.SIGTERM)
+    assert running.processes["router"].wait(60) == 0
+    wait_for(lambda: not any(each.is_running() for each in children), "no process is left")
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", running.port), timeout=5)
+
+
+def test_the_workers_divide_the_limit_of_requests() -> None:
+    with cluster(0, 1, workers=2, mode="colocated", max_concurrent_requests=5) as running:
+        wait_for(lambda: all_see(running), "every worker sees the node")
+        body = completion(running.model, [5, 6, 7], 8000, stream=True)
+        connections = [running.send(body) for _ in range(20)]
+        try:
+            lines = [connection.recv(12) for connection in connections]
+            accepted = lines.count(b"HTTP/1.1 200")
+            assert lines.count(b"HTTP/1.1 429") == 20 - accepted
+            assert 1 <= accepted <= 5
+        finally:
+            for connection in connections:
+                connection.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--workers 2 --responses-store memory", "redis://"),
+        ("--workers 0", "--workers"),
+        ("--workers 8 --max-concurrent-requests 4", "--max-concurrent-requests 4: give at least 8"),
+    ],
+)
+def test_settings_that_workers_cannot_share_are_refused(flags: str, words: str) -> None:
+    command = [sys.executable, "-m", "router", "--model", str(DEMO), "--port", "0", *flags.split()]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert words in ended.stderr

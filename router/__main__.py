@@ -27,15 +27,17 @@ from router.dispatch.admission import AdmissionQueue
 from router.dispatch.attempt import SLOW_S
 from router.dispatch.dispatcher import Dispatcher, DispatchRules
 from router.dispatch.requests import ModelCard
-from router.http.admin import admin_routes
+from router.http.admin import Admin
 from router.http.app import build_app
 from router.http.auth import ApiKeys
 from router.http.connection import ConnectionLimits, HttpConnection, IdleConnections, raise_fd_limit
 from router.http.whole_router import WholeRouter
 from router.metrics.node_metrics import NodeMetrics
+from router.metrics.scaling import ScalingSignals
 from router.nodes.load import slo_targets
 from router.nodes.pool import NodePool
 from router.observer import RouterObserver
+from router.rebalance import Rebalancer
 from router.responses_store import open_store
 from router.text.images import ImageReader
 from router.text.model_files import read_model
@@ -98,25 +100,26 @@ async def _serve(
     listeners: list[socket.socket],
     share: WorkerShare = WorkerShare(),
 ) -> int:
-    identity = f"router-{secrets.token_hex(8)}"
     dashboard = Dashboard() if settings.dashboard else None
     observer = dashboard or RouterObserver()
     ttft_slo_s = settings.ttft_slo_ms / 1000  # also limits the wait in the queue: a longer wait would miss it
-    max_queued = settings.max_queued_tokens and max(1, share.of(settings.max_queued_tokens))
-    queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), max_queued)
-    registry = _registry(settings, share)
+    queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), share.of(settings.max_queued_tokens))
     on_capacity = lambda capacity, now: queue.resize(share.of_capacity(capacity), now)  # noqa: E731
-    fleet = NodePool(identity, registry, settings.mode, settings.node_timeout_s, observer, on_capacity)
+    fleet = NodePool(
+        _identity(), _registry(settings, share), settings.mode, settings.node_timeout_s, observer, on_capacity
+    )
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s, settings.exact_retries)
     dispatch = Dispatcher(fleet, queue, model.name, rules, observer)
+    signals = ScalingSignals(fleet, queue, dispatch.arrivals, model.name, ttft_slo_s)
+    admin = Admin(fleet, settings.drain_timeout_s)
     app = build_app(
         dispatch,
         tokenizer,
         model,
-        registry=_metrics(fleet, dispatch, model, dashboard),
+        registry=_metrics(fleet, dispatch, model, dashboard, signals),
         observer=observer,
         slo=lambda: slo_targets(settings.ttft_slo_ms, (info for info, _, alive in fleet.nodes() if alive)),
-        more_routes=admin_routes(fleet, settings.drain_timeout_s),
+        more_routes=admin.routes(),
         keys=keys,
         allowed_origins=settings.allowed_origins,
         responses_store=open_store(settings.responses_store, settings.cluster),
@@ -137,6 +140,8 @@ async def _serve(
             print(f"router: cannot listen on registry port {settings.registry_port}: {error}", file=sys.stderr)
             return 2
         cleanup.push_async_callback(fleet.close)
+        if settings.rebalance == "on":
+            cleanup.push_async_callback(Rebalancer(fleet, signals, admin).start().close)
         if (runs := app.state.responses) is not None:
             runs.open()
             cleanup.push_async_callback(runs.close)
@@ -145,6 +150,10 @@ async def _serve(
             _log_addresses(listeners, keys is None)
         await _serve_http(lifetime, servers, observer)
     return 0
+
+
+def _identity() -> str:
+    return f"router-{secrets.token_hex(8)}"
 
 
 async def _serve_http(lifetime: ProcessLifetime, servers: "list[HttpServer]", observer: RouterObserver) -> None:
@@ -160,9 +169,12 @@ async def _serve_http(lifetime: ProcessLifetime, servers: "list[HttpServer]", ob
     await serving
 
 
-def _metrics(fleet: NodePool, dispatch: Dispatcher, model: ModelCard, dashboard: Dashboard | None) -> CollectorRegistry:
+def _metrics(
+    fleet: NodePool, dispatch: Dispatcher, model: ModelCard, dashboard: Dashboard | None, signals: ScalingSignals
+) -> CollectorRegistry:
     """Return a registry with the metrics of nodes, which include those of steps if there is a dashboard."""
     metrics = CollectorRegistry()
+    metrics.register(signals)
     if dashboard is None:
         metrics.register(NodeMetrics(fleet.journal.metric_rows, model.name, dispatch.status))
     else:

@@ -39,8 +39,9 @@ class WorkerShare:
     registry: str = ""
 
     def of(self, limit: int) -> int:
-        """Return this worker's part of a limit. The parts of all workers add up to it."""
-        return limit // self.count + (self.number < limit % self.count)
+        """Return this worker's part of a limit, which is not 0 unless the limit is. The parts of all workers add up to
+        the limit if it is at least `count`."""
+        return max(limit > 0, limit // self.count + (self.number < limit % self.count))
 
     def of_capacity(self, capacity: PoolCapacity) -> PoolCapacity:
         """Return this worker's part of the capacity of the nodes."""

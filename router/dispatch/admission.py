@@ -119,11 +119,21 @@ class AdmissionQueue:
         self._served: dict[str, float] = {}  # virtual time of each tenant, in tokens
         self._virtual = 0.0  # virtual time of the latest grant; an idle tenant's time is raised to it
         self._throughput = ThroughputEstimator()
-        self._stayed_s = self._generated = 0.0  # decaying sums over samples: of seconds on nodes, and of tokens
+        self._stayed_s = self._generated = self._num_stayed = 0.0  # decaying sums: seconds on nodes, tokens, samples
 
     @property
     def queued_tokens(self) -> int:
         return sum(sum(level.tokens.values()) for level in self._levels.values())
+
+    @property
+    def mean_stay_s(self) -> float:
+        """How long a sample stays on its nodes, in the mean of those that ended lately; 0 before the first."""
+        return self._stayed_s / self._num_stayed if self._num_stayed else 0.0
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        queues = (queue for level in self._levels.values() for queue in level.queues.values())
+        return sum(entry.prompt_tokens for queue in queues for entry in queue)
 
     @property
     def queued_tenants(self) -> frozenset[str]:
@@ -236,6 +246,7 @@ class AdmissionQueue:
         if entry.granted_at is not None and generated:
             self._stayed_s = FORGET * self._stayed_s + now - entry.granted_at
             self._generated = FORGET * self._generated + generated
+            self._num_stayed = FORGET * self._num_stayed + 1
         return self._granted(now)
 
     def pause(self, entry: QueueEntry, now: float) -> list[QueueEntry]:

@@ -28,6 +28,7 @@ from router.dispatch.attempt import (
 )
 from router.dispatch.failover import Failover, RetryBudget, inexact_reason
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal
+from router.metrics.request_metrics import SlidingCounts
 from router.nodes.connection import ANY_VERSION, NodeConnection
 from router.nodes.load import kv_capacity_tokens
 from router.nodes.placement import PlacementCandidate
@@ -108,6 +109,7 @@ class Dispatcher:
         self._inexact = Counter[str]()  # number of attempts that may continue with other tokens, by reason
         self._placements = Counter[str]()  # number of attempts for each reason of a placement
         self._retry_budget = RetryBudget()
+        self.arrivals = SlidingCounts()  # for `ScalingSignals`; refused requests count too
 
     def ready(self, role: str = "") -> bool:
         """Return whether a node of the role takes requests, or any node if `role` is ""."""
@@ -148,6 +150,8 @@ class Dispatcher:
                 raise deadline_error()
             await self._wait_for(lambda: self.ready() or None, min(WAIT_NEW_S, late_s))
             self._check_fits(request)
+            self.arrivals.add("prompt", len(request.prompt))
+            self.arrivals.add("samples", request.n)
             entry = self._queue.enqueue(request)
         except asyncio.CancelledError:
             self._counts["cancelled"] += request.n
@@ -289,6 +293,7 @@ class Dispatcher:
         if attempt.is_first:
             self._rules.check_slo(placement, is_stale=(prefill or decode).load.is_stale)
             self._queue.credit_prefix_hit(admitted.entry, candidate.cached_tokens)
+            self.arrivals.add("cached", candidate.cached_tokens)
         self._record_placement(attempt, placement)
         self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
         admitted.version = decode.version

@@ -25,7 +25,7 @@ BODY_BYTES, BODY_S = 4096, 10.0
 
 def admin_routes(pool: NodePool, drain_s: float) -> list[Route]:
     """Return the admin routes. A node that changes its role waits up to `drain_s` seconds for its requests to end."""
-    return [Route("/v1/nodes/{node}/role", Admin(pool, drain_s).set_role, methods=["POST"])]
+    return Admin(pool, drain_s).routes()
 
 
 class RoleBody(BaseModel):
@@ -41,6 +41,9 @@ class Admin:
         self._drain_s = drain_s
         self._becoming: dict[str, str] = {}  # the new role of each node that is changing its role
 
+    def routes(self) -> list[Route]:
+        return [Route("/v1/nodes/{node}/role", self.set_role, methods=["POST"])]
+
     async def set_role(self, request: Request) -> Response:
         """Handle POST {"role": "prefill" | "decode"}. The response is sent when the node has rejoined. The response
         contains a note if the cluster now has no node of the other role."""
@@ -50,6 +53,13 @@ class Admin:
         except ValidationError:
             raise RequestError('role: must be "prefill" or "decode", as in {"role": "decode"}.', "role") from None
         connection = self._connection(request.path_params["node"])
+        note = await self.change(connection, role)
+        return JSONResponse({"node": connection.info.id, "role": role, "note": note})
+
+    async def change(self, connection: NodeConnection, role: str) -> str:
+        """Change a node's role, and wait until it has rejoined. Return the note for the response.
+
+        Raises RequestError if the node may not change its role, and UnavailableError if it does not answer."""
         note = self._check(connection, role)
         name, channel = connection.info.id, RpcChannel(connection.info.address)
         self._becoming[name] = role
@@ -64,7 +74,7 @@ class Admin:
         if answer.error:
             raise RequestError(f"Node {name} keeps its role: {answer.error}.", "role", status=409)
         await wait_until(lambda: connection.info.role == role, REGISTRY_S)
-        return JSONResponse({"node": name, "role": role, "note": note})
+        return note
 
     def _connection(self, name: str) -> NodeConnection:
         connection = self._pool.connections.get(name)

@@ -33,7 +33,7 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "Computation": "device devices gpu_memory_utilization attention_backend threads cpus emulate",
     "KV cache": "kv_cache_memory kv_cache_dtype num_blocks block_size kv_channel kv_directory "
     "kv_host kv_port reserve_timeout_s push_timeout_s",
-    "Scheduling": "disaggregate policy max_num_batched_tokens max_num_seqs long_prefill_token_threshold "
+    "Scheduling": "disaggregate rebalance policy max_num_batched_tokens max_num_seqs long_prefill_token_threshold "
     "max_num_partial_prefills async_scheduling speculative_config ttft_slo_ms tbt_slo_ms",
     "API": "host port api_keys_file api_keys allowed_origins admin_host admin_port tool_call_parser reasoning_parser "
     "responses_store workers",

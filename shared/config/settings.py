@@ -268,6 +268,9 @@ class ServingSettings(CommonSettings):
     disaggregate: Literal["always", "never", "auto"] = setting(
         "auto", "When a prompt is sent to a prefill node: always, never, or if that is predicted to be faster."
     )
+    rebalance: Literal["off", "on"] = setting(
+        "off", "Change a node's role if, for a minute, one role needs more nodes and the other fewer."
+    )
     ttft_slo_ms: Milliseconds = setting(
         0.0, "Reject requests whose first token is predicted to take longer, with status 429.", "accept all"
     )
@@ -311,6 +314,8 @@ class ServingSettings(CommonSettings):
     def _check_workers(self) -> Self:
         if self.workers > 1 and self.responses_store == "memory":
             raise ValueError("--responses-store memory: each of several --workers has its own memory; use redis://…")
+        if self.workers > 1 and self.rebalance == "on":
+            raise ValueError("--rebalance on: it needs a router of one process, which knows all requests; no --workers")
         for name in ("max_concurrent_requests", "max_connections"):
             if (limit := getattr(self, name)) < self.workers:
                 raise ValueError(f"{flag_of(name)} {limit}: give at least {self.workers}, which --workers divide")

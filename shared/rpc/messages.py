@@ -163,6 +163,7 @@ class NodeStats:
     accepted_per_pos: list[int] = field(default_factory=list)  # entry i: number of decodes whose guess i was right
     images_encoded: int = 0  # by the vision module
     images_cached: int = 0  # images whose features were still there when they were needed again
+    num_routers: int = 0  # number of routers, and workers of routers, that are attached
 
 
 @dataclass(slots=True)

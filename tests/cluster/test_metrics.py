@@ -156,6 +156,8 @@ def test_prometheus_scrapes_the_router_and_answers_every_query_of_the_dashboard(
             for target in panel.get("targets", []):
                 query = target["expr"].replace("$__rate_interval", "30s").replace("$model", ".*")
                 assert ask(query), f"{panel['title']}: {query}"
+        for query in re.findall(r"query: (.+)", (ROOT / "docs" / "scale.md").read_text()):
+            assert [float(row["value"][1]) for row in ask(query)] == [1.0], f"docs/scale.md: {query}"
         (generated,) = ask("vllm:generation_tokens_total")
         assert float(generated["value"][1]) >= 20
     finally:

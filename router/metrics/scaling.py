@@ -1,0 +1,88 @@
+"""The metric `baton_needed_nodes`: how many nodes of each role the router's own requests need."""
+
+import time
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from router.dispatch.admission import AdmissionQueue
+from router.metrics.request_metrics import SlidingCounts
+from router.nodes.connection import NodeConnection
+from router.nodes.pool import NodePool
+from router.scaling import WINDOW_S, Demand, capability_of, load_of_decode, load_of_prefill, needed, recent_rate
+from scheduler.cost import CostModel
+from shared.metrics import metric_family
+from shared.rpc.messages import NodeInfo
+
+ROLES = ("prefill", "decode")
+NUM_SLICES, NUM_RECENT = 12, 3  # numbers of complete slices of 5 s, which cover WINDOW_S and RECENT_S
+NEW_S = 60.0  # the step-time model of a node that joined more recently is used only if there is no older node
+
+
+class ScalingSignals(Collector):
+    """Computes the needed nodes at each scrape, from the admission queue, the pool and the arrivals of the last minute.
+
+    `arrivals` counts the tokens of prompts that arrive ("prompt"), those of them found in a prefix cache ("cached"),
+    and the samples that arrive ("samples").
+    """
+
+    def __init__(
+        self,
+        pool: NodePool,
+        queue: AdmissionQueue,
+        arrivals: SlidingCounts,
+        model_name: str,
+        ttft_slo_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool, self._queue, self._arrivals = pool, queue, arrivals
+        self._model_name = model_name
+        self._ttft_slo_s = ttft_slo_s
+        self._clock = clock
+
+    @property
+    def num_routers(self) -> int:
+        """The number of routers, and workers of routers, that share the nodes, as the nodes report it."""
+        return max((stats.num_routers for _, stats, alive in self._pool.nodes() if alive), default=1) or 1
+
+    def present(self) -> dict[str, int]:
+        """Return the number of nodes of each role that take requests."""
+        return dict(zip(ROLES, map(len, self._pool.routable()), strict=True))
+
+    def needed(self) -> dict[str, float]:
+        """Return the number of nodes of each role that this router's requests need."""
+        nodes = dict(zip(ROLES, self._pool.routable(), strict=True))
+        demand, routers = self._demand(), self.num_routers
+        can = {role: capability_of(self._known(each), demand.request_kv_tokens) for role, each in nodes.items()}
+        computing = "prefill" if nodes["prefill"] else "decode"
+        prompts = load_of_prefill(demand, can[computing], self._ttft_slo_s)
+        decodes = load_of_decode(demand, can["decode"]) if nodes["decode"] else None
+        if computing == "decode" and decodes is not None:
+            decodes, prompts = decodes + (prompts or 0.0), None  # these nodes do both
+        loads = {"prefill": prompts, "decode": decodes}
+        return {role: needed(loads[role], len(each) / routers, routers) for role, each in nodes.items()}
+
+    def _demand(self) -> Demand:
+        arrived, recent = self._arrivals.totals(NUM_SLICES), self._arrivals.totals(NUM_RECENT)
+        queue = self._queue
+        return Demand(
+            prompt_tokens_per_s=max(0, arrived["prompt"] - arrived["cached"]) / WINDOW_S,
+            recent_prompt_tokens_per_s=recent_rate(max(0, recent["prompt"] - recent["cached"]), recent["samples"]),
+            queued_prompt_tokens=queue.pending_prefill_tokens + queue.queued_prompt_tokens,
+            requests=queue.held_requests,
+            queued_requests=queue.queued_requests,
+            request_kv_tokens=queue.held_tokens / max(1, queue.held_requests),
+            expected_requests=arrived["samples"] / WINDOW_S * queue.mean_stay_s,
+            recent_expected_requests=recent_rate(recent["samples"], recent["samples"]) * queue.mean_stay_s,
+        )
+
+    def _known(self, nodes: list[NodeConnection]) -> list[tuple[NodeInfo, CostModel | None]]:
+        before = self._clock() - NEW_S
+        old = [each for each in nodes if each.alive_since <= before]
+        return [(each.info, each.load.cost) for each in old or nodes]
+
+    def collect(self) -> Iterable[Metric]:
+        values = [((role, self._model_name), value) for role, value in self.needed().items()]
+        text = "Nodes of a role that the requests of this router need; sum it over all routers."
+        yield metric_family("baton_needed_nodes", text, ["role", "model_name"], values)

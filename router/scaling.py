@@ -1,0 +1,147 @@
+"""How many nodes of each role a router's requests need, for autoscalers and for `--rebalance`.
+
+The functions are pure. A router knows only its own requests, so an autoscaler sums the numbers of all routers. Each
+router therefore holds its share of the present nodes, not all of them, when it decides whether fewer would do.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, sqrt
+from statistics import median
+
+from router.nodes.load import attribute, kv_capacity_tokens, step_tokens
+from scheduler.cost import CostModel, StepWork, pairs_of
+from shared.rpc.messages import NodeInfo
+
+WINDOW_S = 60.0  # the rate of arrivals is the mean over this time
+RECENT_S = 15.0  # while requests are queued, the mean over this time counts too
+QUEUE_S = 10.0  # queued prompts should be computed within this time, unless there is an SLO for the first token
+KV_TARGET = 0.85  # share of a node's KV capacity that requests should use at most
+SURVIVORS = 0.8  # a node may go only if the others would then be used to at most this share
+STEADY_S = 60.0  # how long one role must need more nodes, and the other fewer, before a node changes its role
+FLIP_S = 300.0  # least time between two changes
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The requests of one router."""
+
+    prompt_tokens_per_s: float = 0.0  # of prompts that arrived in the last minute, without those in a prefix cache
+    recent_prompt_tokens_per_s: float = 0.0  # the same in the last RECENT_S
+    queued_prompt_tokens: float = 0.0  # not computed yet
+    requests: float = 0.0  # in progress
+    queued_requests: float = 0.0
+    request_kv_tokens: float = 0.0  # that one request holds, in the mean
+    expected_requests: float = 0.0  # in progress if all requests began as they arrived in the last minute
+    recent_expected_requests: float = 0.0  # the same for the last RECENT_S
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCapability:
+    """What a typical node of a role can do. `prompt_tokens_per_s` is 0 while it is unknown."""
+
+    prompt_tokens_per_s: float = 0.0
+    kv_tokens: float = 1.0
+    requests: float = 1.0
+
+
+def capability_of(nodes: Sequence[tuple[NodeInfo, CostModel | None]], context: float) -> NodeCapability:
+    """Return the median of what the nodes can do. `context` is the mean length of a request, in tokens."""
+    if not nodes:
+        return NodeCapability()
+    rates = [_prompt_rate(info, cost) for info, cost in nodes if cost is not None]
+    return NodeCapability(
+        median(rates) if rates else 0.0,
+        median(kv_capacity_tokens(info) for info, _ in nodes),
+        median(_most_requests(info, cost, context) for info, cost in nodes),
+    )
+
+
+def _prompt_rate(info: NodeInfo, cost: CostModel) -> float:
+    """Return the tokens per second of steps with one full chunk."""
+    tokens = step_tokens(info)
+    seconds = cost.seconds(StepWork(1, tokens, pairs_of(0, tokens)))
+    return tokens / seconds if seconds > 0 else 0.0
+
+
+def _most_requests(info: NodeInfo, cost: CostModel | None, context: float) -> int:
+    """Return how many requests a node decodes within its SLO for the time between tokens, at least 1."""
+    slo_s = attribute(info, "tbt_slo_ms", 0.0) / 1000
+    if cost is None or not slo_s:
+        return info.max_num_seqs
+    low, high = 1, info.max_num_seqs  # the largest number in this range whose step is short enough
+    while low < high:
+        middle = (low + high + 1) // 2
+        work = StepWork(num_decodes=middle, decode_context=round(middle * context))
+        low, high = (middle, high) if cost.seconds(work) <= slo_s else (low, middle - 1)
+    return low
+
+
+def recent_rate(total: float, count: int) -> float:
+    """Return the rate per second of a total over RECENT_S, less two standard deviations of `count` Poisson arrivals."""
+    return total / RECENT_S * max(0.0, 1 - 2 / sqrt(count)) if count else 0.0
+
+
+def load_of_prefill(demand: Demand, node: NodeCapability, wait_s: float = QUEUE_S) -> float | None:
+    """Return how many nodes compute the prompts, or None if the speed of the nodes is unknown.
+
+    A queue that is too long for the nodes shows a higher load before the mean of a minute does. It counts only up to
+    the recent rate, because it will be gone when that many nodes are there.
+    """
+    rate = node.prompt_tokens_per_s
+    if not rate:
+        return None
+    to_do = demand.queued_prompt_tokens / (wait_s or QUEUE_S)
+    return max(demand.prompt_tokens_per_s, min(to_do, demand.recent_prompt_tokens_per_s)) / rate
+
+
+def load_of_decode(demand: Demand, node: NodeCapability) -> float:
+    """Return how many nodes hold and decode the requests.
+
+    By Little's law, the number of requests in progress is the rate of arrivals multiplied by the time for which one
+    stays. As in `load_of_prefill`, queued requests count only up to what the recent rate explains.
+    """
+    waiting = min(demand.requests + demand.queued_requests, demand.recent_expected_requests)
+    requests = max(demand.requests, demand.expected_requests, waiting)
+    return requests * max(1 / node.requests, demand.request_kv_tokens / (KV_TARGET * node.kv_tokens))
+
+
+def needed(load: float | None, present: float, routers: int = 1) -> float:
+    """Return the number of nodes that a load needs, where `present` nodes are this router's share of them.
+
+    More nodes are needed as soon as the load exceeds those present. Fewer are needed, by one, only if the others would
+    be used to SURVIVORS at most, so that the number does not alternate at a constant load.
+    """
+    one = 1.0 / routers
+    if load is None:
+        return present
+    if load > present:
+        return load
+    return present - one if present > one and load <= SURVIVORS * (present - one) else present
+
+
+class RebalanceClock:
+    """Decides when a node changes its role: when one role has needed more nodes, and the other fewer, for STEADY_S.
+
+    `update` is called about once a second. A role keeps at least one node.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns monotonic seconds."""
+        self._clock = clock
+        self._wanted = ""  # the role that needs more nodes
+        self._since = 0.0
+        self._flipped_at = -FLIP_S
+
+    def update(self, needed: dict[str, float], present: dict[str, int]) -> str:
+        """Return the role that one node of the other role should take now, or ""."""
+        now, wanted = self._clock(), ""
+        for role, other in (("prefill", "decode"), ("decode", "prefill")):
+            if ceil(needed[role]) > present[role] and needed[other] <= present[other] - 1 and present[other] > 1:
+                wanted = role
+        if wanted != self._wanted:
+            self._wanted, self._since = wanted, now
+        if not wanted or now - self._since < STEADY_S or now - self._flipped_at < FLIP_S:
+            return ""
+        self._flipped_at, self._since = now, now
+        return wanted

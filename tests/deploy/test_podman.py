@@ -41,8 +41,8 @@ network_backend = "netavark"
 
 
 def missing() -> str:
-    if not shutil.which("podman") or not shutil.which("kubectl"):
-        return "no podman (apt-get install podman runc catatonit conmon netavark aardvark-dns) or no kubectl"
+    if absent := [name for name in ("podman", "kubectl", "ip") if not shutil.which(name)]:
+        return f"no {', '.join(absent)}: apt-get install podman runc catatonit conmon netavark aardvark-dns iproute2"
     if os.geteuid() != 0:
         return "podman needs root for a network with names"
     has_image = subprocess.run(["podman", "image", "exists", IMAGE], check=False).returncode == 0
@@ -74,8 +74,20 @@ class Pods:
         self.podman("network", "create", self.network)
         (self.place / "secret").mkdir()
         (self.place / "secret" / "cluster").write_bytes(new_pem())
-        for role in ("router", "router", "prefill", "decode"):
+        self.add("router")
+        self.pin_address()
+        for role in ("router", "prefill", "decode"):
             self.add(role)
+
+    def pin_address(self) -> None:
+        """Keep the MAC address of the bridge.
+
+        Otherwise, the bridge has the lowest address of its ports. If the pod with that port is removed, the other pods
+        send to the old address until their ARP entries expire, so this machine gets nothing from them for 45 s or so.
+        """
+        bridge = self.podman("network", "inspect", "--format", "{{.NetworkInterface}}", self.network).strip()
+        address = Path(f"/sys/class/net/{bridge}/address").read_text().strip()
+        subprocess.run(["ip", "link", "set", "dev", bridge, "address", address], check=True)
 
     def add(self, role: str) -> str:
         """Start one more pod of a Deployment, and return its name."""

@@ -46,6 +46,7 @@ def problems(objects: list[Object]) -> list[str]:
     checks = (
         found.references,
         found.services,
+        found.scalers,
         found.budgets,
         found.pods,
         found.settings,
@@ -133,6 +134,18 @@ class Manifests:
                 )
                 if any(endpoint["port"] not in ports for endpoint in item["spec"]["podMetricsEndpoints"]):
                     yield f"{name_of(item)}: spec.podMetricsEndpoints: no pod has the port"
+
+    def scalers(self) -> Iterator[str]:
+        """An autoscaler must find its Deployment, which must not have a number of its own, and must leave one pod."""
+        workloads = {item["metadata"]["name"]: item["spec"] for item in self.workloads}
+        for item in self.of_kind("ScaledObject") + self.of_kind("HorizontalPodAutoscaler"):
+            spec, name = item["spec"], item["spec"]["scaleTargetRef"]["name"]
+            if name not in workloads:
+                yield f"{name_of(item)}: spec.scaleTargetRef: there is no Deployment/{name}"
+            elif "replicas" in workloads[name]:
+                yield f"Deployment/{name}: spec.replicas: `kubectl apply` would undo what {name_of(item)} decides"
+            if min(spec.get("minReplicaCount", 1), spec.get("minReplicas", 1)) < 1:
+                yield f"{name_of(item)}: the least number of pods must be at least 1"
 
     def budgets(self) -> Iterator[str]:
         covered = set()

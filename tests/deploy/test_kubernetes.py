@@ -93,3 +93,15 @@ def test_a_planted_fault_is_found(plant: Callable[[list[Object]], None], message
     objects = build(FOLDER / "overlays" / "demo")
     plant(objects)
     assert any(message in line for line in problems(objects)), problems(objects)
+
+
+def test_a_fault_of_an_autoscaler_is_found() -> None:
+    objects = build(FOLDER / "components" / "autoscaling")
+    change("ScaledObject", "baton-decode", "spec/minReplicaCount", 0, objects)
+    change("ScaledObject", "baton-prefill", "spec/scaleTargetRef/name", "prefill", objects)
+    change("Deployment", "baton-router", "spec/replicas", 2, objects)
+    assert {line.partition(":")[0] for line in problems(objects)} == {
+        "ScaledObject/baton-decode",
+        "ScaledObject/baton-prefill",
+        "Deployment/baton-router",
+    }

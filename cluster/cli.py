@@ -15,7 +15,7 @@ from cluster.plan import DoctorSettings, LocalSettings, RaySettings
 from compare.cli import compare, plan, profile
 from shared.api_client import base_url
 from shared.config.command_line import command_of, run_app
-from shared.config.settings import NodeSettings, ProxySettings, RouterSettings, Settings
+from shared.config.settings import NodeSettings, PickerSettings, ProxySettings, RouterSettings, Settings
 from shared.lifecycle import ROOT
 
 Url = Annotated[
@@ -33,6 +33,7 @@ PROCESSES: dict[str, tuple[type[Settings], str]] = {
     "prefill": (NodeSettings, "Run one prefill node."),
     "decode": (NodeSettings, "Run one decode node."),
     "proxy": (ProxySettings, "Run one node whose engine is a vLLM server that runs already."),
+    "picker": (PickerSettings, "Run an endpoint picker, which tells an Envoy gateway to which router a request goes."),
     "doctor": (DoctorSettings, "Check this installation, and that modes and KV channels give the same tokens."),
 }
 LOCAL_URL = "http://127.0.0.1:8000"
@@ -95,6 +96,10 @@ def _run(name: str, settings: Settings) -> int:
             from proxy_node.__main__ import main as run_proxy_node
 
             return run_proxy_node(settings)
+        case PickerSettings():
+            from router.picker.__main__ import main as run_picker
+
+            return run_picker(settings)
         case NodeSettings() if name == "prefill":
             from prefill_node.__main__ import main as run_prefill_node
 

@@ -37,6 +37,7 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "max_num_partial_prefills async_scheduling speculative_config ttft_slo_ms tbt_slo_ms",
     "API": "host port api_keys_file api_keys allowed_origins admin_host admin_port tool_call_parser reasoning_parser "
     "responses_store workers",
+    "Picker": "routers tenant_header",
     "Limits": "max_concurrent_requests max_connections max_queue_s max_queued_tokens request_timeout_s max_attempts "
     "drain_timeout_s",
     "Engine": "engines engine peer engine_api_key_file role kv_lease_s",

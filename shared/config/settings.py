@@ -128,11 +128,21 @@ def _check_engines(value: str | Iterable[str]) -> tuple[str, ...]:
     return urls
 
 
+def _is_host_and_port(value: str) -> bool:
+    host, _, port = value.rpartition(":")
+    is_host = re.fullmatch(r"[\w.%:-]{1,253}|\[[0-9A-Fa-f:.%\w-]{2,253}\]", host, re.ASCII)
+    return bool(is_host and re.fullmatch("[0-9]{1,5}", port)) and 1 <= int(port) <= 65535
+
+
+def _check_routers(value: str) -> str:
+    if value and not _is_host_and_port(value):
+        raise ValueError("must be host:port of the routers' API, as in routers:8000")
+    return value
+
+
 def _check_registry(value: str) -> str:
     if "://" not in value:
-        host, _, port = value.rpartition(":")
-        is_host = re.fullmatch(r"[\w.%:-]{1,253}|\[[0-9A-Fa-f:.%\w-]{2,253}\]", host, re.ASCII)
-        if not is_host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        if not _is_host_and_port(value):
             raise ValueError("must be host:port of the routers' registry, as in 127.0.0.1:8001, or redis://host:port")
         return value
     try:
@@ -459,6 +469,25 @@ class ProxySettings(JoiningSettings):
         30.0, "Treat the engine as lost after this many seconds in which it neither answers nor computes a step."
     )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = setting(0.5, "Seconds between two heartbeats.")
+
+
+class PickerSettings(Settings):
+    """This endpoint picker"""
+
+    needed: ClassVar[tuple[str, ...]] = ("routers",)
+
+    routers: Annotated[str, AfterValidator(_check_routers)] = setting(
+        "", "host:port of the API of the routers, all that the host resolves to."
+    )
+    host: Host = setting("127.0.0.1", "Address that the picker listens on for ext_proc. Only the gateway may reach it.")
+    port: Annotated[int, Field(ge=1, le=65535)] = setting(9002, "Port for ext_proc and grpc.health, in plain text.")
+    tenant_header: Label = setting("authorization", "Header that tells tenants apart, who share no cached prefixes.")
+    max_concurrent_requests: Count = setting(
+        1024, "Maximum requests in progress at a router from this picker. Further ones get status 429."
+    )
+    drain_timeout_s: Seconds = setting(30.0, "On shutdown, seconds to wait for requests in progress.")
+    log_level: LogLevel = setting("info", "Lowest level that is logged.")
+    log_format: Literal["text", "json"] = setting("text", "Log format: text, or one JSON object per line.")
 
 
 # ---- where a value comes from --------------------------------------------------------------------------------------

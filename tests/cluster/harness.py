@@ -112,8 +112,8 @@ def state_of(pid: int) -> str:
 
 
 class Cluster:
-    """Routers and nodes. Several routers need a Redis or `names`: then each router has an address of its own, and nodes
-    join all that a name resolves to. `settings` are the BATON_ variables of all processes, in lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or router-1.
+    """Routers and nodes. Several routers need a Redis or `names`: then each router has an address of its own, its API
+    too, and nodes join all that a name resolves to. `settings` are the BATON_ variables of all processes, in lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or router-1.
     `prefixes` maps the name of a process to the words with which its command line starts. `engines` maps the name of a
     node to the URL of its vLLM server, if it is a proxy node."""
 
@@ -129,6 +129,7 @@ class Cluster:
         self.urls: dict[str, str] = {}
         self.registry = registry
         self._addresses = directory / "addresses" if names else None
+        self._api_port = free_port() if names else 0
         self._join = registry or f"{self.own.get('router', {}).get('registry_host', '127.0.0.1')}:{free_port()}"
         if names:
             self._join = f"routers.test:{free_port()}"
@@ -162,13 +163,14 @@ class Cluster:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         if role == "router":
-            self.urls.setdefault(name, f"http://127.0.0.1:{free_port()}")
+            host = "127.0.0.1" if self._addresses is None else self._host_of(name)
+            self.urls.setdefault(name, f"http://{host}:{self._api_port or free_port()}")
             port = self._join.rpartition(":")[2]
             flags = ["--port", self.urls[name].rpartition(":")[2], "--registry-port", port] + (
                 ["--registry", str(settings.get("registry", self.registry))] if self.registry else []
             )
             if self._addresses is not None:
-                flags += ["--registry-host", self._host_of(name)]
+                flags += ["--host", host]
         else:
             flags = ["--id", name, "--registry", self._join]
         module = role if role == "router" else f"{role}_node"

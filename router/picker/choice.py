@@ -1,0 +1,53 @@
+"""Chooses routers for a request so that requests with equal prefixes come to the same router."""
+
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from math import ceil
+from typing import Any
+
+PREFIX_CHARS = 1024
+PREFIX_FIELDS = ("instructions", "system", "prompt", "messages", "input", "query")  # in the order of the tokens
+MAX_ADDRESSES = 3
+OVERLOAD = 1.25
+
+
+def choose(key: bytes, under_way: Mapping[str, int]) -> list[str]:
+    """Return up to MAX_ADDRESSES addresses, best first, from those of `under_way`, which must not be empty.
+
+    The order is that of rendezvous hashing (Thaler and Ravishankar 1998), so if a router leaves, only its keys move.
+    The first router whose number of requests under way stays within OVERLOAD times the mean comes first (consistent
+    hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam 2018). `under_way` is by address.
+    """
+    seed = blake2b(key).digest()
+    order = sorted(under_way, key=lambda address: blake2b(address.encode(), key=seed).digest())
+    bound = ceil(OVERLOAD * (sum(under_way.values()) + 1) / len(under_way))
+    first = next(address for address in order if under_way[address] < bound)
+    order.remove(first)
+    return [first, *order][:MAX_ADDRESSES]
+
+
+def key_of(tenant: str, path: str, body: bytes) -> bytes:
+    """Return what is hashed: the tenant, the cache salt and the first PREFIX_CHARS of the prompt or of the messages.
+
+    If the body has no prompt or is not JSON, the tenant and the path are hashed. `tenant` is the value of a header.
+    """
+    try:
+        fields = json.loads(body)
+        prefix = [_head(fields[name]) for name in PREFIX_FIELDS if name in fields] if isinstance(fields, dict) else []
+    except (ValueError, RecursionError):
+        prefix = []
+    parts = [tenant, str(fields.get("cache_salt")), *prefix] if prefix else [tenant, path]
+    return json.dumps(parts).encode()
+
+
+def _head(value: Any) -> str:
+    """Return the first PREFIX_CHARS of a text, or of another value as JSON, of which no more is encoded."""
+    if isinstance(value, str):
+        return value[:PREFIX_CHARS]
+    text = ""
+    for piece in json.JSONEncoder().iterencode(value):
+        text += piece
+        if len(text) >= PREFIX_CHARS:
+            break
+    return text[:PREFIX_CHARS]

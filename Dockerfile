@@ -16,7 +16,7 @@ RUN pip install --no-compile --no-deps --require-hashes -r /tmp/requirements.loc
 RUN pip install --no-compile "$TORCH" && rm -rf torch/test torch/include && find torch/bin -type f ! -name torch_shm_manager -delete
 # Only the modules that the commands import are compiled to bytecode, because all modules would take five times the space.
 RUN --mount=type=bind,target=/source pip install --no-compile --no-deps --no-build-isolation /source && cd baton \
- && python -c "import cluster.clients, cluster.doctor, cluster.local, compare.main, prefill_node.__main__, decode_node.__main__, proxy_node.__main__, engine.cpu.jit"
+ && python -c "import cluster.clients, cluster.doctor, cluster.local, compare.main, prefill_node.__main__, decode_node.__main__, proxy_node.__main__, router.picker.server, engine.cpu.jit"
 ENV PYTHONDONTWRITEBYTECODE=1
 # Nodes write to the home directory, where docker-compose.yml mounts a volume. CPU kernels are compiled at the first start
 # and kept there in .cache/baton; kernels compiled here would fit the CPU of the machine that builds the image.

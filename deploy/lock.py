@@ -1,4 +1,4 @@
-"""Print the requirements that `make lock` pins: those of Baton, of its build and of torch, without torch and CUDA.
+"""Print the requirements that `make lock` pins: those of Baton, its picker, build and torch, without torch and CUDA.
 
 The CPU and CUDA builds of torch have equal versions but different hashes, and only the CUDA build needs CUDA libraries.
 """
@@ -14,7 +14,8 @@ BUILD = re.compile(r"(nvidia|cuda|triton|torch)\b")
 
 def main() -> None:
     project = tomllib.loads(PROJECT.read_text())
-    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    wanted = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["picker"]]
+    wanted += project["build-system"]["requires"]
     wanted += [text for text in requires("torch") or [] if "extra ==" not in text]
     print("\n".join(text for text in wanted if not BUILD.match(text)))
 

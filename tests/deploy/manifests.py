@@ -10,14 +10,16 @@ from typing import Any
 
 import yaml
 
-from shared.config.settings import CLIENTS, NodeSettings, RouterSettings, Settings, resolve, variable_of
+from shared.config.settings import CLIENTS, NodeSettings, PickerSettings, RouterSettings, Settings, resolve, variable_of
 from shared.errors import ConfigError
 
 Object = dict[str, Any]
 KINDS: dict[str, type[Settings]] = {"router": RouterSettings, "prefill": NodeSettings, "decode": NodeSettings}
+KINDS["picker"] = PickerSettings
 PORTS = {"router": ("port", "registry_port"), "prefill": ("port", "kv_port", "health_port")}
-PORTS["decode"] = PORTS["prefill"]
+PORTS |= {"decode": PORTS["prefill"], "picker": ("port",)}
 PEER_PORTS = {"router": ("registry_port",), "prefill": ("port", "kv_port"), "decode": ("port", "kv_port")}
+PEER_PORTS["picker"] = ()
 KNOWN = {variable_of(name) for kind in KINDS.values() for name in kind.model_fields} | set(map(variable_of, CLIENTS))
 FIELDS = {"metadata.name": "baton-decode-0", "status.podIP": "10.0.0.1"}  # example values of the downward API
 EXTERNAL = {("Secret", "baton-cluster"), ("PersistentVolumeClaim", "baton-model")}  # made by the operator
@@ -51,6 +53,7 @@ def problems(objects: list[Object]) -> list[str]:
         found.pods,
         found.settings,
         found.registry,
+        found.pool,
         found.policies,
         found.roles,
     )
@@ -122,6 +125,10 @@ class Manifests:
                         yield f"{name_of(item)}: spec.ports: {name_of(workload)} has no port {port['targetPort']}"
         for item in self.of_kind("HTTPRoute"):
             for each in (backend for rule in item["spec"]["rules"] for backend in rule["backendRefs"]):
+                if each.get("kind") == "InferencePool":
+                    if ("InferencePool", each["name"]) not in self.names:
+                        yield f"{name_of(item)}: backendRefs: there is no InferencePool {each['name']}"
+                    continue
                 found = [service for service in self.of_kind("Service") if service["metadata"]["name"] == each["name"]]
                 if not any(port["port"] == each["port"] for service in found for port in service["spec"]["ports"]):
                     yield f"{name_of(item)}: backendRefs: there is no Service {each['name']} with port {each['port']}"
@@ -203,6 +210,8 @@ class Manifests:
             for name in PORTS[role]:
                 if getattr(settings, name) not in declared:
                     yield f"{where}: {variable_of(name)} {getattr(settings, name)}: the container declares no such port"
+            if not hasattr(settings, "cluster_secret_file"):
+                continue
             mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
             folder = str(Path(settings.cluster_secret_file).parent)
             secrets = {volume["name"] for volume in pod["volumes"] if "secret" in volume}
@@ -215,6 +224,8 @@ class Manifests:
         shared = {environment.get("BATON_REGISTRY", "") for _, role, _, environment in self.baton() if role == "router"}
         for item, role, _, environment in self.baton():
             address = environment.get("BATON_REGISTRY", "127.0.0.1:8001")
+            if role == "picker":
+                continue
             if role == "router" or "://" in address:
                 if role != "router" and address not in shared:
                     yield f"{name_of(item)}: BATON_REGISTRY: the routers use another registry"
@@ -225,6 +236,30 @@ class Manifests:
                 yield f"{name_of(item)}: BATON_REGISTRY: {name} must be a headless Service with publishNotReadyAddresses"
             if int(port) not in {each["port"] for each in service["ports"]} or shared != {""}:
                 yield f"{name_of(item)}: BATON_REGISTRY: routers do not listen for nodes at {name}:{port}"
+
+    def pool(self) -> Iterator[str]:
+        """A pool and its picker must have the same routers, and the gateway must find the picker."""
+        services = {item["metadata"]["name"]: item["spec"] for item in self.of_kind("Service")}
+        ports = {
+            name_of(item): environment.get("BATON_PORT")
+            for item, role, _, environment in self.baton()
+            if role == "router"
+        }
+        for item in self.of_kind("InferencePool"):
+            spec, where = item["spec"], name_of(item)
+            if {name_of(each) for each in self.selected(spec["selector"])} != ports.keys():
+                yield f"{where}: spec.selector does not select the routers alone"
+            numbers = [str(port["number"]) for port in spec["targetPorts"]]
+            if set(numbers) != set(ports.values()):
+                yield f"{where}: spec.targetPorts {', '.join(numbers)}: the routers listen on {', '.join(map(str, ports.values()))}"
+            picker = spec["endpointPickerRef"]
+            found = services.get(picker["name"], {"ports": []})
+            if picker["port"]["number"] not in {port["port"] for port in found["ports"]}:
+                yield f"{where}: endpointPickerRef: there is no Service {picker['name']} with port {picker['port']['number']}"
+            for workload, role, _, environment in self.baton():
+                name, _, port = environment.get("BATON_ROUTERS", "").rpartition(":")
+                if role == "picker" and (services.get(name, {}).get("clusterIP") != "None" or port not in numbers):
+                    yield f"{name_of(workload)}: BATON_ROUTERS: {name}:{port} must be a headless Service with the pool's port"
 
     def policies(self) -> Iterator[str]:
         """The pods of a cluster must reach each other, and no other pod may reach their internal ports."""

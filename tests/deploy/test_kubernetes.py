@@ -88,6 +88,24 @@ FAULTS: list[tuple[Callable[[list[Object]], None], str]] = [
 ]  # fmt: skip
 
 
+POOL_FAULTS: list[tuple[Callable[[list[Object]], None], str]] = [
+    (partial(change, "InferencePool", "baton", "spec/selector/matchLabels", {"app.kubernetes.io/name": "baton"}), "does not select the routers alone"),
+    (partial(change, "InferencePool", "baton", "spec/targetPorts", [{"number": 80}]), "spec.targetPorts 80: the routers listen on 8000"),
+    (partial(change, "InferencePool", "baton", "spec/endpointPickerRef/name", "picker"), "there is no Service picker with port 9002"),
+    (partial(change, "HTTPRoute", "baton", "spec/rules/0/backendRefs/0/name", "pool"), "there is no InferencePool pool"),
+    (partial(change, "Deployment", "baton-picker", f"{BOX}/env/1/value", "baton:8000"), "BATON_ROUTERS: baton:8000 must be a headless Service"),
+    (partial(change, "Deployment", "baton-picker", f"{BOX}/env/1/value", ""), "BATON_ROUTERS: : must be a headless Service"),
+    (partial(change, "Deployment", "baton-picker", f"{POD}/terminationGracePeriodSeconds", 39), "Deployment/baton-picker: terminationGracePeriodSeconds 39 must be at least 40"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plant", "message"), POOL_FAULTS, ids=[message for _, message in POOL_FAULTS])
+def test_a_fault_planted_in_the_pool_is_found(plant: Callable[[list[Object]], None], message: str) -> None:
+    objects = build(FOLDER / "components" / "inference-pool")
+    plant(objects)
+    assert any(message in line for line in problems(objects)), problems(objects)
+
+
 @pytest.mark.parametrize(("plant", "message"), FAULTS, ids=[message for _, message in FAULTS])
 def test_a_planted_fault_is_found(plant: Callable[[list[Object]], None], message: str) -> None:
     objects = build(FOLDER / "overlays" / "demo")

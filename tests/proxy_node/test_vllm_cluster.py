@@ -26,7 +26,7 @@ def replicas() -> Iterator[Running]:
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 def test_no_client_sees_the_end_of_a_replica(replicas: Running, act: Callable[[VllmServer], None], name: str) -> None:
     running, servers = replicas
-    gaps = end_in_mid_stream(running, servers[name], act)
+    gaps = end_in_mid_stream(running, name, servers[name], act)
     print(f"\n{act.__name__} {name}: gaps {', '.join(f'{gap:.2f} s' for gap in gaps)}")
     servers[name] = servers[name].restarted()
     wait_for(lambda: running.alive("router") == set(NODES), f"{name} is back")

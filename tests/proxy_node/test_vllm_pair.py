@@ -50,7 +50,7 @@ def test_no_client_sees_the_end_of_either_engine(
     engines: Running, act: Callable[[VllmServer], None], name: str
 ) -> None:
     running, servers = engines
-    gaps = end_in_mid_stream(running, servers[name], act)
+    gaps = end_in_mid_stream(running, name, servers[name], act)
     print(f"\n{act.__name__} {name}: gaps {', '.join(f'{gap:.2f} s' for gap in gaps)}")
     servers[name] = servers[name].restarted()
     wait_for(lambda: running.alive("router") == set(NODES), f"{name} is back")

@@ -101,12 +101,14 @@ def kill_engine_core(server: VllmServer) -> None:
 ACTS = [kill_server, terminate_server, kill_engine_core]
 
 
-def end_in_mid_stream(running: Cluster, server: VllmServer, act: Callable[[VllmServer], None]) -> list[float]:
-    """End a server while answers are streamed. Each must be whole and the same as before. Return their longest gaps,
-    in seconds."""
+def end_in_mid_stream(
+    running: Cluster, name: str, server: VllmServer, act: Callable[[VllmServer], None]
+) -> list[float]:
+    """End the server of a node while answers are streamed. Each must be whole and the same as before. Return their
+    longest gaps, in seconds."""
     prompts = [[40 + index, *range(200, 230)] for index in range(NUM_STREAMS)]
     whole = [running.complete(prompt, LENGTH) for prompt in prompts]
-    begun = [threading.Event() for _ in prompts]
+    has_begun = threading.Event()
     gaps = [0.0] * NUM_STREAMS
 
     def stream(index: int) -> list[int]:
@@ -118,14 +120,16 @@ def end_in_mid_stream(running: Cluster, server: VllmServer, act: Callable[[VllmS
             gaps[index] = max(gaps[index], now - (last or now))
             last = now
             if count >= 20:
-                begun[index].set()
+                has_begun.set()
 
         return running.stream(prompts[index], LENGTH, seen)
 
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         streams = [pool.submit(stream, index) for index in range(NUM_STREAMS)]
-        assert all(event.wait(120) for event in begun)
-        assert not any(each.done() for each in streams), "the server ends in mid-stream"
+        assert has_begun.wait(120)
+        computes = name if name.startswith("decode") else "decode-0"  # a prefill engine is idle by then
+        wait_for(lambda: running.nodes()[computes]["running"], "the node generates")
+        assert not all(each.done() for each in streams), "no stream is left"
         act(server)
         assert [each.result() for each in streams] == whole
     return gaps

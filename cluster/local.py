@@ -95,9 +95,10 @@ async def _report_ready(settings: LocalSettings, say: Say, get_ready: GetJson, g
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys_file or settings.api_keys else ""
     say("baton", f"try: curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'")
     num_prefill, num_decode = settings.num_nodes()
-    await until(get_status, lambda status: num_ready(status) >= num_prefill + num_decode)
+    await until(get_status, lambda status: num_ready(status) >= settings.num_all_nodes())
     mode = "vLLM servers" if settings.engines else settings.mode
-    say("baton", f"complete: {mode}, {num_prefill} prefill and {num_decode} decode")
+    others = "".join(f", 1 of {text.partition('=')[0]}" for text in settings.more_models)
+    say("baton", f"complete: {mode}, {num_prefill} prefill and {num_decode} decode{others}")
 
 
 async def report_waiting(

@@ -38,6 +38,7 @@ from shared.lifecycle import python_path
 from shared.model_files import DEMO_MODEL, resolve
 
 ROUTER = "router"
+OF_ONE_MODEL = ("lora_modules", "speculative_config")  # settings that nodes of --more-models do not get
 # Number of times that a waiting OpenMP thread spins before it sleeps: a few µs. The default is milliseconds.
 # If the router or another node shares its core, a spinning thread may take time from the thread that it waits for.
 SPIN = "1000"
@@ -59,7 +60,7 @@ def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
 Devices = Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
 
 
-OF_OUR_NODES = {"devices"} | (
+OF_OUR_NODES = {"devices", "more_models"} | (
     ComputingSettings.model_fields.keys()
     - {*ServingSettings.model_fields, *ProxySettings.model_fields, "cpus", "kv_directory"}
 )
@@ -114,9 +115,9 @@ class LocalSettings(ServingSettings, ComputingSettings):
             raise ValueError(
                 f"--devices {','.join(self.devices)}: sets where nodes compute; leave out --device {self.device}"
             )
-        if len(self.devices) > sum(self.num_nodes()):
+        if len(self.devices) > self.num_all_nodes():
             raise ValueError(
-                f"--devices {','.join(self.devices)}: are more than the {sum(self.num_nodes())} nodes; name fewer, "
+                f"--devices {','.join(self.devices)}: are more than the {self.num_all_nodes()} nodes; name fewer, "
                 "or give --prefill and --decode"
             )
         if self.kv_channel == "pool":
@@ -131,12 +132,15 @@ class LocalSettings(ServingSettings, ComputingSettings):
         return self
 
     def places(self) -> list[str]:
-        """Return the device of each node, prefill nodes first."""
+        """Return the device of each node, prefill nodes first, and those of further models last."""
         devices = self.devices or (self.device,)
-        return [devices[number % len(devices)] for number in range(sum(self.num_nodes()))]
+        return [devices[number % len(devices)] for number in range(self.num_all_nodes())]
+
+    def num_all_nodes(self) -> int:
+        return sum(self.num_nodes()) + len(self.more_models)
 
     def num_nodes(self) -> tuple[int, int]:
-        """Return the numbers of prefill and of decode nodes."""
+        """Return the numbers of prefill and of decode nodes of `model`."""
         if self.engines:
             prefill = self.prefill if "prefill" in self.model_fields_set and self.mode != "colocated" else 0
             return prefill, len(self.engines) - prefill
@@ -188,28 +192,33 @@ class Child:
 def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
     """Return the processes of the router and of the nodes, which share `cores`. `settings` must come from `checked`."""
     counts = zip(("prefill", "decode"), settings.num_nodes(), strict=True)
-    names = [(role, number) for role, count in counts for number in range(count)]
+    nodes: list[tuple[str, str, dict[str, object]]] = [
+        (role, f"{role}-{number}", {}) for role, count in counts for number in range(count)
+    ]
+    for text in settings.more_models:  # each has one node, which computes prompts and decodes
+        model, _, directory = text.partition("=")
+        other = {"model": directory, "served_model_name": model, "max_model_len": 0} | dict.fromkeys(OF_ONE_MODEL, "")
+        nodes.append(("decode", f"decode-{re.sub('[^A-Za-z0-9_.-]', '-', model)[:40]}", other))
     places = settings.places()
     children = [_child(ROUTER, "router", _part(settings, RouterSettings, {}), num_threads=1)]
     host = "127.0.0.1" if settings.registry_host in EVERY_ADDRESS else settings.registry_host
     registry = settings.registry or f"{host}:{settings.registry_port}"
     if settings.engines:
         return children + [
-            _proxy(settings, *name, engine, registry) for name, engine in zip(names, settings.engines, strict=True)
+            _proxy(settings, role, name, engine, registry)
+            for (role, name, _), engine in zip(nodes, settings.engines, strict=True)
         ]
-    for (role, number), cpus, device in zip(names, share_out(cores, len(names)), places, strict=True):
-        name = f"{role}-{number}"
+    for (role, name, other), cpus, device in zip(nodes, share_out(cores, len(nodes)), places, strict=True):
         num_threads = settings.threads or len(cpus) or 1
         # With Redis as registry, nodes of other machines may have the same names, so these are not used as ids.
         own = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0, "threads": num_threads}
         own |= {"device": device, "gpu_memory_utilization": settings.gpu_memory_utilization / places.count(device)}
-        node = _part(settings, NodeSettings, own | {"registry": registry})
+        node = _part(settings, NodeSettings, own | {"registry": registry} | other)
         children.append(_child(name, f"{role}_node", node.model_copy(update={"cpus": cpus}), num_threads))
     return children
 
 
-def _proxy(settings: LocalSettings, role: str, number: int, engine: str, registry: str) -> Child:
-    name = f"{role}-{number}"
+def _proxy(settings: LocalSettings, role: str, name: str, engine: str, registry: str) -> Child:
     own: dict[str, object] = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0, "role": role}
     for field in ("max_num_seqs", "stuck_s"):  # other defaults than those of our nodes
         if field not in settings.model_fields_set:
@@ -235,7 +244,10 @@ def checked(settings: LocalSettings) -> LocalSettings:
     settings = with_model(settings)
     if not settings.engines:
         _check_nodes(settings)
-    update = {"port": _free_port("port", settings.host, settings.port)}
+    update: dict[str, object] = {
+        "more_models": tuple(_checked_model(text, settings) for text in settings.more_models),
+        "port": _free_port("port", settings.host, settings.port),
+    }
     if not settings.registry:
         update["registry_port"] = _free_port("registry_port", settings.registry_host, settings.registry_port)
         if update["registry_port"] == update["port"]:
@@ -256,6 +268,17 @@ def with_model(settings: LocalSettings) -> LocalSettings:
     is_downloaded = bool(settings.model) and not Path(settings.model).expanduser().is_dir()
     name = settings.served_model_name or (settings.model if is_downloaded else "")
     return settings.model_copy(update={"model": str(directory.resolve()), "served_model_name": name})
+
+
+def _checked_model(text: str, settings: LocalSettings) -> str:
+    """Check one of --more-models. Return it with the path of its directory."""
+    name, _, model = text.partition("=")
+    try:
+        directory = resolve(model).resolve()
+        _check_nodes(settings.model_copy(update={"model": str(directory), "lora_modules": ()}))
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(f"--more-models {name}: {str(error).removeprefix('--model: ')}") from None
+    return f"{name}={directory}"
 
 
 def _check_nodes(settings: LocalSettings) -> None:

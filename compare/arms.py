@@ -16,7 +16,7 @@ TOPOLOGY = re.compile(r"(colocated):(\d{1,3})|(disaggregated):(\d{1,3})p(\d{1,3}
 # The comparison sets these settings itself, to the same values for all arms.
 RESERVED = frozenset(
     {"model", "mode", "host", "port", "registry", "registry_host", "registry_port", "cluster", "served_model_name"}
-    | {"cpus", "emulate", "id", "log_level", "log_format", "drain_timeout_s"}
+    | {"more_models", "cpus", "emulate", "id", "log_level", "log_format", "drain_timeout_s"}
 )
 
 

@@ -4,7 +4,7 @@ The series of a lost node are dropped. Label values are node ids, roles and memb
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
@@ -13,9 +13,9 @@ from prometheus_client.core import Metric
 
 from dashboard.history import RequestHistory
 from dashboard.trace import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER
-from router.metrics.node_metrics import NodeMetrics
+from router.metrics.node_metrics import MetricSource, NodeMetrics
 from router.metrics.request_metrics import E2E_S, ITL_S
-from shared.metrics import LABELS, NodeRow, metric_family
+from shared.metrics import LABELS, metric_family
 from shared.rpc.messages import NodeInfo, RequestEvent, StepRecord
 
 SETTLE_DELAY_S = 1.0  # how long the nodes' last records may take to arrive after a request has ended
@@ -62,20 +62,17 @@ class RecordMetrics(NodeMetrics):
     The router's entry point subscribes it to the history, and registers it with Prometheus. It runs on the event loop.
     """
 
-    def __init__(
-        self,
-        nodes: Callable[[], list[NodeRow]],
-        model_name: str,
-        status: Callable[[], Mapping[str, Any]],
-        history: RequestHistory,
-    ) -> None:
-        super().__init__(nodes, model_name, status)
+    def __init__(self, sources: Sequence[MetricSource], history: RequestHistory) -> None:
+        super().__init__(sources)
         self._history = history
         self._registry = CollectorRegistry()
         self._phases = {
-            what: Histogram(name, text, ["model_name"], buckets=bounds, registry=self._registry).labels(model_name)
+            what: Histogram(name, text, ["model_name"], buckets=bounds, registry=self._registry)
             for what, (name, text, bounds) in PHASES.items()
         }
+        for histogram in self._phases.values():
+            for source in sources:
+                histogram.labels(source.model_name)  # create the series, which starts at 0
         self._seen: dict[str, Any] = {
             what: Histogram(name, text, LABELS, buckets=bounds, registry=self._registry)
             for what, (name, text, bounds) in NODE_HISTOGRAMS.items()
@@ -112,20 +109,22 @@ class RecordMetrics(NodeMetrics):
 
     def _settled(self, id: str) -> None:
         if (summary := self._history.summary(id)) is not None:
-            self.observe_phases(summary["phases_ms"], summary["transfer"])
+            self.observe_phases(self._model_of(summary["decode"]), summary["phases_ms"], summary["transfer"])
 
-    def observe_phases(self, phases: Mapping[str, float] | None, transfer: Mapping[str, Any] | None) -> None:
+    def observe_phases(
+        self, model: str, phases: Mapping[str, float] | None, transfer: Mapping[str, Any] | None
+    ) -> None:
         """Record the phase times of a finished request whose nodes have all reported."""
+        times = {}
         if phases:
             prefill_s = phases["prefill"] / 1000
             decode_s = sum(phases[name] for name in AFTER_FIRST) / 1000
-            self._phases["queue"].observe(phases["prefill_queue"] / 1000)
-            self._phases["prefill"].observe(prefill_s)
-            self._phases["decode"].observe(decode_s)
-            self._phases["inference"].observe(prefill_s + decode_s)
+            times = {"queue": phases["prefill_queue"] / 1000, "prefill": prefill_s, "decode": decode_s}
+            times["inference"] = prefill_s + decode_s
         if transfer:
-            for what in ("busy", "hidden", "exposed"):
-                self._phases[what].observe(transfer[f"{what}_ms"] / 1000)
+            times |= {what: transfer[f"{what}_ms"] / 1000 for what in ("busy", "hidden", "exposed")}
+        for what, time_s in times.items():
+            self._phases[what].labels(model).observe(time_s)
 
     def _observe(self, info: NodeInfo, what: str, value: float) -> None:
         self._seen[what].labels(*self._labels(info)).observe(value)
@@ -134,7 +133,7 @@ class RecordMetrics(NodeMetrics):
 
     def collect(self) -> Iterable[Metric]:
         yield from super().collect()
-        rows = self._nodes()
+        rows = self._rows()
         alive = [info for info, _, is_alive in rows if is_alive]
         for info in alive:
             for metric in self._seen.values():
@@ -145,7 +144,7 @@ class RecordMetrics(NodeMetrics):
         for queue, (role, text) in QUEUES.items():
             lengths = [(info, counts[info.id, queue]) for info, _, _ in rows if info.role == role]
             yield self._of_nodes(f"baton_{queue}", text, lengths)
-        malformed = [((self._model_name,), self._history.num_malformed)]
+        malformed = [((self._sources[0].model_name,), self._history.num_malformed)]
         yield metric_family(
             "baton_node_records_dropped_total", "Malformed records that the router dropped.", ["model_name"], malformed
         )
@@ -154,9 +153,9 @@ class RecordMetrics(NodeMetrics):
         found = [(info, self._history.activity(info.id)) for info in infos]
         for key, (name, text) in ACTIVITY.items():
             yield self._of_nodes(name, text, [(info, activity[key]) for info, activity in found])
-        shares: dict[str, list[float]] = {}
+        shares: dict[tuple[str, str], list[float]] = {}
         for info, activity in found:
-            shares.setdefault(info.role, []).append(activity["busy"])
-        means = [((role, self._model_name), sum(each) / len(each)) for role, each in shares.items()]
+            shares.setdefault((info.role, self._model_of(info.id)), []).append(activity["busy"])
+        means = [(labels, sum(each) / len(each)) for labels, each in shares.items()]
         text = "Mean busy ratio of the nodes of a role."
         yield metric_family("baton_pool_busy_ratio", text, ["role", "model_name"], means)

@@ -5,8 +5,9 @@ launches the next step before it processes the results of the previous one, so t
 (SGLang's overlapped scheduling, vLLM's async scheduling). If a request ends in the previous step, the result of its
 slice in the next step is discarded.
 
-An iteration of the loop begins when the previous iteration or a wait for work ends, and ends when the results of its
-step have been reported. Its duration is the time between two tokens at the client. The step-time model predicts it.
+An iteration of the loop begins when the previous iteration is over or, if there was no work, when work arrives. It is
+over when the results of its step have been reported. Its duration is the time between two tokens at the client. The
+step-time model predicts it.
 """
 
 import logging

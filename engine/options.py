@@ -226,7 +226,7 @@ def cpu_layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
 
 
 def groups_of(options: BuildOptions, config: ModelConfig, row_bytes: int) -> tuple[Group, ...]:
-    """Return the groups of what a request keeps in a pool with rows of this size.
+    """Return the groups of layers and states for which a request has rows in the pool. A row has `row_bytes` bytes.
 
     Rows of the hash model are too small for the states of the model, so it has states of two rows.
     """

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
@@ -20,8 +19,6 @@ class NodeProbes(Collector):
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        model = Path(node.state.info.model)
-        self._model_name = model.resolve().name if model.exists() else str(model)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -45,5 +42,5 @@ class NodeProbes(Collector):
         return HTTPStatus.OK, generate_latest(self._registry).decode()
 
     def collect(self) -> Iterable[Metric]:
-        node = self._node
-        return stats_families([(node.state.info, node.stats(), True)], self._model_name)
+        info = self._node.state.info
+        return stats_families([(info, self._node.stats(), True)], info.model)

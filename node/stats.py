@@ -11,6 +11,7 @@ from scheduler.budget import Budget
 from scheduler.geometry import Geometry
 from scheduler.role import Role
 from shared.config.settings import NodeSettings
+from shared.model_files import served_name
 from shared.rpc.messages import NodeInfo
 from shared.version import package_version
 
@@ -69,7 +70,7 @@ def describe(
         incarnation_id=incarnation_id,
         role=role.name,
         address="",
-        model=settings.model,
+        model=served_name(settings.model, settings.served_model_name),
         fingerprint=components.fingerprint,
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,

@@ -7,13 +7,11 @@ import secrets
 import socket
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
-from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,34 +21,25 @@ from starlette.applications import Starlette
 
 from dashboard.metrics import RecordMetrics
 from dashboard.routes import Dashboard
-from router.dispatch.admission import AdmissionQueue
 from router.dispatch.attempt import SLOW_S
-from router.dispatch.dispatcher import Dispatcher, DispatchRules
-from router.dispatch.requests import ModelCard
 from router.http.admin import Admin
 from router.http.app import build_app
 from router.http.auth import ApiKeys
 from router.http.connection import ConnectionLimits, HttpConnection, IdleConnections, raise_fd_limit
 from router.http.whole_router import WholeRouter
-from router.metrics.node_metrics import NodeMetrics
+from router.metrics.node_metrics import MetricSource, NodeMetrics
 from router.metrics.scaling import ScalingSignals
+from router.models import ModelFiles, connect, load_models
 from router.nodes.load import slo_targets
-from router.nodes.pool import NodePool
 from router.observer import RouterObserver
 from router.rebalance import Rebalancer
 from router.responses_store import open_store
-from router.text.images import ImageReader
-from router.text.model_files import read_model
-from router.text.pooling_rule import read_pooling
-from router.text.tokenizer import Tokenizer
 from router.workers import WorkerShare, supervise
 from shared import failpoints, logs
 from shared.config.command_line import settings_from_command_line
 from shared.config.settings import RouterSettings
 from shared.errors import ConfigError
-from shared.images import ImageRules, read_image_rules
 from shared.lifecycle import ProcessLifetime, freeze_gc, run
-from shared.model_files import resolve
 from shared.registry import EmbeddedRegistry, FollowedRegistry, RedisRegistry, Registry
 from shared.rpc import tls
 
@@ -68,14 +57,7 @@ def main(settings: RouterSettings, run: Callable[[Serve], int] = run) -> int:
         # With Redis, the router opens no registry port. The API's port is not listed, because API keys protect it.
         listens = {} if settings.registry else {"--registry-host": settings.registry_host or settings.host}
         tls.configure(settings.cluster_secret_file, listens)
-        directory = resolve(settings.model)
-        is_local = Path(settings.model).exists()
-        name = settings.served_model_name or (directory.resolve().name if is_local else settings.model)
-        model = read_model(directory, name, settings.max_model_len, int(time.time()))
-        model = replace(model, pooling=read_pooling(directory, model.vocab_size))
-        parsers = settings.tool_call_parser, settings.reasoning_parser
-        tokenizer = Tokenizer.load(directory, model.vocab_size, *parsers)
-        images = read_image_rules(directory)
+        models = load_models(settings)
         has_keys = settings.api_keys_file or settings.api_keys
         keys = ApiKeys(settings.api_keys_file, settings.api_keys) if has_keys else None
         ports = [listen(settings.host, settings.port, "--port", settings.workers)]
@@ -84,46 +66,45 @@ def main(settings: RouterSettings, run: Callable[[Serve], int] = run) -> int:
     except (ConfigError, OSError, ValueError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2
-    parts = settings, model, tokenizer, images, keys
     if settings.workers == 1:
-        return run(lambda lifetime: _serve(lifetime, *parts, [port[0] for port in ports]))
-    return _run_workers(settings, ports, lambda *own: run(lambda lifetime: _serve(lifetime, *parts, *own)))
+        return run(lambda lifetime: _serve(lifetime, settings, models, keys, [port[0] for port in ports]))
+    return _run_workers(
+        settings, ports, lambda *own: run(lambda lifetime: _serve(lifetime, settings, models, keys, *own))
+    )
 
 
 async def _serve(
     lifetime: ProcessLifetime,
     settings: RouterSettings,
-    model: ModelCard,
-    tokenizer: Tokenizer,
-    images: ImageRules | None,
+    models: Sequence[ModelFiles],
     keys: ApiKeys | None,
     listeners: list[socket.socket],
     share: WorkerShare = WorkerShare(),
 ) -> int:
     dashboard = Dashboard() if settings.dashboard else None
     observer = dashboard or RouterObserver()
-    ttft_slo_s = settings.ttft_slo_ms / 1000  # also limits the wait in the queue: a longer wait would miss it
-    queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), share.of(settings.max_queued_tokens))
-    on_capacity = lambda capacity, now: queue.resize(share.of_capacity(capacity), now)  # noqa: E731
-    fleet = NodePool(
-        _identity(), _registry(settings, share), settings.mode, settings.node_timeout_s, observer, on_capacity
-    )
-    rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s, settings.exact_retries)
-    dispatch = Dispatcher(fleet, queue, model.name, rules, observer)
-    signals = ScalingSignals(fleet, queue, dispatch.arrivals, model.name, ttft_slo_s)
-    admin = Admin(fleet, settings.drain_timeout_s)
+    served = connect(settings, models, _identity(), _registry(settings, share), share, observer)
+    sources = [
+        MetricSource(each.parts.card.name, each.pool.journal.metric_rows, each.parts.dispatcher.status)
+        for each in served
+    ]
+    admin = Admin([each.pool for each in served], settings.drain_timeout_s)
+    first, *more = (each.parts for each in served)
     app = build_app(
-        dispatch,
-        tokenizer,
-        model,
-        registry=_metrics(fleet, dispatch, model, dashboard, signals),
+        first.dispatcher,
+        first.tokenizer,
+        first.card,
+        registry=_metrics(sources, dashboard, [each.signals for each in served]),
         observer=observer,
-        slo=lambda: slo_targets(settings.ttft_slo_ms, (info for info, _, alive in fleet.nodes() if alive)),
+        slo=lambda: slo_targets(
+            settings.ttft_slo_ms, (info for each in served for info, _, alive in each.pool.nodes() if alive)
+        ),
         more_routes=admin.routes(),
         keys=keys,
         allowed_origins=settings.allowed_origins,
         responses_store=open_store(settings.responses_store, settings.cluster),
-        images=None if images is None else ImageReader(images),
+        images=first.images,
+        more_models=more,
         max_concurrent_requests=share.of(settings.max_concurrent_requests),
         request_timeout_s=settings.request_timeout_s,
         workers=WholeRouter(share.sockets, share.number) if share.sockets else None,
@@ -135,13 +116,15 @@ async def _serve(
     servers = [HttpServer(*each, room, settings.drain_timeout_s) for each in zip(apps, listeners, strict=True)]
     async with AsyncExitStack() as cleanup:
         try:
-            await fleet.start()
+            for each in served:
+                await each.pool.start()
+                cleanup.push_async_callback(each.pool.close)
         except OSError as error:
             print(f"router: cannot listen on registry port {settings.registry_port}: {error}", file=sys.stderr)
             return 2
-        cleanup.push_async_callback(fleet.close)
         if settings.rebalance == "on":
-            cleanup.push_async_callback(Rebalancer(fleet, signals, admin).start().close)
+            for each in served:
+                cleanup.push_async_callback(Rebalancer(each.pool, each.signals, admin).start().close)
         if (runs := app.state.responses) is not None:
             runs.open()
             cleanup.push_async_callback(runs.close)
@@ -170,15 +153,16 @@ async def _serve_http(lifetime: ProcessLifetime, servers: "list[HttpServer]", ob
 
 
 def _metrics(
-    fleet: NodePool, dispatch: Dispatcher, model: ModelCard, dashboard: Dashboard | None, signals: ScalingSignals
+    sources: Sequence[MetricSource], dashboard: Dashboard | None, signals: Sequence[ScalingSignals]
 ) -> CollectorRegistry:
     """Return a registry with the metrics of nodes, which include those of steps if there is a dashboard."""
     metrics = CollectorRegistry()
-    metrics.register(signals)
+    for each in signals:
+        metrics.register(each)
     if dashboard is None:
-        metrics.register(NodeMetrics(fleet.journal.metric_rows, model.name, dispatch.status))
+        metrics.register(NodeMetrics(sources))
     else:
-        record_metrics = RecordMetrics(fleet.journal.metric_rows, model.name, dispatch.status, dashboard)
+        record_metrics = RecordMetrics(sources, dashboard)
         dashboard.subscribe(record_metrics)
         metrics.register(record_metrics)
     return metrics

@@ -447,8 +447,11 @@ class Scheduler:
         return not (self.policy.mixed or self.policy.prompts_first or waiting.receive_kv)
 
     def skip_decodes(self, count: int, token: int = 0) -> list[StepOutput]:
-        """Change the state as `count` steps would, at most `num_decode_only`, whose decodes all sample `token`, which
-        no request may have as a stop token. Return the outputs of the requests that end in the last of these steps."""
+        """Change the state as `count` steps would in which only decodes run and each samples `token`. Return the
+        outputs of the requests that end in the last of these steps.
+
+        `count` must be at most `num_decode_only`, and no request may have `token` as a stop token.
+        """
         running, size = tuple(self.running), self.block_tokens
         events: list[tuple[int, bool, int, int]] = []  # (step, whether a block becomes full, index, position)
         for index, request in enumerate(running):
@@ -460,7 +463,7 @@ class Scheduler:
                 events += [(step, False, index, 0) for step in range(room + 1, count + 1, size)]
             if size - start % size < count:
                 events += [(step, True, index, start + step) for step in range(size - start % size, count, size)]
-        for _, is_full, index, position in sorted(events):  # rows are taken and named in the order of these steps
+        for _, is_full, index, position in sorted(events):  # take and hash blocks in the order of these steps
             if is_full:
                 self._advance(running[index], position)
             else:

@@ -39,6 +39,11 @@ def text_values(config: dict[str, Any]) -> dict[str, Any]:
     return defaults | nested | shared
 
 
+def served_name(model: str, given: str) -> str:
+    """Return the model's name in the API: the one that is given, or else the directory's name, or the hub id."""
+    return given or (Path(model).resolve().name if Path(model).exists() else model)
+
+
 def resolve(model: str) -> Path:
     """Return the model's directory. `model` is a directory, one of OTHER_DEMO_MODELS, or a hub id (`owner/name`), which
     is downloaded.

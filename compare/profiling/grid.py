@@ -64,8 +64,11 @@ def grid(most: int, max_step_tokens: int, max_num_seqs: int, max_model_len: int,
 
 
 class StepGrid:
-    """The cases of one node's settings. `measured` has the durations so far in seconds, and is kept in `partial`, so
-    that an interrupted profile continues where it was."""
+    """The steps to measure with one node's settings, each given by its numbers of prompts, decodes and tokens.
+
+    `measured` has the durations so far in seconds. It is kept in the file `partial`, so that an interrupted profile
+    continues where it was.
+    """
 
     def __init__(self, options: BuildOptions, most: int, seconds: float, partial: Path) -> None:
         """Build the model. Raises ValueError if it is not available, ConfigError if it has states."""

@@ -169,8 +169,8 @@ class NumbaPlan:
     def prepared(self, num_heads: int, window: int, head_dim: int = 0, wide: int = 0) -> "PreparedAttention":
         """Return the kernel arguments that all layers with this window size share.
 
-        `head_dim` is the size of a query, which is twice the layout's if the layers have latent attention or are `wide`
-        (see `AttentionLayer`).
+        `head_dim` is the number of elements of a query head. It is twice the `head_dim` of the KV layout if the layers
+        have latent attention or are `wide` (see `AttentionLayer`).
         """
         key = (window, head_dim or self._backend.pool.layout.head_dim, wide)
         if key not in self._prepared:

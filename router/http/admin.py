@@ -1,6 +1,7 @@
 """The admin route that changes a node's role."""
 
 import logging
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ValidationError
@@ -23,9 +24,9 @@ REGISTRY_S = 2.0  # how long the registry may take to report the new role
 BODY_BYTES, BODY_S = 4096, 10.0
 
 
-def admin_routes(pool: NodePool, drain_s: float) -> list[Route]:
+def admin_routes(pools: Sequence[NodePool], drain_s: float) -> list[Route]:
     """Return the admin routes. A node that changes its role waits up to `drain_s` seconds for its requests to end."""
-    return Admin(pool, drain_s).routes()
+    return Admin(pools, drain_s).routes()
 
 
 class RoleBody(BaseModel):
@@ -36,8 +37,8 @@ class Admin:
     """The handlers of the admin routes. It tracks the role changes in progress, so that two of them together cannot
     leave the cluster without a usable node."""
 
-    def __init__(self, pool: NodePool, drain_s: float) -> None:
-        self._pool = pool
+    def __init__(self, pools: Sequence[NodePool], drain_s: float) -> None:
+        self._pools = pools
         self._drain_s = drain_s
         self._becoming: dict[str, str] = {}  # the new role of each node that is changing its role
 
@@ -52,7 +53,7 @@ class Admin:
             role = RoleBody.model_validate_json(raw).role
         except ValidationError:
             raise RequestError('role: must be "prefill" or "decode", as in {"role": "decode"}.', "role") from None
-        connection = self._connection(request.path_params["node"])
+        _, connection = self._find(request.path_params["node"])
         note = await self.change(connection, role)
         return JSONResponse({"node": connection.info.id, "role": role, "note": note})
 
@@ -60,7 +61,8 @@ class Admin:
         """Change a node's role, and wait until it has rejoined. Return the note for the response.
 
         Raises RequestError if the node may not change its role, and UnavailableError if it does not answer."""
-        note = self._check(connection, role)
+        pool, _ = self._find(connection.info.id)
+        note = self._check(pool, connection, role)
         name, channel = connection.info.id, RpcChannel(connection.info.address)
         self._becoming[name] = role
         try:
@@ -76,22 +78,25 @@ class Admin:
         await wait_until(lambda: connection.info.role == role, REGISTRY_S)
         return note
 
-    def _connection(self, name: str) -> NodeConnection:
-        connection = self._pool.connections.get(name)
-        if connection is None or not connection.is_alive:
-            alive = ", ".join(info.id for info, _, is_alive in self._pool.nodes() if is_alive) or "none"
-            raise RequestError(f"There is no live node {name[:64]!r}; live nodes: {alive}.", "node", status=404)
-        return connection
+    def _find(self, name: str) -> tuple[NodePool, NodeConnection]:
+        """Return a live node, and the pool of its model. Raises RequestError if there is none with this name."""
+        for pool in self._pools:
+            connection = pool.connections.get(name)
+            if connection is not None and connection.is_alive:
+                return pool, connection
+        nodes = [node for pool in self._pools for node in pool.nodes()]
+        alive = ", ".join(info.id for info, _, is_alive in nodes if is_alive) or "none"
+        raise RequestError(f"There is no live node {name[:64]!r}; live nodes: {alive}.", "node", status=404)
 
-    def _check(self, connection: NodeConnection, role: str) -> str:
+    def _check(self, pool: NodePool, connection: NodeConnection, role: str) -> str:
         """Return a note if the change leaves one role without nodes, or "" if not. Raises RequestError if the node is
         already changing its role, or if no node would be left to take requests."""
         name = connection.info.id
         if name in self._becoming:
             raise RequestError(f"Node {name} is already becoming a {self._becoming[name]} node.", "role", status=409)
-        others = [info for info, _, is_alive in self._pool.nodes() if is_alive and info.id != name]
+        others = [info for info, _, is_alive in pool.nodes() if is_alive and info.id != name]
         roles = {self._becoming.get(info.id, info.role) for info in others} | {role}
-        if self._pool.mode == "colocated" and "decode" not in roles:
+        if pool.mode == "colocated" and "decode" not in roles:
             raise RequestError("Mode colocated uses decode nodes only, and this is the last one.", "role", status=409)
         if "decode" not in roles:
             return "no decode node is left: prefill nodes generate too"

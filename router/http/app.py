@@ -23,7 +23,7 @@ from router.http.anthropic import AnthropicApi, CountTokensBody, MessagesBody
 from router.http.asgi import ResponseWriter, deadline_of, read_body, to_response, while_connected
 from router.http.auth import ApiCors, ApiKeys, AuthMiddleware
 from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
-from router.http.generation import GenerationService
+from router.http.generation import GenerationService, ModelParts, ServedModels
 from router.http.openapi import DETOKENIZE, DOCS, RERANK, SCORE, TOKENIZE, document_routes
 from router.http.parsing import check_ids, encode, encode_chat, run_in_thread
 from router.http.pooling import EmbeddingBody, PoolingApi, RerankBody, ScoreBody
@@ -32,9 +32,11 @@ from router.http.response_runs import RequestSlots, ResponseRuns
 from router.http.responses import ResponseFormatter
 from router.http.responses_api import ResponsesApi
 from router.http.whole_router import WholeRouter
+from router.metrics.merged import status_of_models
 from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
 from router.observer import RouterObserver
 from router.responses_store import ResponsesStore
+from router.text.grammar_check import GrammarChecker
 from router.text.images import ImageReader
 from router.text.tokenizer import Tokenizer
 from shared.clock import now_ns
@@ -45,6 +47,7 @@ BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
 IMAGES_BYTES = 32 << 20  # added to the limit of a body if the model takes images
 MAX_PATH, MAX_LISTED = 64, 7  # in the error for an unknown path: its characters, and the paths to list
 PARSED_AT_ONCE = 64 << 10  # bytes; a larger body is parsed on a thread
+Handler = Callable[[Body, ResponseWriter], Awaitable[None]]
 
 
 def build_app(
@@ -63,15 +66,16 @@ def build_app(
     max_concurrent_requests: int = 1024,
     request_timeout_s: float = 0.0,
     body_timeout_s: float = 10.0,
+    more_models: Sequence[ModelParts] = (),
     workers: WholeRouter | None = None,
 ) -> Starlette:
     """Build the whole REST API as an ASGI app.
 
-    `/metrics` shows `registry`. The dispatcher and the node pool must report to the same `observer`. `slo` returns the
-    latency targets of a request that arrives now. `more_routes` require an admin's key. Pages of `allowed_origins` may
-    call the routes for tenants from a browser. `images` is None if the model takes none. With `workers`, the routes
-    that differ between the workers of the router show them all, and `state.worker` is an app for the other workers,
-    which shows only this one.
+    `more_models` are served too, each to the requests that name it. `/metrics` shows `registry`. The dispatcher and the
+    node pool must report to the same `observer`. `slo` returns the latency targets of a request that arrives now.
+    `more_routes` require an admin's key. Pages of `allowed_origins` may call the routes for tenants from a browser.
+    `images` is None if the model takes none. With `workers`, the routes that differ between the workers of the router
+    show them all, and `state.worker` is an app for the other workers, which shows only this one.
 
     `state.responses` are the runs of stored responses, which the caller opens and closes, or None without a store.
 
@@ -80,16 +84,13 @@ def build_app(
     """
     registry = CollectorRegistry() if registry is None else registry
     observer = RouterObserver() if observer is None else observer
-    metrics = RequestMetrics(model.name, slo)
-    registry.register(metrics)
-    generation = GenerationService(dispatcher, tokenizer, model, observer, metrics, images=images)
-    registry.register(generation.grammars)
-    slots = RequestSlots(max_concurrent_requests)
-    handlers = ApiHandlers(generation, registry, request_timeout_s, slots)
-    runs = None if responses_store is None else ResponseRuns(generation, responses_store, token_hex(8), slots)
+    parts = ModelParts(dispatcher, tokenizer, model, images), *more_models
+    models, slots = ServedModels(_services(parts, registry, observer, slo)), RequestSlots(max_concurrent_requests)
+    handlers = ApiHandlers(models, registry, request_timeout_s, slots)
+    runs = None if responses_store is None else ResponseRuns(models, responses_store, token_hex(8), slots)
     api = [
-        *_body_routes(handlers, ResponsesApi(generation, runs), body_timeout_s),
-        Route("/v1/models", handlers.models),
+        *_body_routes(handlers, runs, body_timeout_s),
+        Route("/v1/models", handlers.list_models),
         Route("/v1/models/{name:path}", handlers.one_model),
         Route("/version", handlers.version),
         *document_routes(observer.queries),
@@ -98,7 +99,7 @@ def build_app(
     health = [Route("/health", handlers.health), Route("/ready", handlers.ready), ping]
     own = [*handlers.admin_routes(), *observer.routes(handlers.whole_status), *more_routes]
     admin = _of_all_workers(workers, own)
-    guard = Middleware(AuthMiddleware, keys=keys, tenants_routes=api, admin_routes=admin, metrics=metrics)
+    guard = Middleware(AuthMiddleware, keys=keys, tenants_routes=api, admin_routes=admin, metrics=models.first.metrics)
     cors = [Middleware(ApiCors, origins=allowed_origins, routes=api)] if allowed_origins else []
     app = _guarded([*api, *health, *admin], [*cors, guard])
     app.state.responses = runs
@@ -114,23 +115,51 @@ def _of_all_workers(workers: WholeRouter | None, routes: Sequence[BaseRoute]) ->
     return [*whole, *routes]
 
 
-def _body_routes(handlers: "ApiHandlers", responses: ResponsesApi, body_timeout_s: float) -> list[Route]:
+def _services(
+    models: Sequence[ModelParts],
+    registry: CollectorRegistry,
+    observer: RouterObserver,
+    slo: Callable[[], SloTargets],
+) -> list[GenerationService]:
+    """Return the service of each model, with its metrics in `registry`."""
+    grammars = GrammarChecker()
+    registry.register(grammars)
+    services: list[GenerationService] = []
+    for each in models:
+        metrics = RequestMetrics(each.card.name, slo, first=services[0].metrics if services else None)
+        registry.register(metrics)
+        services.append(
+            GenerationService(each.dispatcher, each.tokenizer, each.card, observer, metrics, grammars, each.images)
+        )
+    return services
+
+
+def _body_routes(handlers: "ApiHandlers", runs: ResponseRuns | None, body_timeout_s: float) -> list[Route]:
     """Return the routes that take a JSON body, and those of stored responses."""
-    messages, pooling = AnthropicApi(handlers.generation), PoolingApi(handlers.generation)
-    posts: list[tuple[str, type[Body], Callable[[Body, ResponseWriter], Awaitable[None]]]] = [
-        ("/v1/completions", CompletionBody, handlers.completions),
-        ("/v1/chat/completions", ChatBody, handlers.completions),
-        ("/v1/responses", ResponsesBody, responses.create),
-        ("/v1/messages", MessagesBody, messages.create),
-        ("/v1/messages/count_tokens", CountTokensBody, messages.count_tokens),
-        ("/v1/embeddings", EmbeddingBody, pooling.embeddings),
-        *((path, RerankBody, pooling.rerank) for path in RERANK),
-        *((path, ScoreBody, pooling.score) for path in SCORE),
-        *((path, TokenizeBody, handlers.tokenize) for path in TOKENIZE),
-        *((path, DetokenizeBody, handlers.detokenize) for path in DETOKENIZE),
+    responses = [ResponsesApi(service, runs) for service in handlers.models.services]
+    posts = [_posts(service, each) for service, each in zip(handlers.models.services, responses, strict=True)]
+    routes = [
+        Route(path, JsonEndpoint(handlers, body_timeout_s, kind, [each[path][1] for each in posts]), methods=["POST"])
+        for path, (kind, _) in posts[0].items()
     ]
-    post = partial(JsonEndpoint, handlers, body_timeout_s)
-    return [*(Route(path, post(body, handle), methods=["POST"]) for path, body, handle in posts), *responses.routes()]
+    return [*routes, *responses[0].routes()]
+
+
+def _posts(service: GenerationService, responses: ResponsesApi) -> dict[str, tuple[type[Body], Handler]]:
+    """Return the kind of the body and the handler of a model, by path."""
+    generate, messages, pooling = CompletionsApi(service), AnthropicApi(service), PoolingApi(service)
+    return {
+        "/v1/completions": (CompletionBody, generate.completions),
+        "/v1/chat/completions": (ChatBody, generate.completions),
+        "/v1/responses": (ResponsesBody, responses.create),
+        "/v1/messages": (MessagesBody, messages.create),
+        "/v1/messages/count_tokens": (CountTokensBody, messages.count_tokens),
+        "/v1/embeddings": (EmbeddingBody, pooling.embeddings),
+        **dict.fromkeys(RERANK, (RerankBody, pooling.rerank)),
+        **dict.fromkeys(SCORE, (ScoreBody, pooling.score)),
+        **dict.fromkeys(TOKENIZE, (TokenizeBody, generate.tokenize)),
+        **dict.fromkeys(DETOKENIZE, (DetokenizeBody, generate.detokenize)),
+    }
 
 
 def _guarded(routes: Sequence[BaseRoute], middleware: Sequence[Middleware]) -> Starlette:
@@ -158,20 +187,11 @@ def _no_route(paths: Sequence[str], request: Request, error: Exception) -> Respo
     return answer
 
 
-@dataclass
-class ApiHandlers:
-    """The handlers of the API's routes, and the state that they share.
-
-    `build_app` creates one object for the app, and every handler runs on the router's event loop. The object holds the
-    model's card, the request metrics, and the number of requests in progress, which `JsonEndpoint` limits. Handlers do
-    not catch errors: the endpoint or the app's exception handler converts them to responses.
-    """
+@dataclass(frozen=True)
+class CompletionsApi:
+    """The handlers of completions, chats and tokens of one model."""
 
     generation: GenerationService
-    registry: CollectorRegistry
-    request_timeout_s: float  # 0 for none
-    slots: RequestSlots
-    started_ms: int = field(default_factory=lambda: now_ns() // 10**6)
 
     async def completions(self, body: Body, reply: ResponseWriter) -> None:
         """Handle POST /v1/completions and /v1/chat/completions."""
@@ -220,17 +240,33 @@ class ApiHandlers:
         check_ids(body.tokens, self.generation.model, "tokens")
         await reply.json({"prompt": self.generation.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    async def models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card(name) for name in self.generation.model_names()]})
+
+@dataclass
+class ApiHandlers:
+    """The handlers of the routes that have no body, and the state that all routes share.
+
+    `build_app` creates one object for the app, and every handler runs on the router's event loop. The object holds the
+    models, and the number of requests in progress, which `JsonEndpoint` limits. Handlers do not catch errors: the
+    endpoint or the app's exception handler converts them to responses.
+    """
+
+    models: ServedModels
+    registry: CollectorRegistry
+    request_timeout_s: float  # 0 for none
+    slots: RequestSlots
+    started_ms: int = field(default_factory=lambda: now_ns() // 10**6)
+
+    async def list_models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self.models.names()]})
 
     async def one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self.generation.model_names():
+        if name not in self.models.names():
             raise RequestError("The model does not exist.", "model", "model_not_found", 404)
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        model = self.generation.model
+        model = self.models.of(name).model
         return {
             "id": name,
             "object": "model",
@@ -252,33 +288,39 @@ class ApiHandlers:
         return JSONResponse(self.whole_status())
 
     def whole_status(self) -> dict[str, Any]:
-        """Return the dispatcher's status, the totals and latencies of the last minute, and the observer's fields."""
-        status = self.generation.dispatcher.status()
+        """Return the dispatchers' status, the totals and latencies of the last minute, and the observer's fields."""
+        first = self.models.first
+        status = status_of_models([each.dispatcher.status() for each in self.models.services])
         alive = [node for node in status["nodes"] if node["alive"]]
         gauges = {
             "queued": status["queue"]["requests"] + sum(node["waiting"] for node in alive),
             "running": sum(node["running"] for node in alive),
         }
-        status["totals"] = self.generation.metrics.totals() | gauges
+        status["totals"] = first.metrics.totals() | gauges
         status["router"] = {
             "id": status["router"],
             "version": package_version(),
             "started_ms": self.started_ms,
             "time_ms": now_ns() // 10**6,
-            "max_model_len": self.generation.model.max_model_len,
+            "max_model_len": first.model.max_model_len,
         }
-        return self.generation.observer.extend_status(status | {"latency": self.generation.metrics.latency()})
+        return first.observer.extend_status(status | {"latency": first.metrics.latency()})
 
     async def health(self, _request: Request) -> Response:
         """Report that the router is running. `/ready` reports whether a node can take requests."""
         return Response(status_code=200)
 
     async def ready(self, request: Request) -> Response:
-        """Report whether a node takes requests. With `role`, only the nodes of this role count."""
+        """Report whether nodes of every model take requests. With `role`, only the nodes of this role count, and with
+        `model` only those of this model."""
         role = request.query_params.get("role")
         if role not in {None, "prefill", "decode"}:
             raise RequestError("`role` must be `prefill` or `decode`.", "role")
-        ready = self.generation.dispatcher.ready(role or "")
+        name = request.query_params.get("model")
+        if name is not None and name not in self.models.names():
+            raise RequestError("The model does not exist.", "model", "model_not_found", 404)
+        services = self.models.services if name is None else [self.models.of(name)]
+        ready = all(each.dispatcher.ready(role or "") for each in services)
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def version(self, _request: Request) -> Response:
@@ -299,23 +341,22 @@ class JsonEndpoint:
     """A route that takes a JSON body. It limits the number of requests in progress, and the size and duration of their
     bodies. It cancels the handler when the client disconnects, and sends a response for every error."""
 
-    handlers: ApiHandlers
+    shared: ApiHandlers
     body_timeout_s: float
     kind: type[Body]
-    handler: Callable[[Body, ResponseWriter], Awaitable[None]]
+    handlers: Sequence[Handler]  # of each model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply, handlers = ResponseWriter(scope, send), self.handlers
-        max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * handlers.generation.model.max_model_len
+        reply, services, slots = ResponseWriter(scope, send), self.shared.models.services, self.shared.slots
+        max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * max(each.model.max_model_len for each in services)
         max_body_bytes += self.kind.more_bytes
-        max_body_bytes += IMAGES_BYTES if handlers.generation.images is not None else 0
-        slots = handlers.slots
+        max_body_bytes += IMAGES_BYTES if any(each.images is not None for each in services) else 0
         slots.used += 1
         try:
             if slots.used > slots.limit:
-                handlers.generation.metrics.refused()
+                services[0].metrics.refused()
                 raise UnavailableError("Too many requests are in progress; try again soon.", status=429)
-            reply.deadline = deadline_of(scope, reply.arrived, handlers.request_timeout_s)
+            reply.deadline = deadline_of(scope, reply.arrived, self.shared.request_timeout_s)
             raw = await read_body(scope, receive, max_body_bytes, self.body_timeout_s)
             await while_connected(receive, self._handle(raw, reply))
         except ClientDisconnect:
@@ -327,9 +368,9 @@ class JsonEndpoint:
             reply.log()
 
     async def _handle(self, raw: bytes, reply: ResponseWriter) -> None:
-        names = self.handlers.generation.model_names()
+        names = self.shared.models.names()
         if len(raw) > PARSED_AT_ONCE:
             body = await run_in_thread(parse_body, self.kind, raw, names)
         else:
             body = parse_body(self.kind, raw, names)
-        await self.handler(body, reply)
+        await self.handlers[self.shared.models.index_of(body.model)](body, reply)

@@ -1,6 +1,6 @@
 """Runs the generation of one HTTP request: builds its output, and counts what it used."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -15,6 +15,16 @@ from router.observer import RouterObserver
 from router.text.grammar_check import GrammarChecker
 from router.text.images import ImageReader
 from router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What a router has of each model."""
+
+    dispatcher: Dispatcher
+    tokenizer: Tokenizer
+    card: ModelCard
+    images: ImageReader | None = None  # None: the model takes no images
 
 
 @dataclass(frozen=True)
@@ -81,3 +91,23 @@ class GenerationService:
         finally:
             used = (output.num_prompt_tokens, output.num_cached, output.num_generated)
             self.metrics.used(output.prompts[0].request.tenant, *used)
+
+
+class ServedModels:
+    """The models of a router, each with a service of its own. The first one is the default."""
+
+    def __init__(self, services: Sequence[GenerationService]) -> None:
+        self.services = services
+        self.first = services[0]
+
+    def names(self) -> list[str]:
+        """Return the names that a request can give as its model."""
+        return [name for service in self.services for name in service.model_names()]
+
+    def index_of(self, name: str | None) -> int:
+        """Return the position of the service that has this model or adapter; 0 for an unknown name."""
+        return next((number for number, each in enumerate(self.services) if name in each.model_names()), 0)
+
+    def of(self, name: str | None) -> GenerationService:
+        """Return the service that has this model or adapter, or the first one for an unknown name."""
+        return self.services[self.index_of(name)]

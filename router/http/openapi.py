@@ -207,7 +207,7 @@ def _page(document: Schema) -> Iterator[str]:
 
 
 def _compact(schema: Schema) -> str:
-    """Return a schema as HTML: its JSON, or a link if it is another schema."""
+    """Return a schema as HTML: its JSON, or a link if it refers to a schema by name."""
     if name := schema.get("$ref", "").rpartition("/")[2]:
         return f'<a href="#{name}">{name}</a>'
     if kinds := [each for each in schema.get("anyOf", ()) if each != NULL]:

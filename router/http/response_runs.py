@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from router.dispatch.requests import GenerationRequest
 from router.http.asgi import Identity, described
-from router.http.generation import GenerationService
+from router.http.generation import ServedModels
 from router.http.output import OutputProcessor, PromptOutput
 from router.http.response_bodies import ResponsesBody, items_of
 from router.http.response_events import Event, ResponseEvents
@@ -46,9 +46,9 @@ def body_of(stored: StoredResponse) -> ResponsesBody:
 class Replay:
     """Builds the events of a stored response from its log."""
 
-    def __init__(self, generation: GenerationService, stored: StoredResponse) -> None:
+    def __init__(self, models: ServedModels, stored: StoredResponse) -> None:
         body, prompt = body_of(stored), unpack_ids(stored.prompt)
-        chat = body.to_chat(items_of(stored.context))
+        generation, chat = models.of(body.model), body.to_chat(items_of(stored.context))
         request = GenerationRequest(stored.id, prompt, stored.max_tokens, SamplingParams(), chat.min_tokens)
         self.tokens: list[int] = []
         self.events = ResponseEvents(
@@ -75,11 +75,11 @@ class ResponseRuns:
     event loop. After `close`, other routers may take over what was under way.
     """
 
-    def __init__(self, generation: GenerationService, store: ResponsesStore, owner: str, slots: RequestSlots) -> None:
+    def __init__(self, models: ServedModels, store: ResponsesStore, owner: str, slots: RequestSlots) -> None:
         """`owner` is the id of this router, which is new after each start."""
         self.store = store
         self.errors: dict[str, Exception] = {}  # of failed runs in the foreground, until their handler takes them
-        self._generation = generation
+        self._models = models
         self._owner = owner
         self._slots = slots
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -116,7 +116,7 @@ class ResponseRuns:
 
     async def replay(self, stored: StoredResponse) -> Replay:
         """Return the response so far."""
-        replay = Replay(self._generation, stored)
+        replay = Replay(self._models, stored)
         replay.events.start()
         for delta in await self.store.read(stored.id, 0):
             replay.add(delta)
@@ -124,7 +124,7 @@ class ResponseRuns:
 
     async def follow(self, stored: StoredResponse) -> AsyncGenerator[list[Event], None]:
         """Yield the events of a response until it ends or is deleted. The first events come with the first delta."""
-        replay, num_read, deadline = Replay(self._generation, stored), 0, time.monotonic() + STORE_PATIENCE_S
+        replay, num_read, deadline = Replay(self._models, stored), 0, time.monotonic() + STORE_PATIENCE_S
         events = replay.events.start()
         while not replay.events.is_complete:
             news = self._news.setdefault(stored.id, asyncio.Event())
@@ -182,13 +182,14 @@ class ResponseRuns:
         is_background: bool,
     ) -> None:
         """Generate the response after the deltas in `known`. End if another router has taken it over."""
-        chat = body_of(stored).to_chat(items_of(stored.context))
-        output = self._generation.output(chat, request.id, [request], time.monotonic())
+        body = body_of(stored)
+        chat, generation = body.to_chat(items_of(stored.context)), self._models.of(body.model)
+        output = generation.output(chat, request.id, [request], time.monotonic())
         for delta in known:
             output.choices[0].process(delta)
         position = len(known)
         try:
-            async with self._generation.deltas(output) as deltas:
+            async with generation.deltas(output) as deltas:
                 async for choice, text in deltas:
                     delta = TokenDelta(stored.id, choice.num_tokens - len(text.tokens), pack_ids(text.tokens))
                     # A stop string ends the replay at the same token by itself.
@@ -223,7 +224,7 @@ class ResponseRuns:
                     if (task := self._tasks.get(name)) is not None:
                         task.cancel()
                 free = self._slots.limit - self._slots.used
-                if free > 0 and self._generation.dispatcher.ready():
+                if free > 0 and any(each.dispatcher.ready() for each in self._models.services):
                     owner = f"{self._owner}-{token_hex(4)}"
                     for name in await self.store.adopt(owner, free):
                         try:
@@ -244,10 +245,11 @@ class ResponseRuns:
             return
         known = await self.store.read(response_id, 0)
         run_id = f"{response_id}-{token_hex(4)}"  # the nodes may still run the request of the router that died
-        chat = body_of(stored).to_chat(items_of(stored.context))
+        body = body_of(stored)
+        chat = body.to_chat(items_of(stored.context))
         chat.seed = stored.seed
         identity = Identity(stored.tenant, stored.is_admin)
-        (request,) = await self._generation.build(chat, run_id, identity)
+        (request,) = await self._models.of(body.model).build(chat, run_id, identity)
         request.prompt, request.max_tokens = unpack_ids(stored.prompt), stored.max_tokens
         request.generated = tuple(token for delta in known for token in unpack_ids(delta.tokens))
         log.info("took over response %s after %d tokens", response_id, len(request.generated))

@@ -1,4 +1,4 @@
-"""The answers of a router with several workers, from the answers of each worker.
+"""The answers of a router with several workers, from those of each worker, and its status with several models.
 
 The functions are pure. `documents` and `texts` are the answers of the workers that answered, the asked one first.
 """
@@ -14,6 +14,8 @@ from prometheus_client.registry import Collector
 # Each worker sees every node, so metrics of nodes are equal in all workers, except the lengths of the queues of
 # handoffs, which each worker counts for its own requests.
 OWN_QUEUES = ("baton_num_prefill_", "baton_num_decode_")
+COUNTS = ("requests", "placements", "inexact_retries", "queue")  # objects in `/v1/status` whose numbers are added
+HANDOFFS = ("handoffs", "blocks_moved", "bytes_moved")
 SHARES = ("baton_slo_attainment_ratio",)  # of these, the smallest is shown
 
 
@@ -46,15 +48,41 @@ class MergedMetrics(Collector):
 def merged_status(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return `/v1/status` of the whole router: its requests are summed, and of latencies, the largest is shown."""
     first = documents[0]
-    status = first | {
-        name: _sum([document[name] for document in documents]) for name in ("requests", "placements", "queue")
-    }
+    status = first | _counts(documents)
+    if "models" in first:
+        models = {name: [document["models"][name] for document in documents] for name in first["models"]}
+        status["models"] = {name: _counts(each) for name, each in models.items()}
     of_nodes = {name: first["totals"][name] for name in ("running",)}
     queued = sum(document["queue"]["requests"] for document in documents)
     of_nodes["queued"] = first["totals"]["queued"] - first["queue"]["requests"] + queued
     status["totals"] = _sum([document["totals"] for document in documents]) | of_nodes
     status["latency"] = _largest([document["latency"] for document in documents])
     return status | {"workers": [document["router"]["id"] for document in documents]}
+
+
+def status_of_models(statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the status of a router's models together: their nodes and events, and the sums of their counts.
+
+    `model` is the first model. With several models, `models` has the counts of each, by name.
+    """
+    first = statuses[0]
+    if len(statuses) == 1:
+        return first
+    events = [event for status in statuses for event in status["events"]]
+    return (
+        first
+        | _counts(statuses)
+        | {name: sum(status[name] for status in statuses) for name in HANDOFFS}
+        | {
+            "nodes": [node | {"model": status["model"]} for status in statuses for node in status["nodes"]],
+            "events": sorted(events, key=lambda event: float(event["time_ms"])),
+            "models": {status["model"]: {name: status[name] for name in COUNTS} for status in statuses},
+        }
+    )
+
+
+def _counts(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: _sum([document[name] for document in documents]) for name in COUNTS}
 
 
 def merged_requests(documents: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:

@@ -75,9 +75,13 @@ class Snapshot(Collector):
     """A copy of all metrics, with their aliases. The copy is made on the event loop and formatted on another thread."""
 
     def __init__(self, registry: Collector) -> None:
-        self._families: list[Metric] = []
+        merged: dict[str, Metric] = {}  # each model has families with the same names
         for family in registry.collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            family.samples = merged[family.name].samples + samples if family.name in merged else samples
+            merged[family.name] = family
+        self._families: list[Metric] = []
+        for family in merged.values():
             self._families.append(family)
             if alias := ALIASES.get(family.name):
                 self._families.append(_renamed(family, alias))
@@ -200,18 +204,26 @@ class RequestMetrics(Collector):
     """
 
     def __init__(
-        self, model_name: str, slo: Callable[[], SloTargets] = SloTargets, clock: Callable[[], float] = time.monotonic
+        self,
+        model_name: str,
+        slo: Callable[[], SloTargets] = SloTargets,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        first: "RequestMetrics | None" = None,
     ) -> None:
-        """`slo` returns the targets for requests that arrive now."""
+        """`slo` returns the targets for requests that arrive now. With `first`, the metrics of the router's first
+        model, the latencies and totals of `/v1/status` are those of both models together."""
         self._model_name = model_name
         self._slo = slo
         self._seen = {what: Buckets(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}
         self._counts = Counter[tuple[str, ...]](
             dict.fromkeys(SHOWN_AS_0, 0)
         )  # by a key of COUNTERS and the label values
-        self._window = {what: SlidingPercentiles(clock) for what in ("ttft", "tbt", "ttst")}
         self._kept = SlidingCounts(clock)  # number of samples by whether they met their SLO
-        self._recent = SlidingCounts(clock, 1.0)  # samples and tokens, for `totals`
+        window = {what: SlidingPercentiles(clock) for what in ("ttft", "tbt", "ttst")}
+        self._window: dict[str, SlidingPercentiles] = first._window if first else window
+        recent = SlidingCounts(clock, 1.0)  # samples and tokens, for `totals`
+        self._recent: SlidingCounts = first._recent if first else recent
 
     # ---- recording ----------------------------------------------------------------------------------------------
 

@@ -160,7 +160,10 @@ class _Rules:
             return f"{self._json({**definitions, **schema})} {after}"
         for entry in (schema, *(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
             if isinstance(entry, Mapping) and (unknown := entry.keys() - ANNOTATIONS):
-                raise ToolGrammarError(f"has the keyword `{min(unknown)}` at a text, which this model cannot enforce")
+                text = (
+                    f"has the keyword `{min(unknown)}` in a string's schema, which this model's syntax cannot enforce"
+                )
+                raise ToolGrammarError(text)
         if (choices := schema.get("enum")) is not None:
             words = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
             return "(" + " | ".join(self.text(word) or '""' for word in words) + f") {after}"

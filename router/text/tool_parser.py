@@ -89,9 +89,9 @@ class AnswerParser:
         prompt_end: str = "",
         max_calls: int = 0,
     ) -> None:
-        """`tools` maps the names of the functions to the schemas of their parameters; None finds no calls.
-        `prompt_end` is the last text of the prompt, which may begin the reasoning. Calls after the first `max_calls`
-        are dropped; 0 keeps all."""
+        """`tools` maps the names of the functions to the schemas of their parameters; if it is None, the text is not
+        searched for calls. `prompt_end` is the last text of the prompt, which may begin the reasoning. Calls after the
+        first `max_calls` are dropped; 0 keeps all."""
         self._syntax = syntax
         self._schemas = tools or {}
         self._tools = syntax.tools if tools is not None else None

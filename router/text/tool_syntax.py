@@ -268,7 +268,7 @@ Syntax = TypeVar("Syntax", ReasoningSyntax, ToolSyntax)
 
 def find_syntax(template: str | None, tool_parser: str = "auto", reasoning_parser: str = "auto") -> AnswerSyntax:
     """Return the syntax of a model's answers. "auto" finds it from the chat template, "none" switches a parser off, and
-    other names are those of the tables. Raises ConfigError for an unknown name."""
+    any other name selects an entry of REASONING or TOOLS. Raises ConfigError for an unknown name."""
     source = template or ""
     reasoning = _choose("--reasoning-parser", reasoning_parser, REASONING, source)
     tools = _choose("--tool-call-parser", tool_parser, TOOLS, source)

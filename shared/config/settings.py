@@ -140,6 +140,15 @@ def _check_routers(value: str) -> str:
     return value
 
 
+def _check_models(models: tuple[str, ...]) -> tuple[str, ...]:
+    names = [text.partition("=")[0] for text in models]
+    if not all(name and directory for name, _, directory in (text.partition("=") for text in models)):
+        raise ValueError("must be NAME=DIRECTORY,NAME=DIRECTORY, as in embed=/models/qwen3-embedding")
+    if len(set(names)) < len(names):
+        raise ValueError("must give each name once")
+    return models
+
+
 def _check_registry(value: str) -> str:
     if "://" not in value:
         if not _is_host_and_port(value):
@@ -193,6 +202,7 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 Cpus = Annotated[tuple[int, ...], BeforeValidator(parse_cpus), AfterValidator(_check_cpus)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_parse_list), AfterValidator(_check_origins)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_parse_list)]
+ModelDirectories = Annotated[tuple[str, ...], BeforeValidator(_parse_list), AfterValidator(_check_models)]
 Host = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]+", "a host name or address, without a port"))]
 HostOrNone = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]*", "a host name or address, without a port"))]
 EngineUrl = Annotated[str, AfterValidator(_check_engine)]
@@ -234,6 +244,7 @@ class CommonSettings(Settings):
     """Every process"""
 
     model: str = setting("", "Model: a directory, or a hub id such as Qwen/Qwen3-0.6B.")
+    served_model_name: str = setting("", "Model name in the API.", "the hub id, or the name of the model directory")
     max_model_len: CountOrNone = setting(
         0,
         "Maximum tokens of a prompt and its completion together; 16k is 16,000, 16K is 16,384.",
@@ -262,7 +273,9 @@ class ServingSettings(CommonSettings):
     )
     registry_host: HostOrNone = setting("", "Address that nodes join at.", "the same as --host")
     registry_port: Port = setting(8001, "Port that nodes join at; 0: any free port.")
-    served_model_name: str = setting("", "Model name in the API.", "the hub id, or the name of the model directory")
+    more_models: ModelDirectories = setting(
+        (), "Further models that the router serves, as NAME=DIRECTORY,NAME=DIRECTORY. Their nodes have this name."
+    )
     tool_call_parser: str = setting(
         "auto", "Syntax of tool calls in answers, as in vLLM; none: no tool calls.", "found from the chat template"
     )

@@ -79,7 +79,7 @@ class ClosingTransport:
 
 
 class BoundedStream(H2Stream):
-    """A stream that rejects a message that is too long or compressed before it receives the message."""
+    """A stream that rejects messages that are compressed or too long, by their header, without reading the rest."""
 
     _at_header = True
 

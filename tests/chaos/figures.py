@@ -92,7 +92,7 @@ def redis_outage(seconds: float) -> list[Row]:
 
 
 def during(running: Cluster, work: Callable[[], object]) -> Load:
-    """Stream answers with 8 clients while `work` runs. Return the load after all streams have ended."""
+    """Stream answers with 8 clients while `work` runs. Wait until all streams have ended, and return what was seen."""
 
     def asks(index: int) -> Ask:
         return Ask(index, tuple(prompt_of(index, 200)), 64)

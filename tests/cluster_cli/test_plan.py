@@ -80,6 +80,28 @@ def test_settings_reach_the_processes_they_are_for() -> None:
         assert (node.log_level, node.host) == ("debug", "127.0.0.1")
 
 
+def test_each_further_model_has_a_node_of_its_own() -> None:
+    more = {"more_models": (f"org/other={DEMO}",), "speculative_config": '{"method": "ngram"}'}
+    router, *nodes = plan(settings(**more), [0, 1, 2])
+    assert router_of(router).more_models == (f"org/other={DEMO}",)
+    assert [node.name for node in nodes] == ["prefill-0", "decode-0", "decode-org-other"]
+    assert [node_of(node).served_model_name for node in nodes] == ["", "", "org/other"]
+    assert (node_of(nodes[2]).model, node_of(nodes[2]).speculative_config) == (str(DEMO), "")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("other", "--more-models 'other': must be NAME=DIRECTORY"),
+        ("a=/x,a=/y", "must give each name once"),
+        ("a=/no/such/model", "--more-models a: model '/no/such/model' is neither a directory nor a hub id"),
+    ],
+)
+def test_a_wrong_further_model_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        checked(resolve(LocalSettings, {"more_models": text}, {})[0])
+
+
 def test_every_node_and_router_setting_can_be_given_to_up() -> None:
     # These must differ between nodes, or are always loopback addresses.
     own = {"id", "advertise", "health_port", "kv_host", "kv_port"}

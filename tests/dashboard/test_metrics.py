@@ -11,12 +11,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from dashboard.metrics import RecordMetrics
 from dashboard.routes import Dashboard
 from dashboard.trace import BOOTSTRAP, INFLIGHT, PREALLOC, TRANSFER
-from router.metrics.node_metrics import NodeMetrics
-from router.metrics.request_metrics import RequestMetrics, SloTargets
+from router.dispatch.admission import AdmissionQueue
+from router.metrics.node_metrics import MetricSource, NodeMetrics
+from router.metrics.request_metrics import RequestMetrics, SlidingCounts, SloTargets
+from router.metrics.scaling import ScalingSignals
 from router.nodes.load import node_status
+from router.nodes.pool import NodePool
+from router.observer import RouterObserver
 from router.text.grammar_check import GrammarChecker
 from scheduler.cost import CostModel
 from shared.clock import now_ns
+from shared.registry import Registry
 from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, StepRecord
 from tests.dashboard.world import World, info
 from tests.router.scrape import samples_of
@@ -55,7 +60,9 @@ class Nodes:
         }
         self.registry = CollectorRegistry()
         self.registry.register(self.requests)
-        self.record_metrics = RecordMetrics(lambda: self.rows, "tiny", lambda: self.status, self.records)
+        self.record_metrics = RecordMetrics(
+            [MetricSource("tiny", lambda: self.rows, lambda: self.status)], self.records
+        )
         self.records.subscribe(self.record_metrics)
         self.registry.register(self.record_metrics)
 
@@ -147,7 +154,7 @@ def test_a_lost_node_exports_counters_but_no_gauges():
     rows = [(info("p0", role="prefill"), NodeStats(running=5, steps=7), False)]
     metrics = CollectorRegistry()
     status = {"placements": {}, "requests": {}}
-    metrics.register(NodeMetrics(lambda: rows, "tiny", lambda: status))
+    metrics.register(NodeMetrics([MetricSource("tiny", lambda: rows, lambda: status)]))
     text = generate_latest(metrics).decode()
     assert 'vllm:num_requests_running{engine="p0"' not in text
     assert 'baton_steps_total{engine="p0",model_name="tiny",role="prefill"} 7.0' in text
@@ -177,8 +184,8 @@ def test_the_phases_of_a_request_are_exported_as_vllms_times():
     nodes = Nodes()
     phases = {"router": 1, "prefill_queue": 20, "prefill": 300, "transfer_exposed": 4}
     phases |= {"decode_queue": 5, "decode": 600, "interference": 7}
-    nodes.record_metrics.observe_phases(phases, {"busy_ms": 30, "hidden_ms": 26, "exposed_ms": 4})
-    nodes.record_metrics.observe_phases(None, None)  # as for a co-located request with several samples
+    nodes.record_metrics.observe_phases("tiny", phases, {"busy_ms": 30, "hidden_ms": 26, "exposed_ms": 4})
+    nodes.record_metrics.observe_phases("tiny", None, None)  # as for a co-located request with several samples
     seen = {
         name: value for (name, *labels), value in samples_of(nodes.registry).items() if name.endswith("_sum") and value
     }
@@ -203,6 +210,8 @@ def exported() -> set[str]:
     metrics.ended(metrics.pace(0.0), "error", 0.5)
     metrics.used("acme", 1, 1, 1)
     nodes.registry.register(GrammarChecker())
+    pool = NodePool("router", Registry(), "disaggregated", 2.5, RouterObserver())
+    nodes.registry.register(ScalingSignals(pool, AdmissionQueue(), SlidingCounts(), "tiny"))
     return {key[0] for key in samples_of(nodes.registry)}
 
 

@@ -15,6 +15,7 @@ from dashboard.metrics import RecordMetrics
 from dashboard.routes import Dashboard
 from dashboard.step_ring import MEMBERS_BYTES, StepRing, members_of
 from dashboard.trace import union
+from router.metrics.node_metrics import MetricSource
 from router.nodes.load import node_status
 from shared.clock import now_ns
 from shared.errors import UnavailableError
@@ -340,7 +341,7 @@ async def test_malformed_records_break_neither_the_history_nor_its_views(said: l
     node = info("decode-0")
     status: dict[str, Any] = {"nodes": [node_status(node, NodeStats(), True)], "placements": {}, "requests": {}}
     metrics = CollectorRegistry()
-    record_metrics = RecordMetrics(lambda: [(node, NodeStats(), True)], "m", lambda: status, records)
+    record_metrics = RecordMetrics([MetricSource("m", lambda: [(node, NodeStats(), True)], lambda: status)], records)
     records.subscribe(record_metrics)
     metrics.register(record_metrics)
     records.accepted("cmpl-a", 4, 1)

@@ -208,7 +208,7 @@ async def test_a_frozen_writer_that_wakes_up_after_its_lease_cannot_write_any_mo
 async def test_a_writer_that_missed_the_grant_stops_the_reservation_by_request_id(tmp_path: Path) -> None:
     async with bench("shm", tmp_path, num_blocks=8) as here:
         reserved = await here.reserve()
-        await here.push(reserved)  # a connected writer: the end of the lease would not free the blocks
+        await here.push(reserved)  # while the writer is connected, the end of the lease does not free the blocks
         waits = asyncio.ensure_future(here.reserve("waits"))
         assert await wait_until(lambda: "waits" in here.node.requests, 5.0)
         await here.receiver.stop(StopRequest(b"", "no answer", "waits"))

@@ -74,10 +74,11 @@ class Scene:
     def run(
         self, random: Random, steps: list[dict[int, int]], saved: dict[int, int], padding: int = 0
     ) -> tuple[list[Tensor], list[int]]:
-        """Compute the requests, a dict per step from requests to numbers of tokens, and save states after `saved`.
+        """Compute the requests. `steps` has, for each step, the number of tokens of each request. After a step, the
+        states of the requests in `saved` are saved.
 
-        As in a CUDA graph, `padding` slices without tokens and states follow those of a step. Return the results of
-        each request, and which of its states is the last.
+        As in a CUDA graph, each step is padded with `padding` slices that have neither tokens nor states. Return the
+        results of each request, and the number of its last state.
         """
         blocks, device, rows = Blocks(self._blocks, 4), self.pool.tensor.device, BlockRows(self.pool.places)
         requests = [blocks.request(range(len(inputs)), max_tokens=0) for inputs, _, _ in self.inputs]

@@ -74,6 +74,7 @@ def status_of(router: str, queued: int, p99: float | None, attainment: float) ->
         "nodes": [{"id": "d0"}],
         "requests": {"total": 3},
         "placements": {router: 1},
+        "inexact_retries": {},
         "queue": {"requests": queued, "tokens": 10},
         "totals": {"requests_per_s": 1.5, "running": 7, "queued": queued + 2},
         "latency": {"window_s": 60.0, "ttft_ms": {"p99": p99, "n": 2}, "slo": {"attainment": attainment}},

@@ -467,7 +467,7 @@ def test_every_request_is_counted_once_however_it_ends(endings: list[tuple[str, 
                 deadline = time.monotonic() + 0.05 if ending == "late" else None
                 run = await here.submit(n, name=f"{ending}-{number}", deadline=deadline)
                 runs.append((ending, f"{ending}-{number}", run))
-            except UnavailableError as error:  # on a busy machine, it may be late before it is admitted
+            except UnavailableError as error:  # on a busy machine, the deadline may pass before admission
                 refused.append("failed" if error.code == "deadline" else "refused")
         assert all(here.counts()[outcome] for outcome in refused)
         for ending, name, run in runs:

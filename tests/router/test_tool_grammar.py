@@ -182,7 +182,7 @@ async def test_strict_tools_are_enforced_in_elements(tmp_path, family, form):
         assert not model.accepts(grammar, form.format(**given)), given
     pattern = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^a+$"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": pattern, "strict": True}}
-    with pytest.raises(RequestError, match="`f` has the keyword `pattern` at a text"):
+    with pytest.raises(RequestError, match="`f` has the keyword `pattern` in a string's schema"):
         await model.start(tools=[tool])
     free = {"type": "function", "function": {"name": "f", "parameters": pattern}}
     _, grammar = await model.start(tools=[free], tool_choice="required")

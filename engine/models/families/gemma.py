@@ -31,7 +31,7 @@ def gemma3(keys: ConfigReader) -> ModelConfig:
 
 
 def gemma4(keys: ConfigReader) -> ModelConfig:
-    """Gemma 4: layers without a window have larger heads, and may have experts alongside the MLP."""
+    """Gemma 4: layers without a window have larger heads. Layers may have experts alongside the MLP."""
     if keys.values.get("hidden_size_per_layer_input", 256):
         keys.refuse("hidden_size_per_layer_input", "Gemma 4 with embeddings per layer (E2B, E4B) is not supported")
     if keys.values.get("num_kv_shared_layers"):

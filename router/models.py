@@ -1,0 +1,94 @@
+"""The models of a router: reads their files, and connects each to its nodes."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+
+from router.dispatch.admission import AdmissionQueue
+from router.dispatch.dispatcher import Dispatcher, DispatchRules
+from router.dispatch.requests import ModelCard
+from router.http.generation import ModelParts
+from router.metrics.scaling import ScalingSignals
+from router.nodes.model_registry import DividedRegistry
+from router.nodes.placement import PoolCapacity
+from router.nodes.pool import NodePool
+from router.observer import RouterObserver
+from router.text.images import ImageReader
+from router.text.model_files import read_model
+from router.text.pooling_rule import read_pooling
+from router.text.tokenizer import Tokenizer
+from router.workers import WorkerShare
+from shared.config.settings import RouterSettings
+from shared.errors import ConfigError
+from shared.images import ImageRules, read_image_rules
+from shared.model_files import resolve, served_name
+from shared.registry import Registry
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What the router reads from a model's directory."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    images: ImageRules | None
+
+
+@dataclass(frozen=True)
+class ConnectedModel:
+    """A model with its nodes, and the number of nodes that its requests need."""
+
+    pool: NodePool
+    parts: ModelParts
+    signals: ScalingSignals
+
+
+def load_models(settings: RouterSettings) -> list[ModelFiles]:
+    """Read the files of all models, the first of which is --model. Raises ConfigError, OSError or ValueError."""
+    parsers = settings.tool_call_parser, settings.reasoning_parser
+    name = served_name(settings.model, settings.served_model_name)
+    models = [_read_files(name, settings.model, settings.max_model_len, parsers)]
+    for text in settings.more_models:
+        name, _, directory = text.partition("=")
+        if name == models[0].card.name:
+            raise ConfigError(f"--more-models {text}: --model has this name too; see --served-model-name")
+        models.append(_read_files(name, directory, 0, ("auto", "auto")))
+    return models
+
+
+def _read_files(name: str, model: str, max_model_len: int, parsers: tuple[str, str]) -> ModelFiles:
+    directory = resolve(model)
+    card = read_model(directory, name, max_model_len, int(time.time()))
+    card = replace(card, pooling=read_pooling(directory, card.vocab_size))
+    return ModelFiles(card, Tokenizer.load(directory, card.vocab_size, *parsers), read_image_rules(directory))
+
+
+def connect(
+    settings: RouterSettings,
+    models: Sequence[ModelFiles],
+    identity: str,
+    registry: Registry,
+    share: WorkerShare,
+    observer: RouterObserver,
+) -> list[ConnectedModel]:
+    """Return the models with their pools of nodes, which are not started."""
+    names = [each.card.name for each in models]
+    ttft_slo_s = settings.ttft_slo_ms / 1000  # also limits the wait in the queue: a longer wait would miss it
+    rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s, settings.exact_retries)
+    served = []
+    for files, part in zip(models, DividedRegistry(registry, names).parts if names[1:] else [registry], strict=True):
+        queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), share.of(settings.max_queued_tokens))
+        resize = partial(_resize, queue, share)
+        pool = NodePool(identity, part, settings.mode, settings.node_timeout_s, observer, resize)
+        dispatcher = Dispatcher(pool, queue, files.card.name, rules, observer)
+        images = None if files.images is None else ImageReader(files.images)
+        parts = ModelParts(dispatcher, files.tokenizer, files.card, images)
+        signals = ScalingSignals(pool, queue, dispatcher.arrivals, files.card.name, ttft_slo_s)
+        served.append(ConnectedModel(pool, parts, signals))
+    return served
+
+
+def _resize(queue: AdmissionQueue, share: WorkerShare, capacity: PoolCapacity, now: float) -> None:
+    queue.resize(share.of_capacity(capacity), now)

@@ -205,7 +205,7 @@ def _ray_down(
 
 
 def _on_ray(run: Callable[[Any], int]) -> int:
-    """Connect to Ray and run a command, which gets the module `cluster.ray`. Return its exit status, or 1."""
+    """Connect to Ray, and call `run` with the module `cluster.ray`. Return its exit status, or 1 without Ray."""
     try:
         import cluster.ray
     except ModuleNotFoundError as error:

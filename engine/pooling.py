@@ -14,7 +14,7 @@ from engine.batch import Batch
 from scheduler.request import Request, RequestState, Slice
 from shared.rpc.messages import unpack_ids
 
-KEPT_SUMS = 64  # number of kept sums beyond which those of ended requests are dropped
+KEPT_SUMS = 64  # if there are sums of more requests, those of ended requests are dropped
 
 
 class Pooler:

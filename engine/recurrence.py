@@ -49,7 +49,8 @@ def states_of(batch: Batch) -> StateBatch:
 
 
 def places_of(pool: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the offsets of the units that are read, written and saved, and the numbers of tokens before saving."""
+    """Return the offsets in the pool of the states to read, to write and to save, and for each slice the number of
+    its tokens after which its state is saved."""
     states = states_of(batch)
     if states.places is None:
         states.places = pool.state_places(states.rows)

@@ -335,8 +335,8 @@ def unit_places(units: Sequence[int], row_size: int) -> list[tuple[int, int]]:
     for size in units:
         if size > row_size:
             raise ValueError(
-                f"a state has a unit of {size} numbers, but a row of the KV pool holds {row_size}: increase "
-                "--block-size"
+                f"a part of the model's recurrent state has {size} numbers, but must fit into a row of the KV pool, "
+                f"which holds {row_size}: increase --block-size"
             )
         if offset + size > row_size:
             row, offset = row + 1, 0

@@ -3,8 +3,8 @@
 A template is a program that comes with the model. Jinja's sandbox denies the template access to the file system, but
 does not limit its time or memory, and Python cannot stop a thread. Therefore this module also runs as a child process
 (`python -m router.text.chat_template`). The child reads a JSON line with the template, then one line for each
-conversation, and writes one line with each result. The child's memory is limited, and an alarm kills the child if it
-takes too long. With a child process, long conversations also do not hold the router's interpreter lock.
+conversation, and writes one line with each result. The child's memory is limited, and a timer of CPU time kills the
+child if it takes too long. With a child process, long conversations also do not hold the router's interpreter lock.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from shared.errors import ConfigError, RequestError
 MAX_SOURCE_BYTES = 1 << 20
 MEMORY_BYTES = 512 << 20  # address space of the child; an interpreter with Jinja takes 50 MiB
 MAX_CHARACTERS = 8 << 20  # limit of a rendered prompt; no model's context has room for more
-RENDER_S = 2  # time limit for one conversation, after which the child is killed
+RENDER_S = 2  # CPU time limit for one conversation, after which the child is killed
 
 # One message of a conversation: `role`, `content` and further fields, whose values are those of JSON.
 Message = dict[str, Any]
@@ -202,18 +202,19 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C also reaches the router, which may still need this process
     source = json.loads(sys.stdin.readline())
-    signal.alarm(RENDER_S)  # SIGALRM kills the process; a template cannot catch it
+    # SIGPROF kills the process; a template cannot catch it. CPU time does not depend on how busy the machine is.
+    signal.setitimer(signal.ITIMER_PROF, RENDER_S)
     try:
         template = _compile(source)
     except (jinja2.TemplateError, ArithmeticError, RecursionError, MemoryError) as error:
         print(json.dumps({"failed": str(error)[:200] or type(error).__name__}))
         return
     print("{}", flush=True)
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
     for line in sys.stdin:
-        signal.alarm(RENDER_S)
+        signal.setitimer(signal.ITIMER_PROF, RENDER_S)
         print(json.dumps(_render(template, json.loads(line))), flush=True)
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":

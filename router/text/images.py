@@ -163,9 +163,9 @@ def main() -> None:
     rules = ImageRules(**json.loads(sys.stdin.readline()))
     print("{}", flush=True)
     for line in sys.stdin:
-        signal.alarm(DECODE_S)  # SIGALRM kills the process
+        signal.setitimer(signal.ITIMER_PROF, DECODE_S)  # SIGPROF kills the process
         print(json.dumps(decoded(json.loads(line), rules)), flush=True)
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":

@@ -164,8 +164,8 @@ class Tokenizer:
     def detokenizer(
         self, prompt: Iterable[int] = (), *, skip_special_tokens: bool = True, keep_markers: bool = False
     ) -> Detokenizer:
-        """Return a detokenizer for the tokens after `prompt`. It keeps a leading space if the prompt has any text, and
-        with `keep_markers`, the special tokens that are markers of the model's syntax."""
+        """Return a detokenizer for the tokens after `prompt`. It keeps a leading space if the prompt has any text.
+        With `keep_markers`, it also keeps the special tokens that are markers of the model's syntax."""
         skipped = self.vocabulary.special if skip_special_tokens else frozenset()
         skipped -= self._markers if keep_markers else frozenset()
         if self.vocabulary.byte_level:

@@ -84,7 +84,7 @@ def test_units_are_in_order_and_do_not_cross_rows() -> None:
     units = state_units(config)
     assert units == (8, 8, 12, 12, 24, 24, 7, 5, 5, 35)
     assert unit_places(units, 40)[:6] == [(0, 0), (0, 8), (0, 16), (0, 28), (1, 0), (2, 0)]
-    with pytest.raises(ValueError, match="a unit of 35 numbers, but a row of the KV pool holds 34"):
+    with pytest.raises(ValueError, match="has 35 numbers, but must fit into a row of the KV pool, which holds 34"):
         unit_places(units, 34)
 
 

@@ -41,7 +41,7 @@ class Api:
         return await self.http.post(path, json=HELLO | fields)
 
     async def events(self, **fields: Any) -> list[dict[str, Any]]:
-        """Return the events of a stream, whose names must be their types."""
+        """Return the events of a stream. Each must have the type in its data as its name."""
         text = (await self.post(**fields, stream=True)).text
         events = []
         for each in text.removesuffix("\n\n").split("\n\n"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from router.dispatch.admission import AdmissionQueue, QueueEntry
 from router.dispatch.requests import GenerationRequest
-from router.nodes.connection import ANY_VERSION, NodeConnection
+from router.nodes.connection import NodeConnection
 from router.nodes.load import LoadCharge
 from shared import failpoints
 from shared.errors import RequestError, UnavailableError
@@ -65,7 +65,6 @@ class AdmittedRequest:
         self.samples = [SampleState(index) for index in range(request.n)]
         self.samples[0].tokens += request.generated
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
-        self.version = ANY_VERSION  # of the nodes that were chosen last
         self.first_is_computed = asyncio.Event()  # sample 0's prompt is computed; other samples wait for it
         self._queue = queue
         self._counts = counts

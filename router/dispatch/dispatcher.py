@@ -279,7 +279,7 @@ class Dispatcher:
                 self._rules.disaggregate,
                 failover.prefix_node,
                 request.adapter,
-                admitted.version if has_tokens else ANY_VERSION,
+                request.version if has_tokens else ANY_VERSION,
                 spans,
             )
 
@@ -296,7 +296,7 @@ class Dispatcher:
             self.arrivals.add("cached", candidate.cached_tokens)
         self._record_placement(attempt, placement)
         self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
-        admitted.version = decode.version
+        request.version = decode.version
         attempt.begin(prefill, decode, candidate.cached_tokens)
 
     def _record_placement(self, attempt: Attempt, placement: Placement) -> None:

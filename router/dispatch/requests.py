@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from router.nodes.connection import ANY_VERSION, ModelVersion
 from shared.errors import BatonError
 from shared.rpc.messages import Media, SamplingParams, TokenDelta
 
@@ -64,6 +65,7 @@ class GenerationRequest:
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds
     nodes: tuple[str | None, str | None] = (None, None)  # (prefill, decode) of sample 0's latest attempt
+    version: ModelVersion = ANY_VERSION  # of the nodes that were chosen last
 
 
 def is_refusal(error: Exception, request: GenerationRequest) -> bool:

@@ -21,6 +21,7 @@ from router.http.output import OutputProcessor, PromptOutput
 from router.http.response_bodies import ResponsesBody, items_of
 from router.http.response_events import Event, ResponseEvents
 from router.metrics.request_metrics import SampleTimings, SloTargets
+from router.nodes.connection import ANY_VERSION, ModelVersion
 from router.responses_store import CANCELLED, LEASE_S, POLL_S, ResponsesStore, StoredResponse
 from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import TaskGroup
@@ -195,6 +196,7 @@ class ResponseRuns:
                     # A stop string ends the replay at the same token by itself.
                     delta.finish = "" if isinstance(text.stop_reason, str) else text.finish or ""
                     delta.logprobs, delta.cached_tokens = text.logprobs, choice.prompt.cached_tokens
+                    delta.version = list(request.version)
                     if not await self._append(stored.id, owner, position, delta, ends=text.finish is not None):
                         return
                     position += 1
@@ -252,6 +254,7 @@ class ResponseRuns:
         (request,) = await self._models.of(body.model).build(chat, run_id, identity)
         request.prompt, request.max_tokens = unpack_ids(stored.prompt), stored.max_tokens
         request.generated = tuple(token for delta in known for token in unpack_ids(delta.tokens))
+        request.version = next((ModelVersion(*each.version) for each in reversed(known) if each.version), ANY_VERSION)
         log.info("took over response %s after %d tokens", response_id, len(request.generated))
         self._start(stored, request, known, owner, is_background=True)
 

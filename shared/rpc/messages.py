@@ -121,6 +121,7 @@ class TokenDelta:
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     retry: bool = False  # with `error`: whether another node may succeed
     vector: bytes = b""  # float32 in little-endian order: the result of a pooled request
+    version: list[str] = field(default_factory=list)  # in the log of a stored response: what determined its tokens
 
 
 @dataclass(slots=True)

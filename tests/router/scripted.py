@@ -9,6 +9,7 @@ from typing import Any
 import uvicorn
 
 from router.dispatch.requests import GenerationRequest, ModelCard, TokenStream
+from router.nodes.connection import ANY_VERSION
 from shared.errors import UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, pack_ids
 
@@ -84,6 +85,7 @@ class ScriptedDispatcher:
         self.cached_tokens = 0
         self.num_prompt_logprobs: int | None = None  # None sends all of them
         self.vector = b""  # the answer to pooled requests
+        self.version = ANY_VERSION  # of the nodes that answer
         self.is_ready = True
         self.empty_pool = "none"
         self.answers: list[ScriptedAnswers] = []
@@ -92,6 +94,8 @@ class ScriptedDispatcher:
     async def admit(self, request: GenerationRequest) -> AsyncIterator[list[TokenStream]]:
         if self.refuses is not None:
             raise self.refuses
+        if self.version != ANY_VERSION:
+            request.version = self.version
         answers = ScriptedAnswers(self, request)
         self.answers.append(answers)
         streams = [answers.stream(index) for index in range(request.n)]

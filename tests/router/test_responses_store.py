@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from router.http.auth import ApiKeys
+from router.nodes.connection import ModelVersion
 from router.responses_store import CANCELLED, MAX_BYTES, MemoryStore, RedisStore, ResponsesStore, StoredResponse
 from router.text.tokenizer import Tokenizer
 from shared.errors import UnavailableError
@@ -246,7 +247,7 @@ async def test_another_router_takes_over_and_the_first_cannot_add_anything(clien
     url = f"redis://127.0.0.1:{redis_server.port}"
     text = "one two three four five six seven"
     first, dispatcher = await client(hermes, text, responses_store=RedisStore(url, "test"))
-    dispatcher.hangs_after = 4
+    dispatcher.hangs_after, dispatcher.version = 4, ModelVersion("weights", "build")
     response = await first.responses.create(**HELLO, background=True, temperature=0.5)
     await dispatcher.hanging.acquire()
     stream = await first.responses.retrieve(response.id, stream=True)
@@ -263,6 +264,7 @@ async def test_another_router_takes_over_and_the_first_cannot_add_anything(clien
     assert events[-1].response.output_text == text
     continued = taker.answers[0]
     assert len(continued.request.generated) == 4
+    assert continued.request.version == ModelVersion("weights", "build"), "on nodes of the same version"
     assert continued.request.sampling.seed == dispatcher.answers[0].request.sampling.seed
     assert continued.request.id != dispatcher.answers[0].request.id
     assert await wait_until(lambda: dispatcher.answers[0].closed == 1, WAIT_S), "the first router stops"

@@ -44,7 +44,7 @@ EXAMPLES: list[tuple[object, str]] = [
     ),
     (RouterCommand("router", aborts=["r"]), "94a6726f757465729091a172c3"),
     (Logprobs(4, -0.5, 1, [4], [-0.5]), "9504cbbfe000000000000001910491cbbfe0000000000000"),
-    (TokenDelta("r", 3, pack_ids([9]), "stop"), "9ba17203c40409000000a473746f70a0c2009090c2c400"),
+    (TokenDelta("r", 3, pack_ids([9]), "stop"), "9ca17203c40409000000a473746f70a0c2009090c2c40090"),
     (
         NodeStats(running=2, channels={"d": "shm"}),
         "dc0025a572656164790200000000000000000000000000000000000081a164a373686d00909000000000a0a000000090000000",
@@ -60,7 +60,7 @@ EXAMPLES: list[tuple[object, str]] = [
         RequestEvent("r", "transfer", 10**18, 250, -1, 2, 512, "h:1", "shm"),
         "9aa172a87472616e73666572cf0de0b6b3a7640000ccfaff02cd0200a3683a31a373686da0",
     ),
-    (NodeUpdate([TokenDelta("r")]), "94919ba17200c400a0a0c2009090c2c400c09090"),
+    (NodeUpdate([TokenDelta("r")]), "94919ca17200c400a0a0c2009090c2c40090c09090"),
     (
         NodeInfo("n", "b", "decode", "h:1", "m", "f", 16, 64, 9, 512, 8),
         "dc0010a16ea162a66465636f6465a3683a31a16da166104009cd020008a0a5726561647980a080",

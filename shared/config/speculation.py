@@ -50,6 +50,8 @@ def parse_speculation(text: str) -> SpeculativeConfig | None:
     try:
         value = json.loads(text) if text.lstrip().startswith("{") else {"method": text}
         return SpeculativeConfig(**value)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))

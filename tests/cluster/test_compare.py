@@ -89,7 +89,7 @@ def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
     assert not any(map(state_of, pids(tmp_path)))
 
 
-@pytest.mark.parametrize("what", ["interrupt", "router"])
+@pytest.mark.parametrize("what", [pytest.param("interrupt", marks=pytest.mark.exhaustive), "router"])
 def test_a_session_that_ends_early_keeps_its_measurements_and_leaves_nothing_running(tmp_path: Path, what: str):
     process = start(tmp_path, "--arms", "colocated:1", "colocated:1@prefill_first", *SMALL, "--duration", "8")
     try:

@@ -16,7 +16,6 @@ from tests.chaos.traffic import Load
 from tests.cluster.harness import Cluster, cluster, expected, free_port, prompt_of, wait_for
 
 NODES = "prefill-0", "decode-0"
-CONNECTIONS = 10_000
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +65,12 @@ def test_a_node_reports_its_own_metrics_as_the_router_does(running: Cluster) -> 
     assert probe(running, "prefill-0", "/v1/status")[0] == 404
 
 
-def test_connections_and_garbage_at_the_health_port_do_not_disturb_serving(running: Cluster) -> None:
+@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_connections_and_garbage_at_the_health_port_do_not_disturb_serving(running: Cluster, count: int) -> None:
     rubbish = [b"", b"GET /hea", b"GET /metrics HTTP/1.1\r\n\r\n", bytes(range(256)) * 8, b"GET /" + b"a" * 3000]
     held = deque[socket.socket]()
     with Load([running.url], running.model, 2) as load:
-        for number in range(CONNECTIONS):
+        for number in range(count):
             port = running.own[NODES[number % 2]]["health_port"]
             held.append(socket.create_connection(("127.0.0.1", port), timeout=30))
             with suppress(ConnectionError):

@@ -46,7 +46,8 @@ def generates(running: Cluster, model: Any, prompt: list[int], count: int) -> bo
 
 
 @pytest.mark.parametrize(
-    ("modules", "pooling", "normalizes"), [((LAST, NORMALIZE), "last", True), ((MEAN,), "mean", False)]
+    ("modules", "pooling", "normalizes"),
+    [((LAST, NORMALIZE), "last", True), pytest.param((MEAN,), "mean", False, marks=pytest.mark.exhaustive)],
 )
 def test_embeddings_are_those_of_transformers_in_both_modes(
     modules: Any, pooling: str, normalizes: bool, tmp_path: Path

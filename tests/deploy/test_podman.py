@@ -49,7 +49,7 @@ def missing() -> str:
     return "" if has_image else f"no image: podman build -t {IMAGE} ."
 
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 
 class Pods:
@@ -202,7 +202,6 @@ def test_two_routers_by_name_lose_no_request_when_the_process_of_a_pod_is_killed
     assert requests.failures() == []
 
 
-@pytest.mark.exhaustive
 def test_scaling_down_loses_no_request_and_a_killed_router_only_its_streams(
     pods: Pods, routers: list[RouterClient]
 ) -> None:

@@ -53,5 +53,5 @@ def test_a_state_fills_its_rows() -> None:
 
 
 def test_a_unit_larger_than_a_row_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a state has a unit of 384 numbers, .* holds 256: increase --block-size"):
+    with pytest.raises(ValueError, match=r"has 384 numbers, .* holds 256: increase --block-size"):
         kv_places(model([0], 1, 8, deltas=1), 1024)

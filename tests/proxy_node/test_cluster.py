@@ -102,7 +102,7 @@ def test_an_answer_that_may_have_changed_is_marked(served: tuple[Cluster, Engine
     for name in NODES:
         kill_engine(running, engines, name)
         repair(running, engines, name)
-        assert running.nodes()[name]["facts"]["resumes"] == "greedy"
+        wait_for(lambda name=name: running.nodes()[name]["facts"]["resumes"] == "greedy", f"{name} has probed again")
     before = running.status()["inexact_retries"].get("seeded", 0)
     body = completion(running.model, [21, 22, 23], 400, temperature=1.0, seed=3)
     with ThreadPoolExecutor(1) as pool:

@@ -194,12 +194,12 @@ async def _acknowledged(*_: Any) -> bool:
 
 # If a seed no longer detects its mutation after a change to the simulation, `make mutations` finds another seed.
 MUTATIONS: dict[str, tuple[int, Broken]] = {
-    "reservations are not revoked": (7, _in_place_of(SimChannel, "revoke", lambda *_: None)),
+    "reservations are not revoked": (8, _in_place_of(SimChannel, "revoke", lambda *_: None)),
     "a release is forgotten": (0, _around(BlockPool, "release", _one_block_kept)),
     "leases are ignored": (33, _in_place_of(ReservationTable, "expired", lambda *_: [])),
-    "a fenced writer is admitted": (4, _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False)),
+    "a fenced writer is admitted": (73, _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False)),
     "quarantine is skipped": (16, _in_place_of(ReservationTable, "abort", _quarantine_skipped)),
-    "checksums are not compared": (14, _in_place_of(HandoffReceiver, "_check", _not_compared)),
+    "checksums are not compared": (8, _in_place_of(HandoffReceiver, "_check", _not_compared)),
     "prefixes without salt": (0, _in_place_of(scheduler.scheduler, "extend_hashes", _without_salt)),
     "positions are ignored": (3, _around(Attempt, "on_delta", _positions_ignored)),
     "a delta is lost": (0, _around(RouterSessions, "send", _some_lost)),
@@ -226,7 +226,7 @@ MUTATIONS: dict[str, tuple[int, Broken]] = {
     "a cancelled request may still reserve": (5, _in_place_of(HandoffReceiver, "_remember_cancelled", lambda *_: None)),
     "a preempted request resumes at a later position": (10, _around(Scheduler, "_hold", _block_too_far)),
     "blocks are freed during a step": (2, _around(Scheduler, "_free", _freed_under_a_step)),
-    "epochs are not compared": (2, _around(Scheduler, "update", _any_epoch)),
+    "epochs are not compared": (25, _around(Scheduler, "update", _any_epoch)),
     "rows are released too early": (6, _around(Geometry, "first_block", _one_block_less)),
     "the older state is sent": (13, _around(OutgoingHandoff, "sources", _older_state)),
     "rejected guesses keep their place": (1, _around(Scheduler, "_finish_slice", _rejected_kept)),

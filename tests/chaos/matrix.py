@@ -42,7 +42,7 @@ ROWS: Final[list[Row]] = [
     Row("chunk", "prefill node killed in the first chunk, a middle chunk and the last chunk",
         {P: _kills("prefill.after_chunk:1@*", "prefill.after_chunk:6@*", "prefill.after_chunk:11@*")}),
     Row("push", "prefill node killed before, between and after its pushes",
-        {P: _kills("prefill.before_push:1@*", "prefill.before_push:4@*", "prefill.after_push:5@*")}),
+        {P: _kills("prefill.before_push:1@*", "prefill.before_push:2@*", "prefill.after_push:2@*")}),
     Row("commit", "prefill node killed before and after a commit",
         {P: _kills("prefill.before_commit:20", "prefill.after_commit:20")}),
     Row("reserved", "decode node killed at a reservation, at a commit and after the KV arrived",

@@ -33,7 +33,7 @@ PROCESSES: dict[str, tuple[type[Settings], str]] = {
     "prefill": (NodeSettings, "Run one prefill node."),
     "decode": (NodeSettings, "Run one decode node."),
     "proxy": (ProxySettings, "Run one node whose engine is a vLLM server that runs already."),
-    "picker": (PickerSettings, "Run an endpoint picker, which tells an Envoy gateway to which router a request goes."),
+    "picker": (PickerSettings, "Run an endpoint picker, which chooses routers for an Envoy gateway."),
     "doctor": (DoctorSettings, "Check this installation, and that modes and KV channels give the same tokens."),
 }
 LOCAL_URL = "http://127.0.0.1:8000"

@@ -62,7 +62,7 @@ class ProxyNode:
     """Serves the node protocol for one incarnation of an engine.
 
     The process creates it when the engine has answered, calls `start`, and waits for `lost`, whose result is the reason
-    why the engine is lost. The routers are then told that the node is stuck, and retry its requests on other nodes. A
+    why the engine is lost. The node then reports that it is stuck, and the routers retry its requests on other nodes. A
     request has one task, which calls the engine and sends one delta for all events that arrive together. Cancelling the
     task closes the connection, and the engine drops the request. Runs on the event loop.
     """
@@ -192,7 +192,7 @@ class ProxyNode:
         )
 
     async def set_role(self, message: SetRoleRequest) -> Ack:
-        """Serve `SET_ROLE`: drain, and rejoin in the other role. The engine is not told: NIXL has no roles."""
+        """Serve `SET_ROLE`: drain, and rejoin in the other role. The engine needs no change: NIXL has no roles."""
         role, info = message.role, self.info
         if role == info.role:
             return Ack()

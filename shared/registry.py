@@ -346,7 +346,7 @@ class StreamAnnouncer(Announcer):
             channel.close()
 
     async def _repeat(self, stream: Any, updated: asyncio.Event) -> None:
-        """Send the info again after each update, and every REPEAT_S. If the stream ends, its reader is told why."""
+        """Send the info again after each update, and every REPEAT_S. If the stream ends, its reader gets the error."""
         with contextlib.suppress(*PEER_FAILURES):
             while True:
                 await _wait(updated, REPEAT_S)

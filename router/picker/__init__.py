@@ -1,1 +1,1 @@
-"""The endpoint picker, which tells an Envoy gateway to which router a request goes. It needs `baton-serve[picker]`."""
+"""The endpoint picker. It chooses routers for an Envoy gateway. It needs `baton-serve[picker]`."""

@@ -1,1 +1,1 @@
-"""The router: it serves the REST API, and owns each request from its first byte to its last. It never imports torch."""
+"""The router: serves the REST API, and owns each request from its first byte to its last. It never imports torch."""

@@ -208,10 +208,10 @@ def listen(host: str, port: int, flag: str, count: int = 1) -> list[socket.socke
 
 
 def _listener(host: str, port: int, flag: str, *, shares: bool, joins: bool = False) -> socket.socket:
-    """Bind a listener. Others can bind to its port too if it `shares` the port, and they have to if they `join`."""
+    """Bind a listener. With `shares`, others can bind to the same port; they set `joins`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    # Accepted connections inherit these options, which close those whose client is unreachable or does not read.
+    # Accepted connections inherit these options, which close a connection whose client is unreachable or does not read.
     keepalive = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)]
     keepalive += [(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)]
     keepalive += [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SLOW_S * 1000))]
@@ -240,9 +240,10 @@ def _log_addresses(listeners: list[socket.socket], is_open: bool) -> None:
 def _run_workers(
     settings: RouterSettings, ports: list[list[socket.socket]], serve: Callable[[list[socket.socket], WorkerShare], int]
 ) -> int:
-    """Run the workers, and the registry unless it is in Redis, in processes of their own. Return the exit status.
+    """Run the workers, and the registry unless it is in Redis, in separate processes. Return the exit status.
 
-    `ports` has the listeners of all workers for each port. `serve` runs in a worker, with its own listeners."""
+    `ports` has the listeners of all workers for each port. `serve` runs in each worker, with that worker's
+    listeners."""
     every = [listener for port in ports for listener in port]
     helpers: dict[str, Callable[[], int]] = {}
     with tempfile.TemporaryDirectory(prefix="baton-router-") as directory:

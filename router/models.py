@@ -1,4 +1,4 @@
-"""The models of a router: reads their files, and connects each to its nodes."""
+"""Reads the files of a router's models, and connects each model to its nodes."""
 
 import time
 from collections.abc import Sequence

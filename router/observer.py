@@ -21,7 +21,7 @@ class RouterObserver:
         """Process the stats, step records and events in a message from a node. Ignore its token deltas."""
 
     def wants_records(self, node: str, num_nodes: int) -> bool:
-        """Return whether this node, of `num_nodes`, should send its records of steps and events from now on."""
+        """Return whether this node, one of `num_nodes`, should send its records of steps and events from now on."""
         return False
 
     def node_lost(self, node: str) -> None:
@@ -37,11 +37,12 @@ class RouterObserver:
     def placed(
         self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
     ) -> None:
-        """Record the nodes chosen for an attempt. `local_s` and `remote_s` are predicted times; 0: no prediction."""
+        """Record the nodes chosen for an attempt. `local_s` and `remote_s` are predicted times; 0 means no
+        prediction."""
 
     def inexact(self, attempt: str, why: str) -> None:
-        """Record that an attempt may continue with other tokens than an earlier one, because of `why`: "seeded",
-        "greedy" or "penalties"."""
+        """Record that an attempt may continue an answer with different tokens, because of `why`: "seeded", "greedy" or
+        "penalties"."""
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
         """Record that tokens of a sample were sent to the client."""

@@ -1,4 +1,4 @@
-"""Changes the roles of nodes as the router's requests need it: `--rebalance on`."""
+"""Changes the roles of nodes to match the router's load: `--rebalance on`."""
 
 import asyncio
 import logging
@@ -17,8 +17,8 @@ TICK_S = 1.0
 
 
 class Rebalancer:
-    """Lets one node take the other role when `RebalanceClock` says so. It does nothing while nodes serve other routers,
-    because it knows only the requests of its own router."""
+    """Changes a node's role when `RebalanceClock` says so. It does nothing while nodes serve other routers, because it
+    knows only the requests of its own router."""
 
     def __init__(
         self, pool: NodePool, signals: ScalingSignals, admin: Admin, clock: Callable[[], float] = time.monotonic
@@ -39,7 +39,7 @@ class Rebalancer:
             await self.tick()
 
     async def tick(self) -> None:
-        """Change the role of a node, if that is due now."""
+        """Change the role of a node if a change is due."""
         if (routers := self._signals.num_routers) > 1:
             if not self._has_warned:
                 log.warning("--rebalance on: roles stay as they are, because the nodes serve %d routers", routers)

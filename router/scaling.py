@@ -1,7 +1,7 @@
-"""How many nodes of each role a router's requests need, for autoscalers and for `--rebalance`.
+"""Computes how many nodes of each role a router's requests need, for autoscalers and for `--rebalance`.
 
 The functions are pure. A router knows only its own requests, so an autoscaler sums the numbers of all routers. Each
-router therefore holds its share of the present nodes, not all of them, when it decides whether fewer would do.
+router therefore decides from its share of the present nodes, not from all of them, whether fewer would be enough.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ from shared.rpc.messages import NodeInfo
 WINDOW_S = 60.0  # the rate of arrivals is the mean over this time
 RECENT_S = 15.0  # while requests are queued, the mean over this time counts too
 QUEUE_S = 10.0  # queued prompts should be computed within this time, unless there is an SLO for the first token
-KV_TARGET = 0.85  # share of a node's KV capacity that requests should use at most
-SURVIVORS = 0.8  # a node may go only if the others would then be used to at most this share
+KV_TARGET = 0.85  # maximum share of a node's KV capacity that requests should use
+SURVIVORS = 0.8  # a node may be removed only if the others would then be used to at most this share
 STEADY_S = 60.0  # how long one role must need more nodes, and the other fewer, before a node changes its role
-FLIP_S = 300.0  # least time between two changes
+FLIP_S = 300.0  # minimum time between two changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Demand:
     queued_prompt_tokens: float = 0.0  # not computed yet
     requests: float = 0.0  # in progress
     queued_requests: float = 0.0
-    request_kv_tokens: float = 0.0  # that one request holds, in the mean
-    expected_requests: float = 0.0  # in progress if all requests began as they arrived in the last minute
+    request_kv_tokens: float = 0.0  # mean number that one request holds
+    expected_requests: float = 0.0  # in progress if the last minute's requests started when they arrived
     recent_expected_requests: float = 0.0  # the same for the last RECENT_S
 
 
@@ -46,7 +46,7 @@ class NodeCapability:
 
 
 def capability_of(nodes: Sequence[tuple[NodeInfo, CostModel | None]], context: float) -> NodeCapability:
-    """Return the median of what the nodes can do. `context` is the mean length of a request, in tokens."""
+    """Return the median capability of the nodes. `context` is the mean length of a request, in tokens."""
     if not nodes:
         return NodeCapability()
     rates = [_prompt_rate(info, cost) for info, cost in nodes if cost is not None]
@@ -65,7 +65,7 @@ def _prompt_rate(info: NodeInfo, cost: CostModel) -> float:
 
 
 def _most_requests(info: NodeInfo, cost: CostModel | None, context: float) -> int:
-    """Return how many requests a node decodes within its SLO for the time between tokens, at least 1."""
+    """Return how many requests a node can decode within its SLO for the time between tokens, at least 1."""
     slo_s = attribute(info, "tbt_slo_ms", 0.0) / 1000
     if cost is None or not slo_s:
         return info.max_num_seqs
@@ -86,7 +86,7 @@ def load_of_prefill(demand: Demand, node: NodeCapability, wait_s: float = QUEUE_
     """Return how many nodes compute the prompts, or None if the speed of the nodes is unknown.
 
     A queue that is too long for the nodes shows a higher load before the mean of a minute does. It counts only up to
-    the recent rate, because it will be gone when that many nodes are there.
+    the recent rate, because it will be empty by the time that more nodes have started.
     """
     rate = node.prompt_tokens_per_s
     if not rate:
@@ -98,7 +98,7 @@ def load_of_prefill(demand: Demand, node: NodeCapability, wait_s: float = QUEUE_
 def load_of_decode(demand: Demand, node: NodeCapability) -> float:
     """Return how many nodes hold and decode the requests.
 
-    By Little's law, the number of requests in progress is the rate of arrivals multiplied by the time for which one
+    By Little's law, the number of requests in progress is the rate of arrivals multiplied by the time that a request
     stays. As in `load_of_prefill`, queued requests count only up to what the recent rate explains.
     """
     waiting = min(demand.requests + demand.queued_requests, demand.recent_expected_requests)
@@ -109,8 +109,8 @@ def load_of_decode(demand: Demand, node: NodeCapability) -> float:
 def needed(load: float | None, present: float, routers: int = 1) -> float:
     """Return the number of nodes that a load needs, where `present` nodes are this router's share of them.
 
-    More nodes are needed as soon as the load exceeds those present. Fewer are needed, by one, only if the others would
-    be used to SURVIVORS at most, so that the number does not alternate at a constant load.
+    More nodes are needed as soon as the load exceeds those present. One fewer is needed only if the others would be
+    used to at most SURVIVORS, so that the number does not alternate at a constant load.
     """
     one = 1.0 / routers
     if load is None:
@@ -121,7 +121,7 @@ def needed(load: float | None, present: float, routers: int = 1) -> float:
 
 
 class RebalanceClock:
-    """Decides when a node changes its role: when one role has needed more nodes, and the other fewer, for STEADY_S.
+    """Decides when a node changes its role: after one role has needed more nodes, and the other fewer, for STEADY_S.
 
     `update` is called about once a second. A role keeps at least one node.
     """

@@ -1,8 +1,8 @@
 """The worker processes of one router, which serve on the same ports.
 
-The first process opens all ports and forks the workers, and the registry if it is built in. It starts a process again
-that ends, and keeps the worker's listening sockets open in the meantime, so that new connections wait for the new
-process. If the first process dies, the kernel kills all others.
+The first process opens all ports and forks the workers, and the registry if it is built in. It restarts a process that
+ends, and keeps the worker's listening sockets open in the meantime, so that new connections wait for the new process.
+If the first process dies, the kernel kills all others.
 """
 
 import logging
@@ -20,8 +20,8 @@ from shared.lifecycle import set_parent_death_signal
 
 log = logging.getLogger("baton.router")
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-INVALID = 2  # exit status of a process that cannot start with its settings: it is not started again
-RESTART_S = 1.0  # least time between two starts of a process
+INVALID = 2  # exit status of a process that cannot start with its settings: it is not restarted
+RESTART_S = 1.0  # minimum time between two starts of a process
 POLL_S = 0.5
 
 
@@ -39,7 +39,7 @@ class WorkerShare:
     registry: str = ""
 
     def of(self, limit: int) -> int:
-        """Return this worker's part of a limit, which is not 0 unless the limit is. The parts of all workers add up to
+        """Return this worker's part of a limit, which is 0 only if the limit is 0. The parts of all workers add up to
         the limit if it is at least `count`."""
         return max(limit > 0, limit // self.count + (self.number < limit % self.count))
 
@@ -51,7 +51,7 @@ class WorkerShare:
 def supervise(
     workers: Mapping[str, Callable[[], int]], helpers: Mapping[str, Callable[[], int]], on_drain: Callable[[], None]
 ) -> int:
-    """Run each function in a process of its own until SIGTERM, and return the exit status.
+    """Run each function in a separate process until SIGTERM, and return the exit status.
 
     `workers` drain after SIGTERM, and `helpers` get SIGTERM when all workers have ended. `on_drain` is called in this
     process at the start of the drain. A second signal kills all processes.
@@ -70,7 +70,7 @@ class WorkerSupervisor:
     def __init__(self, jobs: Mapping[str, Callable[[], int]], workers: set[str], on_drain: Callable[[], None]) -> None:
         self._jobs, self._workers, self._on_drain = jobs, workers, on_drain
         self._running: dict[int, str] = {}  # names by process id
-        self._due = dict.fromkeys(jobs, 0.0)  # when to start a process that does not run
+        self._due = dict.fromkeys(jobs, 0.0)  # when to restart a process that has ended
         self._is_draining = False
         self._status = 0
 

@@ -69,8 +69,7 @@ class PriorityLevel:
     tokens: dict[str, int] = field(default_factory=dict)
 
     def share(self, tenant: str, cost: int) -> int:
-        """Return how many queued tokens are served until a new request of the tenant is served, if the tenants take
-        turns."""
+        """Return how many queued tokens are served before a new request of the tenant, if the tenants take turns."""
         tenants = len(self.queues) + (tenant not in self.queues)
         return min(sum(self.tokens.values()) + cost, (self.tokens.get(tenant, 0) + cost) * tenants)
 
@@ -92,7 +91,7 @@ class ThroughputEstimator:
 
     def tokens_per_s(self, held: float) -> float:
         """Return the rate, or infinity before the first measurement. When a queue has just formed, few requests have
-        finished since, so a share of the tokens that the nodes hold (`held`, for each slot) counts as finished."""
+        finished, so a share of the tokens that the nodes hold (`held`, for each slot) counts as finished."""
         begun = BEGUN * held * (1 - self._busy_s / RATE_S)
         return (self.finished_tokens + begun) / self._busy_s if self._busy_s else inf
 
@@ -103,7 +102,7 @@ class AdmissionQueue:
 
     The dispatcher enqueues each request, waits for its slot, and releases each sample exactly once. The node pool calls
     `resize` when its capacity changes. Runs on the router's event loop. Methods that may grant slots take the current
-    time as an argument, and return the entries that they granted. An entry's cost counts until its last sample is
+    time as an argument, and return the entries that they granted. An entry's cost is counted until its last sample is
     released.
     """
 
@@ -127,7 +126,7 @@ class AdmissionQueue:
 
     @property
     def mean_stay_s(self) -> float:
-        """How long a sample stays on its nodes, in the mean of those that ended lately; 0 before the first."""
+        """The mean time that recently ended samples stayed on their nodes; 0 before the first."""
         return self._stayed_s / self._num_stayed if self._num_stayed else 0.0
 
     @property

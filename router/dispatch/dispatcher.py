@@ -60,7 +60,7 @@ Found = TypeVar("Found")
 class DispatchRules:
     """The settings of the dispatcher. `scheduler.placement.place` documents `disaggregate`. A request is refused if its
     first token is predicted later than `ttft_slo_s` seconds; 0 means no limit. With `exact_retries`, a request fails if
-    its next attempt may continue with other tokens than the one before."""
+    its next attempt might continue with different tokens."""
 
     max_attempts: int = 5
     disaggregate: str = "auto"
@@ -117,7 +117,7 @@ class Dispatcher:
         return bool({"prefill": prefill, "decode": decode}.get(role, prefill or decode))
 
     def adapters(self) -> dict[str, str]:
-        """Return the name and the digest of each LoRA adapter that a node has or had."""
+        """Return the name and the digest of each LoRA adapter that any node has or had."""
         return self._pool.adapters
 
     def status(self) -> dict[str, Any]:

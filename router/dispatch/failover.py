@@ -11,8 +11,8 @@ from router.dispatch.attempt import HANDOFF, Attempt, AttemptFailed
 from router.nodes.connection import NodeConnection
 from shared.errors import RequestError, UnavailableError
 
-MAX_CRASHES = 2  # a request is the likely cause if this number of nodes crash while they compute it
-TOGETHER_S = 1.0  # two crashes within this time may be one event, such as the end of a host, so a third one decides
+MAX_CRASHES = 2  # a request is the likely cause if this many nodes crash while they compute it
+TOGETHER_S = 1.0  # two crashes within this time may have one cause, such as a failed host, so a third one decides
 RETRY_SHARE = 0.1  # retries allowed for each request
 RETRIES_PER_S = 3.0  # number of retries that are added to the budget per second
 BURST_S = 10.0  # seconds for which unused retries accumulate
@@ -46,7 +46,7 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class Failover:
-    """The failures of one sample. The sample is placed on a node in `avoid` only if no other node is available.
+    """Tracks the failures of one sample. The sample is placed on a node in `avoid` only if no other node is available.
     `prefix_node` is the prefill node that still has the prompt's KV, or "" if there is none."""
 
     max_attempts: int
@@ -111,11 +111,10 @@ class Failover:
 
 
 def inexact_reason(attempt: Attempt) -> str:
-    """Return why an attempt with tokens of an earlier one may continue with other tokens than that one; "" if it does
-    not.
+    """Return why an attempt may continue the tokens of an earlier one differently, or "" if it cannot.
 
-    Our nodes draw a token by its position. A vLLM server may have one generator for a request, and counts only the
-    tokens of one call for penalties; its proxy reports in `resumes` what it found.
+    Our nodes draw each token by its position. A vLLM server may use one generator for a whole request, and applies
+    penalties only to the tokens of one call; its proxy reports in `resumes` what the server can resume.
     """
     sampling = attempt.request.sampling
     found = [node.info.attributes["resumes"] for node in attempt.nodes if "resumes" in node.info.attributes]

@@ -17,7 +17,8 @@ MERGED_ITEMS = 16  # number of items buffered between the streams and their read
 class PoolingRule:
     """How a model makes a vector: `kind` is a value of `SamplingParams.pooling`, or "" with the reason in `refusal`.
 
-    A reranker ("logits") has one or two `tokens`. Its score is the first one's logit, minus that of the second.
+    A reranker ("logits") has one or two `tokens`. Its score is the logit of the first one, minus that of the second
+    one.
     """
 
     kind: str = ""

@@ -34,8 +34,8 @@ class RoleBody(BaseModel):
 
 
 class Admin:
-    """The handlers of the admin routes. It tracks the role changes in progress, so that two of them together cannot
-    leave the cluster without a usable node."""
+    """The handlers of the admin routes. It tracks the role changes in progress, so that two changes at the same time
+    cannot leave the cluster without a usable node."""
 
     def __init__(self, pools: Sequence[NodePool], drain_s: float) -> None:
         self._pools = pools

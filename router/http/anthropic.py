@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens, as a translation onto a chat and back.
+"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens, translated to a chat and back.
 
 Names and limits are those of Anthropic's API. Thinking blocks have an empty signature, because Baton does not check
 them when they come back. `cache_control` has no effect, because every prefix is cached.
@@ -156,7 +156,7 @@ class AnthropicChoice(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Whether the model thinks. `budget_tokens` is accepted, but the length of the thinking is up to the model."""
+    """Whether the model thinks. `budget_tokens` is accepted, but does not limit the thinking."""
 
     model_config = Strict
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -230,7 +230,7 @@ class MessagesBody(CountTokensBody):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-SWITCHES = ("enable_thinking", "thinking")  # names that chat templates have for the same switch
+SWITCHES = ("enable_thinking", "thinking")  # names of this switch in chat templates
 
 
 def _function(tool: AnthropicTool) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _text(content: str | Sequence[TextBlock]) -> str:
 
 
 def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any]]:
-    """Return a message as messages of a chat: results of tools become messages of their own, before the text."""
+    """Return a message as messages of a chat: tool results become separate messages, before the text."""
     blocks = message.blocks()
     for place, block in enumerate(blocks):
         of_user = isinstance(block, ToolResultBlock | ImageBlock)
@@ -275,7 +275,7 @@ def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any
 
 @contextmanager
 def named_parameters() -> Iterator[None]:
-    """Change the parameter that an error about a chat names to that of this API."""
+    """Replace a chat's parameter in an error by the corresponding parameter of this API."""
     try:
         with images_of_parameter("messages"):
             yield

@@ -71,13 +71,13 @@ def build_app(
 ) -> Starlette:
     """Build the whole REST API as an ASGI app.
 
-    `more_models` are served too, each to the requests that name it. `/metrics` shows `registry`. The dispatcher and the
-    node pool must report to the same `observer`. `slo` returns the latency targets of a request that arrives now.
+    `more_models` are served too, each for the requests that name it. `/metrics` shows `registry`. The dispatcher and
+    the node pool must report to the same `observer`. `slo` returns the latency targets of a request that arrives now.
     `more_routes` require an admin's key. Pages of `allowed_origins` may call the routes for tenants from a browser.
-    `images` is None if the model takes none. With `workers`, the routes that differ between the workers of the router
-    show them all, and `state.worker` is an app for the other workers, which shows only this one.
+    `images` is None if the model takes none. With `workers`, routes whose answers differ between the workers cover all
+    of them, and `state.worker` is an app for the other workers, which covers only this worker.
 
-    `state.responses` are the runs of stored responses, which the caller opens and closes, or None without a store.
+    `state.responses` is the ResponseRuns, which the caller opens and closes, or None without a store.
 
     For a router with two ports, `state.api` is an app with only the routes for tenants, and `state.admin` one with only
     the routes that observe or change the cluster. Both include the health routes.
@@ -110,7 +110,7 @@ def build_app(
 
 
 def _of_all_workers(workers: WholeRouter | None, routes: Sequence[BaseRoute]) -> list[BaseRoute]:
-    """Return the routes, preceded by those that replace some of them in a router with several workers."""
+    """Return the routes, preceded by routes that replace some of them if the router has several workers."""
     whole = [] if workers is None else workers.routes([each.path for each in routes if isinstance(each, Route)])
     return [*whole, *routes]
 
@@ -171,7 +171,7 @@ def _guarded(routes: Sequence[BaseRoute], middleware: Sequence[Middleware]) -> S
 
 
 def _no_route(paths: Sequence[str], request: Request, error: Exception) -> Response:
-    """Return the error for a path that does not exist, or that exists with other methods only."""
+    """Return the error for a path that does not exist, or that does not support the method."""
     assert isinstance(error, HTTPException)
     if error.status_code not in (404, 405):
         return to_response(request, error)

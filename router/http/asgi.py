@@ -1,4 +1,4 @@
-"""ASGI helpers: they read bodies under limits, write responses, and notice clients that disconnect."""
+"""ASGI helpers that read bodies under limits, write responses, and detect clients that disconnect."""
 
 import asyncio
 import logging
@@ -49,7 +49,7 @@ ANONYMOUS = Identity("", is_admin=True)
 
 
 def label_of(scope: Scope) -> str:
-    """Return the client's X-Request-Id if it is well-formed, or a random id. It is only sent back and logged."""
+    """Return the client's X-Request-Id if it is well-formed, or a random id. The id is only sent back and logged."""
     given = Headers(scope=scope).get("x-request-id", "")
     return given if LABEL.fullmatch(given) else token_hex(16)
 
@@ -70,7 +70,7 @@ def deadline_of(scope: Scope, arrived: float, longest_s: float) -> float | None:
 
 
 def check_headers(headers: Headers, limit: int) -> None:
-    """Raise RequestError if the headers announce something other than plain JSON, or more than `limit` bytes."""
+    """Raise RequestError if the headers declare a body other than plain JSON, or of more than `limit` bytes."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError("Content-Type must be application/json.", status=415)

@@ -2,7 +2,7 @@
 
 A line of the file is `tenant:sha256` or `tenant:sha256:admin`, and `#` begins a comment. `baton key` creates a key and
 prints the line to add. Keys have 256 random bits, so guesses need no rate limit. A tenant's key gives access to the
-API's routes. All other paths, including unknown ones, require an admin's key, so that a new route is closed to tenants
+API's routes. All other paths, including unknown ones, require an admin's key, so that tenants cannot use a new route
 until it is listed.
 """
 
@@ -33,7 +33,7 @@ MAX_KEYS = 1024  # each request's key is compared with all keys, which takes 0.0
 MAX_FILE_BYTES = 256 << 10
 LOOK_S = 1.0  # seconds between checks whether the file has changed
 LOG_EVERY_S = 10.0
-NO_KEY_NEEDED = frozenset({"/health", "/ping", "/ready"})  # they reveal only whether the router is up and ready
+NO_KEY_NEEDED = frozenset({"/health", "/ping", "/ready"})  # these routes reveal only whether the router is up and ready
 
 
 class ApiKeys:
@@ -176,8 +176,8 @@ class AuthMiddleware:
 class ApiCors(CORSMiddleware):
     """ASGI middleware that lets pages of some origins call the API from a browser. Other routes get no CORS headers.
 
-    It answers preflight requests, which browsers send without a key. Browsers add no credentials of their own to other
-    requests, since `allow_credentials` is not set: a page must have a key.
+    It answers preflight requests, which browsers send without a key. Browsers do not add stored credentials to other
+    requests, because `allow_credentials` is not set: a page must have a key.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], routes: Sequence[BaseRoute]) -> None:

@@ -63,7 +63,7 @@ UNSUPPORTED |= {"thinking_token_budget": (-1,)}
 UNSUPPORTED |= dict.fromkeys(("compaction", "container", "diagnostics", "inference_geo", "thread"), ())
 UNSUPPORTED |= {"fallbacks": ([],), "previous_input_messages": (), "previous_response": ()}
 UNSUPPORTED |= {"enable_response_messages": (False,), "mcp_servers": ([],), "prompt": (), "speed": ("standard",)}
-# What replaces the older names of vLLM, which it no longer accepts.
+# The replacements of vLLM's older names, which vLLM no longer accepts.
 REPLACED = {f"guided_{name}": f"structured_outputs.{name}" for name in ("choice", "grammar", "json", "regex")}
 REPLACED["prompt"] = "messages"
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -92,7 +92,7 @@ NESTED = {
     "output_config": 3,
     "text": 3,
     "reasoning": 2,
-}  # how many parts of an error's location form the parameter's name
+}  # number of parts of an error's location that form the parameter's name
 
 
 def _finite(text: str) -> float:
@@ -156,7 +156,7 @@ TemplateArguments = Annotated[
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream: whether it reports the usage in a last event, and whether also in each event."""
+    """Options of a stream: whether it reports the usage in the last event, and whether in every event."""
 
     model_config = Strict
     include_usage: bool = False
@@ -165,8 +165,8 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """The base of all bodies: it sets strict types, and has the model's name. A body may have `more_bytes` than one
-    prompt of the model's context needs."""
+    """The base of all bodies, with strict types and the model's name. A body may be `more_bytes` larger than one prompt
+    of the model's context needs."""
 
     model_config = Strict
     more_bytes: ClassVar[int] = 0
@@ -293,7 +293,7 @@ class ChatBody(GenerateBody):
     @model_validator(mode="after")
     def _chat_agrees(self) -> "ChatBody":
         _check_continuation(self.continue_final_message, self.add_generation_prompt)
-        if self.reasoning_effort is not None:  # templates with a switch for reasoning have one of these names for it
+        if self.reasoning_effort is not None:  # names of the switch for reasoning in templates
             thinks = self.reasoning_effort != "none"
             own = {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": self.reasoning_effort}
             self.chat_template_kwargs = own | self.chat_template_kwargs
@@ -349,7 +349,7 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 
 def parse_body(kind: type[BodyType], raw: bytes, models: Sequence[str]) -> BodyType:
-    """Parse and validate a body. `models` has the names that it may give as its model; the first is the default.
+    """Parse and validate a body. `models` lists the names that its `model` may have; the first is the default.
 
     Raises RequestError, naming the parameter, if it is invalid.
     """
@@ -373,7 +373,8 @@ def parse_body(kind: type[BodyType], raw: bytes, models: Sequence[str]) -> BodyT
 
 
 def _near(kind: type[BaseModel], location: Sequence[str | int]) -> str:
-    """Return the end of a sentence about an unknown parameter, with the known one whose name is the closest."""
+    """Return the end of a sentence about an unknown parameter, which suggests the known parameter with the most similar
+    name."""
     known: Any = kind
     for part in location[:-1]:
         known = known.model_fields[part].annotation if part in getattr(known, "model_fields", {}) else None

@@ -19,7 +19,7 @@ from router.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a router has of each model."""
+    """The router's own parts of a model."""
 
     dispatcher: Dispatcher
     tokenizer: Tokenizer
@@ -29,7 +29,7 @@ class ModelParts:
 
 @dataclass(frozen=True)
 class GenerationService:
-    """What the handlers of all APIs need to generate an answer."""
+    """The parts that the handlers of all APIs need to generate an answer."""
 
     dispatcher: Dispatcher
     tokenizer: Tokenizer
@@ -94,7 +94,7 @@ class GenerationService:
 
 
 class ServedModels:
-    """The models of a router, each with a service of its own. The first one is the default."""
+    """The models of a router, each with its own service. The first one is the default."""
 
     def __init__(self, services: Sequence[GenerationService]) -> None:
         self.services = services

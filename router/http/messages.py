@@ -1,7 +1,7 @@
 """The messages of a conversation and the tools that a client offers, as Pydantic models.
 
-A tool is a function that the client runs. The model asks for a call of it, and the client sends the result as a message
-with the role `tool`.
+A tool is a function that the client runs. The model requests a call, and the client sends the result as a message with
+the role `tool`.
 """
 
 import json
@@ -115,7 +115,7 @@ class ToolCall(BaseModel):
     id: Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)]
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: Annotated[int, Field(ge=0)] | None = None  # clients that join the deltas of a stream may send it back
+    index: Annotated[int, Field(ge=0)] | None = None  # clients that join a stream's deltas may send it back
 
 
 class TextPart(BaseModel):
@@ -236,7 +236,7 @@ class ChatMessage(BaseModel):
             ]
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
-            if not (text and self.tool_calls):  # the name in gpt-oss's template, which refuses all three together
+            if not (text and self.tool_calls):  # gpt-oss's name; its template refuses all three together
                 message["thinking"] = self.reasoning_content
         return message
 
@@ -261,7 +261,7 @@ def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 @contextmanager
 def images_of_parameter(name: str) -> Iterator[None]:
-    """Let errors about an image name the parameter of another API from which the chat was made."""
+    """Rename the image parameter in errors, for a chat that was made from a request of another API."""
     try:
         yield
     except RequestError as error:
@@ -292,7 +292,7 @@ def check_tool_names(tools: Sequence[ToolDefinition]) -> None:
 
 
 def check_tool_choice(choice: ToolChoice, tools: Sequence[ToolDefinition]) -> None:
-    """Raise RequestError if the choice requires a call of a function that is not there."""
+    """Raise RequestError if the choice requires a call of a function that is not in `tools`."""
     names = [tool.function.name for tool in tools]
     if choice == "required" and not names:
         raise RequestError("`tool_choice` is required, but there are no `tools`.", "tool_choice", "invalid_value")

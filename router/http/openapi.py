@@ -157,7 +157,7 @@ def openapi(queries: Mapping[str, Mapping[str, Any]]) -> Schema:
 
 
 def _bodies() -> Schema:
-    """Return the schemas of the bodies. An optional field may be null, which means that it is not given."""
+    """Return the schemas of the bodies. An optional field may be null, which means that it is not set."""
     bodies = dict.fromkeys(body for body, _, _ in POSTS.values())
     _, document = models_json_schema([(body, "validation") for body in bodies], ref_template=REFERENCE)
     schemas: Schema = document["$defs"]
@@ -184,8 +184,8 @@ def _reference(name: str) -> Schema:
 
 
 def _page(document: Schema) -> Iterator[str]:
-    """Yield the parts of /docs: each operation, and a table of the fields of each body. It has no style and no script,
-    because the policy allows none."""
+    """Yield the parts of /docs: each operation, and a table of the fields of each body. The page has no style and no
+    script, because its Content-Security-Policy allows none."""
     yield '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Baton</title><h1>Baton API</h1>'
     yield "<p>OpenAI's API: the base URL of a client is the address of this server, followed by <code>/v1</code>. "

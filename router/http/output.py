@@ -200,7 +200,7 @@ class RequestOutput:
 
     async def _outputs(self, streams: Sequence[TokenStream]) -> AsyncGenerator[Output, None]:
         """Yield the text of all choices as it arrives. Report the tokens of a delta as sent when the handler asks for
-        the next one."""
+        the next delta."""
         texts = [self._texts(choice, stream) for choice, stream in zip(self.choices, streams, strict=True)]
         outputs = texts[0] if len(texts) == 1 else merge(texts)
         try:
@@ -222,7 +222,7 @@ class RequestOutput:
         prompt, is_complete = choice.prompt, False
         async for delta in stream:
             await prompt.take_logprobs(delta, is_first_sample=choice.index % prompt.request.n == 0)
-            cached = min(delta.cached_tokens, len(prompt.request.prompt))  # a retry may find tokens of the answer too
+            cached = min(delta.cached_tokens, len(prompt.request.prompt))  # a retry may also find the answer
             prompt.cached_tokens = max(prompt.cached_tokens, cached)
             added = choice.process(delta)
             if added.tokens:

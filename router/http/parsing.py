@@ -49,7 +49,7 @@ async def build_requests(
     images: ImageReader | None = None,
 ) -> list[GenerationRequest]:
     """Return one request for each prompt. Raises RequestError if a token id is not in the vocabulary, if the tokens do
-    not fit the model's context, or if `grammars` refuses the grammar that answers must match."""
+    not fit the model's context, or if `grammars` refuses the grammar of the answers."""
     check_ids(body.stop_token_ids, model, "stop_token_ids")
     sampling = _sampling(body)
     check_ids(list(sampling.logit_bias), model, "logit_bias")
@@ -197,7 +197,7 @@ def _truncated(prompt: list[int], body: GenerateBody, model: ModelCard) -> list[
 
 
 def _spellings(words: list[str], model: ModelCard, tokenizer: Tokenizer) -> list[bytes]:
-    """Return the packed ids of each word as the first one of a text, and after a space if that changes only its first
+    """Return the packed ids of each word at the start of a text, and after a space if that changes only its first
     token, as in vLLM."""
     spellings = []
     for word in words:
@@ -213,7 +213,7 @@ def _spellings(words: list[str], model: ModelCard, tokenizer: Tokenizer) -> list
 
 
 def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
-    """Return the maximum number of tokens to generate. Raises RequestError if so many do not fit after the prompt."""
+    """Return the maximum number of tokens to generate. Raises RequestError if they do not fit after the prompt."""
     context, param = model.max_model_len, "messages" if isinstance(body, ChatBody) else "prompt"
     if num_prompt >= context:
         raise _too_long(str(num_prompt), model, param)

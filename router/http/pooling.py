@@ -1,6 +1,6 @@
 """Embeddings and scores: POST /v1/embeddings of OpenAI, and /v1/rerank and /v1/score of vLLM.
 
-Each text, or pair of texts, is a request whose prompt the nodes compute, and which generates nothing.
+Each text, or pair of texts, is a request whose prompt the nodes compute and which generates no tokens.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from shared.limits import INT32_MAX
 from shared.rpc.messages import SamplingParams, pack_ids
 
 MAX_INPUTS = 2048  # as in OpenAI's API
-AT_ONCE, AT_ONCE_TOKENS = 64, 65_536  # prompts of one HTTP request, and their tokens, that wait or run at the same time
+AT_ONCE, AT_ONCE_TOKENS = 64, 65_536  # limits on one HTTP request's prompts, and tokens, in progress
 MORE_BYTES = 32 << 20
 ONE_TOKEN = CompletionBody(prompt=[0], max_tokens=1, temperature=0.0)
 
@@ -45,7 +45,7 @@ class PoolingBody(Body):
 
 
 def _check_input(value: object) -> object:
-    """Check the forms of `input` at once, because pydantic's own message would explain only one of them."""
+    """Check all forms of `input` together, because pydantic's own message would explain only one of them."""
 
     def is_prompt(one: object) -> bool:
         return isinstance(one, str) or (isinstance(one, list) and all(type(each) is int for each in one))
@@ -77,7 +77,7 @@ class EmbeddingBody(PoolingBody):
 
 
 class PairBody(PoolingBody):
-    """The parameters of scores. `instruction` is for a reranker whose template has a place for it."""
+    """The parameters of scores. `instruction` is for rerankers whose template supports it."""
 
     chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
     instruction: Text | None = None
@@ -215,8 +215,8 @@ class PoolingApi:
         return self._fitting(ids, "documents")
 
     async def _encoded(self, text: Any, body: PoolingBody, param: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of an input. If it is cut, the special tokens at its end are kept."""
-        await asyncio.sleep(0)  # between many inputs, other requests get their turn
+        """Return the token ids of an input. If it is truncated, the special tokens at its end are kept."""
+        await asyncio.sleep(0)  # let other requests run between the inputs
         tokenizer, room = self._generation.tokenizer, self._generation.model.max_model_len - 1
         if not isinstance(text, str):
             ids = list(text)
@@ -300,12 +300,12 @@ class PoolingApi:
 
 
 def _shown(vector: "array[float]", body: EmbeddingBody) -> list[float] | str:
-    """Return a vector as the client asked for it: numbers, or float32 in little-endian order as base64."""
+    """Return a vector in the requested format: numbers, or base64 of little-endian float32."""
     return vector.tolist() if body.encoding_format == "float" else b64encode(vector.tobytes()).decode()
 
 
 def _common_end(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of equal tokens at both ends."""
+    """Return the number of equal tokens at the end of both sequences."""
     pairs = zip(reversed(ids), reversed(others), strict=False)
     return next((number for number, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(others)))
 

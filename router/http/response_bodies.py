@@ -1,8 +1,8 @@
 """The body of POST /v1/responses, and its translation to a chat.
 
 The names, limits and meanings are those of OpenAI's Responses API. vLLM's sampling parameters are accepted too. Each
-item of `input` becomes a message or a part of one: reasoning, text and calls of the assistant that follow each other
-form one message.
+item of `input` becomes a message or a part of one: consecutive reasoning, text and calls of the assistant form one
+message.
 """
 
 from collections.abc import Sequence
@@ -266,7 +266,7 @@ class ResponsesBody(GenerateBody):
     include: Annotated[list[INCLUDES], Field(max_length=16)] = Field(default_factory=list)
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # it limits only tools that the server runs
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # this parameter limits only tools that the server runs
     metadata: Annotated[Metadata, Field(max_length=16)] = Field(default_factory=dict)
     n: Literal[1] = 1
     parallel_tool_calls: bool = True
@@ -297,7 +297,7 @@ class ResponsesBody(GenerateBody):
 
     def to_chat(self, context: Sequence[Item]) -> ChatBody:
         """Return the chat that continues the conversation of earlier responses, `context`. Raises RequestError if a
-        result has no call, or if a field is invalid."""
+        tool result has no call, or if a field is invalid."""
         fields = {name: getattr(self, name) for name in self.model_fields_set & GenerateBody.model_fields.keys()}
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in self.tools]
@@ -348,7 +348,7 @@ def _check_outputs(items: Sequence[Item], called: set[str]) -> None:
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return the messages of a chat. Items of the assistant that follow each other become one message."""
+    """Return the messages of a chat. Consecutive items of the assistant become one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         match item:

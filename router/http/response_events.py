@@ -1,7 +1,7 @@
 """The events of a response in OpenAI's Responses API, and the response object that they build.
 
-The events are a function of the body and of the deltas: whoever processes the same deltas again gets the same events
-with the same numbers. So a client can resume a stream at any event, on any router.
+The events are a function of the body and of the deltas: processing the same deltas again gives the same events with the
+same numbers. A client can therefore resume a stream at any event, on any router.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ class ResponseEvents:
         self._number = 0
         self._num_prompt = num_prompt
         self._num_generated = self._num_reasoning = self._num_calls = 0
-        self._item: dict[str, Any] | None = None  # the item that grows
+        self._item: dict[str, Any] | None = None  # the item that is being extended
         self.response: dict[str, Any] = {
             "id": response_id,
             "object": "response",
@@ -141,7 +141,7 @@ class ResponseEvents:
                 content["text"] += part.text
                 content["logprobs"] += logprobs
                 events.append(self._of_item("output_text.delta", content_index=0, delta=part.text, logprobs=logprobs))
-                delta.logprobs = []  # they belong to the first text
+                delta.logprobs = []  # logprobs belong to the first text
             case "reasoning":
                 self._item["content"][0]["text"] += part.text
                 events.append(self._of_item("reasoning_text.delta", content_index=0, delta=part.text))
@@ -221,12 +221,12 @@ def _format(body: ResponsesBody) -> dict[str, Any]:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy that does not grow with the item."""
+    """Return a copy that later changes of the item do not affect."""
     return {key: [*value] if isinstance(value, list) else value for key, value in item.items()}
 
 
 def items_with_ids(items: Sequence[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
-    """Return input items with an id each, as /input_items lists them."""
+    """Return the input items, each with an id, as /input_items lists them."""
     prefixes = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
     return [
         {"id": f"{prefixes[item['type']]}_{hashlib.sha256(f'{response_id}.in.{number}'.encode()).hexdigest()[:32]}"}

@@ -1,8 +1,8 @@
 """Generates stored responses, and lets any number of clients follow them.
 
 A run is a task of the router that holds the response's lease. It appends each delta to the store. Clients never read
-the run itself: they replay the store's log, so that a client of any router gets the same events, before and after
-another router has taken the response over.
+the run itself: they replay the store's log, so a client of any router gets the same events, before and after another
+router takes the response over.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from shared.rpc.messages import SamplingParams, TokenDelta, pack_ids, unpack_ids
 
 log = logging.getLogger("baton.responses")
 Result = TypeVar("Result")
-STORE_PAUSE_S, STORE_PATIENCE_S = 0.2, 60.0  # a run waits that long for a store that does not answer
+STORE_PAUSE_S, STORE_PATIENCE_S = 0.2, 60.0  # how long a run waits for a store that does not answer
 
 
 @dataclass(slots=True)
@@ -72,21 +72,21 @@ class ResponseRuns:
     """The stored responses that this router generates.
 
     The handlers of the Responses API call `create`, `follow` and `cancel`; the router calls `open` and `close`. With a
-    shared store, the runs' leases are renewed, and responses whose router died are taken over. Runs on the router's
-    event loop. After `close`, other routers may take over what was under way.
+    shared store, it renews the leases of its runs, and takes over responses whose router died. Runs on the router's
+    event loop. After `close`, other routers may take over unfinished responses.
     """
 
     def __init__(self, models: ServedModels, store: ResponsesStore, owner: str, slots: RequestSlots) -> None:
-        """`owner` is the id of this router, which is new after each start."""
+        """`owner` is the id of this router, which changes with each start."""
         self.store = store
-        self.errors: dict[str, Exception] = {}  # of failed runs in the foreground, until their handler takes them
+        self.errors: dict[str, Exception] = {}  # of failed runs in the foreground, until their handler reads them
         self._models = models
         self._owner = owner
         self._slots = slots
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._owners: dict[str, str] = {}  # the name with which each run holds its lease
+        self._owners: dict[str, str] = {}  # the owner name of each run's lease
         self._group = TaskGroup()
-        self._news: dict[str, asyncio.Event] = {}  # set when the log of a response has grown
+        self._news: dict[str, asyncio.Event] = {}  # set when an entry was appended to a response's log
 
     def open(self) -> None:
         if self.store.is_shared:
@@ -234,7 +234,7 @@ class ResponseRuns:
                         except (
                             RequestError,
                             ValueError,
-                        ) as error:  # another version may have stored it
+                        ) as error:  # another version of Baton may have stored it
                             log.warning("cannot continue response %s: %s", name, error)
                             text = "The response cannot be continued by this version."
                             await self.store.end(name, TokenDelta(name, error=text))
@@ -260,7 +260,7 @@ class ResponseRuns:
 
 
 async def _patiently(call: Callable[[], Awaitable[Result]]) -> Result | None:
-    """Repeat a call of the store until the store answers. Return None after STORE_PATIENCE_S."""
+    """Repeat a call of the store until it answers. Return None after STORE_PATIENCE_S."""
     deadline = time.monotonic() + STORE_PATIENCE_S
     while time.monotonic() < deadline:
         with suppress(UnavailableError):

@@ -1,4 +1,5 @@
-"""Formats responses of the OpenAI API, whole or as server-sent events, with logprobs in the API's three formats.
+"""Formats responses of the OpenAI API, as one object or as server-sent events, with logprobs in the API's three
+formats.
 
 Events are built by escaping and concatenating strings, because encoding a JSON object for each token would be slower.
 """
@@ -29,8 +30,8 @@ def event(value: object) -> bytes:
 
 
 class ResponseFormatter:
-    """Formats one request's output as a completion or a chat completion, streamed or whole. The request's handler
-    creates the formatter on the event loop, and passes each text delta to `events` or to `collect`."""
+    """Formats one request's output as a completion or a chat completion, with or without streaming. The request's
+    handler creates the formatter on the event loop, and passes each text delta to `events` or to `collect`."""
 
     def __init__(
         self, output: RequestOutput, body: CompletionBody | ChatBody, tokenizer: Tokenizer, model: str, created: int
@@ -90,8 +91,8 @@ class ResponseFormatter:
         return "".join(parts).encode("ascii")
 
     def _contents(self, choice: OutputProcessor, delta: TextDelta, text: str) -> list[str]:
-        """Return the contents of the events for a text delta: one, except if the delta has several parts of an answer
-        with reasoning or tool calls."""
+        """Return the contents of the events for a text delta: one, or one for each part of an answer with reasoning or
+        tool calls."""
         if delta.parts is None:
             escaped = encode_basestring_ascii(text)
             return [f'"delta":{{"content":{escaped}}}' if self._is_chat else f'"text":{escaped}'] if text else []

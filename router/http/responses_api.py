@@ -1,7 +1,7 @@
 """OpenAI's Responses API. With a store, responses can be read, cancelled, deleted and continued, and can run in the
 background.
 
-Whether a response belongs to another tenant or does not exist cannot be told apart: both give the status 404.
+A response of another tenant gives the status 404, like one that does not exist.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ NEEDS_STORE = "needs a store of responses; start the router with --responses-sto
 
 @contextmanager
 def named_parameters() -> Iterator[None]:
-    """Change the parameter that an error about a chat names to that of this API."""
+    """Replace a chat's parameter in an error by the corresponding parameter of this API."""
     try:
         with images_of_parameter("input"):
             yield
@@ -136,7 +136,7 @@ class ResponsesApi:
         request: GenerationRequest,
         reply: ResponseWriter,
     ) -> None:
-        """Answer with a response that is stored, and that goes on without the client if it is in the background."""
+        """Answer with a stored response, which continues without the client if it runs in the background."""
         if body.background:
             request.deadline = None
         await runs.create(stored, request, is_background=body.background)
@@ -191,7 +191,7 @@ class ResponsesApi:
             yield encode_event({"type": "error", **value})
 
     async def delete(self, request: Request) -> Response:
-        """Handle DELETE /v1/responses/{id}. A response under way ends."""
+        """Handle DELETE /v1/responses/{id}. An unfinished response ends."""
         stored = await self._stored(request)
         assert self.runs is not None
         await self.runs.cancel(stored.id)

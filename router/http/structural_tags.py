@@ -24,7 +24,8 @@ class StructuralTag(BaseModel):
 
 
 class StructuralTags(BaseModel):
-    """The tags that an answer may have. `begin` of each tag starts with a trigger; other text has no trigger."""
+    """The tags that an answer may have. The `begin` of each tag starts with a trigger; other text contains no
+    trigger."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
     type: Literal["structural_tag"]
@@ -42,12 +43,14 @@ class StructuralTags(BaseModel):
             raise RequestError(f"`{param}`: no tag begins with the trigger {json.dumps(unused)} alone.", param)
 
     def _tags_of(self, trigger: str) -> list[StructuralTag]:
-        """Return the tags whose first trigger this is: the shortest that they begin with, which ends first."""
+        """Return the tags whose first trigger is this one: the shortest trigger that they begin with, because it ends
+        first."""
         others = tuple(other for other in self.triggers if trigger.startswith(other) and other != trigger)
         return [tag for tag in self.structures if tag.begin.startswith(trigger) and not tag.begin.startswith(others)]
 
     def grammar(self, tokenizer: Tokenizer) -> str:
-        """Return the grammar of the answers. A special token in a marker is that token, and not its text."""
+        """Return the grammar of the answers. The name of a special token in a marker stands for the token, not for its
+        text."""
         rules = ["TEXT: /(.|\\n)*/", f"start: ({' | '.join(f'tag_{n}' for n in range(len(self.triggers)))})* TEXT"]
         for number, trigger in enumerate(self.triggers):
             marker = lark_of(trigger, tokenizer)

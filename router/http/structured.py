@@ -17,8 +17,8 @@ from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.grammar import choice_grammar, json_grammar, regex_grammar
 
-MAX_BYTES = 64 << 10  # of a schema, regular expression or grammar
-MAX_DEPTH = 32  # of a schema
+MAX_BYTES = 64 << 10  # maximum size of a schema, regular expression or grammar
+MAX_DEPTH = 32  # maximum nesting of a schema
 MAX_CHOICES = 1024
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 UNKNOWN_KEYWORDS = re.compile(r'Unimplemented keys: \["([^"]*)"')
@@ -31,7 +31,7 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_BYTES)]
 
 @dataclass(frozen=True)
 class Constraint:
-    """What an answer must match, before it is checked: a grammar of llguidance, or the text of a Lark or GBNF grammar.
+    """An unchecked constraint of an answer: a grammar of llguidance, or the text of a Lark or GBNF grammar.
 
     `param` is the parameter that an error names, and `schema` the JSON schema, if it is one. `tags` replace the text.
     """
@@ -149,7 +149,7 @@ def _of_tags(value: dict[str, Any], param: str) -> Constraint:
 
 
 def schema_constraint(schema: Schema, param: str, **options: Any) -> Constraint:
-    """Return the constraint that a text is JSON that matches the schema. Raises RequestError if it is too large."""
+    """Return the constraint for JSON that matches the schema. Raises RequestError if the schema is too large."""
     if _depth(schema) > MAX_DEPTH:
         raise RequestError(f"`{param}` is nested deeper than {MAX_DEPTH} levels.", param, "invalid_grammar")
     _check_size(len(json.dumps(schema, ensure_ascii=False).encode()), param)
@@ -165,7 +165,7 @@ def _check_size(size: int, param: str) -> None:
 
 
 def _parsed(given: Schema | str, param: str) -> Schema:
-    """Return an object of JSON that may be given as its text."""
+    """Return a JSON object, which may be given as its text."""
     if isinstance(given, dict):
         return given
     try:
@@ -187,7 +187,7 @@ def _depth(value: Any) -> int:
 
 
 def _closed(value: Any) -> Any:
-    """Return a schema whose objects have no other properties than those that it names, as vLLM's guidance backend."""
+    """Return a schema whose objects have only the properties that it names, as in vLLM's guidance backend."""
     if isinstance(value, list):
         return [_closed(each) for each in value]
     if not isinstance(value, dict):
@@ -197,7 +197,7 @@ def _closed(value: Any) -> Any:
 
 
 def _objects(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a schema with their paths, such as `properties.tags`. That of the root is ""."""
+    """Yield the objects of a schema with their paths, such as `properties.tags`. The root's path is ""."""
     if isinstance(value, dict):
         yield path, value
     items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))

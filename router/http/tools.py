@@ -19,7 +19,7 @@ def requires_call(body: ChatBody) -> bool:
 
 
 def may_call(body: ChatBody) -> bool:
-    """Return whether the answer may have calls. A constraint of the text excludes them, unless they are required."""
+    """Return whether the answer may have calls. A constraint on the text excludes calls, unless they are required."""
     return bool(body.tools) and body.tool_choice != "none" and (requires_call(body) or body.constraint() is None)
 
 
@@ -60,8 +60,8 @@ def call_grammar(body: ChatBody, tokenizer: Tokenizer, checker: GrammarChecker) 
     """Return the grammar of an answer whose calls are enforced, without reasoning. Blocks, so callers run it on a
     thread.
 
-    The arguments of a strict tool match its schema, or the request is refused. Those of other tools match their schemas
-    if these can be enforced. Raises RequestError, which names the tool.
+    The arguments of a strict tool match its schema, or the request is refused. The arguments of other tools match their
+    schemas if these can be enforced. Raises RequestError, which names the tool.
     """
     choice, tools = body.tool_choice, []
     for number, tool in enumerate(body.tools):

@@ -1,7 +1,7 @@
-"""The routes that show all workers of a router, whichever worker the client is connected to.
+"""The routes that cover all workers of a router, regardless of the worker to which the client is connected.
 
-Each worker answers the others at a Unix socket, which only this user can open, so no key is needed there. A worker that
-is being restarted is left out.
+Each worker answers the others at a Unix socket, which only this user can open, so no key is needed. A worker that is
+being restarted is left out.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ class WholeRouter:
     """Asks all workers, and merges their answers."""
 
     def __init__(self, sockets: Sequence[Path], own: int) -> None:
-        """`sockets` are those of all workers, and `own` is the number of this one."""
+        """`sockets` are the sockets of all workers, and `own` is the number of this worker."""
         self._sockets = [sockets[own], *sockets[:own], *sockets[own + 1 :]]
 
     def routes(self, paths: Sequence[str]) -> list[Route]:
-        """Return the routes for those of `paths` that differ between workers."""
+        """Return routes for the paths in `paths` whose answers differ between workers."""
         whole = {
             "/v1/status": self.status,
             "/metrics": self.metrics,

@@ -1,6 +1,7 @@
-"""The answers of a router with several workers, from those of each worker, and its status with several models.
+"""Merges the answers of a router's workers, and the status of its models.
 
-The functions are pure. `documents` and `texts` are the answers of the workers that answered, the asked one first.
+The functions are pure. `documents` and `texts` are the answers of the workers that answered, beginning with the worker
+that the client asked.
 """
 
 from collections import defaultdict
@@ -11,8 +12,8 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-# Each worker sees every node, so metrics of nodes are equal in all workers, except the lengths of the queues of
-# handoffs, which each worker counts for its own requests.
+# Each worker sees every node, so metrics of nodes are equal in all workers, except the lengths of the handoff queues,
+# which each worker counts for its own requests.
 OWN_QUEUES = ("baton_num_prefill_", "baton_num_decode_")
 COUNTS = ("requests", "placements", "inexact_retries", "queue")  # objects in `/v1/status` whose numbers are added
 HANDOFFS = ("handoffs", "blocks_moved", "bytes_moved")
@@ -25,9 +26,9 @@ def is_of_nodes(name: str, labels: Mapping[str, str]) -> bool:
 
 
 class MergedMetrics(Collector):
-    """The sum of the workers' metrics of requests, and the largest value of each metric of a node.
+    """The sum of the workers' request metrics, and the largest value of each node metric.
 
-    The largest is the correct one, because a worker that has been restarted counts from 0."""
+    The largest is the correct one, because a restarted worker counts from 0."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._families: dict[str, Metric] = {}
@@ -46,7 +47,8 @@ class MergedMetrics(Collector):
 
 
 def merged_status(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return `/v1/status` of the whole router: its requests are summed, and of latencies, the largest is shown."""
+    """Return `/v1/status` of the whole router: requests are summed, and the largest of the workers' latencies is
+    shown."""
     first = documents[0]
     status = first | _counts(documents)
     if "models" in first:
@@ -61,7 +63,7 @@ def merged_status(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def status_of_models(statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the status of a router's models together: their nodes and events, and the sums of their counts.
+    """Return the combined status of a router's models: their nodes and events, and the sums of their counts.
 
     `model` is the first model. With several models, `models` has the counts of each, by name.
     """

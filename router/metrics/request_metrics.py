@@ -136,8 +136,8 @@ class SlidingCounts:
         self._current[key] += times
 
     def totals(self, num_complete: int = 0) -> Counter[Any]:
-        """Return the counts of all slices or, if `num_complete` is given, of this many slices before the current
-        one."""
+        """Return the counts of all slices or, if `num_complete` is given, of the last `num_complete` slices before the
+        current one."""
         current = int(self._clock() / self._slice_s)
         end = current if num_complete else current + 1
         first = end - (num_complete or self._num_slices)
@@ -212,7 +212,7 @@ class RequestMetrics(Collector):
         first: "RequestMetrics | None" = None,
     ) -> None:
         """`slo` returns the targets for requests that arrive now. With `first`, the metrics of the router's first
-        model, the latencies and totals of `/v1/status` are those of both models together."""
+        model, the latencies and totals of `/v1/status` cover both models."""
         self._model_name = model_name
         self._slo = slo
         self._seen = {what: Buckets(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}
@@ -284,7 +284,7 @@ class RequestMetrics(Collector):
         if pace.num_tokens > 1:
             self._seen["tpot"].observe((pace.last - pace.first) / (pace.num_tokens - 1))
         is_missed = reason == "error" or pace.breaks(now)
-        # If the client disconnected before the sample missed its SLO, the sample counts neither as met nor as missed.
+        # A sample whose client disconnected before the SLO was missed counts neither as met nor as missed.
         if (pace.slo.ttft_s or pace.slo.tbt_s) and (reason != "abort" or is_missed):
             self._counts["slo", "no" if is_missed else "yes"] += 1
             self._kept.add(not is_missed)

@@ -17,7 +17,7 @@ from shared.rpc.messages import NodeInfo
 
 ROLES = ("prefill", "decode")
 NUM_SLICES, NUM_RECENT = 12, 3  # numbers of complete slices of 5 s, which cover WINDOW_S and RECENT_S
-NEW_S = 60.0  # the step-time model of a node that joined more recently is used only if there is no older node
+NEW_S = 60.0  # the step-time model of a newer node is used only if there is no older node
 
 
 class ScalingSignals(Collector):
@@ -43,7 +43,7 @@ class ScalingSignals(Collector):
 
     @property
     def num_routers(self) -> int:
-        """The number of routers, and workers of routers, that share the nodes, as the nodes report it."""
+        """The number of routers and router workers that share the nodes, as reported by the nodes."""
         return max((stats.num_routers for _, stats, alive in self._pool.nodes() if alive), default=1) or 1
 
     def present(self) -> dict[str, int]:

@@ -22,7 +22,8 @@ LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `
 
 
 class ModelVersion(NamedTuple):
-    """What determines the tokens of a node: the digests of the model's files and of Baton's code, or "" if unknown."""
+    """The versions that determine a node's tokens: the digests of the model's files and of Baton's code, or "" if
+    unknown."""
 
     revision: str
     build: str
@@ -60,7 +61,7 @@ class NodeConnection:
         wants_records: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """`on_change` is called when the node becomes alive, ready, not ready or lost. `wants_records` returns whether
-        a node, given by its id, should send its records."""
+        the node with this id should send its records."""
         self.info = info
         self.stats = NodeStats()
         self.load = NodeLoad(time.monotonic)

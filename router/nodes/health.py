@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 EJECT_S, MAX_EJECT_S = 1.0, 60.0  # durations of the first and of the longest ejection
 FORGET_S = 60.0  # if the last ejection ended longer ago than this, the next one counts as the first
-MAX_FAILURES, WINDOW_S = 5, 10.0  # this number of consecutive failures within this time ejects the node
+MAX_FAILURES, WINDOW_S = 5, 10.0  # this many consecutive failures within this time eject the node
 
 
 @dataclass(slots=True)

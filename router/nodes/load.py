@@ -99,8 +99,8 @@ class LoadCharge:
     """What one attempt adds to the load of its nodes: its prompt until that is computed, and its KV until the end."""
 
     def __init__(self, prefill: NodeLoad | None, decode: NodeLoad, num_tokens: int, cached: int, may_add: int) -> None:
-        """Charge a row of `num_tokens` tokens, of which the computing node probably has `cached`. `may_add` is the most
-        tokens that the attempt may generate."""
+        """Charge a sequence of `num_tokens` tokens, of which the computing node probably has `cached`. `may_add` is the
+        maximum number of tokens that the attempt may generate."""
         self._computing, self._decode = prefill or decode, decode
         self.prompt_tokens = max(0, num_tokens - cached)
         self._pairs = pairs_of(num_tokens - self.prompt_tokens, self.prompt_tokens)
@@ -116,7 +116,7 @@ class LoadCharge:
             self._add_prompt(-1)
 
     def end(self) -> None:
-        """Remove all of the charge. Must be called once."""
+        """Remove the whole charge. Must be called once."""
         self.prompt_computed()
         self._decode.kv_tokens -= self._kv_tokens
 

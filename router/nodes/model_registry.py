@@ -9,7 +9,7 @@ log = logging.getLogger("baton.fleet")
 
 
 class ModelRegistry(Registry):
-    """The nodes of one model: those that serve it under the name that the router has for it."""
+    """The nodes that serve one model under the router's name for it."""
 
     def __init__(self, whole: "DividedRegistry", model: str) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ModelRegistry(Registry):
 
 
 class DividedRegistry:
-    """A registry whose nodes belong to several models. It is started with its first part and closed with it."""
+    """A registry whose nodes belong to several models. It is started and closed with its first part."""
 
     def __init__(self, registry: Registry, models: Sequence[str]) -> None:
         self.registry = registry

@@ -57,8 +57,8 @@ def capacity_of(prefill: Iterable[NodeInfo], decode: Iterable[NodeInfo]) -> Pool
 
 
 class RoutableNodes(Generic[Routable]):
-    """The nodes of one fingerprint that take requests, by role. It is replaced when a node changes, so that a choice
-    takes as long with many nodes as with a few."""
+    """The nodes of one fingerprint that take requests, by role. It is replaced when a node changes, so that the time of
+    a choice does not grow with the number of nodes."""
 
     def __init__(self, prefill: list[Routable], decode: list[Routable]) -> None:
         self.prefill, self.decode = prefill, decode
@@ -76,9 +76,9 @@ class RoutableNodes(Generic[Routable]):
         among: tuple[list[Routable], list[Routable]] | None = None,
         avoid: Container[str] = (),
     ) -> PlacementCandidate | None:
-        """Choose the nodes for a row of `num_tokens` tokens, whose full blocks have these hashes. Return None without
-        nodes. `among` are those prefill and decode nodes that may be chosen, by default all. A node in `avoid` is not
-        considered for its cached prefix."""
+        """Choose the nodes for a sequence of `num_tokens` tokens, whose full blocks have these hashes. Return None if
+        there are no nodes. `among` lists the prefill and decode nodes that may be chosen, by default all. A node in
+        `avoid` is not considered for its cached prefix."""
         prefill, decode = among or (self.prefill, self.decode)
         if not (prefill or decode):
             return None

@@ -182,8 +182,9 @@ class NodePool:
             self._notifying.cancel()
             self._notifying = None
         if len(self.connections) > max(FEW_NODES, self._num_frozen):
-            # Exclude the connections from garbage collections, which would delay tokens: 1,000 nodes take 0.2 s. This
-            # is done only at record numbers of nodes, because frozen objects in cycles are never freed.
+            # Exclude the connections from garbage collections, which would delay tokens: with 1,000 nodes, a collection
+            # takes 0.2 s. Freeze only when there are more nodes than ever before, because frozen objects in cycles are
+            # never freed.
             self._num_frozen = len(self.connections)
             gc.freeze()
         self.journal.count_ready()
@@ -245,7 +246,7 @@ class NodePool:
         return self._routable
 
     def _find_groups(self) -> list[RoutableNodes[NodeConnection]]:
-        """Return the ready nodes by fingerprint: only those with the same one can exchange KV."""
+        """Return the ready nodes by fingerprint: only nodes with the same fingerprint can exchange KV."""
         ready = [each for each in self.connections.values() if each.is_ready]
         decode = [each for each in ready if each.info.role == "decode"]
         pool_owners = {"", *(each.info.incarnation_id for each in decode)}
@@ -286,12 +287,12 @@ class NodePool:
         version: ModelVersion = ANY_VERSION,
         media: Sequence[MediaSpan] = (),
     ) -> PlacementCandidate | None:
-        """Choose the nodes for a row of tokens, or return None if no node is routable.
+        """Choose the nodes for a sequence of tokens, or return None if no node is routable.
 
         Nodes in `avoid` are chosen only if no other node can generate. `prefix_node` is chosen as the prefill node if
-        it is routable, because it has the KV of the prefix. Only nodes that have `adapter`, and the model's revision of
-        `version`, are chosen, if these are given; of these, nodes of the build of `version` are preferred. Only a few
-        nodes are considered.
+        it is routable, because it has the KV of the prefix. If `adapter` or `version` is given, only nodes with this
+        adapter, or with this version of the model, are chosen; of these, nodes with the build of `version` are
+        preferred. Only a few nodes are considered.
 
         Nodes with different fingerprints do not exchange KV, so one fingerprint is chosen first: that of `prefix_node`,
         or else a random one, in proportion to the number of requests that its nodes can run.
@@ -321,7 +322,7 @@ class NodePool:
         only_others: bool = False,
     ) -> list[Allowed]:
         """Return the groups that `choose` may draw, with the nodes that it may choose. Groups that can generate only on
-        nodes in `avoid` are returned only if there are no others, and never if `only_others`."""
+        nodes in `avoid` are returned only if there are no others, and never if `only_others` is set."""
         allowed = [(each, *self._allowed(each, avoid, prefix_node, adapter)) for each in _generating(groups)]
         allowed = [each for each in allowed if each[1] or each[2]]
         others = [each for each in allowed if any(node.info.id not in avoid for node in each[2] or each[1])]
@@ -359,7 +360,7 @@ def _generating(groups: list[RoutableNodes[NodeConnection]]) -> list[RoutableNod
 
 
 def _drawn(identity: str, allowed: list[Allowed]) -> Allowed:
-    """Draw a group by the attempt's identity, so that each gets its share of the requests."""
+    """Draw a group by the attempt's identity, so that each group gets its share of the requests."""
     if len(allowed) == 1:
         return allowed[0]
     sizes = [sum(node.info.max_num_seqs for node in decode or prefill) for _, prefill, decode in allowed]

@@ -1,4 +1,4 @@
-"""Chooses routers for a request so that requests with equal prefixes come to the same router."""
+"""Chooses routers so that requests with equal prefixes go to the same router."""
 
 import json
 from collections.abc import Mapping
@@ -13,11 +13,12 @@ OVERLOAD = 1.25
 
 
 def choose(key: bytes, under_way: Mapping[str, int]) -> list[str]:
-    """Return up to MAX_ADDRESSES addresses, best first, from those of `under_way`, which must not be empty.
+    """Return up to MAX_ADDRESSES addresses of `under_way`, best first. `under_way` maps each address to its number of
+    requests in progress, and must not be empty.
 
     The order is that of rendezvous hashing (Thaler and Ravishankar 1998), so if a router leaves, only its keys move.
-    The first router whose number of requests under way stays within OVERLOAD times the mean comes first (consistent
-    hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam 2018). `under_way` is by address.
+    The first router in this order whose number stays within OVERLOAD times the mean is put first (consistent hashing
+    with bounded loads: Mirrokni, Thorup and Zadimoghaddam 2018).
     """
     seed = blake2b(key).digest()
     order = sorted(under_way, key=lambda address: blake2b(address.encode(), key=seed).digest())
@@ -28,9 +29,9 @@ def choose(key: bytes, under_way: Mapping[str, int]) -> list[str]:
 
 
 def key_of(tenant: str, path: str, body: bytes) -> bytes:
-    """Return what is hashed: the tenant, the cache salt and the first PREFIX_CHARS of the prompt or of the messages.
+    """Return the key to hash: the tenant, the cache salt and the first PREFIX_CHARS of the prompt or of the messages.
 
-    If the body has no prompt or is not JSON, the tenant and the path are hashed. `tenant` is the value of a header.
+    If the body has no prompt or is not JSON, the key is the tenant and the path. `tenant` is the value of a header.
     """
     try:
         fields = json.loads(body)
@@ -42,7 +43,7 @@ def key_of(tenant: str, path: str, body: bytes) -> bytes:
 
 
 def _head(value: Any) -> str:
-    """Return the first PREFIX_CHARS of a text, or of another value as JSON, of which no more is encoded."""
+    """Return the first PREFIX_CHARS of a text, or of the JSON of another value, without encoding the rest."""
     if isinstance(value, str):
         return value[:PREFIX_CHARS]
     text = ""

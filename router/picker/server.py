@@ -59,7 +59,7 @@ async def serve(lifetime: ProcessLifetime, settings: PickerSettings, resolve: Re
 
 
 class RouterWatch:
-    """Knows which routers are ready: every second, it resolves their name and asks each address for `/ready`."""
+    """Tracks which routers are ready: every second, it resolves their name and asks each address for `/ready`."""
 
     def __init__(self, resolve: Resolver, port: int, session: aiohttp.ClientSession) -> None:
         self._resolve, self._port, self._session = resolve, port, session
@@ -67,7 +67,7 @@ class RouterWatch:
         self.ready: frozenset[str] = frozenset()
 
     async def ask(self) -> None:
-        """Ask every router once. If the name does not resolve, ask the addresses of the last time."""
+        """Ask every router once. If the name does not resolve, use the previous addresses."""
         try:
             found = await self._resolve()
             self._addresses = [f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in found]
@@ -95,7 +95,7 @@ class RouterWatch:
 class Picker:
     """The service ExternalProcessor, with one stream for each HTTP request.
 
-    `under_way` counts the streams that are open, by the first address that was picked. `/ready` is asked by `watch`.
+    `under_way` counts the open streams, by the first address that was picked. `watch` checks which routers are ready.
     """
 
     def __init__(self, settings: PickerSettings, watch: RouterWatch) -> None:
@@ -110,7 +110,8 @@ class Picker:
 
     async def _process(self, stream: Any) -> None:
         """Pick when the body is complete. In the mode BUFFERED, Envoy keeps the body, and the answer to it changes the
-        headers. In FULL_DUPLEX_STREAMED, Envoy needs the body back. In other modes, the headers alone decide."""
+        headers. In FULL_DUPLEX_STREAMED, the answer must return the body to Envoy. In other modes, only the headers are
+        used."""
         first = await stream.recv_message()
         if first is None or not first.HasField("request_headers"):
             raise GRPCError(Status.INVALID_ARGUMENT, "the first message must be request_headers")
@@ -170,7 +171,7 @@ async def _collect(stream: Any, is_buffered: bool) -> tuple[list[Any], bool]:
 
 
 def _unchanged(message: Any, *, is_duplex: bool = False) -> Any:
-    """Return the answer that changes nothing. In a duplex mode, it contains the same part of the body."""
+    """Return an answer that changes nothing. In the duplex mode, it returns the part of the body."""
     kind = message.WhichOneof("request")
     part = getattr(message, kind)
     if kind.endswith("_body"):

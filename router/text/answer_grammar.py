@@ -1,4 +1,5 @@
-"""The grammar of a whole answer of a model that reasons: free text up to the end of the reasoning, then the grammar."""
+"""The grammar of a reasoning model's whole answer: free text up to the end of the reasoning, then the client's
+grammar."""
 
 import json
 import re
@@ -16,9 +17,9 @@ def prompt_end(tokenizer: Tokenizer, prompt: list[int]) -> str:
 
 
 def after_reasoning(grammar: str, tokenizer: Tokenizer, prompt: list[int], *, has_channels: bool = False) -> str:
-    """Return a grammar whose texts begin with the model's reasoning, if it may reason after this prompt, and end with a
-    text of `grammar`. Both are in llguidance's format. With `has_channels`, the texts of `grammar` begin with a channel
-    of gpt-oss."""
+    """Return a grammar whose texts begin with the model's reasoning, if the model may reason after this prompt, and end
+    with a text of `grammar`. Both are in llguidance's format. With `has_channels`, the texts of `grammar` begin with a
+    channel of gpt-oss."""
     start = _start(tokenizer, tokenizer.syntax, prompt_end(tokenizer, prompt), has_channels)
     if not start:
         return grammar
@@ -45,7 +46,7 @@ def _start(tokenizer: Tokenizer, syntax: AnswerSyntax, before: str, has_channels
 
 
 def _until(end: str) -> str:
-    """Return the rule of a text that ends with its first `end`. No text contains a special token."""
+    """Return the rule of a text that ends with the first `end`. The text contains no special token."""
     return f"thought{'' if end.startswith('<[') else '[lazy]'}: TEXT {end}\n"
 
 

@@ -137,7 +137,7 @@ class ChatTemplate:
         return "".join(parts), list(accumulate(len(part) for part in parts[:-1]))
 
     def _marked(self, value: Any, mark: str) -> Any:
-        """Return a value of JSON with the mark before each special token in its texts."""
+        """Return a JSON value with the mark before each special token in its strings."""
         if isinstance(value, str):
             return self._special.sub(lambda found: mark + found[0], value)
         if isinstance(value, dict):

@@ -33,7 +33,7 @@ class ChildProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],  # the package `router` is importable from this directory
-            env=os.environ | {"PYTHONSAFEPATH": ""},  # otherwise Python may leave that directory out
+            env=os.environ | {"PYTHONSAFEPATH": ""},  # otherwise Python may leave out that directory
         )
         self._stop = weakref.finalize(self, _kill, self._process)
 
@@ -42,7 +42,8 @@ class ChildProcess:
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, question: object) -> dict[str, Any] | None:
-        """Return the child's answer, or None if it has none because it exceeded a limit. It is then killed."""
+        """Return the child's answer, or None if the child exceeded a limit and gave no answer. The child is then
+        killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

@@ -51,7 +51,7 @@ class TokenVocabulary:
         )
         self._replacements: list[tuple[str, str]] = []
         self.byte_level = False
-        self.strip_start = 0  # the number of leading spaces that decoding removes from a whole text
+        self.strip_start = 0  # number of leading spaces that decoding removes from the start of a text
         self._read_decoder(written["decoder"] or {"type": None})
         self.max_token_bytes = _max_token_bytes(written)
         self.piece = cache(self._read_piece)

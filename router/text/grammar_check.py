@@ -1,9 +1,9 @@
 """Checks a client's grammar in a child process, before it is sent to a node.
 
-llguidance is native code. It limits its own work, but not well enough for input of strangers: a chain of 5,000 rules
-overflows the stack, which ends the process. Therefore this module also runs as a child process
-(`python -m router.text.grammar_check`), whose processor time, memory and stack are limited. What passes there passes on
-nodes too, where the limits are higher. The child has no tokenizer, so the names of special tokens are checked by nodes.
+llguidance is native code. It limits its own work, but not well enough for untrusted input: a chain of 5,000 rules
+overflows the stack, which crashes the process. Therefore this module also runs as a child process (`python -m
+router.text.grammar_check`), whose processor time, memory and stack are limited. Grammars that pass there also pass on
+nodes, where the limits are higher. The child has no tokenizer, so nodes check the names of special tokens.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from prometheus_client.registry import Collector
 from router.text.child_process import ChildProcess
 from shared.grammar import LIMITS, lark_grammar, one_line
 
-CHECK_S = 4.0  # of processor time
+CHECK_S = 4.0  # limit of processor time
 MEMORY_BYTES = 1 << 30  # address space of the child
-STACK_BYTES = 2 << 20  # a quarter of that of the threads of a node
-REMEMBERED = 256  # number of grammars whose result is kept, because clients send the same ones again
+STACK_BYTES = 2 << 20  # a quarter of the stack of a node's threads
+REMEMBERED = 256  # number of cached results, because clients send the same grammars again
 NO_TOKENIZER = "no tokenizer"  # in the warnings about special tokens
-# llguidance's own way to set a rule's temperature: nodes could not follow it.
+# llguidance's syntax for a rule's temperature, which nodes do not support.
 TEMPERATURE = re.compile(r'^\s*\w+\s*\[[^\]"]*\btemperature\s*=', re.MULTILINE)
 
 
@@ -40,10 +40,11 @@ class GrammarError(ValueError):
 
 
 class GrammarChecker(Collector):
-    """Checks grammars, and converts them to llguidance's format. A Prometheus collector of their number and times.
+    """Checks grammars, and converts them to llguidance's format. Also a Prometheus collector of the number and duration
+    of checks.
 
-    The router's handlers share one object. It owns the child process, which starts with the first grammar, and again
-    after it was killed. `check` blocks for up to CHECK_S of the child's processor time, so callers run it on a thread.
+    The router's handlers share one object. It owns the child process, which it starts for the first grammar and after a
+    kill. `check` blocks for up to CHECK_S of the child's processor time, so callers run it on a thread.
     """
 
     def __init__(self) -> None:
@@ -98,11 +99,11 @@ def checked(text: str, is_source: bool) -> dict[str, str]:
             return {"error": "`temperature` of a rule is not supported; set it for the request"}
         text = lark_grammar(text)
     _, messages = LLMatcher.validate_grammar_with_warnings(text, None, limits=LIMITS)
-    for message in messages:  # a warning means that something is not enforced
+    for message in messages:  # a warning means that a part of the grammar is not enforced
         if not message.startswith(NO_TOKENIZER):
             return {"error": one_line(message)}
     matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=LIMITS)
-    if not matcher.is_error():  # it is one if the grammar names special tokens, which a node will check
+    if not matcher.is_error():  # if the grammar names special tokens, the warning is expected: a node checks the names
         matcher.compute_bitmask()
         if matcher.is_error():
             return {"error": "no text matches it"}

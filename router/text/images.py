@@ -1,4 +1,4 @@
-"""Images of clients: decoded and resized in a child process, and placed in the prompt.
+"""Decodes and resizes clients' images in a child process, and places them in the prompt.
 
 Decoders of image formats are large libraries that read untrusted bytes. Therefore this module also runs as a child
 process (`python -m router.text.images`). The child reads a JSON line with the model's rules, then one line for each
@@ -26,7 +26,7 @@ from shared.limits import MAX_IMAGE_BYTES, MAX_IMAGES
 from shared.rpc.messages import Media
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_PIXELS = 50_000_000  # of an image as it is sent; Pillow needs up to 8 bytes for each
+MAX_PIXELS = 50_000_000  # limit of pixels of an image as it is sent; Pillow needs up to 8 bytes for each
 MEMORY_BYTES = 2 << 30  # address space of the child
 DECODE_S = 10  # time limit for one image, after which the child is killed
 DATA_URL = "data:image/"
@@ -36,9 +36,9 @@ DIGEST_BYTES = 16
 class ImageReader:
     """Decodes the images of clients for one model.
 
-    The router owns it. It owns the child process that decodes images, one after the other and each within DECODE_S,
-    which it starts with the first image and after it was killed. `read` blocks, so callers run it on `thread`, whose
-    queue delays no other work of the router.
+    The router owns it. It owns a child process, started for the first image and after a kill, which decodes one image
+    at a time, each within DECODE_S. `read` blocks, so callers run it on `thread`, whose queue delays no other work of
+    the router.
     """
 
     def __init__(self, rules: ImageRules) -> None:
@@ -90,9 +90,9 @@ class ImageReader:
 
 
 def placed(tokens: Sequence[int], media: Sequence[Media], rules: ImageRules) -> list[int]:
-    """Return the tokens of a prompt with one token for each image replaced by as many as the image has.
+    """Return the prompt's tokens with each image's placeholder repeated for the number of the image's tokens.
 
-    Sets the offsets of `media`. Raises RequestError if the prompt has not one token for each image.
+    Sets the offsets of `media`. Raises RequestError unless the prompt has one placeholder for each image.
     """
     places = sum(token == rules.token for token in tokens)
     if places != len(media):
@@ -159,7 +159,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C also reaches the router, which may still need this process
-    Image.MAX_IMAGE_PIXELS = None  # `decoded` has a limit of its own
+    Image.MAX_IMAGE_PIXELS = None  # `decoded` has its own limit
     rules = ImageRules(**json.loads(sys.stdin.readline()))
     print("{}", flush=True)
     for line in sys.stdin:

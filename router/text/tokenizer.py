@@ -32,7 +32,8 @@ class Tokenizer:
         template: ChatTemplate | None = None,
         syntax: AnswerSyntax | None = None,
     ) -> None:
-        """`syntax` is how the model writes tool calls and reasoning; by default, it is found from the template."""
+        """`syntax` describes how the model writes tool calls and reasoning; by default, it is derived from the
+        template."""
         found = find_syntax(template.source if template is not None else None)
         self.syntax = found if syntax is None else syntax
         self._tokenizer = tokenizer
@@ -68,7 +69,7 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ConfigError(f"{file}: {str(error)[:300]}") from error
         last = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
-        if vocab_size and last >= vocab_size:  # requests with added tokens beyond it are rejected
+        if vocab_size and last >= vocab_size:  # requests with added tokens beyond the vocabulary are rejected
             raise ConfigError(f"{file}: token id {last} is beyond the vocab_size {vocab_size} of config.json")
         config_file = directory / "tokenizer_config.json"
         config = read_object(config_file, MAX_CONFIG_BYTES) if config_file.is_file() else {}
@@ -142,8 +143,8 @@ class Tokenizer:
         return ids
 
     def _mark_images(self, text: str, offsets: list[int], markers: tuple[int, int, int]) -> tuple[str, list[int]]:
-        """Write the beginning, a token and the end of each image for which the template wrote its beginning, as the
-        processor of Gemma 3 does. Return the text, and the offsets of the names in it."""
+        """Replace each image's begin marker in the template's output by the begin marker, an image token and the end
+        marker, as Gemma 3's processor does. Return the text, and the offsets of the names in it."""
         start, token, end = map(self.token_name, markers)
         whole, names = f"\n\n{start}{token}{end}\n\n", set(offsets)
         parts: list[str] = []
@@ -187,7 +188,8 @@ class Tokenizer:
 
 
 def _missing_affixes(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Return the first and the last token that the config requires; None for one that tokenizer.json itself adds."""
+    """Return the first and the last token that the config requires, or None for a token that tokenizer.json itself
+    adds."""
     bare = tokenizer.encode("").ids
     names = special_tokens(config)
     front = tokenizer.token_to_id(names.get("bos_token", "")) if config.get("add_bos_token") else None

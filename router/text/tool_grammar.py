@@ -19,7 +19,7 @@ from shared.grammar import lark_grammar, with_json_options
 
 TEXT = r"/(.|\n)*/"
 ANY_TEXT = f"TEXT: {TEXT}"
-# Keywords that do not restrict a text.
+# Keywords that do not restrict a string.
 ANNOTATIONS = {"type", "description", "title", "default", "examples", "enum", "anyOf", "oneOf", "deprecated"}
 
 
@@ -74,7 +74,7 @@ def optional_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_si
 
 
 class _Rules:
-    """The rules of the calls of some tools. The first call comes after `lead`, which begins the calls."""
+    """The grammar rules of the calls of some tools. The first call follows `lead`, which begins the calls."""
 
     def __init__(self, tokenizer: Tokenizer, syntax: ToolSyntax, tools: Sequence[EnforcedTool]) -> None:
         assert syntax.form is not None
@@ -143,15 +143,15 @@ class _Rules:
         return " ".join(found)
 
     def _any_text(self, tags: XmlTags) -> str:
-        """Return a text and its closing tag, where the text ends."""
+        """Return the rule of a text that ends at its closing tag, with the tag."""
         end, line = self.text(tags.value[1]), self.text("\n")
         if tags.value[1] in self._tokenizer.special_ids:  # a special token is never part of a text
             return f"{self._value(TEXT, 'TEXT')} {end} {line}"
         return f"{self._value(f'{TEXT} {end}', 'text', '[lazy]')} {line}"
 
     def _element(self, tags: XmlTags, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the value of a parameter and what follows it. Texts are written without quotes, other values as
-        JSON."""
+        """Return the value of a parameter and the text that follows it. Strings are written without quotes, other
+        values as JSON."""
         after = self.text(f"{tags.padding}{tags.value[1]}\n")
         schema = resolved(schema, root)
         types = types_of(schema)

@@ -1,7 +1,7 @@
 """Divides an answer into content, reasoning and tool calls while its text arrives.
 
-The result does not depend on how the text is cut into pieces. Text that breaks the syntax before a function's name is
-complete is content, so no text is lost. Whitespace next to reasoning and calls is dropped.
+The result does not depend on how the text is divided into pieces. Text that breaks the syntax before a function's name
+is complete is content, so no text is lost. Whitespace next to reasoning and calls is dropped.
 
 The parser is a coroutine made of generators: each reader yields when it needs more text, so it reads like a parser of a
 whole text.
@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from router.text.tool_syntax import HARMONY_BODY, HARMONY_ENDS, HARMONY_HEADS, AnswerSyntax, ToolSyntax, XmlTags
 
-MAX_REFERENCES = 8  # of a schema to another one, one after the other
-MAX_HEADER = 256  # characters before a call's arguments; a longer text is no call
+MAX_REFERENCES = 8  # maximum number of references from a schema to the next
+MAX_HEADER = 256  # maximum number of characters before a call's arguments; a longer text is not a call
 NAME = re.compile(r"[\w.-]{1,64}")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
@@ -56,7 +56,7 @@ def _first_characters(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _len_begun(text: str, markers: tuple[str, ...]) -> int:
-    """Return the length of the longest end of the text with which a marker may begin."""
+    """Return the length of the longest suffix of the text that is the beginning of a marker."""
     tail = text[-max(map(len, markers), default=1) :]
     if not _first_characters(markers).search(tail):
         return 0
@@ -105,7 +105,7 @@ class AnswerParser:
         self._parts: list[AnswerPart] = []
         self._kind: Literal["content", "reasoning"] = "content"
         self._space = ""  # whitespace that is dropped if a call or the end of the reasoning follows
-        self._strips = False  # drop whitespace until other text comes
+        self._strips = False  # drop whitespace until other text arrives
         self._has_content = False
         self._reader = self._answer()
         next(self._reader)
@@ -167,7 +167,7 @@ class AnswerParser:
         yield
 
     def _until(self, markers: tuple[str, ...], emit: Callable[[str], None]) -> Generator[None, None, str]:
-        """Consume the text before the first marker and pass it to `emit` as it comes. Return the marker, which is not
+        """Consume the text before the first marker and pass it to `emit` as it arrives. Return the marker, which is not
         consumed, or "" at the end of the answer."""
         while True:
             rest = self._rest
@@ -204,7 +204,7 @@ class AnswerParser:
         return self._text[self._at]
 
     def _next_of(self, markers: Sequence[str]) -> Generator[None, None, str]:
-        """Return the marker that the text continues with, or "" if it is none of them."""
+        """Return the marker with which the text continues, or "" if there is none."""
         while True:
             rest = self._rest
             if found := next((marker for marker in markers if rest.startswith(marker)), ""):
@@ -233,7 +233,7 @@ class AnswerParser:
     def _value(
         self, quotes: tuple[str, ...] = ('"',), emit: Callable[[str], None] | None = None
     ) -> Generator[None, None, str]:
-        """Consume a string, a bracketed value or a scalar, and return it, or pass it to `emit` as it comes. Raises
+        """Consume a string, a bracketed value or a scalar, and return it, or pass it to `emit` as it arrives. Raises
         SyntaxBrokenError if a value without `emit` is not complete."""
         if not (yield from self._peek()).startswith(("{", "[", *(quote[0] for quote in quotes))):
             return (yield from self._find((",", "}", "]", ";", "\n", " "), MAX_HEADER))
@@ -290,7 +290,7 @@ class AnswerParser:
                 return
             if reasoning is not None and marker == reasoning.start:
                 self._at += len(marker)
-                if self._has_content:  # the answer mentions the marker
+                if self._has_content:  # the answer only mentions the marker
                     self._say(marker)
                 else:
                     yield from self._reasoning(reasoning.end)
@@ -337,7 +337,7 @@ class AnswerParser:
     # ---- calls ---------------------------------------------------------------------------------------------------
 
     def _calls(self, tools: ToolSyntax) -> Step:
-        """Read calls as long as they follow each other. What is no call becomes content."""
+        """Read consecutive calls. Text that is not a call becomes content."""
         readers = {"json": self._json, "named": self._named, "xml": self._xml, "python": self._python}
         again = (tools.tags.name[0],) if tools.tags and tools.tags.name[0] else (tools.bare,) if tools.bare else ()
         while True:
@@ -397,7 +397,7 @@ class AnswerParser:
             self._add(arguments)
 
     def _begin(self, tools: ToolSyntax, name: Any) -> None:
-        """Begin a call if `name` can be the name of a tool. Without a marker, only a call of a given tool is a call."""
+        """Begin a call if `name` can be the name of a tool. Without a marker, it must be the name of a given tool."""
         if not isinstance(name, str) or not NAME.fullmatch(name) or (tools.bare and name not in self._schemas):
             raise SyntaxBrokenError
         self._call(name)
@@ -493,7 +493,7 @@ def dump(value: object) -> str:
 
 
 def _as_object(text: str) -> str:
-    """Return arguments as the text of an object. Some models write them as a string, or write null for none."""
+    """Return arguments as the text of an object. Some models write them as a string, or as null if there are none."""
     value = _loads(text)
     return "{}" if value is None else value if isinstance(value, str) and value.startswith("{") else text
 
@@ -512,7 +512,7 @@ def _typed(text: str, schema: object) -> str:
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema, or the schema within `root` that it refers to; an empty one if there is none."""
+    """Return a schema, or the schema within `root` to which it refers, or an empty one if there is none."""
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -524,7 +524,7 @@ def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: object) -> set[str]:
-    """Return the types of JSON that a schema allows; an empty set if it does not say."""
+    """Return the JSON types that a schema allows, or an empty set if it does not restrict them."""
     if not isinstance(schema, Mapping):
         return set()
     given = schema.get("type", [])

@@ -1,8 +1,9 @@
-"""How each family of models writes reasoning and tool calls in its answers, as data.
+"""Describes how each model family writes reasoning and tool calls in its answers.
 
-`router/text/tool_parser.py` reads answers by this data. The names are those of vLLM's `--tool-call-parser` and
-`--reasoning-parser`. The syntax of a model is found from its chat template, which contains the markers of its family.
-No marker of a syntax may be the beginning of another, because the parser takes a marker as soon as it is complete.
+`router/text/tool_parser.py` parses answers with these descriptions. The names are those of vLLM's `--tool-call-parser`
+and `--reasoning-parser`. The syntax of a model is found from its chat template, which contains the markers of its
+family. No marker of a syntax may be the beginning of another, because the parser takes a marker as soon as it is
+complete.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ class ReasoningSyntax:
     end: str
     found_by: tuple[
         str, ...
-    ] = ()  # all of these occur in the chat template; if empty, the syntax is only chosen by name
+    ] = ()  # all of these occur in the chat template; if empty, the syntax is chosen only by name
     is_implicit: bool = False
 
 
@@ -52,7 +53,7 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
-    """How a family writes tool calls. `kind` says what follows one of the markers in `opens`:
+    """How a family writes tool calls. `kind` defines what follows a marker in `opens`:
 
     - json: an object with the name and the arguments, or a list of such objects
     - named: a text that matches `header`, whose group is the name, and then the arguments as an object
@@ -65,9 +66,9 @@ class ToolSyntax:
     found_by: tuple[str, ...] = ()  # as in ReasoningSyntax
     opens: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()  # markers and separators that may follow a call
-    bare: str = ""  # an answer that begins with this character is tried as calls, without a marker
+    bare: str = ""  # an answer that begins with this character is parsed as calls, without a marker
     header: str = ""
-    quotes: tuple[str, ...] = ('"',)  # of strings in the arguments
+    quotes: tuple[str, ...] = ('"',)  # quotes of strings in the arguments
     tags: XmlTags | None = None
     form: CallForm | None = None  # None if the syntax cannot express all values exactly
     id_form: Literal["", "mistral", "kimi"] = ""  # the form of call ids that the chat template expects

@@ -1,4 +1,4 @@
-"""Keeps the requests in progress on this node: registers them, posts their commands to the engine, and ends them."""
+"""The requests in progress on this node: registers them, posts their commands to the engine, and ends them."""
 
 import asyncio
 import logging
@@ -23,9 +23,9 @@ from shared.logs import fields
 from shared.rpc.messages import Media, SubmitRequest, TokenDelta, unpack_ids
 
 log = logging.getLogger("baton.node")
-MAX_REQUESTS = 8192  # a node with this number of requests rejects new ones
+MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
 MAX_TOKENS = 1 << 23  # limit of the tokens of all requests, counted when submitted; 36 bytes a token, 300 MB in all
-PIXEL_BYTES_PER_TOKEN = 128  # so many bytes of images count as a token: at most 1 GiB of images
+PIXEL_BYTES_PER_TOKEN = 128  # this many bytes of images count as a token: at most 1 GiB of images
 MAX_POOLS = 16  # if this many KV pools hold more than MAX_TOKENS tokens, their total is the limit
 
 
@@ -59,7 +59,7 @@ class ActiveRequest:
     router: str
     num_tokens: int
     abort_handoff: AbortHandoff | None  # a method of the role adapter; None without a handoff
-    matcher: "asyncio.Future[TokenMatcher] | None" = None  # that of the request's grammar, which is being compiled
+    matcher: "asyncio.Future[TokenMatcher] | None" = None  # matcher of the request's grammar, which is being compiled
 
 
 def _refusal(pooling: str) -> str:
@@ -213,10 +213,10 @@ class ActiveRequests:
         matcher.add_done_callback(compiled)
 
     def _encode(self, request: Request) -> None:
-        """Encode the images of which the prefix cache does not have all KV, and then give the request to the engine.
+        """Encode the images whose KV is not completely in the prefix cache, and then give the request to the engine.
 
-        A thread encodes them, so that steps go on. It ends afterwards, and with it its team of OpenMP threads, which
-        would disturb that of the engine.
+        A thread encodes them, so that steps continue. It ends afterwards, and with it its OpenMP threads, which would
+        slow down those of the engine.
         """
         encoder = self._rules.images.encoder if self._rules.images is not None else None
         if encoder is None or request.images is None:

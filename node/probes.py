@@ -1,4 +1,4 @@
-"""The answers of a node's health port: whether the node lives, whether it can take requests, and its metrics."""
+"""The answers of a node's health port: whether the node is alive, whether it can take requests, and its metrics."""
 
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
@@ -15,7 +15,7 @@ OK: Answer = (HTTPStatus.OK, "ok\n")
 
 
 class NodeProbes(Collector):
-    """Describes a node to an orchestrator. Runs on the event loop."""
+    """Reports the state of a node to an orchestrator. Runs on the event loop."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -28,7 +28,7 @@ class NodeProbes(Collector):
 
     def _health(self) -> Answer:
         node = self._node
-        if node.state.is_stuck or node.fatal_error.done():  # the watchdog or the engine; the process exits soon
+        if node.state.is_stuck or node.fatal_error.done():  # set by the watchdog or the engine; the process exits soon
             return HTTPStatus.SERVICE_UNAVAILABLE, "the engine has failed or makes no progress\n"
         return OK
 

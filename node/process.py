@@ -102,7 +102,7 @@ def _budget(settings: NodeSettings) -> Budget:
 
 
 def _speculation(settings: NodeSettings, drafter: Drafter | None) -> Speculation | None:
-    """Return how the node guesses tokens: with `drafter` or, if the settings say so, by prompt lookup."""
+    """Return how the node guesses tokens: with `drafter` or, if configured, by prompt lookup."""
     config = settings.speculation
     if config is not None and config.method == "ngram":
         drafter = PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)

@@ -166,7 +166,7 @@ class RouterSessions:
         return False
 
     def publish_stats(self, stats: NodeStats) -> None:
-        """Send the stats to every router. Stats without news about the load are sent only every second time."""
+        """Send the stats to every router. Stats with an unchanged load are sent only every second time."""
         load = _load(stats)
         self._is_silent = load == self._load and not self._is_silent
         self._load = load
@@ -201,6 +201,6 @@ class RouterSessions:
 
 
 def _load(stats: NodeStats) -> tuple[object, ...]:
-    """Return the parts of the stats whose changes routers should know at once."""
+    """Return the parts of the stats whose changes are sent to routers at once."""
     requests = stats.running, stats.waiting
     return stats.state, stats.ledger_error, *requests, stats.blocks_reserved, stats.blocks_quarantined

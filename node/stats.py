@@ -1,4 +1,4 @@
-"""What a node reports about itself: whether it accepts requests, and its `NodeInfo` for the registry."""
+"""The state that a node reports: whether it accepts requests, and its `NodeInfo` for the registry."""
 
 import os
 import platform

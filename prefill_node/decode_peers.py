@@ -27,7 +27,7 @@ log = logging.getLogger("baton.handoff")
 MAX_RESERVING = 64
 STOP_TRIES = 30  # these take one minute; after that, renewals report what is still in quarantine
 MAX_STOPS = 64  # stops for reservations in quarantine that are sent after one renewal
-FAILURES, WITHIN_S = 5, 10.0  # this number of failures in WITHIN_S seconds pauses reservations at a peer
+FAILURES, WITHIN_S = 5, 10.0  # this many failures within WITHIN_S seconds pause reservations at a peer
 PAUSE_S = 1.0
 
 
@@ -186,7 +186,7 @@ class DecodePeers:
     async def _renew_at(self, peer: DecodePeer) -> None:
         is_idle = peer.is_settled = peer.is_idle  # a handoff that begins during the call clears `is_settled`
         if not peer.num_waiting:
-            peer.void.clear()  # no call that could still be granted one of these is open
+            peer.void.clear()  # no open call can still be granted one of these reservations
         renewal = RenewRequest(self._incarnation_id, b"".join(peer.reservations))
         try:
             reply = await RENEW.call(peer.rpc, renewal, self._timing.call_s)

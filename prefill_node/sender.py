@@ -89,9 +89,9 @@ class OutgoingHandoff:
     checksums: bytes = b""  # of the pushed rows whose checksums the peer does not have yet
     reason: str = ""  # why the handoff was cancelled
     committed: bool = False
-    is_running: bool = False  # its task has been started
+    is_running: bool = False  # the task has been started
     is_admitted: bool = False  # its first step has begun
-    is_silent: bool = False  # do not report its outcome: the request was aborted, or has finished on this node
+    is_silent: bool = False  # do not report the outcome: the request was aborted, or has finished on this node
 
     def grant(self, num_held: int, targets: list[int]) -> None:
         """Set what the decode node has and what it has reserved. Raises ValueError if these do not fit the prompt."""
@@ -129,7 +129,7 @@ class OutgoingHandoff:
 
     def next_targets(self) -> list[int]:
         """Return the reserved rows to fill now: those for complete rows that were not pushed yet."""
-        if self.request.borrows_blocks:  # nothing is sent, but it is checked whether the reservation is still open
+        if self.request.borrows_blocks:  # an empty push only checks whether the reservation is still open
             ready = len(self.targets) * self.num_computed // self.num_prompt
         else:
             ready = self.geometry.num_final(self.num_prompt, self.num_held, self.num_computed)
@@ -197,7 +197,7 @@ class HandoffSender(RoleAdapter):
         if outgoing is None:
             return
         outgoing.num_computed = max(outgoing.num_computed, min(progress.num_computed, outgoing.num_prompt))
-        if progress.finish is not None:  # it ended at its first token: nothing is left to generate
+        if progress.finish is not None:  # the request ended at its first token: nothing is left to generate
             outgoing.is_silent = True
             outgoing.cancel(f"finished: {progress.finish}")
         elif progress.first_token is not None:
@@ -278,7 +278,7 @@ class HandoffSender(RoleAdapter):
             peer.num_waiting -= 1
 
     async def _call_reserve(self, peer: DecodePeer, outgoing: OutgoingHandoff) -> ReserveReply:
-        media = [replace(one, pixels=b"") for one in outgoing.submit.media]  # the peer does not encode them
+        media = [replace(one, pixels=b"") for one in outgoing.submit.media]  # the peer does not encode images
         request = ReserveRequest(
             replace(outgoing.submit, media=media), self._info.incarnation_id, self._info.fingerprint
         )

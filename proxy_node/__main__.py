@@ -1,4 +1,4 @@
-"""Run a proxy node: `python -m proxy_node --help`. Its engine is a vLLM server, which may end and come back."""
+"""Run a proxy node: `python -m proxy_node --help`. Its engine is a vLLM server, which may stop and come back."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ NEEDS_CONNECTOR = (
     """start it with --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}' """
     "and its decode engines with kv_consumer"
 )
-STEP_TOKENS = 2048  # what an engine computes in a step is not visible; this is vLLM's default
+STEP_TOKENS = 2048  # the step size of an engine is not visible; this is vLLM's default
 Result = TypeVar("Result")
 
 
@@ -98,7 +98,7 @@ class ProxyProcess:
             await asyncio.sleep(RETRY_S)
 
     def _check(self, facts: EngineFacts) -> None:
-        """Refuse an engine with shorter requests than the router accepts, whose answers it would cut silently."""
+        """Refuse an engine whose maximum length is below the router's, because it would silently cut answers."""
         if facts.max_model_len < self.max_model_len:
             raise ConfigError(
                 f"--engine {self.engine.url}: its maximum length is {facts.max_model_len} tokens, and that of --model "
@@ -169,7 +169,7 @@ async def _result(future: "asyncio.Future[str]") -> str:
 
 
 async def _unless(lifetime: ProcessLifetime, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Return the result of `work`, or None if the process drains before it is there."""
+    """Return the result of `work`, or None if the process drains first."""
     task, draining = asyncio.ensure_future(work), asyncio.ensure_future(lifetime.draining.wait())
     try:
         await asyncio.wait((task, draining), return_when=asyncio.FIRST_COMPLETED)

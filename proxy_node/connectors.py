@@ -1,6 +1,6 @@
 """The parameters with which vLLM's KV connectors pass the KV of a prompt from one engine to another.
 
-Engines trust these parameters, and malformed ones end the engine's process, so they are checked before they are sent.
+Engines trust these parameters, and malformed ones crash the engine, so they are checked before they are sent.
 """
 
 import json
@@ -22,8 +22,8 @@ COUNTS = ("remote_port", "tp_size", "remote_num_tokens")
 
 
 def check_params(params: object) -> dict[str, Any]:
-    """Return the parameters of NIXL with which an engine reads a prompt. Raises ValueError, which names the field, if
-    they are not those."""
+    """Return NIXL's parameters, with which an engine reads the KV of a prompt. Raises ValueError, which names the
+    field, if they are malformed."""
     if not isinstance(params, dict) or params.get("do_remote_prefill") is not True:
         raise ValueError("kv_transfer_params: do_remote_prefill is not true")
     if params.get("transfer_mode", "pull") != "pull":

@@ -2,18 +2,18 @@
 
 A slow engine is not a dead one: `/metrics` and `/health` share a process with all streams, and may take seconds under
 load. An engine is lost if its port refuses connections or it reports that it is unhealthy. It is stuck if it makes no
-progress: neither an event of an answer, nor a step, nor, while it has no requests, an answer to `/metrics`.
+progress: no event of an answer, no step and, while it has no requests, no answer to `/metrics`.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
-MAX_MALFORMED, WINDOW_S = 3, 10.0  # this number of malformed answers within this time
+MAX_MALFORMED, WINDOW_S = 3, 10.0  # this many malformed answers within this time end the incarnation
 
 
 @dataclass(slots=True)
 class EngineHealth:
-    """The state of one incarnation of an engine: "" while it is alive, then the reason why it is not."""
+    """The state of one incarnation of an engine: "" while it is alive, and then the reason why it is lost."""
 
     stuck_s: float
     progress_at: float
@@ -26,12 +26,12 @@ class EngineHealth:
         self.progress_at = now
 
     def scraped(self, now: float, num_steps: float, num_requests: int) -> None:
-        """Record an answer to `/metrics`. `num_requests` are those that this process has sent and that run."""
+        """Record an answer to `/metrics`. `num_requests` counts this process's running requests."""
         if num_steps != self._num_steps or not num_requests:
             self.progress_at, self._num_steps = now, num_steps
 
     def malformed(self, now: float) -> None:
-        """Record an answer that breaks the protocol."""
+        """Record an answer that violates the protocol."""
         self._malformed.append(now)
         while now - self._malformed[0] > WINDOW_S:
             self._malformed.popleft()

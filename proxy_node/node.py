@@ -34,10 +34,10 @@ from shared.rpc.messages import (
 from shared.rpc.methods import ACCEPT, ATTACH, SET_ROLE, PeerError, Rpc, unary
 
 log = logging.getLogger("baton.proxy")
-MAX_REQUESTS = 8192  # a node with this number of requests rejects new ones
+MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
 Work = Callable[[], Awaitable[None]]
 INTERNAL = "internal"
-HANDOFF = "handoff: "  # with this prefix, the router knows that either of the two nodes may be at fault
+HANDOFF = "handoff: "  # this prefix tells the router that either of the two nodes may be at fault
 LEASE_SHARE = 0.8  # the first token must come within this share of the lease
 MAX_LEASE_MS = 3_600_000
 ACCEPT_S = 5.0
@@ -70,7 +70,7 @@ class ProxyNode:
     def __init__(
         self, info: NodeInfo, engine: VllmEngine, heartbeat_s: float, stuck_s: float, lease_s: float = 30.0
     ) -> None:
-        """`lease_s` is how long the engine keeps a prompt's blocks for another engine that reads them."""
+        """`lease_s` is how long the engine keeps a prompt's blocks for another engine."""
         self.info = info
         self.counters = NodeStats()  # only those of handoffs
         self.recorder = StepRecorder()
@@ -107,8 +107,8 @@ class ProxyNode:
         return await self.drain(timeout_s, f"node {self.info.id} is shutting down")
 
     async def drain(self, timeout_s: float, reason: str) -> int:
-        """Reject new requests, and wait until those in progress have ended. After `timeout_s`, fail the others, so that
-        their routers retry them on other nodes. Return the number of these."""
+        """Reject new requests, and wait until those in progress have ended. After `timeout_s`, fail the remaining
+        requests, so that their routers retry them on other nodes. Return the number of failed requests."""
         self.info = replace(self.info, state="draining")
         self.sessions.publish_stats(self.stats())
         await wait_until(lambda: not self._requests or self.lost.done(), timeout_s)
@@ -143,7 +143,7 @@ class ProxyNode:
             await asyncio.sleep(self._heartbeat_s)
 
     async def _is_lost(self, failure: EngineFailure) -> bool:
-        """Return whether the engine is lost, which is asked before the failure is blamed on a request or on a node."""
+        """Return whether the engine is lost. This is checked before a failure is attributed to a request or a node."""
         if failure.is_garbage:
             self._health.malformed(self._now())
         elif failure.is_suspicious and await self._engine.is_gone():
@@ -153,7 +153,7 @@ class ProxyNode:
         return self.lost.done()
 
     def _lose(self, reason: str) -> None:
-        """Report the engine as lost, which ends all requests: routers retry them as those of a lost node."""
+        """Report the engine as lost. This ends all requests, and routers retry them as after the loss of a node."""
         if not self.lost.done():
             self.lost.set_result(reason)
             self.sessions.publish_stats(self.stats())
@@ -167,7 +167,7 @@ class ProxyNode:
         return self._metrics.values.get(name, 0.0)
 
     def stats(self) -> NodeStats:
-        """Return the node's statistics, of which the engine reports most. It does not report which blocks are cached:
+        """Return the node's statistics, most of which the engine reports. The engine does not report cached blocks, so
         they count as free."""
         usage = self._value("kv_cache_usage_perc") or self._value("gpu_cache_usage_perc")  # the name before 0.10
         total = self.info.num_blocks - 1
@@ -229,7 +229,7 @@ class ProxyNode:
     def submit(self, router: str, submit: SubmitRequest) -> None:
         """Start a router's request, or send the router a rejection."""
         if self.lost.done():
-            return  # the router learns it from the node's state
+            return  # the router already knows the reason from the node's state
         try:
             tokens = self._checked(submit)
             if submit.decode_node and self.info.role != "prefill":
@@ -257,7 +257,7 @@ class ProxyNode:
         self._requests[submit.id] = ProxiedRequest(router, self._tasks.start(self._guard(submit.id, work)))
 
     def _refusal(self, submit: SubmitRequest) -> str:
-        """Return why another node should take the request; "" if this one can."""
+        """Return why another node should take the request, or "" if this node can."""
         if self.info.state != "ready":
             return "this node is draining"
         if submit.adapter:
@@ -265,7 +265,7 @@ class ProxyNode:
         return "this node has too many requests" if len(self._requests) >= MAX_REQUESTS else ""
 
     async def _guard(self, request_id: str, work: Work) -> None:
-        """Do the work of one request. If it fails, only this request fails, except for the loss of the engine."""
+        """Run one request. An error fails only this request, unless the engine is lost."""
         try:
             await work()
         except EngineFailure as failure:
@@ -304,7 +304,7 @@ class ProxyNode:
         except EngineFailure as failure:
             if accepted is None or not is_first or str(failure).startswith(HANDOFF):
                 raise
-            # An engine that cannot read the KV reports the same error as for any other failure of a request.
+            # An engine that cannot read the KV reports the same error as for any other failure.
             raise EngineFailure(f"{HANDOFF}{failure}", is_suspicious=True, is_garbage=failure.is_garbage) from None
 
     # ---- handoffs -----------------------------------------------------------------------------------------------
@@ -312,8 +312,8 @@ class ProxyNode:
     async def _hand_off(self, submit: SubmitRequest, tokens: list[int]) -> None:
         """Let the engine compute a prompt, and pass the request on to the proxy of a decode engine.
 
-        If a retry would draw the same token, the router gets the first token at once, and the decode engine must
-        sample the same. Otherwise, the router gets that of the decode engine.
+        If sampling is repeatable, the router gets the first token at once, and the decode engine must sample the same
+        token. Otherwise, the router gets the decode engine's first token.
         """
         output, params = await self._engine.prefill(submit, tokens)
         computed_at, position = self._now(), len(tokens) - submit.num_prompt
@@ -395,8 +395,8 @@ class ProxyNode:
 
 
 def _join(delta: TokenDelta, output: EngineOutput, first_token: int) -> None:
-    """Mark the first delta of a decode engine, and drop its first token if the router has this token already. Raises
-    EngineFailure if it is another one."""
+    """Mark the first delta of a decode engine, and drop its first token if the router already has that token. Raises
+    EngineFailure if the tokens differ."""
     delta.handed_off = True
     if first_token >= 0 and output.tokens:
         if output.tokens[0] != first_token:

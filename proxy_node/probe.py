@@ -1,6 +1,7 @@
-"""Asks an engine for a few answers before its node joins: whether it speaks the protocol, repeats and resumes answers.
+"""Asks an engine for a few answers before its node joins, to check the protocol and whether answers can be repeated and
+resumed.
 
-The first logprobs of an engine compile code, which takes up to a minute on a CPU, so that they are part of it.
+The first logprobs of an engine compile code, which takes up to a minute on a CPU, so the probe requests some.
 """
 
 from proxy_node.connectors import NIXL
@@ -8,13 +9,13 @@ from proxy_node.vllm import NEEDS, VllmEngine
 from proxy_node.wire import EngineFailure, probe_request
 from shared.errors import ConfigError
 
-LENGTH, RESUMED = 16, 8  # tokens of an answer, and those that are asked for again
+LENGTH, RESUMED = 16, 8  # number of tokens of an answer, and of those that are requested again
 SAMPLED = {"temperature": 2.0, "seed": 20_477}
 
 
 async def resumes(engine: VllmEngine) -> str:
-    """Return which answers the engine continues with the same tokens, if it gets the prompt and the first tokens:
-    "greedy, seeded", "greedy" or "none". An answer that does not even repeat counts as not resumed.
+    """Return which answers the engine resumes with the same tokens, given the prompt and the first tokens: "greedy,
+    seeded", "greedy" or "none". An answer that is not repeatable counts as not resumed.
 
     Raises ConfigError if the engine cannot serve as a node, and EngineFailure if it fails.
     """
@@ -40,7 +41,7 @@ async def resumes(engine: VllmEngine) -> str:
 
 
 async def connector(engine: VllmEngine) -> str:
-    """Return the name of the engine's KV connector, or "" if it has none. Raises as `resumes` does."""
+    """Return the name of the engine's KV connector, or "" if it has none. Raises the same errors as `resumes`."""
     prompt = [engine.vocab_size - 1]
     try:
         _, params = await engine.prefill(probe_request(prompt, 1, temperature=0.0), prompt)

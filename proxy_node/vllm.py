@@ -27,7 +27,7 @@ from shared.rpc.messages import SubmitRequest
 
 CONNECT_S = 2.0
 HEALTH_S = 1.0
-ANSWER_S = 10.0  # for answers that need no computation
+ANSWER_S = 10.0  # timeout of answers that need no computation
 MAX_ANSWER_BYTES = 8 << 20
 Params = dict[str, Any] | None
 NEEDS = "Baton needs a vLLM server of version 0.19 or newer"
@@ -40,7 +40,7 @@ def read_key(file: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine says of itself."""
+    """The properties that an engine reports."""
 
     model: str
     version: str
@@ -51,14 +51,15 @@ class EngineFacts:
     cache_dtype: str
 
     def fingerprint(self, connector: str) -> str:
-        """Return a digest that is equal for engines that can exchange KV, which have the same connector."""
+        """Return a digest that is equal for engines that can exchange KV."""
         row = ("vllm", self.version, self.model, str(self.block_tokens), self.cache_dtype, connector)
         return hashlib.blake2b("\0".join(row).encode(), digest_size=16).hexdigest()
 
 
 class VllmEngine:
-    """Calls one vLLM server. Each call has its own connection, since a server that closes an idle one while a request
-    is sent loses this request without an answer, and a request may not be repeated. `open` must be entered first.
+    """Calls one vLLM server. Each call has its own connection, because a server that closes an idle connection while a
+    request is sent drops the request without an answer, and a request must not be repeated. `open` must be entered
+    first.
 
     Calls raise EngineFailure.
     """
@@ -81,7 +82,7 @@ class VllmEngine:
     # ---- the server ---------------------------------------------------------------------------------------------
 
     async def describe(self) -> EngineFacts:
-        """Ask the server what it is. Raises ConfigError, which says how to fix it, if it cannot be used."""
+        """Ask the server for its properties. Raises ConfigError, which says how to fix it, if it cannot be used."""
         try:
             card = json.loads(await self._get("/v1/models"))["data"][0]
             self._model, max_model_len = str(card["id"]), int(card["max_model_len"])
@@ -134,9 +135,9 @@ class VllmEngine:
         self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any] | None = None
     ) -> AsyncIterator[EngineOutput]:
         """Yield the tokens that continue `tokens`, until an output has `finish`. To abort, close the iterator. With
-        `params`, the engine reads the KV of `tokens` from another one.
+        `params`, the engine reads the KV of `tokens` from another engine.
 
-        Raises ValueError at once if an engine cannot take the request.
+        Raises ValueError at once if vLLM does not support the request.
         """
         return self._stream(submit, completion_body(submit, tokens, self._model, params))
 
@@ -212,7 +213,7 @@ async def _read(answer: aiohttp.ClientResponse, limit: int) -> bytes:
 
 
 async def _words(answer: aiohttp.ClientResponse) -> str:
-    """Return the message of an error, which is JSON as in OpenAI's API."""
+    """Return the message of an error in the format of OpenAI's API."""
     text = (await answer.content.read(1 << 16)).decode("utf-8", "replace")
     try:
         found = json.loads(text)

@@ -13,7 +13,7 @@ from typing import Any
 from shared.rpc.messages import Logprobs, SamplingParams, SubmitRequest, unpack_ids
 
 MAX_EVENT_BYTES = 1 << 20  # limit of an event, without the prompt's ids, which the first event repeats
-ID_BYTES = 12  # an id in JSON takes less
+ID_BYTES = 12  # an id in JSON takes fewer bytes
 FINISHES = {"stop": "stop", "length": "length", "repetition": "stop"}
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p"),
@@ -26,8 +26,8 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class EngineFailure(Exception):
     """The engine did not compute a request.
 
-    `retry`: whether another node may succeed. `is_suspicious`: the engine may be gone. `is_garbage`: its answer breaks
-    its protocol. `status`: that of HTTP, if it refused the request.
+    `retry`: whether another node may succeed. `is_suspicious`: the engine may be gone. `is_garbage`: its answer
+    violates the protocol. `status`: the HTTP status, if it refused the request.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ def completion_body(
         "prompt": list(tokens),
         "max_tokens": max(1, submit.max_tokens - done),
         "min_tokens": max(0, submit.min_tokens - done),
-        "stop_token_ids": unpack_ids(submit.stop_tokens),  # includes the model's own, unless the client ignores them
+        "stop_token_ids": unpack_ids(submit.stop_tokens),  # includes the model's, unless the client ignores them
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
@@ -99,7 +99,7 @@ def check_supported(submit: SubmitRequest) -> None:
 
 
 def probe_request(tokens: list[int], max_tokens: int, **sampling: Any) -> SubmitRequest:
-    """Return a request of this process itself, whose prompt is not shared with those of clients."""
+    """Return a request of this process itself, whose cached prompt is not shared with clients."""
     salt = b"baton-probe"
     return SubmitRequest("probe", "", b"", len(tokens), max_tokens, SamplingParams(**sampling), salt=salt)
 
@@ -118,7 +118,7 @@ class EngineOutput:
 
 
 class EventReader:
-    """Reads the server-sent events of one answer from the bytes of its HTTP body, which may arrive in any pieces."""
+    """Reads the server-sent events of one answer from its HTTP body, which may arrive in arbitrary pieces."""
 
     def __init__(self, num_prompt: int, max_tokens: int, vocab_size: int, num_logprobs: int = 0) -> None:
         """`max_tokens` is the largest number of tokens that the answer may have."""
@@ -127,7 +127,7 @@ class EventReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> EngineOutput:
-        """Return what the events that are complete now contain, as one output. Raises EngineFailure."""
+        """Return the contents of the events that are now complete, as one output. Raises EngineFailure."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > self._limit or any(len(line) > self._limit for line in lines):
@@ -157,7 +157,7 @@ class EventReader:
 
 
 def read_choice(choice: dict[str, Any], vocab_size: int, num_logprobs: int) -> EngineOutput:
-    """Return what one choice of an event or of an answer contains. Raises EngineFailure if the engine gave up the
+    """Return the contents of one choice of an event or an answer. Raises EngineFailure if the engine gave up the
     request, and ValueError, TypeError or LookupError for a malformed choice."""
     tokens = choice.get("token_ids") or []
     if any(type(token) is not int or not 0 <= token < vocab_size for token in tokens):
@@ -175,7 +175,7 @@ def read_choice(choice: dict[str, Any], vocab_size: int, num_logprobs: int) -> E
 def read_logprobs(entry: dict[str, Any], tokens: Sequence[int], num_top: int) -> list[Logprobs]:
     """Return the logprobs of `tokens`, each with the `num_top` likeliest tokens, best first.
 
-    The API does not state ranks. A token that is not among the likeliest gets the best rank that it may have. Raises
+    The API does not state ranks. A token that is not among the likeliest gets the best rank that it can have. Raises
     ValueError, TypeError or LookupError for a malformed entry.
     """
     rows = []

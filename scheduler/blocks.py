@@ -1,7 +1,7 @@
 """The ledger of the KV pool's rows. Every row is free, cached, owned, reserved or quarantined; the total is constant.
 
 The ledger knows only the numbers of rows; the KV pool holds their bytes. Row 0 is a dummy that pads batches and is
-never allocated. What has a name in the prefix cache is a bundle: the rows of one block or of one state (see
+never allocated. An entry of the prefix cache is a bundle: the rows of one block or of one state (see
 `scheduler.geometry`), which are found and evicted together.
 """
 
@@ -42,7 +42,8 @@ class BlockPool:
         assert num_rows >= 2, "a pool holds the dummy row and at least one other"
         self.total = num_rows - 1
         self._empty = list(range(num_rows - 1, 0, -1))
-        # An OrderedDict, because a dict that loses its first keys one by one takes ever longer to find the next.
+        # An OrderedDict, because in a dict whose first keys are removed one by one, finding the next key takes longer
+        # each time.
         self._cached: OrderedDict[int, None] = (
             OrderedDict()
         )  # first rows of bundles without owners, in the order of last use

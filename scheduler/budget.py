@@ -15,7 +15,7 @@ FLOOR_GROWTH = 1.1  # if a step with only its decodes misses the SLO, prompts ma
 FIRST_TOKENS = 64  # prompt tokens of a step while there is no model
 GROWTH = 1.25  # largest factor by which the budget grows from one step to the next; it shrinks immediately
 ENGINE_SHARE = 0.9  # the engine's share of the time between two tokens; the rest is for the router and the network
-TRUST = 1.5  # a model is trusted up to this multiple of the largest step it was fitted to
+TRUST = 1.5  # a model is trusted up to this multiple of the largest step to which it was fitted
 
 
 class Budget:
@@ -35,7 +35,7 @@ class Budget:
         return max(0, self.ceiling - work.tokens)
 
     def longest_s(self) -> float:
-        """Return the predicted seconds up to which guessed tokens may make the step longer."""
+        """Return the maximum predicted seconds of the step with guessed tokens."""
         return inf
 
     def end(self, work: StepWork) -> tuple[int, str]:
@@ -104,7 +104,7 @@ class SloBudget(Budget):
         alone_s = self._cost.seconds(StepWork(num_decodes=work.num_decodes, decode_context=work.decode_context))
         is_missed = alone_s > limit_s
         fits = self._fits(FLOOR_GROWTH * alone_s if is_missed else limit_s, work, start)
-        # While the SLO is missed, the model's errors matter most, so the budget grows once for each model.
+        # While the SLO is missed, the model's errors matter most, so the budget grows only once for each model.
         granted = min(self._granted, self._granted_before) if is_missed else self._granted
         tried = min(self._trusted, int(granted * GROWTH) + self._floor)
         if is_missed or fits < self._floor:

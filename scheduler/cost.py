@@ -8,8 +8,8 @@ from typing import Self
 class StepWork:
     """The work of a step, as the numbers that determine its duration.
 
-    A slice that computes only the last token of its row is a decode; any other slice is a prompt chunk, even if the
-    request was resumed. A pair is one query token that attends to one key token.
+    A slice that computes only the last token of its sequence is a decode; any other slice is a prompt chunk, even if
+    the request was resumed. A pair is one query token that attends to one key token.
     """
 
     num_prefills: int = 0

@@ -1,6 +1,6 @@
-"""How many guessed tokens a step verifies, and what is known about the guesses of a request. Pure decisions.
+"""Decides how many guessed tokens a step verifies, and tracks the guesses of a request. Pure decisions.
 
-A decode with a guess of k tokens takes k more rows of its step. Each guessed token before the first wrong one saves
+A decode with a guess of k tokens adds k rows to its step. Each guessed token before the first wrong one saves
 a step.
 """
 
@@ -11,27 +11,27 @@ from math import inf
 
 from scheduler.cost import CostModel, StepWork
 
-PRIOR_ACCEPTED, PRIOR_TRIED = 1.0, 2.0  # what a request's acceptance is estimated from before any guess was compared
+PRIOR_ACCEPTED, PRIOR_TRIED = 1.0, 2.0  # prior of a request's acceptance, before any guess was compared
 EXPLORE_STEPS, EXPLORED = 16, 2  # see `choose_counts`
-DECAY = 0.95  # weight of a comparison relative to the next one: the last 14 have half of the weight
+DECAY = 0.95  # weight of a comparison relative to the next one: the last 14 have half of the total weight
 
 
 @dataclass(slots=True)
 class DraftHistory:
-    """What is known about the guesses for one request. The scheduler owns it with the request."""
+    """The history of the guesses for one request. The scheduler owns it with the request."""
 
     text: str = ""  # the request's tokens so far, one character each: see `PromptLookup`
-    guess: Sequence[int] = ()  # of the tokens after the request's last one, verified or not
+    guess: Sequence[int] = ()  # guess of the tokens after the request's last one, verified or not
     accepted: float = PRIOR_ACCEPTED
     tried: float = PRIOR_TRIED
 
     @property
     def acceptance(self) -> float:
-        """The estimated probability that a guessed token is right, if those before it are."""
+        """The estimated probability that a guessed token is right if the guesses before it are."""
         return self.accepted / self.tried
 
     def compare(self, tokens: Sequence[int]) -> None:
-        """Learn from the tokens that a step generated, which need not have verified the guess."""
+        """Compare the guess with the tokens that a step generated, even if the step did not verify it."""
         for token, guessed in zip(tokens, self.guess, strict=False):
             is_right = token == guessed
             self.accepted, self.tried = DECAY * self.accepted + is_right, DECAY * self.tried + 1
@@ -68,10 +68,10 @@ def choose_counts(
     """Return how many tokens to guess for each candidate, so that the step yields the most tokens per second.
 
     The i-th guess of a request is worth acceptance ** i tokens. Guesses are added to the step with `work` in the order
-    of their worth, while they increase the expected tokens per predicted second. Each further token of the longest
+    of their worth, as long as they increase the expected tokens per predicted second. Each further token of the longest
     guess takes `pass_s` seconds. Without a step-time model, all tokens are guessed, unless the duration is limited. If
-    `explores`, at least EXPLORED guesses are added, so that the model learns what they cost; steps of equal sizes do
-    not show it.
+    `explores`, at least EXPLORED guesses are added, so that the model learns their cost, which cannot be learnt from
+    steps of equal sizes.
     """
     longest = max((one.limit for one in candidates), default=0)
     if cost is None:

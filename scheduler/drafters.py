@@ -1,4 +1,4 @@
-"""Speculative decoding: where the guesses of a request's next tokens come from."""
+"""Speculative decoding: the sources of guesses of a request's next tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,12 +26,12 @@ class Drafter(Protocol):
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> tuple[list[Sequence[int]], float]:
         """Return guesses of up to `counts[i]` tokens for requests[i], and the seconds that this took.
 
-        Tokens that were guessed, also if not all are returned, are left in `Request.drafts.guess`.
+        All guessed tokens, even those that are not returned, are stored in `Request.drafts.guess`.
         """
 
 
 class TextDrafter(Drafter):
-    """A drafter that guesses from a request's tokens, in no time worth counting."""
+    """A drafter that guesses from a request's tokens, in negligible time."""
 
     def propose(self, request: Request, limit: int) -> Sequence[int]:
         """Return up to `limit` tokens that may follow those of the request."""
@@ -46,10 +46,10 @@ class TextDrafter(Drafter):
 
 
 class PromptLookup(TextDrafter):
-    """Finds the last `longest` to `shortest` tokens at an earlier place, and proposes what followed there.
+    """Finds an earlier occurrence of the last `longest` to `shortest` tokens, and proposes the tokens that followed it.
 
-    From "Prompt Lookup Decoding" (Saxena, 2023); vLLM calls it "ngram". Of several places, the latest counts. A match
-    that overlaps the end repeats its period.
+    From "Prompt Lookup Decoding" (Saxena, 2023); vLLM calls it "ngram". The latest occurrence is used. A match that
+    overlaps the end repeats its period.
     """
 
     def __init__(self, shortest: int = 2, longest: int = 4) -> None:
@@ -60,7 +60,7 @@ class PromptLookup(TextDrafter):
         text = history.text = history.text + "".join(map(chr, request.tokens[len(history.text) :]))
         end, place = 0, -1
         for length in range(self._shortest, min(self._longest, len(text) - 1) + 1):
-            # A longer match can only end where, or before, a shorter one does.
+            # A longer match ends at the same position as a shorter one, or earlier.
             found = text.rfind(text[-length:], 0, end or len(text) - 1)
             if found < 0:
                 break
@@ -73,7 +73,7 @@ class PromptLookup(TextDrafter):
 
 @dataclass(slots=True)
 class Speculation:
-    """How a scheduler drafts: by which drafter, and at most how many tokens of a request in one step."""
+    """How a scheduler drafts: the drafter, and the maximum number of guessed tokens of a request in one step."""
 
     drafter: Drafter = field(default_factory=PromptLookup)
     num_tokens: int = 8

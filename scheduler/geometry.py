@@ -1,4 +1,4 @@
-"""What a request keeps in the KV pool: groups of layers, the rows of their blocks, and recurrent states.
+"""The data that a request keeps in the KV pool: groups of layers, the rows of their blocks, and recurrent states.
 
 A row is the pool's unit of allocation, transfer and checksums. A group is a set of layers whose KV is kept and released
 together. A block holds the KV of `block_tokens` tokens for one group, in one or more rows.
@@ -77,7 +77,8 @@ class Geometry:
         return group.first_seen(position) // self.block_tokens
 
     def rows_of(self, blocks: int, chunk: int) -> int:
-        """Return the most rows that `blocks` consecutive blocks occupy while chunks of `chunk` tokens are computed."""
+        """Return the maximum number of rows that `blocks` consecutive blocks occupy while chunks of `chunk` tokens are
+        computed."""
         rows = 0
         for group in self.attention:
             seen = blocks if group.kind == "full" else (group.size + chunk - 2) // self.block_tokens + 2
@@ -85,11 +86,12 @@ class Geometry:
         return rows
 
     def rows_for(self, tokens: int, chunk: int) -> int:
-        """Return the most rows that a running request of `tokens` tokens occupies, with both of its states."""
+        """Return the maximum number of rows that a running request of `tokens` tokens occupies, with both of its
+        states."""
         return self.rows_of(-(-tokens // self.block_tokens), chunk) + 2 * self.state_rows
 
     def capacity(self, num_rows: int, chunk: int, max_tokens: int = 0) -> int:
-        """Return the length in blocks of the longest request that a pool of `num_rows` rows holds, apart from row 0.
+        """Return the length in blocks of the longest request that fits into a pool of `num_rows` rows, without row 0.
 
         If every layer has a window, any length may fit. Then the result is at least the length of `max_tokens`.
         """
@@ -111,8 +113,8 @@ class Geometry:
         return places + [RowPlace(len(self.attention), 0, row) for row in range(self.state_rows)]
 
     def lent_rows(self, num_prompt: int, held: int) -> tuple[int, int]:
-        """Return how many rows a node lends to a peer that computes a prompt in its pool: those that hold the first
-        `held` blocks and their state, and those for the other blocks and two states.
+        """Return how many rows a node lends to a peer that computes a prompt in its pool: the rows of the first `held`
+        blocks and their state, and the rows for the other blocks and two states.
 
         Blocks of every group are lent until the end of the prompt, because the peer releases none.
         """
@@ -126,7 +128,7 @@ class Geometry:
     ) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """Return the tables, the two states and the snapshot of a request that has the rows of `lent_rows`.
 
-        The rows are in the order of groups, blocks and rows. Those of states follow.
+        The rows are in the order of groups, blocks and rows, followed by the rows of states.
         """
         before, after, tables = iter(held_rows), iter(rows), []
         blocks = (len(rows) - 2 * self.state_rows) // self.block_rows if self.block_rows else 0

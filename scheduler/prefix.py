@@ -16,9 +16,9 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """An image in a row of tokens: its tokens from `start` on form a grid of `rows` x `columns`.
+    """An image in a sequence of tokens: its tokens from `start` on form a grid of `rows` x `columns`.
 
-    If `is_atomic`, its tokens attend to each other, so that one slice computes them. `digest` is equal for equal
+    If `is_atomic`, its tokens attend to each other, so one slice must compute all of them. `digest` is equal for equal
     images.
     """
 
@@ -42,7 +42,7 @@ def extend_hashes(
 ) -> None:
     """Append to `hashes` the missing hashes of the full blocks of `tokens`. An array("i") is read without a copy.
 
-    The hash of a block with tokens of an image also covers the image's digest and the place of its first token.
+    The hash of a block with image tokens also covers the image's digest and the position of its first token.
     """
     first, end = len(hashes) * block_tokens, len(tokens) // block_tokens * block_tokens
     if first >= end:
@@ -57,7 +57,7 @@ def extend_hashes(
                 parent = hashlib.blake2b(
                     place, digest_size=DIGEST_BYTES, salt=parent, person=b"baton-kv-media"
                 ).digest()
-        # The parent is passed as BLAKE2b's salt, which takes no time. As a key, it would be one more block to hash.
+        # The parent is passed as BLAKE2b's salt, which costs nothing. As a key, it would be one more block to hash.
         parent = hashlib.blake2b(block, digest_size=DIGEST_BYTES, salt=parent).digest()
         hashes.append(parent)
 

@@ -1,6 +1,6 @@
-"""A request as the scheduler sees it: a row of tokens, and cursors that count the tokens with KV.
+"""A request as the scheduler sees it: a sequence of tokens, and cursors that count the tokens with KV.
 
-The request does not distinguish prefill from decode, and knows nothing of time or devices.
+The request does not distinguish prefill from decode, and is independent of time and devices.
 """
 
 from dataclasses import dataclass, field
@@ -60,7 +60,7 @@ class Request:
     sampling: Any = None  # a SamplingParams for the runner and the node; the scheduler does not read it
     matcher: Any = None  # a TokenMatcher for the runner, if the answer must match a grammar
     media: tuple[MediaSpan, ...] = ()  # images of the prompt, in order
-    images: Any = None  # the `Media` of each span, for the runner; None: it does not compute their tokens
+    images: Any = None  # the `Media` of each span, for the runner; None: the runner does not compute their tokens
 
     arrival: int = -1  # order of arrival on this node
     state: RequestState = RequestState.WAITING
@@ -69,7 +69,7 @@ class Request:
     reserved: list[int] = field(default_factory=list)  # rows that a peer writes, in the order of transfer
     states: list[list[int]] = field(default_factory=list)  # rows of two states; the first is the current one
     snapshot: list[int] = field(default_factory=list)  # rows of the cached state from which the request starts
-    junction: int = 0  # where to save a state, because cached KV matched further than any saved state
+    junction: int = 0  # position at which to save a state, because cached KV matched further than any saved state
     latest_save: Any = None  # the name of the state that was last saved while decoding
     hashes: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as computed
     num_computed: int = 0
@@ -94,7 +94,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """The length of the row after all steps in flight have sampled their tokens."""
+        """The length of the sequence after all steps in flight have sampled their tokens."""
         return len(self.tokens) + self.num_sampling
 
     @property
@@ -111,9 +111,9 @@ class Request:
         self.state = state
 
     def finish_reason(self) -> str | None:
-        """Return "stop" or "length" if the last token of the row ends the request, otherwise None."""
+        """Return "stop" or "length" if the last token ends the request, otherwise None."""
         num_generated = self.num_generated
-        # A grammar may leave no other token than a stop token, also before `min_tokens`.
+        # A grammar may allow only a stop token, even before `min_tokens`.
         may_stop = num_generated >= self.min_tokens or self.matcher is not None
         if may_stop and self.tokens[-1] in self.stop_tokens:
             return "stop"
@@ -138,7 +138,7 @@ class StateUse:
 class Slice:
     """Tokens [start, start + count) of one request in one step. If `samples` is true, the next token is sampled.
 
-    With `drafts`, these are the request's last token and guesses of those after it, and a token is sampled after each.
+    With `drafts`, the tokens are the request's last token and the guesses after it, and a token is sampled after each.
     """
 
     request: Request
@@ -148,7 +148,7 @@ class Slice:
     epoch: int
     state: StateUse | None = None  # if the model has recurrent states
     drafts: tuple[int, ...] = ()
-    row: list[int] | None = None  # the tokens that the slice reads, if not those of the request
+    row: list[int] | None = None  # the tokens that the slice reads, if they are not those of the request
 
     @property
     def end(self) -> int:
@@ -160,7 +160,7 @@ class Slice:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the slice computes only the last token of its row, and guesses."""
+        """Whether the slice computes only the last token of its sequence, and guesses."""
         return self.samples and self.count == 1 + len(self.drafts)
 
 
@@ -169,8 +169,8 @@ class Step:
     """One forward pass over slices, and the requests for which the step reserved blocks to receive KV.
 
     `budget` is the number of tokens that the step was allowed, and `reason` explains it (see `SloBudget`).
-    `predicted_s` is the predicted duration in seconds, 0 without a model. In a simulation, `decodes` may have the
-    requests whose decode is part of the step without a slice.
+    `predicted_s` is the predicted duration in seconds, 0 without a model. In a simulation, `decodes` may list requests
+    whose decode is part of the step without a slice.
     """
 
     number: int

@@ -10,6 +10,6 @@ class Role:
     ends_at: Literal["first_token", "last_token"]
 
 
-PREFILL = Role("prefill", ends_at="first_token")  # after its first token, a request is handed off
+PREFILL = Role("prefill", ends_at="first_token")  # a request is handed off after its first token
 DECODE = Role("decode", ends_at="last_token")  # receives the KV of prompts, and can also compute prompts
 ROLES: dict[str, Role] = {role.name: role for role in (PREFILL, DECODE)}

@@ -2,7 +2,7 @@
 
 Each request has a cursor, which counts its tokens with KV. A step advances the cursors of requests within one token
 budget. Prefill, chunking, decode, resumption after preemption and prefix hits are all handled in this way: they differ
-only in the number of tokens between the cursor and the end of the row.
+only in the number of tokens between the cursor and the end of the sequence.
 """
 
 import heapq
@@ -87,10 +87,10 @@ class Scheduler:
     `update`, only this request ends, with finish "error". Rows are not reused while a step in flight or a peer may
     write to them. After an error in the block ledger, the scheduler continues; the driver reports `ledger_error`.
 
-    `Request.tables` has the rows of each attention group of the geometry, row r of block b at b * rows + r. Where
-    no later query sees a block, its rows are released and their entries become 0, the dummy row. With a group of
-    states, a slice reads one set of rows and writes another, so that it can run twice. Saved states ("snapshots") have
-    names like blocks; a request with a cached prefix starts from one.
+    `Request.tables` has the rows of each attention group of the geometry, row r of block b at b * rows + r. If no later
+    query sees a block, its rows are released and their entries become 0, the dummy row. With a group of states, a slice
+    reads one set of rows and writes another, so that it can run twice. Saved states ("snapshots") have names like
+    blocks; a request with a cached prefix starts from one.
     """
 
     def __init__(
@@ -106,10 +106,9 @@ class Scheduler:
     ) -> None:
         """If `budget` is None, every step may have up to `limits.max_num_batched_tokens` tokens.
 
-        Raises ValueError for speculation with a group of states, which a wrong guess would spoil.
+        Raises ValueError for speculation with a group of states, which a wrong guess would corrupt.
 
-        States are saved at multiples of `state_interval` tokens of a prompt, as well as at its last whole block; 0
-        turns the former off.
+        States are saved at the last whole block of a prompt and, unless `state_interval` is 0, at its multiples.
         """
         self.limits = limits
         self.policy = policy
@@ -154,14 +153,14 @@ class Scheduler:
         self._wait(request)
 
     def cached_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request that may not be added yet are in the prefix cache now."""
+        """Return how many tokens of a request are in the prefix cache now. The request need not be added yet."""
         extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt, request.media)
         return self._cached_prefix(request)[0] * self.block_tokens
 
     def kv_received(self, request: Request, token: int, current_state: int = 0) -> None:
         """Continue a request after a peer has written the KV of its prompt and sampled `token`.
 
-        `current_state` is the number of the recurrent state, of those reserved, that the peer wrote last. Does nothing
+        `current_state` is the index of the reserved recurrent state that the peer wrote last. Does nothing
         if the request was aborted in the meantime.
         """
         if request.state is not RequestState.RECEIVING_KV:
@@ -217,8 +216,8 @@ class Scheduler:
         return self.ledger_error
 
     def _held(self) -> list[list[int]]:
-        """Return the rows of each request, those that were freed while a step in flight still uses them, and those to
-        which a step in flight saves states."""
+        """Return the rows of each request, the freed rows that a step in flight still uses, and the rows to which a
+        step in flight saves states."""
         rows = [request.rows for request in self.requests.values() if not request.borrows_blocks]
         return rows + [parked for _, parked in self._parked] + [list(saved) for saved in self._saves.values()]
 
@@ -227,8 +226,8 @@ class Scheduler:
     def schedule(self, gathers: bool = False) -> Step:
         """Decide the next step. The step has no slices if no request can run now.
 
-        If `gathers` is set, which is for simulators, decodes may be in `Step.decodes` instead of slices, which takes
-        less time. No step may then be in flight, and each of these decodes samples token 0.
+        `gathers` is for simulators: decodes may then be in `Step.decodes` instead of slices, which is faster. It
+        requires that no step is in flight and that each of these decodes samples token 0.
         """
         step = Step(self._steps, [], [])
         self.budget.begin(self.cost, self.num_receiving > 0 or any(map(self._decodes, self.running)))
@@ -341,7 +340,7 @@ class Scheduler:
     # ---- drafts ---------------------------------------------------------------------------------------------
 
     def _add_drafts(self, step: Step, speculation: Speculation) -> None:
-        """Extend decodes of the step by guessed tokens, within what the budget and the free blocks leave.
+        """Extend decodes of the step by guessed tokens, as far as the budget and the free blocks allow.
 
         A request whose last token is not known yet gets none. While its guesses are verified, it is in no other step.
         """
@@ -368,7 +367,7 @@ class Scheduler:
                 step.work.add_draft(context)
 
     def _allot_drafts(self, slice_: Slice, count: int) -> int:
-        """Allocate blocks for `count` guessed tokens, or for those that no other request will need soon."""
+        """Allocate blocks for up to `count` guessed tokens, without blocks that another request will need soon."""
         request, missing = slice_.request, self._missing(slice_.request, count)
         if missing and missing + self._growth_of_running() > self.pool.available:
             count = self._num_blocks(request) * self.block_tokens - slice_.end
@@ -379,7 +378,8 @@ class Scheduler:
 
     def _gather_decodes(self, step: Step) -> list[Request] | None:
         """Add all decodes to `step.decodes`, and return the other running requests. Return None, and change nothing, if
-        that might decide anything else than slices do: if blocks are short, or slices differ in more than requests."""
+        the decision might differ from that with slices: if blocks are short, or if slices differ in more than their
+        requests."""
         if self.speculation or not self.policy.mixed or self.policy.prompts_first or not self.geometry.is_uniform:
             return None
         size, context, missing = self.block_tokens, 0, 0
@@ -424,8 +424,8 @@ class Scheduler:
         return ended
 
     def num_decode_only(self, most: int) -> int:
-        """Return how many of the next steps, at most `most`, will consist of one decode of every running request, if no
-        command comes between them. The result is 0 if that is not certain, with drafts and with groups of layers."""
+        """Return how many of the next steps, at most `most`, will consist of one decode of every running request if no
+        command arrives. Return 0 if that is not certain, or with drafts or groups of layers."""
         if not self.running or self.speculation or not self.geometry.is_uniform or not self._is_closed():
             return 0
         for request in self.running:
@@ -447,7 +447,7 @@ class Scheduler:
         return not (self.policy.mixed or self.policy.prompts_first or waiting.receive_kv)
 
     def skip_decodes(self, count: int, token: int = 0) -> list[StepOutput]:
-        """Change the state as `count` steps would in which only decodes run and each samples `token`. Return the
+        """Change the state as `count` steps would if they had only decodes and each decode sampled `token`. Return the
         outputs of the requests that end in the last of these steps.
 
         `count` must be at most `num_decode_only`, and no request may have `token` as a stop token.
@@ -531,7 +531,7 @@ class Scheduler:
     def _may_start(self, count: int, is_partial: bool, num_partial: int) -> bool:
         """Return whether to admit a prompt of which the step can compute `count` tokens."""
         if self.policy.together:
-            return True  # it is admitted with its batch, even if a later step computes it
+            return True  # a request is admitted with its batch, even if a later step computes it
         may_stay_partial = self.policy.fills or num_partial < self.limits.max_num_partial_prefills
         return count > 0 and (may_stay_partial or not is_partial)
 
@@ -567,8 +567,8 @@ class Scheduler:
         """Return the length in blocks of the cached prefix from which the request can start, and its rows.
 
         The rows are those of each attention group's table, and of a snapshot if there are states. The last token is
-        always computed, to get its logits. A request that receives KV uses only full blocks: what else it needs at the
-        prompt's end comes from the peer.
+        always computed, to get its logits. A request that receives KV uses only full blocks; the peer sends the rest of
+        the prompt's KV.
         """
         geometry, states = self.geometry, len(self.geometry.attention)
         none: list[list[int]] = [[] for _ in range(states + 1)]
@@ -628,7 +628,7 @@ class Scheduler:
             self.counters.cache_hits += request.num_computed
 
     def _reserve(self, request: Request, step: Step) -> None:
-        """Reserve the rows that the peer will write, and take those that the request needs besides."""
+        """Reserve the rows that the peer will write, and allocate the other rows that the request needs."""
         geometry, held, num_prompt = self.geometry, request.num_computed // self.block_tokens, len(request.tokens)
         if request.shared_pool:  # the peer computes the prompt, so it needs every row that a computing request needs
             self._allot(request, num_prompt - request.num_computed)
@@ -693,7 +693,7 @@ class Scheduler:
         return self._missing_blocks(request, count) * self.geometry.block_rows
 
     def _rows_needed(self, request: Request, num_held: int) -> int:
-        """Return how many rows a waiting request needs for its tokens, besides those of its cached prefix."""
+        """Return how many rows a waiting request needs for its tokens, in addition to those of its cached prefix."""
         if request.receive_kv:
             if request.shared_pool:
                 return self.geometry.lent_rows(len(request.tokens), num_held)[1]
@@ -806,8 +806,8 @@ class Scheduler:
     def _growth_of_running(self) -> int:
         """Return the growth of all running requests, as counted once in each step.
 
-        A state is saved only to rows beyond these. If it took the row that a request needs to decode, the request would
-        preempt another one, which would be admitted and preempted again without end.
+        A state is saved only to rows beyond these. If it took a row that a request needs to decode, the request would
+        preempt another one, which would be admitted and preempted again and again.
         """
         if self._growth_counted[0] != self._steps:
             self._growth_counted = self._steps, sum(map(self._growth, self.running))
@@ -816,8 +816,8 @@ class Scheduler:
     def _save_at(self, request: Request, slice_: Slice) -> int:
         """Return the position in the slice at which to save the state, or 0.
 
-        Saved are the end of the cached KV where no state was found, the last whole block of the prompt, multiples of
-        the interval, and the latest whole block while decoding.
+        States are saved at the end of the cached KV if no state was found there, at the last whole block of the prompt,
+        at multiples of the interval, and at the latest whole block while decoding.
         """
         if slice_.is_decode:
             return 0 if slice_.end % self.block_tokens else slice_.end
@@ -827,7 +827,7 @@ class Scheduler:
         return next((at for at in (request.junction, last, regular) if slice_.start < at <= slice_.end), 0)
 
     def _finish_save(self, slice_: Slice, is_good: bool) -> None:
-        """Name the state that the slice saved, so that requests find it, and give up its rows."""
+        """Name the state that the slice saved, so that other requests find it, and release its rows."""
         request, use = slice_.request, slice_.state
         rows = self._saves.pop(id(slice_))
         if is_good and use is not None:
@@ -910,9 +910,9 @@ class Scheduler:
 
 
 def _between_images(request: Request, start: int, count: int, *, may_extend: bool = False) -> int:
-    """Return a size with which a chunk does not end inside an image whose tokens attend to each other.
+    """Return a size such that the chunk does not end inside an image whose tokens attend to each other.
 
-    A chunk that begins at such an image gets all of it if `may_extend`, and none of it otherwise.
+    A chunk that begins at such an image gets all of it if `may_extend` is set, and none of it otherwise.
     """
     for span in request.media:
         if span.is_atomic and span.start < start + count < span.end:

@@ -1,6 +1,6 @@
 """Grammars that an answer must match, as text in the format of llguidance.
 
-A router builds the text from a client's schema, regular expression or grammar, and nodes make matchers of it. The
+A router builds the text from a client's schema, regular expression or grammar, and nodes compile it to matchers. The
 library llguidance compiles it: an Earley parser over a lexer that uses derivatives of regular expressions.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
-MAX_GRAMMAR_BYTES = 1 << 20  # of the text that a node accepts; a router accepts less from a client
-# Between the tokens of JSON, at most 8 characters of white space. Without a bound, a model may write it forever. What
-# llguidance cannot enforce is an error: it is never left out.
+MAX_GRAMMAR_BYTES = 1 << 20  # maximum size of the text that a node accepts; a router's limit for clients is lower
+# Between the tokens of JSON, at most 8 characters of white space. Without a bound, a model may write white space
+# forever. A keyword that llguidance cannot enforce is an error; it is never ignored.
 JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,8}", "lenient": False, "coerce_one_of": False,
 }  # fmt: skip
@@ -29,7 +29,7 @@ _END = "<|end of grammar|>"
 
 
 def json_grammar(schema: dict[str, Any], **options: Any) -> str:
-    """Return the grammar of the JSON texts that match a schema. `options` replace some of `JSON_OPTIONS`."""
+    """Return the grammar of the JSON texts that match a schema. `options` override `JSON_OPTIONS`."""
     return json.dumps({"grammars": [{"json_schema": with_json_options(schema, **options)}]})
 
 
@@ -57,12 +57,12 @@ def choice_grammar(choices: Iterable[str]) -> str:
 
 
 def one_line(error: str) -> str:
-    """Return an error of llguidance as one line, without what follows it: an excerpt of the grammar, or its state."""
+    """Return an error of llguidance as one line, without the excerpt or the state of the grammar that follows it."""
     return " ".join(EXCERPT.split(error)[0].split())[:MAX_ERROR]
 
 
 class GrammarTokenizer:
-    """A model's tokenizer, as matchers need it. Thread-safe.
+    """A model's tokenizer in the form that matchers need. Thread-safe.
 
     It is read from the model's directory when the first matcher is made, which takes seconds for a large vocabulary.
     `end_token` is an id after those of the vocabulary, which llguidance uses as the end of a text. A matcher's mask has

@@ -1,6 +1,6 @@
 """A minimal HTTP server for the probes and scrapes of an orchestrator, with strict limits.
 
-The server of the router's API is not used here: it parses all of HTTP/1.1, for which a node has no need.
+The server of the router's API is not used here, because it parses all of HTTP/1.1, which a node does not need.
 """
 
 import asyncio

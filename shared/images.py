@@ -1,7 +1,7 @@
-"""How a model takes images: its files, the size to which it resizes them, and the tokens that stand for them.
+"""The rules by which a model takes images: its files, the size to which images are resized, and their tokens.
 
-Routers use this to count tokens, and nodes to check and encode pixels. The arithmetic is that of the image processors
-of transformers, which read the same files.
+Routers use the rules to count tokens, and nodes to check and encode pixels. The arithmetic is that of transformers'
+image processors, which read the same files.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 GEMMA3 = "gemma3"
 MAX_FILE_BYTES = 1 << 20
-MAX_SIDE_RATIO = 200  # of Qwen's processor
+MAX_SIDE_RATIO = 200  # constants of Qwen's processor
 BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of filters
 
 
@@ -21,13 +21,13 @@ BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of filters
 class ImageRules:
     """The rules of one model. Pixels become `pixel * rescale`, minus `mean`, divided by `std`, for each color.
 
-    In Qwen's models, an image keeps about its ratio of sides, has from `min_pixels` to `max_pixels` pixels, and a token
-    for each square of `patch` * `merge` pixels. In Gemma 3, it has `width` x `height` pixels and `tokens` tokens, which
-    attend to each other.
+    In Qwen's models, an image roughly keeps its aspect ratio, has from `min_pixels` to `max_pixels` pixels, and has a
+    token for each square of `patch` * `merge` pixels. In Gemma 3, it has `width` x `height` pixels and `tokens` tokens,
+    which attend to each other.
     """
 
     model_type: str
-    token: int  # stands for a part of an image
+    token: int  # token of a part of an image
     marker: int  # the token that the chat template writes for an image
     end: int  # Gemma 3: the token after an image
     resample: int
@@ -135,7 +135,7 @@ class _Keys:
     file: Path
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """Return the first of the keys that there is, a positive integer."""
+        """Return the value of the first key that is present, a positive integer."""
         for name in names:
             value = self.values.get(name)
             if value is None:

@@ -100,7 +100,7 @@ class RateLimitedLog:
         self._logger.log(logging.WARNING if is_new else logging.DEBUG, "%s: %s", peer, text)
 
     def reset(self, peer: str) -> None:
-        """Note that the peer works now, so that its next problem is logged as a warning again."""
+        """Record that the peer works, so that its next problem is logged as a warning again."""
         with self._lock:
             self._peers.pop(peer, None)
 

@@ -14,7 +14,7 @@ GEMMA3 = {
     "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "max_position_embeddings": 131_072, "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
-SHARED = ("bos_token_id", "eos_token_id")  # keys that a model of several modalities may have outside of `text_config`
+SHARED = ("bos_token_id", "eos_token_id")  # keys that a multimodal model may have outside `text_config`
 MAX_CONFIG_BYTES = 1 << 20
 MAX_COUNT = 2**31 - 1
 # The maximum length, by its name in most models, GPT-2, DBRX and Kimi Linear.
@@ -34,13 +34,13 @@ def text_values(config: dict[str, Any]) -> dict[str, Any]:
         return config
     defaults = GEMMA3 if nested.get("model_type") == "gemma3_text" else {}
     shared = {key: config[key] for key in SHARED if nested.get(key) is None and key in config}
-    if config.get("tie_word_embeddings") is not None:  # transformers follows this one
+    if config.get("tie_word_embeddings") is not None:  # transformers uses this one
         shared["tie_word_embeddings"] = config["tie_word_embeddings"]
     return defaults | nested | shared
 
 
 def served_name(model: str, given: str) -> str:
-    """Return the model's name in the API: the one that is given, or else the directory's name, or the hub id."""
+    """Return the model's name in the API: the given name, or else the directory's name or the hub id."""
     return given or (Path(model).resolve().name if Path(model).exists() else model)
 
 

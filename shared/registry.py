@@ -75,7 +75,7 @@ class Registry:
 
     kind: str
     state = "ok"  # or "down"
-    problem = ""  # why the registry has been down for some time, as a sentence; "" while it works
+    problem = ""  # why the registry is down, as a sentence; "" while it works or during a short outage
 
     def __init__(self) -> None:
         self.nodes: dict[str, NodeInfo] = {}
@@ -136,7 +136,7 @@ class EmbeddedRegistry(Registry):
     kind = "embedded"
 
     def __init__(self, host: str, port: int, listener: socket.socket | None = None) -> None:
-        """`listener` is a socket that listens already, for a registry in a process of its own."""
+        """`listener` is a listening socket, for a registry in a separate process."""
         super().__init__()
         self.port = port
         self._host = host
@@ -266,8 +266,8 @@ class FollowedRegistry(Registry):
 class StreamAnnouncer(Announcer):
     """Holds a stream to every router that the host of `address` resolves to, and reconnects if a stream ends.
 
-    The name is resolved every second. The stream to an address that the name no longer has is kept until it ends, so an
-    outage of the name service changes nothing.
+    The name is resolved every second. If the name loses an address, the stream to it is kept until it ends, so an
+    outage of the name service has no effect.
     """
 
     def __init__(self, address: str, resolve: Resolver | None = None) -> None:
@@ -295,7 +295,7 @@ class StreamAnnouncer(Announcer):
 
     def _follow(self, addresses: Sequence[str]) -> None:
         """Open streams to the new addresses."""
-        jitter_s = RETRY_S if self._resolved else 0.0  # a new router is found by all nodes at about the same time
+        jitter_s = RETRY_S if self._resolved else 0.0  # all nodes find a new router at about the same time
         self._resolved = frozenset(addresses)
         new = sorted(self._resolved - self._held.keys())
         room = MAX_ADDRESSES - len(self._held)

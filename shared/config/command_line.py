@@ -51,7 +51,7 @@ NOT_SUPPORTED = (
     "tensor-parallel-size tp pipeline-parallel-size pp swap-space cpu-offload-gb "
     "trust-remote-code ssl-keyfile ssl-certfile"
 )
-VLLM_FLAGS = {  # flags of vLLM that have another name here, or none
+VLLM_FLAGS = {  # vLLM's flags that have another name here, or no equivalent
     **dict.fromkeys(NOT_SUPPORTED.split(), "is not supported"),
     **dict.fromkeys(("data-parallel-size", "dp"), "is named --prefill and --decode here: the numbers of nodes"),
     **dict.fromkeys(("enable-lora", "max-loras"), "is not needed: --lora-modules names the adapters"),
@@ -171,7 +171,7 @@ def _type_of(field: FieldInfo) -> str:
 
 
 def print_settings(settings: Settings, sources: Mapping[str, str]) -> None:
-    """Print `name = value  # source` for each setting, and for a default what it stands for."""
+    """Print `name = value # source` for each setting, and the meaning of a default such as 0 or "auto"."""
     for name, field in type(settings).model_fields.items():
         value, source = format_value(getattr(settings, name)), sources[name]
         if source == "default":

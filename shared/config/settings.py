@@ -217,7 +217,7 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidat
 
 
 def setting(default: Any, description: str, meaning: str = "") -> Any:
-    """Return a field. `meaning` says what a default such as 0, "auto" or an empty text stands for."""
+    """Return a field. `meaning` explains a default such as 0, "auto" or an empty text."""
     return Field(default=default, description=description, json_schema_extra={"meaning": meaning})
 
 
@@ -325,7 +325,7 @@ class ServingSettings(CommonSettings):
     workers: Annotated[int, Field(ge=1, le=64)] = setting(
         1, "Processes of the router, which share its ports, its nodes and its limits."
     )
-    max_concurrent_requests: Count = setting(1024, "Maximum requests in progress. Further ones get status 429.")
+    max_concurrent_requests: Count = setting(1024, "Maximum requests in progress. Further requests get status 429.")
     max_attempts: Annotated[int, Field(ge=1, le=100)] = setting(
         5, "Maximum attempts for a request, each on another node if possible, before it fails."
     )
@@ -494,9 +494,9 @@ class PickerSettings(Settings):
     )
     host: Host = setting("127.0.0.1", "Address that the picker listens on for ext_proc. Only the gateway may reach it.")
     port: Annotated[int, Field(ge=1, le=65535)] = setting(9002, "Port for ext_proc and grpc.health, in plain text.")
-    tenant_header: Label = setting("authorization", "Header that tells tenants apart, who share no cached prefixes.")
+    tenant_header: Label = setting("authorization", "Header that identifies the tenant; tenants share no prefixes.")
     max_concurrent_requests: Count = setting(
-        1024, "Maximum requests in progress at a router from this picker. Further ones get status 429."
+        1024, "Maximum requests in progress at a router from this picker. Further requests get status 429."
     )
     drain_timeout_s: Seconds = setting(30.0, "On shutdown, seconds to wait for requests in progress.")
     log_level: LogLevel = setting("info", "Lowest level that is logged.")

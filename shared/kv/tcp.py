@@ -80,7 +80,7 @@ class TcpChannel(SocketChannel[KVMemory]):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = socket.create_server((host, port), family=family, backlog=128)
         self._reservations: dict[bytes, _OpenRows] = {}
-        self._scratch = memoryview(bytearray(memory.row_bytes))  # shared by all threads, since it is never read
+        self._scratch = memoryview(bytearray(memory.row_bytes))  # shared by all threads, because it is never read
         address = advertised or host, str(server.getsockname()[1])
         super().__init__(memory, incarnation_id, on_writer_lost, server, address, patience_s)
 

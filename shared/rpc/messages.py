@@ -40,8 +40,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     allowed_tokens: bytes = b""  # ids of the only tokens that may be sampled; b"": all
     bad_words: list[bytes] = field(default_factory=list)  # ids; the last is banned after the others
-    # Not "": return a vector and no token, which is "last" or "mean" (the hidden state of the last token, or the mean
-    # of those of all tokens), or "logits" (those of `allowed_tokens` after the prompt). `max_tokens` must be 1.
+    # If not "", return a vector and no token: "last" or "mean" (the hidden state of the last token, or the mean over
+    # all tokens), or "logits" (the logits of `allowed_tokens` after the prompt). `max_tokens` must be 1.
     pooling: str = ""
 
 
@@ -162,9 +162,9 @@ class NodeStats:
     draft_tokens: int = 0  # guessed tokens that were verified
     accepted_tokens: int = 0  # guessed tokens that were right
     accepted_per_pos: list[int] = field(default_factory=list)  # entry i: number of decodes whose guess i was right
-    images_encoded: int = 0  # by the vision module
-    images_cached: int = 0  # images whose features were still there when they were needed again
-    num_routers: int = 0  # number of routers, and workers of routers, that are attached
+    images_encoded: int = 0  # images encoded by the vision module
+    images_cached: int = 0  # images whose features were still in memory when they were needed again
+    num_routers: int = 0  # number of attached routers and router workers
 
 
 @dataclass(slots=True)
@@ -308,7 +308,7 @@ class CommitRequest:
     reservation_id: bytes
     first_token: int
     checksums: bytes
-    current_state: int = 0  # which of the two recurrent states is that of the prompt's end, if they were lent
+    current_state: int = 0  # which of the two lent recurrent states is that of the prompt's end
 
 
 @dataclass(slots=True)
@@ -321,7 +321,7 @@ class RenewRequest:
 
 @dataclass(slots=True)
 class RenewReply:
-    """What the decode node still has of the writer's reservations.
+    """The writer's reservations that the decode node still has.
 
     `has_reservations`: whether it has any reservation of this writer, renewed or not. `quarantined`: the ids (16 bytes
     each, concatenated) of reservations in quarantine, whose blocks are not reused before the writer stops writing.
@@ -343,11 +343,11 @@ class StopRequest:
 
 @dataclass(slots=True)
 class AcceptRequest:
-    """Proxy of a prefill engine to that of a decode engine: generate this request, whose prompt the first engine has
+    """Proxy of a prefill engine to proxy of a decode engine: generate this request, whose prompt the first engine
     computed. `params` is the JSON object with which the second engine reads its KV from the first.
 
-    They may be used once, and the first token must come within `lease_ms`. If `first_token` is not -1, the router has
-    it already, and the second engine must sample the same.
+    The parameters may be used once, and the first token must be sampled within `lease_ms`. If `first_token` is not -1,
+    the router already has it, and the second engine must sample the same token.
     """
 
     request: SubmitRequest

@@ -71,7 +71,8 @@ class ClusterIdentity:
     """The certificate and key of this process, and the roots that it trusts.
 
     A file may contain several certificates and keys. This process presents the first certificate, signs with the first
-    key, and accepts all of them from peers. So a secret can be replaced while the processes keep accepting each other.
+    key, and accepts all of them from peers. A secret can therefore be replaced while the processes keep accepting each
+    other.
     """
 
     server_context: ssl.SSLContext

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -78,10 +79,8 @@ def from_grid(options: ProfileOptions, say: Any) -> Document:
     ceiling = budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000).ceiling
     build = BuildOptions.from_settings(settings, model=str(model), max_step_tokens=ceiling)
     kept = (options.out or Path(f"{model.name}.json")).with_suffix(".partial")
-    try:
-        kept.touch()
-    except OSError as error:
-        raise ConfigError(f"--out {kept}: {error.strerror}") from None
+    if not (kept.parent.is_dir() and os.access(kept.parent, os.W_OK)):
+        raise ConfigError(f"--out: cannot write {kept}: choose a directory that exists and is writable")
     grid = StepGrid(build, options.cases, options.seconds, kept)
     grid.run(say)
     layout = grid.components.layout

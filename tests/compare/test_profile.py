@@ -76,9 +76,13 @@ def test_a_profile_that_was_interrupted_continues(
     ],
 )
 def test_bad_input_is_refused_in_one_line(
-    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    complaint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "file").write_text("")
+    here = sorted(Path().iterdir())
     given = [each.replace("file/", f"{tmp_path}/file/") for each in arguments]
     with pytest.raises(SystemExit) as caught:
         main(["profile", *given])
@@ -87,6 +91,7 @@ def test_bad_input_is_refused_in_one_line(
     assert complaint in said
     assert said.startswith("baton profile: ")
     assert said.count("\n") == 1
+    assert sorted(Path().iterdir()) == here
 
 
 async def test_the_fit_to_records_finds_the_numbers_of_the_cluster(tmp_path: Path) -> None:

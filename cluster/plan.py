@@ -156,6 +156,9 @@ class RaySettings(LocalSettings):
     port: Annotated[int, Field(ge=1, le=65535)] = setting(8000, "Port of the API.")
     registry_host: Host = setting("0.0.0.0", "Address that nodes join at.")
     registry_port: Annotated[int, Field(ge=1, le=65535)] = setting(8001, "Port that nodes join at.")
+    routers: Annotated[int, Field(ge=1, le=64)] = setting(
+        1, "Number of routers. Router n listens at --port + 2n, and nodes join it at --registry-port + 2n."
+    )
     placement: Literal["spread", "label", "gpu"] = setting(
         "spread",
         "Hosts of the processes: spread: all; label: those with the Ray label baton.role=router, prefill or decode; "

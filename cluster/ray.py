@@ -33,14 +33,15 @@ POLL_S = 1.0
 class Supervisor:
     """Runs one process of Baton on the host where Ray placed this actor, and starts it again when it ends.
 
-    A thread owns the process; Ray calls the methods on another thread. The process dies with the actor. If `router` is
-    the name of an actor, the process joins its router at `port`, and starts again when the router has moved.
+    A thread owns the process; Ray calls the methods on another thread. The process dies with the actor. A node
+    joins the routers of all actors whose names begin with `routers`, the first one at `port`. It reads their addresses
+    from a file, which this actor writes again when a router is added or has moved.
     """
 
-    def __init__(self, child: Child, secret: bytes, router: str, port: int) -> None:
-        self._router, self._port = router, port
+    def __init__(self, child: Child, secret: bytes, routers: str, port: int) -> None:
+        self._routers, self._port = routers, port
         self._address = str(ray.util.get_node_ip_address())
-        self._registry = ""
+        self._found: dict[str, str] = {}  # the address of each router
         self._secret = secret
         self._process: subprocess.Popen[bytes] | None = None
         self._restarts: list[float] = []
@@ -82,23 +83,25 @@ class Supervisor:
     def _keep(self) -> None:
         status = 0
         with tempfile.TemporaryDirectory(prefix="baton-") as directory:
-            path = Path(directory) / "secret"
-            path.touch(mode=0o600)
-            path.write_bytes(self._secret)
+            secret = Path(directory) / "secret"
+            secret.touch(mode=0o600)
+            secret.write_bytes(self._secret)
             while not self._draining.is_set():
-                status = self._run(path)
+                status = self._run(Path(directory))
                 if status in {0, BAD_SETTINGS}:
                     break
                 self._draining.wait(restart_delay_s(self._restarts, time.monotonic()))
                 self._restarts.append(time.monotonic())
         self._exit_status = status
 
-    def _run(self, secret: Path) -> int:
-        """Run the process once, and return its exit status, or 1 if it was ended because the router has moved."""
-        registry = self._find_router()
-        environment = inherited(os.environ) | self._child.environment | {"BATON_CLUSTER_SECRET_FILE": str(secret)}
-        if registry:
-            environment |= {"BATON_REGISTRY": registry, "BATON_ADVERTISE": self._address}
+    def _run(self, directory: Path) -> int:
+        """Run the process once, and return its exit status."""
+        environment = inherited(os.environ) | self._child.environment
+        environment["BATON_CLUSTER_SECRET_FILE"] = str(directory / "secret")
+        registry = directory / "registry"
+        if self._routers:
+            self._find_routers(registry)
+            environment |= {"BATON_REGISTRY": f"file:{registry}", "BATON_ADVERTISE": self._address}
         process = self._process = subprocess.Popen(
             (sys.executable, *self._child.command[1:]),
             env=environment,
@@ -110,18 +113,22 @@ class Supervisor:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(POLL_S)
-            if registry != self._find_router() and not self._draining.is_set():
-                process.kill()  # its requests ended with its router
-                process.wait()
-                return 1
+            if self._routers:
+                self._find_routers(registry)
 
-    def _find_router(self) -> str:
-        """Return where this node joins, or "" for a router; the last answer while Ray restarts the router's actor."""
+    def _find_routers(self, registry: Path) -> None:
+        """Write the file with the addresses of the routers. While Ray restarts an actor, its last address is kept."""
+        before, actors = dict(self._found), dict[str, Any]()
         with contextlib.suppress(RayError, ValueError):
-            if self._router:
-                host = ray.get(ray.get_actor(self._router, NAMESPACE).address.remote(), timeout=ANSWER_S)
-                self._registry = f"{host}:{self._port}"
-        return self._registry
+            actors = _actors(self._routers)
+        for name, actor in actors.items():
+            with contextlib.suppress(RayError):
+                host = ray.get(actor.address.remote(), timeout=ANSWER_S)
+                self._found[name] = f"{host}:{self._port + _port_offset(name)}"
+        if self._found != before or not registry.exists():
+            new = registry.with_suffix(".new")
+            new.write_text("\n".join(self._found.values()))
+            new.replace(registry)
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
@@ -133,22 +140,31 @@ def up(settings: RaySettings) -> int:
     Raises ConfigError if the model or the secret cannot be used on this host.
     """
     local = with_model(settings)
-    given = Path(settings.cluster_secret_file).read_bytes() if settings.cluster_secret_file else new_pem()
-    children = plan(local.model_copy(update={"cluster_secret_file": ""}), ())
-    router_name = _actor_name(settings.cluster, ROUTER)
-    router = _start(settings, children[0], given, "")
-    if not (host := _placed(settings, {ROUTER: router}).get(ROUTER)):
+    secret = Path(settings.cluster_secret_file).read_bytes() if settings.cluster_secret_file else new_pem()
+    router, *nodes = plan(local.model_copy(update={"cluster_secret_file": ""}), ())
+    urls = []
+    for name in (f"{ROUTER}-{number}" for number in range(settings.routers)):
+        port, join_port = (each + _port_offset(name) for each in (settings.port, settings.registry_port))
+        own = {"BATON_PORT": str(port), "BATON_REGISTRY_PORT": str(join_port)}
+        actor = _start(settings, Child(name, router.command, router.environment | own), secret, "")
+        if not (host := _placed(settings, {name: actor}).get(name)):
+            return 1
+        urls.append(f"http://{host}:{port}")
+        secret = ray.get(actor.secret.remote())  # that of the first `baton ray up`
+    joined = "" if settings.registry else _actor_name(settings.cluster, f"{ROUTER}-")
+    actors = {child.name: _start(settings, child, secret, joined) for child in nodes}
+    if len(_placed(settings, actors)) < len(actors):
         return 1
-    secret = ray.get(router.secret.remote())  # that of the first `baton ray up`
-    joined = "" if settings.registry else router_name
-    nodes = {child.name: _start(settings, child, secret, joined) for child in children[1:]}
-    if len(_placed(settings, nodes)) < len(nodes):
-        return 1
-    print(f"serving at http://{host}:{settings.port}; `baton ray status` shows the processes")
+    print(f"serving at {' and '.join(urls)}; `baton ray status` shows the processes")
     return 0
 
 
-def _start(settings: RaySettings, child: Child, secret: bytes, router: str) -> Any:
+def _port_offset(name: str) -> int:
+    """Return the difference between the ports of a router and those of the first one: two may run on one host."""
+    return 2 * int(name.rpartition("-")[2])
+
+
+def _start(settings: RaySettings, child: Child, secret: bytes, routers: str) -> Any:
     """Return the actor of a process, which starts the process if it does not run. Create it if it does not exist."""
     role = child.name.partition("-")[0]
     gpus = 1 if settings.placement == "gpu" and role != ROUTER else 0
@@ -170,7 +186,7 @@ def _start(settings: RaySettings, child: Child, secret: bytes, router: str) -> A
             label_selector={LABEL: role} if settings.placement == "label" else {},
             runtime_env={"env_vars": {"PYTHONPATH": python_path(os.environ)}},
         )
-        .remote(placed, secret, router, settings.registry_port)
+        .remote(placed, secret, routers, settings.registry_port)
     )
     actor.start.remote(placed)
     return actor
@@ -200,7 +216,7 @@ def _addresses(actors: dict[str, Any], timeout_s: float) -> dict[str, str]:
 
 def status(cluster: str) -> int:
     """Print one line for each process of the cluster. Return 1 if there is none."""
-    actors = _actors(cluster)
+    actors = _actors(_actor_name(cluster, ""))
     for name, actor in actors.items():
         try:
             found = ray.get(actor.status.remote(), timeout=ANSWER_S)
@@ -214,12 +230,13 @@ def status(cluster: str) -> int:
 
 
 def down(cluster: str, timeout_s: float) -> int:
-    """Drain the router and then the nodes for at most `timeout_s` each, and remove the actors."""
-    actors = _actors(cluster)
+    """Drain the routers and then the nodes for at most `timeout_s` each, and remove the actors."""
+    actors = _actors(_actor_name(cluster, ""))
     live = _addresses(actors, ANSWER_S)
-    for part in ([ROUTER], [name for name in live if name != ROUTER]):
+    for is_router in (True, False):
+        part = [actors[name] for name in live if name.startswith(ROUTER) == is_router]
         with contextlib.suppress(RayError):  # an actor whose host has just failed has no process
-            _drain([actors[name] for name in part if name in live], timeout_s + GRACE_S)
+            _drain(part, timeout_s + GRACE_S)
     for actor in actors.values():
         ray.kill(actor)
     return 0
@@ -238,9 +255,8 @@ def _actor_name(cluster: str, name: str) -> str:
     return f"baton-{cluster}-{name}"
 
 
-def _actors(cluster: str) -> dict[str, Any]:
-    """Return the actors of a cluster by the name of their process."""
-    prefix = _actor_name(cluster, "")
+def _actors(prefix: str) -> dict[str, Any]:
+    """Return the actors whose names begin with `prefix`, by the rest of their names."""
     names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
     return {
         name.removeprefix(prefix): ray.get_actor(name, NAMESPACE) for name in sorted(names) if name.startswith(prefix)

@@ -1,5 +1,6 @@
 """The name and the address of a process that joins a cluster as a node."""
 
+import contextlib
 import logging
 import os
 import socket
@@ -8,9 +9,8 @@ from urllib.parse import urlsplit
 
 from shared.config.settings import EVERY_ADDRESS, JoiningSettings
 from shared.lifecycle import in_container
-from shared.registry import RESOLVE_INTERVAL_S
+from shared.registry import RESOLVE_INTERVAL_S, is_redis, listed_addresses
 from shared.resolver import is_address
-from shared.rpc.connection import host_and_port
 
 log = logging.getLogger("baton.node")
 
@@ -25,33 +25,41 @@ def default_id(role: str) -> str:
 def advertised(settings: JoiningSettings) -> str:
     """Return the host at which others reach this node.
 
-    A node that listens on every address advertises the local address from which it reaches the registry. The address
-    family is that of `settings.host`. Waits until the name of the registry resolves, because the routers may start
-    later. Raises ValueError if there is no route to the registry.
+    A node that listens on every address advertises the local address from which it reaches the registry, or the first
+    router that it reaches. The address family is that of `settings.host`. Waits until a name of the registry resolves,
+    because the routers may start later. Raises ValueError if there is no route to the registry.
     """
     if settings.advertise or settings.host not in EVERY_ADDRESS:
         return settings.advertise or settings.host
-    if "://" in settings.registry:
-        registry = urlsplit(settings.registry)
-        host, port = registry.hostname or "localhost", registry.port or 6379
-    else:
-        host, port = host_and_port(settings.registry)
     is_logged = False
     while True:
-        try:
-            return _route_to(host, port, socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
-        except OSError as error:
-            other = "0.0.0.0" if ":" in settings.host else "::"
-            problem = (
-                f"--host {settings.host}: no route to --registry {host} ({error.strerror}): set --advertise to an "
-                f"address at which others reach this node, or try --host {other}"
-            )
-            if is_address(host) or not isinstance(error, socket.gaierror):
-                raise ValueError(problem) from None
+        hosts = _registry_hosts(settings.registry)
+        problem, may_resolve = "the file in --registry names no router", not hosts
+        for host, port in hosts:
+            try:
+                return _route_to(host, port, socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+            except OSError as error:
+                other = "0.0.0.0" if ":" in settings.host else "::"
+                problem = (
+                    f"--host {settings.host}: no route to --registry {host} ({error.strerror}): set --advertise to an "
+                    f"address at which others reach this node, or try --host {other}"
+                )
+                may_resolve |= isinstance(error, socket.gaierror) and not is_address(host)
+        if not may_resolve:
+            raise ValueError(problem)
         if not is_logged:
-            log.warning("%s; waiting until the name resolves", problem)
+            log.warning("%s; waiting until a name resolves", problem)
         is_logged = True
         time.sleep(RESOLVE_INTERVAL_S)
+
+
+def _registry_hosts(registry: str) -> list[tuple[str, int]]:
+    if is_redis(registry):
+        parts = urlsplit(registry)
+        return [(parts.hostname or "localhost", parts.port or 6379)]
+    with contextlib.suppress(OSError, ValueError):  # the file is not there yet
+        return listed_addresses(registry)
+    return []
 
 
 def _route_to(host: str, port: int, family: socket.AddressFamily) -> str:

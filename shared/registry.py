@@ -1,7 +1,7 @@
 """The registry of nodes: nodes announce themselves with a lease, and routers read the list of nodes.
 
 There are two implementations. With `EmbeddedRegistry`, each router is its own registry: a node holds a stream to each
-router that a name resolves to, and is a member as long as it does. With `RedisRegistry`, each node sets a key in Redis
+router, and is a member as long as it does. With `RedisRegistry`, each node sets a key in Redis
 that expires. While Redis is down, frozen or empty after a restart, a router keeps its last list, and detects lost nodes
 by its own streams to them. In a cluster with a secret, Redis is not trusted: entries are signed.
 """
@@ -13,8 +13,10 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import redis.asyncio
@@ -22,7 +24,7 @@ from redis.exceptions import RedisError
 
 from shared.lifecycle import TaskGroup
 from shared.logs import peer_log
-from shared.resolver import NameResolver, Resolver
+from shared.resolver import NameResolver, Resolver, is_host_and_port
 from shared.rpc import tls
 from shared.rpc.codec import DecodeError, decode, encode
 from shared.rpc.connection import RpcChannel, host_and_port
@@ -117,11 +119,27 @@ async def _wait(updated: asyncio.Event, timeout_s: float) -> None:
         await asyncio.wait_for(updated.wait(), timeout_s)
 
 
-def announcer(url: str, cluster: str, heartbeat_s: float, resolve: Resolver | None = None) -> Announcer:
-    """Return the announcer for `redis://…`, or for `host:port` of routers that are their own registries."""
-    if url.startswith(("redis://", "rediss://", "unix://")):
-        return RedisAnnouncer(url, cluster, heartbeat_s)
-    return StreamAnnouncer(url, resolve)
+def is_redis(registry: str) -> bool:
+    return registry.startswith(("redis://", "rediss://", "unix://"))
+
+
+def announcer(registry: str, cluster: str, heartbeat_s: float, resolve: Resolver | None = None) -> Announcer:
+    """Return the announcer for a value of `--registry`: `redis://…`, or the addresses of routers."""
+    if is_redis(registry):
+        return RedisAnnouncer(registry, cluster, heartbeat_s)
+    return StreamAnnouncer(registry, resolve)
+
+
+def listed_addresses(registry: str) -> list[tuple[str, int]]:
+    """Return the hosts and ports in a value of `--registry`: `host:port,host:port`, or a file with one on each line.
+
+    Raises OSError if the file cannot be read, and ValueError if it contains something else.
+    """
+    path = registry.removeprefix("file:")
+    texts = registry.split(",") if path == registry else Path(path).read_text().split()
+    if wrong := [text for text in texts if not is_host_and_port(text)]:
+        raise ValueError(f"{wrong[0]!r} is not host:port")
+    return list(dict.fromkeys(map(host_and_port, texts)))
 
 
 # ---- in the router ---------------------------------------------------------------------------------------------------
@@ -264,65 +282,90 @@ class FollowedRegistry(Registry):
 
 
 class StreamAnnouncer(Announcer):
-    """Holds a stream to every router that the host of `address` resolves to, and reconnects if a stream ends.
+    """Holds a stream to every router that the hosts in `--registry` resolve to, and reconnects if a stream ends.
 
-    The name is resolved every second. If the name loses an address, the stream to it is kept until it ends, so an
-    outage of the name service has no effect.
+    The names are resolved, and a file is read, every second. If an address is no longer listed, the stream to it is
+    kept until it ends, so an outage of the name service has no effect.
     """
 
-    def __init__(self, address: str, resolve: Resolver | None = None) -> None:
+    def __init__(self, registry: str, resolve: Resolver | None = None) -> None:
         super().__init__()
-        self._host, self._port = host_and_port(address)
-        self._resolve = resolve or NameResolver(self._host)
-        self._resolved: frozenset[str] = frozenset()  # the last answer of the name service
+        self._registry = registry
+        self._resolve = resolve  # replaces the resolver of the system, for all hosts
+        self._resolvers: dict[str, Resolver] = {}
+        self._outages = defaultdict[str, Outage](Outage)  # of each host, and of the file
+        self._answers: dict[tuple[str, int], set[str]] = {}  # the last answer of the name service for each host
+        self._listed: set[str] = set()
         self._held: dict[str, None] = {}  # the addresses with a stream, or to which one is being opened
         self._joined: set[str] = set()
         self._is_over_limit = False
 
     async def _run(self) -> None:
-        outage = Outage()
+        is_file = self._registry.startswith("file:")
+        hosts = [] if is_file else listed_addresses(self._registry)
         while True:
-            try:
-                self._follow(await self._resolve())
-            except OSError as error:
-                if outage.failed():
-                    problem = str(error) or type(error).__name__
-                    log.warning("the host %s of --registry does not resolve (%s): retrying", self._host, problem)
-            else:
-                if outage.ended():
-                    log.info("the host %s of --registry resolves again", self._host)
+            if is_file:
+                hosts = await self._read_file(hosts)
+            await asyncio.gather(*(self._look_up(*each) for each in hosts))
+            self._follow({address for each in hosts for address in self._answers.get(each, ())})
             await asyncio.sleep(RESOLVE_INTERVAL_S)
 
-    def _follow(self, addresses: Sequence[str]) -> None:
+    async def _read_file(self, before: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        try:
+            hosts = await asyncio.to_thread(listed_addresses, self._registry)  # it may be on a network's file system
+        except (OSError, ValueError) as error:
+            self._report(self._registry, f"--registry {self._registry} cannot be read", error)
+            return before
+        self._report(self._registry, f"--registry {self._registry} can be read again")
+        return hosts
+
+    async def _look_up(self, host: str, port: int) -> None:
+        resolve = self._resolve or self._resolvers.setdefault(host, NameResolver(host))
+        try:
+            found = await resolve()
+        except OSError as error:
+            self._report(host, f"the host {host} of --registry does not resolve", error)
+        else:
+            self._answers[host, port] = {f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in found}
+            self._report(host, f"the host {host} of --registry resolves again")
+
+    def _report(self, what: str, text: str, error: Exception | None = None) -> None:
+        """Log the beginning and the end of an outage."""
+        if error is None:
+            if self._outages[what].ended():
+                log.info("%s", text)
+        elif self._outages[what].failed():
+            log.warning("%s (%s): retrying", text, str(error) or type(error).__name__)
+
+    def _follow(self, addresses: set[str]) -> None:
         """Open streams to the new addresses."""
-        jitter_s = RETRY_S if self._resolved else 0.0  # all nodes find a new router at about the same time
-        self._resolved = frozenset(addresses)
-        new = sorted(self._resolved - self._held.keys())
+        jitter_s = RETRY_S if self._listed else 0.0  # all nodes find a new router at about the same time
+        self._listed = addresses
+        new = sorted(addresses - self._held.keys())
         room = MAX_ADDRESSES - len(self._held)
         if len(new) > room and not self._is_over_limit:
             self._is_over_limit = True
-            text = "the host %s of --registry resolves to %d addresses: only %d of them are used"
-            log.warning(text, self._host, len(self._resolved), MAX_ADDRESSES)
+            text = "--registry %s has %d addresses: only %d of them are used"
+            log.warning(text, self._registry, len(addresses), MAX_ADDRESSES)
         for address in new[:room]:
             self._held[address] = None
             self._tasks.start(self._hold(address, random.random() * jitter_s))
 
-    async def _hold(self, host: str, delay_s: float) -> None:
-        """Hold a stream to the router at `host`, until the name no longer has this address and the stream has ended."""
-        address = f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+    async def _hold(self, address: str, delay_s: float) -> None:
+        """Hold a stream to a router, until its address is no longer listed and the stream has ended."""
         failures = 0
         while True:
             await asyncio.sleep(delay_s)
             problem = await self._join(address, was_lost=failures >= FAILURES_TO_LOG)
             failures = 1 if address in self._joined else failures + 1
             self._joined.discard(address)
-            if host not in self._resolved:
+            if address not in self._listed:
                 break
             if failures == FAILURES_TO_LOG:
                 level = logging.INFO if self._joined else logging.WARNING  # a name may also have unusable addresses
                 log.log(level, "no router at %s (%s): retrying", address, problem)
             delay_s = RETRY_S if failures < FAILURES_TO_LOG else SLOW_RETRY_S
-        del self._held[host]
+        del self._held[address]
 
     async def _join(self, address: str, *, was_lost: bool) -> str:
         """Join a router and stay joined until the stream ends. Return why it ended."""

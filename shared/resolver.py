@@ -1,7 +1,8 @@
-"""Resolves a host name to its addresses without blocking the event loop."""
+"""Checks addresses, and resolves a host name to its addresses without blocking the event loop."""
 
 import asyncio
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,13 @@ def is_address(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return bool(ip_address(host))
     return False
+
+
+def is_host_and_port(text: str) -> bool:
+    """Return whether the text is `host:port`. An IPv6 address may be in brackets."""
+    host, _, port = text.rpartition(":")
+    is_host = re.fullmatch(r"[\w.%:-]{1,253}|\[[0-9A-Fa-f:.%\w-]{2,253}\]", host, re.ASCII)
+    return bool(is_host and re.fullmatch("[0-9]{1,5}", port)) and 1 <= int(port) <= 65535
 
 
 class NameResolver:

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from shared.config.speculation import SpeculativeConfig, check_speculation, parse_speculation
 from shared.errors import ConfigError
+from shared.resolver import is_host_and_port
 
 PREFIX = "BATON_"
 CLIENTS = ("url", "api_key")  # settings of the commands that call a router
@@ -128,14 +129,8 @@ def _check_engines(value: str | Iterable[str]) -> tuple[str, ...]:
     return urls
 
 
-def _is_host_and_port(value: str) -> bool:
-    host, _, port = value.rpartition(":")
-    is_host = re.fullmatch(r"[\w.%:-]{1,253}|\[[0-9A-Fa-f:.%\w-]{2,253}\]", host, re.ASCII)
-    return bool(is_host and re.fullmatch("[0-9]{1,5}", port)) and 1 <= int(port) <= 65535
-
-
 def _check_routers(value: str) -> str:
-    if value and not _is_host_and_port(value):
+    if value and not is_host_and_port(value):
         raise ValueError("must be host:port of the routers' API, as in routers:8000")
     return value
 
@@ -150,10 +145,20 @@ def _check_models(models: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_registry(value: str) -> str:
-    if "://" not in value:
-        if not _is_host_and_port(value):
-            raise ValueError("must be host:port of the routers' registry, as in 127.0.0.1:8001, or redis://host:port")
+    if value.startswith("file:/"):
         return value
+    if "://" not in value:
+        addresses = [each.strip() for each in value.split(",")]
+        if not all(map(is_host_and_port, addresses)):
+            raise ValueError(
+                "must be host:port of the routers' registry, as in 127.0.0.1:8001, or several, separated by commas, or "
+                "file:/PATH of a file with one on each line, or redis://host:port"
+            )
+        return ",".join(addresses)
+    return _check_redis(value)
+
+
+def _check_redis(value: str) -> str:
     try:
         parts = urlsplit(value)
         valid = parts.scheme in {"redis", "rediss", "unix"} and (parts.port or 0) >= 0 and (parts.netloc or parts.path)
@@ -167,13 +172,13 @@ def _check_registry(value: str) -> str:
 def _check_router_registry(value: str) -> str:
     if value and "://" not in value:
         raise ValueError('must be redis://host:port/database, or "" for the router itself (see --registry-port)')
-    return value and _check_registry(value)
+    return value and _check_redis(value)
 
 
 def _check_store(value: str) -> str:
     if value and value != "memory" and "://" not in value:
         raise ValueError('must be memory, redis://host:port/database, or "" to store no responses')
-    return value if value in ("", "memory") else _check_registry(value)
+    return value if value in ("", "memory") else _check_redis(value)
 
 
 def _check_cpus(cpus: tuple[int, ...]) -> tuple[int, ...]:
@@ -452,7 +457,8 @@ class JoiningSettings(CommonSettings):
     )
     registry: Annotated[str, AfterValidator(_check_registry)] = setting(
         "127.0.0.1:8001",
-        "host:port of the registry in the routers, all that the host resolves to, or redis://host:port.",
+        "host:port of the registry in the routers, all that the host resolves to; several, separated by commas; "
+        "file:/PATH of a file with one on each line; or redis://host:port.",
     )
 
 

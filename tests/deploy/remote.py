@@ -4,13 +4,14 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import urllib.request
 from collections import Counter
 from typing import Any
 
 from shared.clock import now_ns
 from tests.chaos.traffic import Outcome
-from tests.cluster.harness import START_S, wait_for
+from tests.cluster.harness import START_S, free_port, wait_for
 
 # What clients retry while a router restarts, if no response has begun (see docs/operations.md).
 RETRIED = ("ConnectionRefusedError", "ConnectionResetError", "RemoteDisconnected", "ValueError: status 503")
@@ -40,6 +41,16 @@ class RouterClient:
 
     def wait_for_nodes(self, timeout_s: float = START_S, **counts: int) -> None:
         wait_for(lambda: self.ready_nodes() == Counter(counts), f"{counts} nodes are ready", timeout_s)
+
+
+def free_ports(count: int) -> int:
+    """Return the first of `count` consecutive ports that are free."""
+    while True:
+        first = free_port()
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def kill(pid: int) -> tuple[int, int]:

@@ -63,6 +63,7 @@ class Pods:
         self.objects = build(OVERLAY)
         self.played: list[Path] = []
         self.counts: dict[str, int] = {}
+        self.settings = dict(FAST)  # of nodes that are added from now on
 
     def podman(self, *words: object, check: bool = True) -> str:
         command = ["podman", *map(str, words)]
@@ -95,7 +96,7 @@ class Pods:
         maps = copy.deepcopy([item for item in self.objects if item["kind"] == "ConfigMap"])
         for item in maps:
             if "BATON_KV_CHANNEL" in item["data"]:
-                item["data"] |= FAST
+                item["data"] |= self.settings
             if "BATON_MODE" in item["data"]:
                 item["data"] |= {"BATON_DISAGGREGATE": "always"}
         deployment = next(
@@ -183,9 +184,9 @@ def routers(pods: Pods) -> list[RouterClient]:
     return found
 
 
-def wait_for_nodes(routers: list[RouterClient], decode: int) -> None:
+def wait_for_nodes(routers: list[RouterClient], decode: int, prefill: int = 1) -> None:
     for router in routers:
-        router.wait_for_nodes(prefill=1, decode=decode)
+        router.wait_for_nodes(prefill=prefill, decode=decode)
 
 
 def load(routers: list[RouterClient], **options: Any) -> Load:
@@ -206,7 +207,7 @@ def test_scaling_down_loses_no_request_and_a_killed_router_only_its_streams(
     pods: Pods, routers: list[RouterClient]
 ) -> None:
     with load(routers) as requests:
-        for _ in range(3):
+        for _ in range(20):
             added = pods.add("decode")
             wait_for_nodes(routers, decode=2)
             assert pods.remove(added) == 0, "the node did not drain"
@@ -217,3 +218,16 @@ def test_scaling_down_loses_no_request_and_a_killed_router_only_its_streams(
         killed = pods.kill("baton-router-1")
         wait_for_nodes(routers, decode=1)
     assert [outcome.lost for outcome in requests.outcomes if is_lost(outcome, killed)] == []
+
+
+def test_a_rolling_update_of_both_roles_loses_no_request(pods: Pods, routers: list[RouterClient]) -> None:
+    old = [(role, name) for role in ("prefill", "decode") for name in (f"baton-{role}-0", pods.add(role))]
+    wait_for_nodes(routers, prefill=2, decode=2)
+    pods.settings["BATON_NUM_BLOCKS"] = "4000"
+    with load(routers) as requests:
+        for role, name in old:  # as a Deployment with maxSurge 0 and maxUnavailable 1
+            assert pods.remove(name) == 0, "the node did not drain"
+            pods.add(role)
+            wait_for_nodes(routers, prefill=2, decode=2)
+    assert requests.failures() == []
+    assert {node["blocks"]["total"] for node in routers[0].status()["nodes"] if node["alive"]} <= {3999, 4000}

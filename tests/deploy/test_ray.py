@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.chaos.traffic import Load
 from tests.cluster.harness import free_port, wait_for
-from tests.deploy.remote import RETRIED, RouterClient, is_lost, kill
+from tests.deploy.remote import RETRIED, RouterClient, free_ports, is_lost, kill
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no Ray: pip install '.[ray]'"),
@@ -30,8 +30,8 @@ class RayCluster:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        self.ports = free_port(), free_port()
-        self.router = RouterClient(f"http://127.0.0.1:{self.ports[0]}")
+        self.port = free_ports(4)  # two for each router
+        self.routers = [RouterClient(f"http://127.0.0.1:{self.port + more}") for more in (0, 2)]
         self.ray = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "labels": {"baton.role": "router"}})
         self.hosts: dict[str, Any] = {role: self.add(role) for role in ROLES[1:]}
         self.ray.wait_for_nodes()
@@ -47,8 +47,8 @@ class RayCluster:
         return subprocess.run([baton, "ray", *words], env=self.environment, check=False, capture_output=True, text=True)
 
     def up(self, *flags: str) -> None:
-        port, join_port = map(str, self.ports)
-        done = self.command("up", "--port", port, "--registry-port", join_port, *flags)
+        ports = ("--port", str(self.port), "--registry-port", str(self.port + 1))
+        done = self.command("up", "--routers", "2", *ports, *flags)
         assert done.returncode == 0, done.stderr
 
     def pids(self) -> dict[str, int]:
@@ -57,7 +57,11 @@ class RayCluster:
 
     def wait_for_restart(self, part: str, old: int) -> None:
         wait_for(lambda: self.pids().get(part, old) != old, f"{part} starts again", 120)
-        self.router.wait_for_nodes(prefill=1, decode=1)
+        self.wait_for_nodes(prefill=1, decode=1)
+
+    def wait_for_nodes(self, **counts: int) -> None:
+        for router in self.routers:
+            router.wait_for_nodes(**counts)
 
     def left_behind(self) -> list[str]:
         lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
@@ -74,30 +78,30 @@ def hosts() -> Iterator[RayCluster]:
         running.ray.shutdown()
 
 
-def load(hosts: RayCluster, least: int, **options: Any) -> Load:
-    return Load([hosts.router.url], "model", 4, least, **options)
+def load(hosts: RayCluster, least: int, urls: Sequence[str] = (), **options: Any) -> Load:
+    return Load(urls or [router.url for router in hosts.routers], "model", 4, least, **options)
 
 
 def test_a_killed_node_starts_again_without_a_lost_request_and_down_leaves_nothing_behind(hosts: RayCluster) -> None:
     before = hosts.left_behind()
     hosts.up("--placement", "label")
-    hosts.router.wait_for_nodes(prefill=1, decode=1)
+    hosts.wait_for_nodes(prefill=1, decode=1)
     with load(hosts, 40) as requests:
         wait_for(lambda: len(requests.outcomes) > 10, "requests end")
         kill(old := hosts.pids()["decode-0"])
         hosts.wait_for_restart("decode-0", old)
     assert requests.failures() == []
     hosts.up("--placement", "label", "--decode", "2")
-    hosts.router.wait_for_nodes(prefill=1, decode=2)
+    hosts.wait_for_nodes(prefill=1, decode=2)
     assert hosts.command("down").returncode == 0
     wait_for(lambda: hosts.left_behind() == before, "nothing is left", 60)
     assert "baton ray up" in hosts.command("status").stderr
 
 
 @pytest.mark.exhaustive
-def test_the_loss_of_an_actor_a_host_and_the_router_loses_only_streams_of_that_router(hosts: RayCluster) -> None:
-    hosts.up()
-    hosts.router.wait_for_nodes(prefill=1, decode=1)
+def test_the_loss_of_an_actor_a_host_and_a_router_loses_only_streams_of_that_router(hosts: RayCluster) -> None:
+    hosts.up("--placement", "label")
+    hosts.wait_for_nodes(prefill=1, decode=1)
     with load(hosts, 40) as requests:
         wait_for(lambda: len(requests.outcomes) > 10, "requests end")
         old = hosts.pids()["prefill-0"]
@@ -105,18 +109,20 @@ def test_the_loss_of_an_actor_a_host_and_the_router_loses_only_streams_of_that_r
         hosts.wait_for_restart("prefill-0", old)
         old = hosts.pids()["decode-0"]
         raylet = psutil.Process(old).parent().parent()
-        victim = next(
-            host for host in hosts.hosts.values() if host.all_processes["raylet"][0].process.pid == raylet.pid
-        )
+        victim = hosts.hosts["decode"]
+        assert victim.all_processes["raylet"][0].process.pid == raylet.pid
+        hosts.hosts["decode"] = hosts.add("decode")  # a spare host
         hosts.ray.remove_node(victim, allow_graceful=False)
         hosts.wait_for_restart("decode-0", old)
     assert requests.failures() == []
 
-    with load(hosts, 40, refusals=RETRIED) as requests:
-        wait_for(lambda: len(requests.outcomes) > 10, "requests end")
-        killed = kill(old := hosts.pids()["router"])
-        hosts.wait_for_restart("router", old)
-    assert [outcome.lost for outcome in requests.outcomes if is_lost(outcome, killed)] == []
+    first, second = (router.url for router in hosts.routers)
+    with load(hosts, 40, urls=[first]) as ours, load(hosts, 40, urls=[second, first], refusals=RETRIED) as theirs:
+        wait_for(lambda: len(theirs.outcomes) > 10, "requests end")
+        killed = kill(old := hosts.pids()["router-1"])
+        hosts.wait_for_restart("router-1", old)
+    assert ours.failures() == []
+    assert [outcome.lost for outcome in theirs.outcomes if is_lost(outcome, killed)] == []
     assert hosts.command("down").returncode == 0
 
 
@@ -128,7 +134,7 @@ def test_a_process_with_invalid_settings_is_not_started_again_until_the_next_up(
     finally:
         del hosts.environment["BATON_KV_DIRECTORY"]
     hosts.up()
-    hosts.router.wait_for_nodes(prefill=1, decode=1)
+    hosts.wait_for_nodes(prefill=1, decode=1)
     assert hosts.command("down").returncode == 0
 
 

@@ -7,16 +7,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from shared.clock import now_ns
 from tests.chaos.traffic import Load
 from tests.cluster.harness import DEMO, ROOT, free_port, wait_for
-from tests.deploy.remote import RETRIED, RouterClient, is_lost, kill
+from tests.deploy.remote import RETRIED, RouterClient, free_ports, is_lost, kill
 
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)]
 pytestmark = [
@@ -54,8 +55,9 @@ class Slurm:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        self.port, self.join_port = free_port(), free_port()
-        self.router = RouterClient(f"http://127.0.0.1:{self.port}")
+        self.port = free_ports(4)  # two for each router
+        self.join_port = self.port + 1
+        self.routers = [RouterClient(f"http://127.0.0.1:{self.port + more}") for more in (0, 2)]
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
         self.environment = {"PATH": path, "HOME": str(place), "SLURM_CONF": str(place / "slurm.conf")}
@@ -107,9 +109,13 @@ class Slurm:
         settings = {"MODEL": DEMO, "RUNNER": "hash", "NUM_BLOCKS": 4096, "THREADS": 1, "DISAGGREGATE": "always"}
         settings |= {"KV_DIRECTORY": self.place / "kv", "DRAIN_TIMEOUT_S": 60}
         variables |= {f"BATON_{name}": value for name, value in settings.items()}
-        variables |= {"PORT": self.port, "JOIN_PORT": self.join_port}
+        variables |= {"ROUTERS": len(self.routers), "PORT": self.port, "JOIN_PORT": self.join_port}
         script = str(ROOT / "deploy" / "slurm" / "baton.sbatch")
         self.job = self.command("sbatch", "--parsable", f"--nodes={len(HOSTS)}", script, **variables).strip()
+
+    def wait_for_nodes(self, **counts: int) -> None:
+        for router in self.routers:
+            router.wait_for_nodes(**counts)
 
     def steps(self) -> dict[str, tuple[str, str]]:
         """Return the step id and the host of each running part."""
@@ -128,13 +134,19 @@ class Slurm:
     def kill(self, part: str) -> tuple[int, int]:
         return kill(self.pid(part))
 
-    def kill_host(self, part: str) -> None:
-        """Kill the slurmd of the host of a part, the part, its shell and its slurmstepd."""
-        host = self.steps()[part][1]
-        process = psutil.Process(self.pid(part))
-        for each in (psutil.Process(self.daemons[host].pid), *reversed(process.parents()[:2]), process):
-            each.kill()
+    def kill_host(self, host: str) -> tuple[int, int]:
+        """Kill the slurmd of a host, and the parts there with their shells and slurmstepds, as `kill` does."""
+        parts = [psutil.Process(self.pid(part)) for part, (_, at) in self.steps().items() if at == host]
+        before = now_ns()
+        for process in (
+            psutil.Process(self.daemons[host].pid),
+            *(one for each in parts for one in each.parents()[1::-1]),
+        ):
+            process.kill()
+        for process in parts:
+            process.kill()
         self.daemons.pop(host).wait()
+        return before, now_ns()
 
     def drain(self, step: str = "") -> None:
         """Drain one step, or all steps of the job."""
@@ -182,19 +194,19 @@ def slurm() -> Iterator[Slurm]:
             running.close()
 
 
-def load(slurm: Slurm, least: int, **options: Any) -> Load:
-    return Load([slurm.router.url], "model", 4, least, **options)
+def load(slurm: Slurm, least: int, urls: Sequence[str] = (), **options: Any) -> Load:
+    return Load(urls or [router.url for router in slurm.routers], "model", 4, least, **options)
 
 
 def test_a_job_serves_restarts_a_killed_node_and_drains_without_a_lost_request(slurm: Slurm) -> None:
     slurm.submit(PREFILL=1, DECODE=2)
-    slurm.router.wait_for_nodes(prefill=1, decode=2)
+    slurm.wait_for_nodes(prefill=1, decode=2)
     first = slurm.steps()["decode-0"]
     with load(slurm, 60) as requests:
         wait_for(lambda: len(requests.outcomes) > 10, "requests end")
         slurm.kill("decode-0")
         wait_for(lambda: slurm.steps().get("decode-0", first) != first, "decode-0 starts again")
-        slurm.router.wait_for_nodes(prefill=1, decode=2)
+        slurm.wait_for_nodes(prefill=1, decode=2)
     assert requests.failures() == []
 
     slurm.drain(slurm.steps()["decode-1"][0])
@@ -216,24 +228,25 @@ def test_a_job_whose_settings_are_invalid_ends_with_status_2(slurm: Slurm) -> No
 
 
 @pytest.mark.exhaustive
-def test_a_job_survives_the_loss_of_a_host_and_of_its_router(slurm: Slurm) -> None:
+def test_a_job_survives_the_loss_of_a_host_and_of_a_router(slurm: Slurm) -> None:
     slurm.submit(PREFILL=1, DECODE=1)
-    slurm.router.wait_for_nodes(prefill=1, decode=1)
-    victim = next(part for part in ("decode-0", "prefill-0") if slurm.steps()[part][1] != HOSTS[0])
-    with load(slurm, 60) as requests:
-        wait_for(lambda: len(requests.outcomes) > 10, "requests end")
-        host = slurm.steps()[victim][1]
-        slurm.kill_host(victim)
-        wait_for(lambda: slurm.steps().get(victim, ("", host))[1] != host, f"{victim} starts on another host", 120)
-        slurm.router.wait_for_nodes(prefill=1, decode=1)
-    assert requests.failures() == []
-
-    with load(slurm, 60, refusals=RETRIED) as requests:
-        wait_for(lambda: len(requests.outcomes) > 10, "requests end")
-        killed = slurm.kill("router")
-        wait_for(lambda: slurm.router.answers(), "the router starts again")
-        slurm.router.wait_for_nodes(prefill=1, decode=1)
-    assert [outcome.lost for outcome in requests.outcomes if is_lost(outcome, killed)] == []
+    slurm.wait_for_nodes(prefill=1, decode=1)
+    first, second = (router.url for router in slurm.routers)
+    host = slurm.steps()["router-1"][1]
+    (victim,) = (part for part, (_, at) in slurm.steps().items() if at == host and part != "router-1")
+    for router, other, lose in (
+        (second, first, lambda: slurm.kill_host(host)),
+        (first, second, lambda: slurm.kill("router-0")),
+    ):
+        with load(slurm, 60, urls=[other]) as ours, load(slurm, 60, urls=[router, other], refusals=RETRIED) as theirs:
+            wait_for(lambda theirs=theirs: len(theirs.outcomes) > 10, "requests end")
+            steps = slurm.steps()
+            killed = lose()
+            wait_for(lambda steps=steps: slurm.steps().items() ^ steps.items(), "Slurm notices it", 60)
+            slurm.wait_for_nodes(prefill=1, decode=1)
+        assert ours.failures() == []
+        assert [outcome.lost for outcome in theirs.outcomes if is_lost(outcome, killed)] == []
+        assert slurm.steps()[victim][1] != host
     slurm.drain()
     assert slurm.ended() == "COMPLETED", slurm.log()
     wait_for(lambda: not slurm.left_behind(), f"nothing is left: {slurm.left_behind()}", 60)

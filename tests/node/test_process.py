@@ -74,6 +74,7 @@ async def test_a_shared_pool_is_not_left_while_a_step_may_still_write_into_it(
         ("0.0.0.0", "redis://127.0.0.1", "127.0.0.1"),
         ("0.0.0.0", "127.0.0.1:8001", "127.0.0.1"),
         ("0.0.0.0", "unix:///run/redis.sock", "127.0.0.1"),
+        ("0.0.0.0", "[::1]:8001,127.0.0.1:8001", "127.0.0.1"),
     ],
 )
 def test_a_node_that_listens_everywhere_advertises_its_address_towards_the_registry(

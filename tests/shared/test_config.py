@@ -93,7 +93,10 @@ BAD_FOR_NODES = [
     ("device", "gpu", "auto, cpu, cuda or cuda:N"),
     ("cpus", "x", "as in 0,2-3"),
     ("cpus", "4095", "this process may use"),
-    *[("registry", value, "host:port") for value in ("localhost", "localhost:0", "redis://")],
+    *[
+        ("registry", value, "host:port")
+        for value in ("localhost", "localhost:0", "redis://", "a:1,", "a:1;b:2", "file:x")
+    ],
     ("id", "a b", LABEL),
     ("speculative_config", "medusa", "method: Input should be 'ngram' or 'draft_model'"),
     ("speculative_config", '{"method": "ngram",}', "must be JSON such as"),

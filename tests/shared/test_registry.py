@@ -264,6 +264,43 @@ async def test_a_name_with_thousands_of_addresses_or_new_ones_each_second_is_lim
     assert caplog.text.count("only 256 of them are used") == 1
 
 
+async def test_a_node_joins_every_router_of_a_list_although_one_of_the_names_does_not_resolve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dialled: list[str] = []
+    monkeypatch.setattr(
+        registry_module,
+        "RpcChannel",
+        lambda address, **options: dialled.append(address) or RpcChannel(address, **options),
+    )
+    async with routers("127.0.0.1") as (first,), routers("127.0.0.2") as (second,):
+        hosts = f"localhost:{first.port},127.0.0.1:{first.port},no-such-host.invalid:1,127.0.0.2:{second.port}"
+        node = announcer(hosts, "default", 30.0)
+        await node.start(INFO)
+        assert await wait_until(has_joined(first, second), 20.0)
+        assert dialled.count(f"127.0.0.1:{first.port}") == 1, "names of equal addresses share a stream"
+        await node.close()
+
+
+async def test_a_node_follows_a_file_of_routers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "routers"
+    node = announcer(f"file:{path}", "default", 30.0)
+    await node.start(INFO)
+    async with routers("127.0.0.1") as (first,), routers("127.0.0.2") as (second,):
+        assert await wait_until(lambda: "cannot be read ([Errno 2] No such file" in caplog.text, 10.0)
+        path.write_text(f"127.0.0.1:{first.port}\n")
+        assert await wait_until(has_joined(first), 20.0)
+        path.write_text(f"127.0.0.1:{first.port}\n127.0.0.2:{second.port}\n")
+        assert await wait_until(has_joined(second), 20.0)
+        path.write_text("127.0.0.1\n")
+        assert await wait_until(lambda: "'127.0.0.1' is not host:port" in caplog.text, 10.0)
+        assert has_joined(first, second)()
+    async with routers("127.0.0.3") as (third,):
+        path.write_text(f"127.0.0.3:{third.port}\n")
+        assert await wait_until(has_joined(third), 20.0)
+    await node.close()
+
+
 async def test_a_name_of_the_node_itself_is_no_router(caplog: pytest.LogCaptureFixture) -> None:
     server = RpcServer({ATTACH: unary(lambda _: None)})
     port = await server.start("127.0.0.1", 0)

@@ -39,14 +39,15 @@ JOIN_LIMIT_S = 120.0
 
 
 class EndlessSteps(StepRecorder):
-    """A recorder that has one new step whenever it is read."""
+    """A recorder that has one new step each time it is read."""
 
     def take(self) -> tuple[list[StepRecord], list[RequestEvent]]:
         return [StepRecord(now_ns() // 1_000_000, now_ns(), 1000, num_decodes=16)], []
 
 
 class IdleFleet:
-    """Prefill nodes that get no requests from this router. All share one port, because nodes do not tell it apart."""
+    """Prefill nodes that get no requests from this router. All share one port, because the router does not need to
+    distinguish them by port."""
 
     def __init__(self, num_nodes: int) -> None:
         self.num_attached = 0

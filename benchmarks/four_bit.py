@@ -3,7 +3,7 @@
     python -m benchmarks four_bit
 
 The two checkpoints are written to the benchmarks' cache once: bfloat16, and AWQ in groups of 128, whose embedding and
-output head stay in bfloat16. Each runs in a process of its own. The processes take turns, and the other one is stopped.
+output head stay in bfloat16. Each runs in a separate process. The processes take turns; the other one is stopped.
 """
 
 import json

@@ -1,10 +1,11 @@
-"""Measure what grammars cost: tokens per second of a batch whose answers must match one, and of the same batch without.
+"""Measure the cost of grammars: tokens per second of a batch whose answers must match a grammar, and of the same batch
+without one.
 
     python -m benchmarks grammar --weights int8 --repeats 4
 
-The model has the shape of Qwen2.5-0.5B with random weights and a vocabulary of 151,936, of which the tokenizer, made of
-random merges, fills 150,000. Tokens are drawn at temperature 1, which is the worst case for masks: a trained model
-stays in states whose masks are small or computed before.
+The model has the shape of Qwen2.5-0.5B with random weights and a vocabulary of 151,936, of which a tokenizer of random
+merges uses 150,000. Tokens are drawn at temperature 1, which is the worst case for masks: a trained model stays in
+states whose masks are small or already computed.
 """
 
 import random
@@ -75,7 +76,7 @@ class GrammarEngine(BatonEngine):
         requests = []
         for index in range(BATCH):
             matcher = TokenMatcher(tokenizer, grammar) if grammar else None
-            # The token that comes with the KV counts as one of the prompt, since the grammar did not choose it.
+            # The token that comes with the KV counts as part of the prompt, because the grammar did not choose it.
             request = Request(f"r{index}", self.prompt(CONTEXT), CONTEXT + 1, STEPS + 4, receive_kv=True)
             request.sampling, request.matcher = SamplingParams(seed=index), matcher
             requests.append(request)

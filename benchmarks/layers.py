@@ -3,8 +3,8 @@
     python -m benchmarks layers
 
 The models have random weights. The step has one chunk of 512 tokens, at the shape of Qwen3.5 0.8B. The experts are
-those of Qwen3-MoE, 8 of 128 for each of 8 tokens. The time to read is that of a sum over as many bytes as the chosen
-experts have.
+those of Qwen3-MoE, 8 of 128 for each of 8 tokens. The time to read is measured by a sum over as many bytes as the
+chosen experts have.
 """
 
 import os

@@ -2,8 +2,8 @@
 
     python -m benchmarks model_impl
 
-Both run the same checkpoint of random weights on one thread. Each runs in a process of its own. The processes take
-turns, and the other one is stopped.
+Both run the same checkpoint of random weights on one thread. Each runs in a separate process. The processes take turns;
+the other one is stopped.
 """
 
 from contextlib import ExitStack

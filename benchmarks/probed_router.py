@@ -2,7 +2,7 @@
 
 Between SIGUSR1 and SIGUSR2, the loop never sleeps, and the probe measures the CPU time of each turn of the loop, which
 does not include time in which the kernel runs other processes. At SIGUSR2, the process prints the longest turn in
-seconds. Without SIGUSR1, the router runs as always.
+seconds. Without SIGUSR1, the router runs normally.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Record live runs of one co-located node, for tests that replay them in the simulator: tests/data/recordings.
 
-A recording has the settings of the node's scheduler; the requests in the order in which the scheduler got them, with
-numbers that name the blocks of their prompts; and the steps: how many requests were added before the step, its
-durations, its blocks, and its members (request, start, count).
+A recording has the settings of the node's scheduler, the requests and the steps. Requests are in the order in which the
+scheduler received them, and numbers identify the blocks of their prompts. A step has the number of requests added
+before it, its durations, its blocks, and its members (request, start, count).
 """
 
 import asyncio

@@ -1,6 +1,7 @@
-"""How many requests a CPU second simulates, with the preset chat at its full lengths and Llama-3.1-8B on H200s.
+"""Measure how many requests are simulated per CPU second, with the preset chat at full lengths and Llama-3.1-8B on
+H200s.
 
-CPU time is counted, so other processes matter less. Each run is one process; the memory is its peak.
+CPU time is measured, to reduce the effect of other processes. Each run is one process; the memory is its peak.
 """
 
 import resource
@@ -18,13 +19,13 @@ CASES = {  # arm, requests/s for each node, requests
     "8 nodes, co-located": ("colocated:8", 14.0, 5000),
     "8 nodes, disaggregated": ("disaggregated:3p5d", 10.0, 5000),
 }
-CURVE = (1, 4, 16, 64, 250, 999)  # nodes of the curve, at the most that an arm can have
+CURVE = (1, 4, 16, 64, 250, 999)  # numbers of nodes of the curve, up to the maximum of an arm
 CURVE_RATE, CURVE_REQUESTS = 10.0, 3000  # requests/s for each node; requests of each run
 Figures = dict[str, float]
 
 
 def simulate(arm: str, node_rate: float, count: int) -> Figures:
-    """Run in a process of its own. Return the requests for each CPU second, CPU seconds, peak MiB, and steps."""
+    """Run in a separate process. Return the requests per CPU second, CPU seconds, peak MiB, and steps."""
     simulations = prepare(PlanOptions(preset="chat"))
     plan = simulations.plan(arm)
     requests = simulations.requests(plan.block_tokens, node_rate * (plan.prefill + plan.decode), 1, count)

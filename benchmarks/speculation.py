@@ -3,9 +3,9 @@
     python -m benchmarks speculation --model 110m
 
 The engine computes every step of a model with random weights. Since such a model writes no text, the tokens that it
-draws are replaced by those of given answers. So the time is that of the model, and which guesses are right depends on
-the text. "edits": the answer is the prompt, in which one word of fifteen is another. "prose": the answer is a text that
-has nothing to do with the prompt. The texts are pages of docs/, with the tokens of the demo model.
+draws are replaced by those of given answers. The times are therefore those of the model, and the text determines which
+guesses are right. "edits": the answer is the prompt with one word in fifteen replaced. "prose": the answer is a text
+that is unrelated to the prompt. The texts are pages of docs/, with the tokens of the demo model.
 """
 
 import json
@@ -35,7 +35,7 @@ from scheduler.scheduler import Scheduler, StepLimits
 from shared.rpc.messages import SamplingParams
 
 PROMPT, ANSWER = 384, 160  # tokens
-CHANGED = 15  # in edits, one word of this many is replaced
+CHANGED = 15  # in edits, one word in this many is replaced
 BATCHES = (1, 8, 32)
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -111,7 +111,7 @@ class SpeculatingEngine:
         self._watch.engine = self._engine = Engine(self._scheduler, self._runner, self._watch)
         self._engine.start()
         for script in scripts_of("prose", 2):
-            self.seconds([script], receives=False)  # its prompt is computed, as some are on each node
+            self.seconds([script], receives=False)  # compute a prompt, as each node does for some requests
 
     def seconds(self, scripts: Sequence[Script], *, receives: bool = True) -> float:
         """Return the seconds from the arrival of the prompts' KV to the last token of all answers."""
@@ -158,7 +158,7 @@ def measure(
 
 
 def acceptance(engine: SpeculatingEngine, kind: str, batch: int) -> list[Cell]:
-    """Return a row: the share of right guesses where the KV of prompts arrives, and where prompts are computed."""
+    """Return a row: the share of right guesses if the KV of prompts arrives, and if prompts are computed."""
     shares: list[Cell] = []
     for receives in (True, False):
         before = engine.acceptance()

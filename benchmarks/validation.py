@@ -1,4 +1,4 @@
-"""How well the simulator agrees with measurements that others have published, on parts that it was not fitted to.
+"""Compare the simulator with published measurements to which it was not fitted.
 
 --traces is a directory with aiconfigurator_silicon_h200_h100.csv (NVIDIA aiconfigurator: mean times of vLLM, SGLang and
 TensorRT-LLM on H200) and vllm_measured (LLMServingSim: every request of a run of vLLM on an RTX PRO 6000).
@@ -25,7 +25,7 @@ from shared.config.settings import resolve
 from simulator.cluster import SimulatedCluster
 from simulator.routed import SimulatedRequest
 
-FIRST = 150  # of the 300 requests of the run of vLLM: the model is fitted to them
+FIRST = 150  # number of the 300 requests of the vLLM run to which the model is fitted
 RUN = "RTXPRO6000_Llama-3.1-8B__requests.jsonl"
 SCALES = np.array([1e-2, 5e-5, 1e-9, 1e-7, 2e-5])  # of overhead, per_token, per_pair, per_context, per_decode
 Figures = dict[str, float]
@@ -54,7 +54,7 @@ class MeasuredRun:
         self._settings = resolve(ArmSettings, arm.settings, {})[0]
 
     def simulated(self, cost: CostModel) -> tuple[Series, Series]:
-        """Return the TTFTs and TPOTs of all requests. The memory of the GPU never limits this run."""
+        """Return the TTFTs and TPOTs of all requests. GPU memory does not limit this run."""
         device = replace(self._plan.device, cost=cost, times=ServingTimes())
         cluster = SimulatedCluster(replace(self._plan, device=device))
         requests = [
@@ -107,7 +107,7 @@ def against_vllm(directory: Path) -> Table:
 
 
 def step_of(row: dict[str, str]) -> StepWork:
-    """Return the mean step of a closed loop: while a request generates, every other one begins once."""
+    """Return the mean step of a closed loop, in which each other request begins once while a request generates."""
     batch, prompt, answer = (int(row[name]) for name in ("batch_size", "isl", "osl"))
     tokens = batch * prompt / answer
     context = batch * (prompt + answer / 2)

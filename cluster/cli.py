@@ -32,7 +32,7 @@ PROCESSES: dict[str, tuple[type[Settings], str]] = {
     "router": (RouterSettings, "Run one router."),
     "prefill": (NodeSettings, "Run one prefill node."),
     "decode": (NodeSettings, "Run one decode node."),
-    "proxy": (ProxySettings, "Run one node whose engine is a vLLM server that runs already."),
+    "proxy": (ProxySettings, "Run one node whose engine is a running vLLM server."),
     "picker": (PickerSettings, "Run an endpoint picker, which chooses routers for an Envoy gateway."),
     "doctor": (DoctorSettings, "Check this installation, and that modes and KV channels give the same tokens."),
 }
@@ -57,7 +57,7 @@ def _app() -> typer.Typer:
     app.command(
         "compare", help="Compare deployments under the same traffic: which keep the SLO, how certainly, and why."
     )(compare)
-    app.command("plan", help="Find the split of GPUs that carries the most of a traffic within an SLO, by simulation.")(
+    app.command("plan", help="Find, by simulation, the split of GPUs that carries the most traffic within an SLO.")(
         plan
     )
     app.command("profile", help="Measure the step times of a model on a device, and write a cost file for baton plan.")(
@@ -69,7 +69,7 @@ def _app() -> typer.Typer:
     app.command("models", help="List the models that Baton serves, or show the memory that one takes.")(_models)
     engine = typer.Typer(help="Run a cluster on the hosts of a Ray cluster.", no_args_is_help=True)
     start = command_of(RaySettings, "baton ray up", _ray_up, "model")
-    engine.command("up", help="Start the processes that do not run yet.")(start)
+    engine.command("up", help="Start the processes that are not running.")(start)
     engine.command("status", help="Show the processes and their hosts.")(_ray_status)
     engine.command("down", help="Drain and end all processes.")(_ray_down)
     app.add_typer(engine, name="ray")

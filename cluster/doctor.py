@@ -44,7 +44,7 @@ IDS = 250  # token ids in prompts are lower, so that every vocabulary has them
 CLOCK_MS = 1000.0  # a larger difference between clocks causes a warning
 IDLE_S = 10.0
 CO_LOCATED = "co-located"
-CHOSEN = {"kv_channel", "kv_directory", "cpus", "emulate"}  # settings that doctor itself chooses
+CHOSEN = {"kv_channel", "kv_directory", "cpus", "emulate"}  # settings that doctor chooses itself
 
 
 class Finding(NamedTuple):
@@ -222,7 +222,8 @@ def _nodes(status: Document) -> str:
 
 
 def _fingerprints(status: Document) -> str:
-    """Check that all nodes have the same fingerprint. Those with different ones serve, but do not exchange KV."""
+    """Check that all nodes have the same fingerprint. Nodes with different fingerprints serve, but do not exchange
+    KV."""
     nodes = _members(status)
     prints = [node["fingerprint"] for node in nodes]
     expected = max(sorted(set(prints)), key=prints.count, default="")

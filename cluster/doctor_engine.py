@@ -59,7 +59,7 @@ async def engine_checks(settings: DoctorSettings) -> AsyncIterator[list[tuple[st
 
 
 class EngineExaminer:
-    """Examines one server. The first check describes it; the others need that."""
+    """Examines one server. The first check describes it; the others need the description."""
 
     def __init__(self, engine: VllmEngine, max_model_len: int, tokenizer: Tokenizer) -> None:
         self.engine, self._max_model_len, self._tokenizer = engine, max_model_len, tokenizer
@@ -81,7 +81,7 @@ class EngineExaminer:
         return f"{self.engine.url}: vLLM {facts.version}, {facts.model}, {facts.max_model_len} positions, {blocks}"
 
     async def tokens(self) -> str:
-        """Check that the router, which makes the ids of prompts, has the tokenizer of the server."""
+        """Check that the server's tokenizer is that of the router, which encodes the prompts."""
         for text in TEXTS:
             if (found := await self.engine.tokenize(text)) != self._tokenizer.encode(text):
                 raise ValueError(f"{text!r} is {found[:8]}… on the server and not in --model: give the same model")
@@ -119,7 +119,7 @@ class EngineExaminer:
         return f"{hits[1]:g} tokens of a prefix were cached for the same salt, and none for another"
 
     def request(self, num_blocks: int, num: int = LENGTH) -> tuple[SubmitRequest, list[int]]:
-        """Return a request for `num` tokens, whose prompt no one sent before, and this prompt."""
+        """Return a request for `num` tokens with a new prompt, and this prompt."""
         size = num_blocks * (self.facts.block_tokens if self.facts is not None else 16) + 1
         size = max(1, min(size, self._max_model_len - num))
         prompt = [secrets.randbelow(self.engine.vocab_size) for _ in range(size)]
@@ -130,7 +130,7 @@ class EngineExaminer:
 
 
 async def same_kv(one: EngineExaminer, other: EngineExaminer) -> str:
-    """Check that the KV of two servers has one layout, and that both have a connector."""
+    """Check that the KV of two servers has the same layout, and that both have a connector."""
     assert one.facts is not None
     assert other.facts is not None
     for name in ("version", "model", "block_tokens", "cache_dtype"):
@@ -146,7 +146,8 @@ CONFIG = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 
 
 async def hands_over(prefill: EngineExaminer, decode: EngineExaminer) -> str:
-    """Check that KV moves from one server to the other, and that the tokens are those of one server alone."""
+    """Check that KV moves from one server to the other, and that the tokens are the same as those of one server
+    alone."""
     request, prompt = prefill.request(4)
     before = await decode.value("nixl_bytes_transferred_sum")
     _, params = await prefill.engine.prefill(request, prompt)

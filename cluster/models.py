@@ -46,7 +46,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def swept() -> dict[str, object]:
-    """Return the parts of the page that come from the sweep over the classes of transformers."""
+    """Return the parts of the page that come from the sweep over transformers' classes."""
     found = json.loads(SWEPT.read_text())
     classes: dict[str, str] = found["classes"]
     passes = [name for name, reason in classes.items() if not reason]

@@ -38,7 +38,7 @@ from shared.lifecycle import python_path
 from shared.model_files import DEMO_MODEL, resolve
 
 ROUTER = "router"
-OF_ONE_MODEL = ("lora_modules", "speculative_config")  # settings that nodes of --more-models do not get
+OF_ONE_MODEL = ("lora_modules", "speculative_config")  # settings that do not apply to nodes of --more-models
 # Number of times that a waiting OpenMP thread spins before it sleeps: a few µs. The default is milliseconds.
 # If the router or another node shares its core, a spinning thread may take time from the thread that it waits for.
 SPIN = "1000"
@@ -80,7 +80,7 @@ class LocalSettings(ServingSettings, ComputingSettings):
         (), "GPUs, as in cuda:0,cuda:1, assigned to prefill and then decode nodes.", "--device for all"
     )
     engines: Engines = setting(
-        (), "URLs of vLLM servers that run already, separated by commas; each becomes a node.", "start nodes"
+        (), "URLs of running vLLM servers, separated by commas; each becomes a node.", "start nodes"
     )
     engine_api_key_file: str = setting("", "File with the API key of these servers.", "the servers need no key")
     kv_lease_s: Seconds = setting(30.0, "Seconds for which these servers keep the KV of a prompt for a decode node.")
@@ -223,7 +223,7 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
 
 def _proxy(settings: LocalSettings, role: str, name: str, engine: str, registry: str) -> Child:
     own: dict[str, object] = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0, "role": role}
-    for field in ("max_num_seqs", "stuck_s"):  # other defaults than those of our nodes
+    for field in ("max_num_seqs", "stuck_s"):  # its defaults differ from those of our nodes
         if field not in settings.model_fields_set:
             own[field] = ProxySettings.model_fields[field].default
     own |= {"registry": registry, "engine": engine}
@@ -285,7 +285,7 @@ def _checked_model(text: str, settings: LocalSettings) -> str:
 
 
 def _check_nodes(settings: LocalSettings) -> None:
-    """Make the checks that each node makes at its start and that need no torch. Raises ConfigError."""
+    """Make those start-up checks of a node that do not need torch. Raises ConfigError."""
     from engine.options import BuildOptions, check_channel, check_options
 
     places = settings.places()
@@ -301,7 +301,7 @@ def _check_nodes(settings: LocalSettings) -> None:
 
 
 def _check_files(settings: LocalSettings) -> None:
-    """Read the files of secrets and keys, as the processes do at their start. Raises ConfigError."""
+    """Read the files of secrets and keys, as the processes do when they start. Raises ConfigError."""
     from router.http.auth import ApiKeys
     from shared.rpc.tls import read_identity
 
@@ -339,7 +339,8 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
 def _free_port(name: str, host: str, port: int) -> int:
     """Return `port`, or any free port if it is 0. Raises ConfigError if `port` is in use.
 
-    Free ports are sought below those of outgoing connections first, so that none takes the port before the router.
+    Ports below the range of outgoing connections are tried first, so that no outgoing connection takes the port before
+    the router.
     """
     if port == 0:
         for candidate in random.sample(range(20_000, 32_000), 20):

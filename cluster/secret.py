@@ -24,7 +24,7 @@ KEY_BYTES = 32
 
 
 def new_pem() -> bytes:
-    """Return a new private key and its self-signed certificate, whose dates of validity allow for wrong clocks."""
+    """Return a new private key and its self-signed certificate, whose validity period allows for wrong clocks."""
     key = ec.generate_private_key(ec.SECP256R1())
     # While a new certificate replaces an old one, their unique names distinguish them.
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"baton cluster {secrets.token_hex(8)}")])

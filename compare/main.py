@@ -125,7 +125,7 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         for number, arm in enumerate(all_arms, 1)
     ]
     keeps_all = bool(options.url) or fit_together(all_arms, str(model))
-    load = (1 + os.getloadavg()[0]) / len(os.sched_getaffinity(0))  # of processes that run already
+    load = (1 + os.getloadavg()[0]) / len(os.sched_getaffinity(0))  # load of running processes
     slowdown = min(max(1.0, load), MAX_SLOWDOWN)
     plan = experiment.plan(options.duration, keeps_all=keeps_all, slowdown=slowdown)
     return experiment, Deployments(stacks, keeps_all=keeps_all), plan
@@ -191,7 +191,7 @@ def _arms_of(options: CompareOptions) -> list[Arm]:
 
 
 def _launches(options: CompareOptions, arms: list[Arm], model: str) -> dict[str, LaunchOptions]:
-    if options.on == "emulated":  # emulated nodes do not compute, so they need no cores of their own
+    if options.on == "emulated":  # emulated nodes do not compute, so they need no separate cores
         return {arm.name: LaunchOptions(model, emulate=options.emulate or DEFAULT_EMULATED) for arm in arms}
     cores = cores_of(arms, sorted(os.sched_getaffinity(0)))
     gpus = num_gpus()

@@ -13,13 +13,13 @@ BUSY = 0.85  # a node that was busy for a larger share of the last seconds has n
 SLACK = 0.5  # a node that was busy for a smaller share of the last seconds has capacity left
 FULL = 0.97  # a node is full if requests hold at least this share of its KV blocks
 RECENT_MS = 600_000
-FEW = 20  # with fewer requests in the last minute, nothing is said about the latency of handoffs
+FEW = 20  # with fewer requests in the last minute, the latency of handoffs is not judged
 SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a second token is late after at least 3 usual gaps and at least 50 ms
 
 
 def bottleneck(status: Status) -> str:
     """Return the first finding that applies to a /v1/status document. If none applies, describe the cluster's load.
-    Nodes that were lost in the last minutes are named too, also those that a new process has replaced."""
+    Nodes lost in the last minutes are also named, even if a new process has replaced them."""
     since_ms = (status.get("router") or {}).get("time_ms", 0) - RECENT_MS
     is_lost = {node["id"]: node.get("state") == "lost" for node in status.get("nodes") or []}
     lost = {node for node, lost in is_lost.items() if lost}

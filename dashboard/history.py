@@ -183,7 +183,7 @@ class RequestHistory(RouterObserver):
             self._make_room()
         trace.num_prompt += num_prompt
         trace.num_samples += num_samples
-        trace.ended_ns = None  # reset: all samples of an earlier prompt of the request may have ended
+        trace.ended_ns = None  # reset, because all samples of an earlier prompt of the request may have ended
         self._change(trace)
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:

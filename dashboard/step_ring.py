@@ -40,7 +40,7 @@ class StepRow(NamedTuple):
     blocks_reserved: int
     draft_tokens: int
     accepted_tokens: int
-    interference_ns: int  # the delay that the step's prompts caused for the node's decodes
+    interference_ns: int  # the delay of the node's decodes by the step's prompts
 
     @property
     def end_ns(self) -> int:

@@ -151,7 +151,7 @@ class AttemptSpan:
             yield self.decode, TRANSFER if is_granted else PREALLOC
 
     def spans(self, rings: Rings, num_generated: int, until_ns: int | None) -> Iterator[Span]:
-        """Yield the spans. Those that no report of a node ends, because the node was lost, end at `until_ns`."""
+        """Yield the spans. Spans that have no end because the node was lost end at `until_ns`."""
         queued, admitted = self.at("queued"), self.at("admitted")
         if queued is None:
             return
@@ -218,7 +218,7 @@ class RequestTrace:
     num_ended: int = 0
     status: int | None = None  # HTTP status and message of the error if the request was refused or failed
     message: str = ""
-    is_exact: bool = True  # whether no retry may have continued with other tokens
+    is_exact: bool = True  # whether every retry has certainly continued with the same tokens
     version: int = 0  # the history's version when the request last changed
     attempts: dict[str, AttemptSpan] = field(default_factory=dict)
 

@@ -38,8 +38,8 @@ from transformers import (
 
 BOS, EOS = "<|begin|>", "<|end|>"
 HELD_OUT = 0.05
-GOLDEN_LENGTHS = (20, 300, 1000, 3000)  # characters of the prompts of golden.json
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+GOLDEN_LENGTHS = (20, 300, 1000, 3000)  # lengths of the prompts of golden.json, in characters
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state for each parameter
 ROUTER_BALANCE = 0.01  # weight of the loss that spreads tokens evenly over the experts
 # The texts contain plays, so the template formats a dialogue as lines of a play.
 CHAT_TEMPLATE = (
@@ -170,7 +170,7 @@ def load_checkpoint(file: Path, model: PreTrainedModel, optimizer: torch.optim.O
 
 
 def train(model: PreTrainedModel, stream: torch.Tensor, args: argparse.Namespace) -> float:
-    """Run all phases of training, and return the seconds that they took, those before an interruption included."""
+    """Run all phases of training, and return the seconds that they took, including those before an interruption."""
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -222,7 +222,7 @@ def write_model(model: PreTrainedModel, tokenizer: Tokenizer, record: dict[str, 
 def golden_cases(directory: Path, tokenizer: Tokenizer, texts: list[str]) -> list[dict[str, object]]:
     """Return greedy answers of transformers, in float32, to the beginnings of some texts.
 
-    `min_gap` is the least difference between the largest two logits of any step.
+    `min_gap` is the smallest difference between the two largest logits of any step.
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     cases: list[dict[str, object]] = []

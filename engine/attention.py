@@ -23,8 +23,8 @@ class AttentionLayer:
     If `latent` is not 0, the layer has latent attention (see `LatentSpec`): a token's key and value in the pool are one
     vector of twice the size, which is the key of all heads, and whose first `latent` dimensions are their value.
 
-    If `wide` is not 0, the layer has that number of key heads, of twice the layout's size. Their keys are in the places
-    of the layout's first heads, and their values in the places of the heads that follow.
+    If `wide` is not 0, the layer has `wide` key heads of twice the layout's size. Their keys are in the places of the
+    layout's first heads, and their values in the places of the following heads.
     """
 
     index: int  # among the layers that keep KV
@@ -87,7 +87,7 @@ def plan_tables(backend: AttentionBackend, pool: KVPool, batch: Batch) -> Attent
 class ImagesPlan:
     """The attention of one step in which tokens of an image attend to each other (see `Batch.spans`).
 
-    The plan of the backend computes all slices, and the reference replaces the results of those with such tokens.
+    The backend's plan computes all slices, and the reference replaces the results of slices with such tokens.
     """
 
     def __init__(self, plan: AttentionPlan, reference: "TorchPlan") -> None:
@@ -121,7 +121,7 @@ class TorchAttention:
 class TorchPlan:
     """The reference attention of one step.
 
-    Backends create it, one for each batch, also for layers that their own kernels do not support. The engine's thread
+    Backends create one for each batch, also for layers that their own kernels do not support. The engine's thread
     uses it. The blocks that a slice reads are listed once for each window size.
     """
 

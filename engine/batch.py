@@ -51,7 +51,7 @@ class Batch:
     `carried` is used while the previous step is pending. Its entry (t, d) means that token t of this batch is draw d of
     the previous step, in the order of that step's `sampled`. `tokens[t]` is 0 until the runner inserts the draw.
 
-    `slots` and `block_table` are those of the layers of the first table (see `KVPlaces`), and `others` has those of the
+    `slots` and `block_table` belong to the layers of the first table (see `KVPlaces`), and `others` has those of the
     other tables. An entry for a block that the layers no longer see may be any row.
     """
 
@@ -123,7 +123,7 @@ def num_scored(slice_: Slice) -> int:
 
 
 class BlockRows:
-    """Makes the block tables and the rows of states of a step's slices.
+    """Builds the block tables and the rows of states of a step's slices.
 
     The lists of rows of requests are cached as int32 arrays, which are extended as the lists grow.
     """

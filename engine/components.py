@@ -158,8 +158,9 @@ def _torch_runner(
 
 def _loaded_on_cpu(options: BuildOptions, config: ModelConfig, path: Path) -> tuple[LinearFormat, LanguageModel]:
     map_large_blocks()
-    # Load on a thread that ends afterwards, so that its team of OpenMP threads ends too. With a second team, there are
-    # more OpenMP threads than cores, so libgomp puts every team to sleep between two products, which costs 50 us.
+    # Load on a thread that ends afterwards, so that its team of OpenMP threads ends too. With a second team, there
+    # would be more OpenMP threads than cores, and libgomp would put every team to sleep between two products, which
+    # costs 50 us.
     with ThreadPoolExecutor(1) as loading:
         return loading.submit(_load_on_cpu, options, config, path).result()
 
@@ -169,7 +170,7 @@ def _load_on_cpu(options: BuildOptions, config: ModelConfig, path: Path) -> tupl
     with stage(f"loading {weight_bytes(path) / 2**20:,.0f} MiB of weights", SMALLER_MODEL):
         if not config.transformers:
             return linear, load_model(path, torch.float32, torch.device("cpu"), linear)
-        from engine.foreign.load import load_foreign  # transformers may be missing
+        from engine.foreign.load import load_foreign  # transformers may not be installed
 
         backend = partial(attention_on_cpu, options.attention_backend)
         return linear, load_foreign(path, config, linear, backend)

@@ -1,8 +1,8 @@
-"""Guesses tokens with a small model of the same vocabulary.
+"""Guesses tokens with a small model that has the same vocabulary.
 
 The draft model draws with the target's noise (`engine.counter_rng`), as in "Coupling without communication and
-drafter-invariant speculative decoding" (Daliri, Musco and Suresh, 2024). So both models draw the same token with a high
-probability, also at high temperatures.
+drafter-invariant speculative decoding" (Daliri, Musco and Suresh, 2024). Both models therefore draw the same token with
+a high probability, even at high temperatures.
 """
 
 import logging
@@ -15,9 +15,9 @@ from scheduler.drafters import Drafter
 from scheduler.request import Request, RequestState, Slice, Step
 
 log = logging.getLogger("baton.engine")
-CATCH_UP = 256  # most tokens of a text that a draft model computes in a step besides the guesses
+CATCH_UP = 256  # maximum number of text tokens that a draft model computes in a step, in addition to the guesses
 SMOOTHING = 0.1  # weight of the latest pass in `pass_s`
-KEPT_REQUESTS = 256  # ended requests that are kept
+KEPT_REQUESTS = 256  # number of ended requests that are kept
 
 
 @dataclass(slots=True)
@@ -35,10 +35,10 @@ class DraftedRequest:
 class DraftModel(Drafter):
     """A draft model, on the engine's thread.
 
-    Its KV of a block lies in its own pool, in the row that has the number of the target's block (of the first row of
-    its first group). So no further memory is managed: the KV lives as long as the target's, and is found again with a
-    cached prefix. It is not sent in a handoff: the node that receives a request computes it from the text, at most
-    `CATCH_UP` tokens in a step, and meanwhile guesses nothing. A failure only ends the guesses.
+    Its KV of a block is in its own pool, in the row with the number of the target's block (the first row of its first
+    group). No further allocation is needed: the KV lives as long as the target's, and is found with the target's cached
+    prefix. It is not sent in a handoff: the node that receives a request computes it from the text, at most `CATCH_UP`
+    tokens in a step, and does not guess until it is complete. A failure only stops the guesses.
     """
 
     runner: Runner  # of the draft model, over its own pool
@@ -46,7 +46,7 @@ class DraftModel(Drafter):
     block_rows: int  # rows of a block in the target's first group
     pass_s: float = 0.0
     _drafted: dict[str, DraftedRequest] = field(default_factory=dict)
-    _names: dict[int, bytes] = field(default_factory=dict)  # by row: the hash of the block whose KV it has
+    _names: dict[int, bytes] = field(default_factory=dict)  # by row: the hash of the block whose KV the row has
     _has_failed: bool = False
 
     def warm_up(self) -> None:

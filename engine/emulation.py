@@ -26,14 +26,15 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class ServingTimes:
-    """Times outside the device, in seconds. Emulated nodes do not sleep for them, because they really pass there."""
+    """Times outside the device, in seconds. Emulated nodes do not sleep for them, because they really take these
+    times."""
 
     step_s: float = 0.0  # of the host, for each step
     slice_s: float = 0.0  # of the host, for each request in a step
     request_s: float = 0.0  # from the client's request until the router has queued it
     rpc_s: float = 0.0  # from one process to another
     answer_s: float = 0.0  # from the end of a step until the client has its tokens
-    push_s: float = 0.0  # of a push of KV, besides its time on the link
+    push_s: float = 0.0  # of a push of KV, in addition to its time on the link
 
 
 @dataclass(frozen=True, slots=True)

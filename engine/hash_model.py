@@ -35,7 +35,7 @@ class HashRunner(Runner):
     wrong if any block is stale, incomplete, misplaced or from another request. Sampling parameters are ignored, and
     there are no logprobs.
 
-    With several groups, each row of a block has the KV of its tokens, XORed with a key of its own. Of a group with a
+    With several groups, each row of a block has the KV of its tokens, XORed with a key of its own. In a group with a
     window, only the positions that the last token sees are read. The rows of a state have the sum over all tokens.
     """
 
@@ -85,7 +85,7 @@ class HashRunner(Runner):
             copies = state_of(use.read or ())
         elif start:
             copies = [kv_of(number, np.array([start - 1]))[0] for number in every]
-        # If the copies differ, one of them is wrong. Then all later tokens are to be wrong too.
+        # If the copies differ, one of them is wrong; then make all later tokens wrong too.
         before = copies[0] if all((copy == copies[0]).all() for copy in copies) else _mixed(np.sum(copies, axis=0))
         states = before + _sums(slice_.tokens[start:end], start)
         positions = np.arange(start, end)

@@ -15,8 +15,8 @@ log = logging.getLogger("baton.engine")
 def use_images(runner: Runner, path: Path, config: ModelConfig, max_step_tokens: int) -> ImageSupport | None:
     """Load the vision module of a model that takes images, and let the runner use it.
 
-    Return None if the node cannot take images; if the model could, a warning says why. Raises ValueError if a step may
-    have fewer tokens than an image whose tokens one step computes.
+    Return None if the node cannot take images; if the model itself could, log a warning with the reason. Raises
+    ValueError if the limit of a step is below the tokens of an image that one step must compute.
     """
     if not isinstance(runner, TorchRunner):
         return ImageSupport()
@@ -26,7 +26,7 @@ def use_images(runner: Runner, path: Path, config: ModelConfig, max_step_tokens:
             return None
         if any(0 < spec.window < rules.tokens for spec in config.attention if isinstance(spec, AttentionSpec)):
             raise ValueError(f"{path}: the window is smaller than the {rules.tokens} tokens of an image")
-        from engine.foreign.vision import VisionEncoder  # transformers or Pillow may be missing
+        from engine.foreign.vision import VisionEncoder  # transformers or Pillow may not be installed
 
         with stage("loading the vision module", "take a smaller model"):
             encoder = VisionEncoder(path, rules)

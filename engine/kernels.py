@@ -44,11 +44,11 @@ class StepKernels(Protocol):
         """Return activation(gate) * up, [T, n], where gate and up are the halves of `gate_up` [T, 2 * n]."""
 
     def route(self, spec: MoeSpec, logits: Tensor, correction: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights, float32, and the numbers, int64, of each token's experts, both [T, top_k], best first.
+        """Return the weights, float32, and the indices, int64, of each token's experts, both [T, top_k], best first.
 
         `logits` are those of the router, float32 [T, num_experts]. `correction` is added to the scores for the choice
         only, and `factors` multiply the weights; both are float32 [num_experts]. Among experts with equal scores, the
-        lowest number comes first.
+        lowest index comes first.
         """
 
     def by_expert(self, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,9 +71,9 @@ class StepKernels(Protocol):
     def recur(self, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor) -> Tensor:
         """Return the result of a recurrent layer before its output projection, [T, spec.inner].
 
-        `inputs` [T, spec.channels], `gate` [T, spec.inner] and `steps` are projections of the hidden states. A row of
-        `steps` has a number per value head: the step size of a state space. For the delta rule, the logit of the update
-        strength of each head precedes it. States are read and written as `Batch.states` says.
+        `inputs` [T, spec.channels], `gate` [T, spec.inner] and `steps` are projections of the hidden states. For a
+        state space, a row of `steps` has the step size of each value head. For the delta rule, the logits of the heads'
+        update strengths precede the step sizes. States are read and written as `Batch.states` says.
         """
 
 

@@ -68,7 +68,7 @@ class KVPool:
         return self.tensor.view(-1).view(torch.float32)
 
     def stored(self, layer: int, rows: Tensor) -> Tensor:
-        """Return keys and values, [..., 2, n], as the pool stores them."""
+        """Return keys and values, [..., 2, n], in the form that the pool stores."""
         if self.is_float8:
             key_scale, value_scale = self.scales[layer]
             rows = torch.stack((rows[..., 0, :] / key_scale, rows[..., 1, :] / value_scale), dim=-2)

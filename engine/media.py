@@ -1,4 +1,4 @@
-"""Images in a batch: the positions of their tokens, and the vectors that take the place of their embeddings."""
+"""Images in a batch: the positions of their tokens, and the vectors that replace their embeddings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ NO_IMAGE = "no_image"  # the error of a slice with tokens of an image whose feat
 class ImageFeatures:
     """The output of a vision encoder for one image of n tokens, each tensor [n, hidden_size].
 
-    `embeddings` take the place of the tokens' embeddings. Entry i of `deep` is added to the hidden states after layer
+    `embeddings` replace the tokens' embeddings. Entry i of `deep` is added to the hidden states after layer
     i (DeepStack, Meng et al. 2024, in Qwen3-VL).
     """
 
@@ -29,24 +29,26 @@ class ImageFeatures:
 
 
 class ImageEncoder(Protocol):
-    """Computes the features of images. Thread-safe. The counts are of images: encoded, and found in the cache."""
+    """Computes the features of images. Thread-safe. It counts the images that were encoded and those found in the
+    cache."""
 
     num_encoded: int
     num_cached: int
 
     def features(self, image: Media) -> ImageFeatures:
-        """Return the features of an image with pixels. Equal images are encoded once, while their features are kept.
+        """Return the features of an image with pixels. Equal images are encoded only once while their features are
+        kept.
 
-        On a CPU, this may take longer than a step may take, so the engine's thread does not call it.
+        On a CPU, this may exceed the watchdog's limit for a step, so the engine's thread does not call it.
         """
 
     def kept(self, image: Media) -> ImageFeatures | None:
-        """Return the features of an image if they are still there, without waiting."""
+        """Return the features of an image if they are still in memory, without waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSupport:
-    """How a node computes images. Without an `encoder`, it does not compute tokens at all (`--runner hash`)."""
+    """How a node computes images. Without an `encoder`, no model computes the tokens (`--runner hash`)."""
 
     is_atomic: bool = False  # the tokens of an image attend to each other
     encoder: ImageEncoder | None = None
@@ -54,7 +56,8 @@ class ImageSupport:
 
 @dataclass(slots=True)
 class PromptImage:
-    """An image with pixels of a request, and its features from the first use on until its last token is computed."""
+    """An image of a request with its pixels, and its features from their first use until the image's last token is
+    computed."""
 
     media: Media
     features: ImageFeatures | None = None
@@ -75,14 +78,14 @@ class BatchImages:
         return hidden.index_copy(0, self.rows, self.features.embeddings.to(hidden.dtype))
 
     def deepen(self, update: Tensor, layer: int) -> Tensor:
-        """Return what a layer adds to the hidden states, [T, hidden_size], with the features for this layer."""
+        """Return a layer's addition to the hidden states, [T, hidden_size], with the features for this layer."""
         if layer >= len(self.features.deep):
             return update
         return update.index_add(0, self.rows, self.features.deep[layer].to(update.dtype))
 
 
 def images_of(slices: Sequence[Slice], encoder: ImageEncoder | None) -> tuple[BatchImages | None, set[int]]:
-    """Return the image tokens of the slices, and the indices of the slices for whose images there are no features.
+    """Return the image tokens of the slices, and the indices of the slices whose images have no features.
 
     `Request.images` is the list of a `PromptImage` for each span, or None if the node has no pixels.
     """
@@ -131,9 +134,9 @@ def part_of(features: ImageFeatures, start: int, end: int) -> ImageFeatures:
 def rotary_positions(media: Sequence[MediaSpan], start: int, end: int) -> NDArray[np.int64]:
     """Return the temporal, vertical and horizontal positions, int64 [3, end - start], of the tokens [start, end).
 
-    These are those of Qwen2-VL (Wang et al. 2024): the three positions of a token of text are equal. Those of an image
-    count the rows and columns of its grid from the position of its first token, and the text after it continues after
-    the largest of them.
+    As in Qwen2-VL (Wang et al. 2024), the three positions of a text token are equal. The positions in an image count
+    the rows and columns of its grid from the position of its first token, and the text after it continues after the
+    largest of them.
     """
     at: NDArray[np.int64] = np.arange(start, end, dtype=np.int64)
     positions = np.repeat(at[None], 3, axis=0)

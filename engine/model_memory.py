@@ -1,4 +1,4 @@
-"""What a model's weights, KV and recurrent states take, as a table for users. Reads only headers of files."""
+"""The memory of a model's weights, KV and recurrent states, as a table for users. Reads only headers of files."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ from scheduler.geometry import Geometry, Group
 from shared.kv.layout import KVLayout
 
 log = logging.getLogger("baton.engine")
-LENGTHS = (1024, 8192, 32768)  # of requests, in tokens
+LENGTHS = (1024, 8192, 32768)  # lengths of requests, in tokens
 
 
 def memory_of(

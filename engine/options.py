@@ -22,7 +22,7 @@ from shared.model_files import resolve
 CPU_BLOCK_TOKENS = 16
 DEFAULT_STATES = 24  # number of recurrent states that fit in a pool of the default size
 HASH_LANES = 4  # 64-bit integers that the hash model stores for a token
-GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one exists where CUDA works: on Linux, in WSL and on Jetson
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one exists if CUDA works: on Linux, WSL or Jetson
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class BuildOptions:
     max_num_seqs: int = 64
     max_step_tokens: int = 512
     draft_model: str = ""
-    speculative_tokens: int = 0  # most guessed tokens of a request in one step
+    speculative_tokens: int = 0  # maximum number of guessed tokens of a request in one step
     threads: int = 0
     emulate: str = ""
     lora_modules: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class BuildOptions:
 
     @classmethod
     def from_settings(cls, settings: object, **changes: object) -> "BuildOptions":
-        """Return the options, each copied from the setting of the same name, unless it is in `changes`."""
+        """Return the options, each copied from the setting of the same name unless it is in `changes`."""
         names = {field.name for field in fields(cls)} - {"max_step_tokens"}
         return cls(**({name: getattr(settings, name) for name in names} | changes))
 
@@ -160,7 +160,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
     file = path / "tokenizer.json"
     if not file.exists():
         return {}
-    import tokenizers  # takes a moment, and few nodes have a draft model
+    import tokenizers  # the import takes some time, and few nodes have a draft model
 
     return dict(tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
 
@@ -197,7 +197,7 @@ def _check_cpu(options: BuildOptions, config: ModelConfig, num_pools: int) -> No
     if options.quantization != "none" and options.weight_dtype != "auto":
         raise ValueError(f"--weight-dtype {options.weight_dtype}: omit it with --quantization {options.quantization}")
     layout = cpu_layout(options, config)
-    # The pool need not have room for a request of the model's maximum length, which few requests reach.
+    # The pool may be too small for a request of the model's maximum length, because few requests reach it.
     check_holds(layout, groups_of(options, config, layout.block_bytes), options)
     size, available = num_pools * layout.num_blocks * layout.block_bytes, available_bytes()
     if size > available:
@@ -228,7 +228,7 @@ def cpu_layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
 def groups_of(options: BuildOptions, config: ModelConfig, row_bytes: int) -> tuple[Group, ...]:
     """Return the groups of layers and states for which a request has rows in the pool. A row has `row_bytes` bytes.
 
-    Rows of the hash model are too small for the states of the model, so it has states of two rows.
+    Rows of the hash model are too small for the model's states, so its states have two rows.
     """
     if options.emulate:
         return UNIFORM

@@ -2,7 +2,7 @@
 
 A request whose `SamplingParams.pooling` is set ends with its prompt. Its vector is the normed hidden state of the last
 token ("last"), the mean of those of all tokens ("mean"), or the logits of some tokens after the prompt ("logits").
-Normalization and other arithmetic on vectors is left to the router.
+The router does normalization and other arithmetic on vectors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,12 @@ from engine.batch import Batch
 from scheduler.request import Request, RequestState, Slice
 from shared.rpc.messages import unpack_ids
 
-KEPT_SUMS = 64  # if there are sums of more requests, those of ended requests are dropped
+KEPT_SUMS = 64  # if there are sums of more requests, the sums of ended requests are dropped
 
 
 class Pooler:
-    """Makes the vectors of a runner's steps. Its state is the sums over chunks of prompts whose mean is wanted."""
+    """Computes the vectors of a runner's steps. Its state is the sums over the chunks of prompts whose mean is
+    requested."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Request, dict[int, Tensor]]] = {}  # by request id; sums by the number of tokens
@@ -50,7 +51,7 @@ class Pooler:
                 yield index, logits[row, unpack_ids(slice_.request.sampling.allowed_tokens)]
 
     def _add(self, slice_: Slice, part: Tensor) -> Tensor:
-        """Return the sum over all tokens up to the slice's end. The sum before it is kept, since steps can run
+        """Return the sum over all tokens up to the slice's end. The previous sum is kept, because steps can run
         twice."""
         kept, sums = self._sums.get(slice_.request.id, (None, {}))
         sums = sums if kept is slice_.request else {}

@@ -14,7 +14,7 @@ from engine.batch import Batch, StateBatch
 from engine.kv_pool import KVPool
 from engine.models.spec import DeltaSpec, SsmSpec
 
-NORM_EPSILON = 1e-6  # of the norms of queries and keys
+NORM_EPSILON = 1e-6  # epsilon of the norms of queries and keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,8 +22,8 @@ class RecurrentLayer:
     """The weights of a recurrent layer apart from its projections, all float32.
 
     `first_unit` is the layer's first unit in a state (see `state_units`). For each token, the state is multiplied by
-    exp(rate * softplus(step + step_bias)). The value of a head, multiplied by `skip`, is added to its result (0 for the
-    delta rule). The result is normed in groups of `group` columns.
+    exp(rate * softplus(step + step_bias)). The value of a head, multiplied by `skip` (0 for the delta rule), is added
+    to its result. The result is normed in groups of `group` columns.
     """
 
     spec: DeltaSpec | SsmSpec

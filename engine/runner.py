@@ -21,7 +21,7 @@ from engine.token_masks import MaskFiller
 from scheduler.request import Request, Slice, Step
 from shared.rpc.messages import Logprobs, SamplingParams
 
-if TYPE_CHECKING:  # numba may be missing
+if TYPE_CHECKING:  # numba may not be installed
     from engine.cpu.fused_decode import FusedDecode
 
 MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once (64 MiB); those of a whole chunk could take several GiB
@@ -33,7 +33,7 @@ class SliceOutput:
     """The output of one slice. If `error` is set ("numerical", "no_token", "no_image" or "internal"), the
     request must end.
 
-    A runner draws at most one token, and `engine.speculation` adds those of right guesses.
+    A runner draws at most one token; `engine.speculation` adds the tokens of right guesses.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -97,8 +97,8 @@ def set_ahead(runner: Runner, mode: str, *, speculates: bool = False) -> None:
 def leads(step: Step) -> bool:
     """Return whether the next step may be built before this step's tokens are known.
 
-    It may not if a request of this step has penalties, bad words or a grammar, since its next draw then depends on this
-    step's token, or if the number of tokens is unknown, because guesses are verified.
+    It may not if a request of this step has penalties, bad words or a grammar, because its next draw then depends on
+    this step's token, or if the number of tokens is unknown because guesses are verified.
     """
     sampled = (slice_.request for slice_ in step.slices if slice_.samples)
     dependent = any(request.matcher is not None or depends_on_tokens(request.sampling) for request in sampled)

@@ -24,7 +24,7 @@ from shared.rpc.messages import Logprobs, SamplingParams, unpack_ids
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
-CANDIDATES = 256  # highest scores that are tried first; if top_p or top_k needs more, the whole row is sorted
+CANDIDATES = 256  # number of highest scores that are tried first; if top_p or top_k needs more, the whole row is sorted
 NUMERICAL = "numerical"  # a logit of the row is not finite
 NO_TOKEN = "no_token"  # every token is banned, or the row's grammar has failed
 
@@ -190,7 +190,7 @@ def _shifts(row: SamplingRow) -> dict[int, float]:
 
 
 def _ends_of_bad_words(row: SamplingRow) -> Iterator[int]:
-    """Yield the last token of each bad word whose other tokens are the last ones of the answer, as vLLM does."""
+    """Yield the last token of each bad word whose other tokens end the answer, as vLLM does."""
     for packed in row.sampling.bad_words:
         *others, last = unpack_ids(packed)
         start = row.position - len(others)

@@ -1,9 +1,9 @@
 """Verifies guessed tokens by drawing: a guess is right if it is the token that the model draws at its position.
 
-A draw depends only on logits, seed and position, so tokens, logprobs and ends of answers are those without guesses,
-greedy or not. (Rejection sampling would keep only their distribution.) To a runner, a slice with k guesses is k + 1
-decodes at successive positions, whose tokens are read from a row that contains the guesses. Attention at a position
-reads the KV that the same step stored at the positions before it.
+A draw depends only on logits, seed and position, so tokens, logprobs and ends of answers are the same as without
+guesses, greedy or not. (Rejection sampling would preserve only their distribution.) To a runner, a slice with k guesses
+is k + 1 decodes at successive positions, whose tokens are read from a row that contains the guesses. Attention at a
+position reads the KV that the same step stored at the positions before it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,8 @@ from scheduler.request import Slice, Step
 
 
 def expanded(step: Step) -> Step:
-    """Return the step as a runner computes it: with a decode for each guess, and for the token before the guesses."""
+    """Return the step in the form that a runner computes: with a decode for each guess, and for the token before the
+    guesses."""
     if not step.work.draft_tokens:
         return step
     slices = [row for slice_ in step.slices for row in _rows(slice_)]
@@ -32,8 +33,8 @@ def _rows(slice_: Slice) -> Iterator[Slice]:
 def verified(slices: Sequence[Slice], outputs: Sequence[SliceOutput]) -> list[SliceOutput]:
     """Return an output for each slice, from those of the expanded step.
 
-    The tokens of a slice are its drafts up to the first one that was not drawn, and the draw at that place. An error
-    behind a right guess is left to the next step, which computes that position again.
+    The tokens of a slice are its drafts up to the first one that was not drawn, and the draw at that position. An error
+    after a right guess is ignored, because the next step computes that position again.
     """
     rows = iter(outputs)
     return [_joined(slice_, [next(rows) for _ in range(1 + len(slice_.drafts))]) for slice_ in slices]

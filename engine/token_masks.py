@@ -24,7 +24,7 @@ from shared.grammar import GrammarTokenizer, one_line
 log = logging.getLogger("baton.engine")
 IntArray = NDArray[np.int32]
 WORD_BITS = 32
-# The limits of the eight tokens of a byte of a mask, float32 [256, 8].
+# The limits of a mask byte's eight tokens, float32 [256, 8].
 LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 LIMITS = LIMITS.astype(np.float32)
 
@@ -39,7 +39,7 @@ class TokenMatcher:
         self._seen: list[int] = []
 
     def advance(self, generated: Sequence[int]) -> bool:
-        """Go to the state after `generated`, forward or back. Return False if the grammar forbids one of the tokens.
+        """Move to the state after `generated`, forward or back. Return False if the grammar forbids one of the tokens.
 
         Then the state is the one before that token. Speculative decoding may thus advance by draft tokens, and go back.
         """
@@ -79,7 +79,7 @@ class TokenMasks:
         width = min(limits.shape[1], logits.shape[1])
         at = slice(None) if len(self.rows) == len(logits) else torch.tensor(self.rows, device=logits.device)
         logits[at, :width] = torch.minimum(logits[at, :width], limits[:, :width])
-        logits[at, width:] = -torch.inf  # the tokenizer has none of these tokens
+        logits[at, width:] = -torch.inf  # the tokenizer does not have these tokens
 
 
 def _limits(words: IntArray, device: torch.device) -> Tensor:
@@ -94,10 +94,11 @@ def _limits(words: IntArray, device: torch.device) -> Tensor:
 
 
 class MaskFiller:
-    """Computes the masks of a step's rows on a thread of its own. A runner owns it and calls it from one thread."""
+    """Computes the masks of a step's rows on a separate thread. A runner owns it and calls it from one thread."""
 
     def start(self, rows: Sequence[MaskedRow]) -> Callable[[], TokenMasks | None]:
-        """Begin to compute the masks of rows with a grammar. The result waits for them; it is None if there are none.
+        """Begin to compute the masks of rows with a grammar. Calling the result waits for them; it is None if there are
+        no such rows.
 
         Rows of one request must be in order of their positions. A row whose grammar has failed allows no token.
         """
@@ -112,7 +113,7 @@ class MaskFiller:
 
     @cached_property
     def _executor(self) -> LLExecutor:
-        """llguidance's threads, which fill the masks of a batch; the cores' other threads run the pass."""
+        """llguidance's threads, which fill the masks of a batch while the other cores run the pass."""
         return LLExecutor(max(1, len(os.sched_getaffinity(0)) // 4))
 
     def _fill(self, indices: list[int], rows: list[MaskedRow]) -> TokenMasks:

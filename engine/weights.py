@@ -13,7 +13,7 @@ from engine.formats.scheme import read_scheme
 from engine.models.config import read_json
 from shared.model_files import is_multimodal
 
-if TYPE_CHECKING:  # most functions read only headers, and torch takes seconds to import
+if TYPE_CHECKING:  # most functions read only headers, and importing torch takes seconds
     import torch
 
 log = logging.getLogger("baton.engine")
@@ -23,11 +23,11 @@ EDGE_BYTES = 2**20  # how much of each end of a file the fingerprint covers
 GGUF = ".gguf"
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-NOT_TEXT = (  # parts of models of several modalities
+NOT_TEXT = (  # prefixes of the other parts of multimodal models
     "vision_tower.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
     "vision_embedder.",
 )  # fmt: skip
-CODE_DTYPES = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # of the codes and scales of quantized checkpoints
+CODE_DTYPES = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # of codes and scales in quantized checkpoints
 
 
 def fingerprint(directory: Path) -> str:
@@ -107,7 +107,7 @@ def stored_dtype(directory: Path) -> str:
 
 
 def text_name(name: str) -> str:
-    """Return the name in a model of text alone of a tensor of a model of several modalities, or "" if it has none."""
+    """Return the text model's name for a tensor of a multimodal model, or "" if it has none."""
     for prefix, own in (
         ("language_model.model.", "model."),
         ("language_model.", ""),
@@ -226,10 +226,9 @@ class Checkpoint:
     def finish(self, known: tuple[str, ...], suffixes: tuple[str, ...], prefixes: tuple[str, ...] = ()) -> None:
         """Raise ValueError if a tensor of the files was not taken.
 
-        This does not apply to tensors in `known`, and to those that end with one of `suffixes` or begin with one of
-        `prefixes`.
+        Tensors in `known`, and those that end with one of `suffixes` or begin with one of `prefixes`, are exempt.
 
-        Such a tensor means that the config belongs to another model.
+        An unused tensor means that the config belongs to another model.
         """
         left = [name for name in self._files if name not in known and not name.endswith(suffixes)]
         if left := [name for name in left if not name.startswith(prefixes)]:

@@ -13,7 +13,7 @@ from typing import Any
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 GEMMA3 = "gemma3"
 MAX_FILE_BYTES = 1 << 20
-MAX_SIDE_RATIO = 200  # constants of Qwen's processor
+MAX_SIDE_RATIO = 200  # limit of Qwen's processor
 BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of filters
 
 

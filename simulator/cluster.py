@@ -58,11 +58,12 @@ class SimulatedCluster:
     """A router and its nodes on one virtual clock. `run` serves requests and sets their results.
 
     The router admits and places every request with the objects of the real router. Nodes report their state every
-    heartbeat. Requests are not retried, because nothing fails here: a request that is refused or too late ends.
+    heartbeat. Requests are not retried, because nothing fails: a request that is refused or times out ends.
     """
 
     def __init__(self, plan: ClusterPlan, *, skips: bool = True, seed: int = 0) -> None:
-        """If `skips` is false, nodes decide every step singly, which takes longer. `seed` determines the variations."""
+        """If `skips` is false, nodes decide every step separately, which takes longer. `seed` determines the
+        variations."""
         self.plan, self.times = plan, plan.device.times
         self.events, self._cost = EventQueue(), plan.cost.packed()
         serving = plan.serving
@@ -134,7 +135,7 @@ class SimulatedCluster:
             self.events.at(phase_s, self._heartbeat, node)
         self.events.at(first.at_s + self.times.request_s, self._arrive, first, arrivals)
         is_collecting = gc.isenabled()
-        gc.disable()  # a run makes no cycles, and a collection would visit the objects of all requests
+        gc.disable()  # a run creates no reference cycles, and a collection would visit the objects of all requests
         try:
             self.events.run()
         finally:
@@ -153,7 +154,7 @@ class SimulatedCluster:
         self.events.at(now + self.plan.computing.heartbeat_s, self._heartbeat, node)
 
     def stats(self, node: RoutedNode) -> NodeStats:
-        """Return what a node reports at a heartbeat."""
+        """Return the stats that a node reports at a heartbeat."""
         stats, link = node.node.stats(), node.link
         stats.handoffs, stats.blocks_moved = link.num_handoffs, link.num_blocks
         stats.bytes_moved = link.num_blocks * node.info.block_bytes
@@ -257,7 +258,8 @@ class SimulatedCluster:
     def add(
         self, request: SimulatedRequest, node: RoutedNode, handoff: SimulatedHandoff | None, *, receives: bool = False
     ) -> None:
-        """Let a node add the request to its scheduler. With a handoff, it sends or receives the KV of the prompt."""
+        """Let a node add the request to its scheduler. With a handoff, the node sends or receives the KV of the
+        prompt."""
         if request.is_over or (handoff is not None and handoff.is_cancelled):
             return
         tokens = list(request.tokens) or [0] * request.num_prompt
@@ -315,8 +317,8 @@ class SimulatedCluster:
         self._begin_spans(node, node.scheduler.running, steps.number)
 
     def _begin_spans(self, node: SimulatedNode, rows: Sequence[Request], number: int, num_new: int = 1) -> None:
-        """Record those requests that sample a token in step `number`, but sampled none in the step before it. The step
-        adds `num_new` tokens to each row."""
+        """Record the requests that sample a token in step `number` but sampled none in the step before. The step adds
+        `num_new` tokens to each sequence."""
         for row in rows:
             request, shift = row.sampling[0], len(row.tokens) + num_new - number
             if shift != request.shift or request.spans[-1][0] is not node:

@@ -13,7 +13,7 @@ LINK = "emulated"  # the name of the channel in records
 
 
 class HandoffCluster(Protocol):
-    """What a handoff needs of its cluster."""
+    """The parts of a cluster that a handoff uses."""
 
     events: EventQueue
     times: ServingTimes

@@ -1,7 +1,7 @@
 """A simulated node: the real scheduler on a virtual clock, with steps that take the time that a model predicts.
 
-While only decodes run, the duration of a step is an affine function of the step's number. The node then skips whole
-stretches of steps: their end times have a closed form, and `Scheduler.skip_decodes` changes the state at once.
+While only decodes run, the duration of a step is an affine function of the step's number. The node then skips a stretch
+of steps at once: their end times have a closed form, and `Scheduler.skip_decodes` changes the state.
 """
 
 from bisect import bisect_left
@@ -21,16 +21,16 @@ from scheduler.scheduler import Scheduler, SchedulerCounters, StepOutput
 from shared.rpc.messages import NodeStats
 from simulator.events import EventQueue
 
-TOKEN = 0  # what every step samples: only numbers of tokens matter
+TOKEN = 0  # the token that every step samples, because only the numbers of tokens matter
 PERIOD = 4096  # number of drawn variations, which then repeat
 COUNTERS = tuple(field.name for field in fields(SchedulerCounters))
-LONGEST = 256  # most steps in a stretch
+LONGEST = 256  # maximum number of steps in a stretch
 Command = Callable[[Scheduler], object]
 
 
 class Stretch(NamedTuple):
-    """Consecutive steps of one node, the first of which has this number. If nothing varied, step i, counted from 0,
-    would last first_s + i * slope_s seconds."""
+    """Consecutive steps of one node, beginning with step `number`. Without variation, step i, counted from 0, would
+    last first_s + i * slope_s seconds."""
 
     begin_s: float
     number: int
@@ -70,11 +70,11 @@ class StepTimes:
         return self._cost.seconds(work) + self._host_s + self._host_slice_s * num_slices
 
     def slope(self, num_decodes: int) -> float:
-        """Return by how many seconds each step of `num_decodes` decodes is longer than the one before."""
+        """Return how many seconds longer each step of `num_decodes` decodes is than the one before."""
         return self._cost.per_context * num_decodes
 
     def longest(self, number: int) -> int:
-        """Return how many steps from step `number` on a stretch may have."""
+        """Return the maximum number of steps of a stretch that begins with step `number`."""
         return min(LONGEST, PERIOD - number % PERIOD) if self.varies else LONGEST
 
     def end(self, steps: Stretch, count: int) -> float:
@@ -105,7 +105,7 @@ class StepTimes:
 
 
 class NodeListener(Protocol):
-    """Receives what happens on a node. The node's clock has the time at which it happens."""
+    """Receives the events of a node. The node's clock has the time of the event."""
 
     def on_receiving(self, node: "SimulatedNode", requests: list[Request]) -> None:
         """Called when blocks have been reserved for KV that these requests receive."""
@@ -141,7 +141,7 @@ class SimulatedNode:
         *,
         skips: bool = True,
     ) -> None:
-        """If `skips` is false, the node decides every step singly."""
+        """If `skips` is false, the node decides every step separately."""
         self.name, self.scheduler, self.times = name, scheduler, times
         self.log: list[Stretch] = []
         self.num_steps = 0
@@ -161,7 +161,7 @@ class SimulatedNode:
             self._turn()
 
     def stats(self) -> NodeStats:
-        """Return what the node reports at a heartbeat: its state after its last step that has ended."""
+        """Return the stats that the node reports at a heartbeat: its state after its last completed step."""
         self.settle()
         ledger, running, num_waiting = self._snapshot
         requests = self.scheduler.requests.values() if num_waiting else ()
@@ -175,7 +175,7 @@ class SimulatedNode:
         )
 
     def settle(self) -> None:
-        """Bring the scheduler to its state after the last step that has ended, if the current steps are skipped."""
+        """If the current steps are skipped, bring the scheduler to its state after the last completed step."""
         if self._stretch is not None:
             self._settle(self._stretch)
 
@@ -227,7 +227,7 @@ class SimulatedNode:
         self._events.at(self.times.end(steps, steps.length), self._end, self._generation, late=True)
 
     def _shorten(self, steps: Stretch) -> None:
-        """Let the stretch end with the step that runs now."""
+        """End the stretch with the current step."""
         now = self._events.now
         count = 1 + bisect_left(range(1, steps.length), now, key=lambda count: self.times.end(steps, count))
         if count < steps.length:

@@ -1,4 +1,4 @@
-"""A simulated cluster that reports to the router's observer what a live cluster would, such as the records of steps."""
+"""A simulated cluster that reports to the router's observer like a live cluster, including the records of steps."""
 
 from collections.abc import Iterable, Sequence
 from math import inf
@@ -21,7 +21,8 @@ FLUSH_S = 0.1  # nodes send their records ten times a second
 
 
 class RecordedCluster(SimulatedCluster):
-    """A simulated cluster whose nodes decide every step singly, and record steps and events with the `StepRecorder`.
+    """A simulated cluster whose nodes decide every step separately, and record steps and events with the
+    `StepRecorder`.
 
     `observer` gets all records with times on the virtual clock, which begins at `epoch_ns` (Unix time).
     """

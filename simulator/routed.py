@@ -1,4 +1,4 @@
-"""What the simulated router knows: the requests, the nodes, and the links between nodes."""
+"""The simulated router's view of the requests, the nodes, and the links between nodes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ from simulator.node import SimulatedNode
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request, and what happens to it. Times are seconds of the virtual clock.
+    """One request and its history. Times are seconds of the virtual clock.
 
-    `hashes` are the hashes of the prompt's full blocks; equal hashes mean equal prefixes. `spans` says when its tokens
-    were sampled: each span has the node, the number of the step of its first token, and the index of this token. The
-    other tokens of a span come from the next steps, one from each.
+    `hashes` are the hashes of the prompt's full blocks; equal hashes mean equal prefixes. `spans` records when its
+    tokens were sampled: each span has the node, the number of the step of its first token, and the index of this token.
+    The other tokens of a span come from the next steps, one from each.
     """
 
     id: str
@@ -30,7 +30,7 @@ class SimulatedRequest:
     num_prompt: int
     max_tokens: int
     hashes: list[bytes]
-    tokens: Sequence[int] = ()  # of the prompt; if empty, their values do not matter
+    tokens: Sequence[int] = ()  # tokens of the prompt; empty if their values do not matter
     spans: list[tuple[SimulatedNode, int, int]] = field(default_factory=list)
     finish_s: float = inf  # at the client
     error: str = ""
@@ -40,7 +40,7 @@ class SimulatedRequest:
     charge: LoadCharge | None = None
     nodes: "tuple[RoutedNode, ...]" = ()  # the prefill node if there is one, and the decode node
     rows: dict[str, Request] = field(default_factory=dict)  # by the name of a node: the request in its scheduler
-    shift: int = -(2**62)  # length of the row minus number of the step, which is constant within a span
+    shift: int = -(2**62)  # length of the sequence minus number of the step, which is constant within a span
     is_over: bool = False
 
     @property
@@ -75,10 +75,10 @@ class RoutedNode:
 
 
 class TransferLink:
-    """The link of one prefill node. It carries one push at a time; others wait in the order in which they came."""
+    """The link of one prefill node. It carries one push at a time; others wait in the order of their arrival."""
 
     def __init__(self, speed: LinkSpeed, block_bytes: int, push_s: float) -> None:
-        """`push_s` is the time of a push besides the link's, for checksums."""
+        """`push_s` is the time of a push in addition to the link's, for checksums."""
         self.speed, self.push_s = speed, push_s
         self._block_s = block_bytes / speed.bytes_per_s
         self._free_at_s = 0.0

@@ -16,7 +16,7 @@ def serve(load: Callable[..., Any]) -> None:
     A call is {"call": name, "with": {...}}. Its answer is {"value": ...}, or {"error": ...} if the call failed.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print goes to stderr, not between the answers
+    os.dup2(2, 1)  # libraries print to stderr, so that their output is not mixed with the answers
     try:
         peer = load(**json.loads(sys.argv[1]))
     except Exception as error:  # noqa: BLE001 - any error is sent to the caller

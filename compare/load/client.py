@@ -190,7 +190,7 @@ def main() -> int:
     """Read the LoadSpec from stdin, carry out the run, and write the LoadRecording to stdout, both as JSON."""
     try:
         spec = SPEC.validate_json(sys.stdin.buffer.read())
-        with suppress(OSError):  # needs a privilege; a higher priority reduces delays of the client
+        with suppress(OSError):  # a higher priority, which needs a privilege, reduces delays of the client
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         recording = RECORDING.dump_json(uvloop.run(generate(spec)))
         # With PYTHONUNBUFFERED, sys.stdout.buffer would drop the rest of a write that a signal interrupts.

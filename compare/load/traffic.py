@@ -19,7 +19,7 @@ from compare.load.traces import TraceRow
 from compare.options import DEFAULT_PRESET, CompareOptions
 from shared.errors import ConfigError
 
-TIMES, LENGTHS = 1, 2  # identify two streams of random numbers
+TIMES, LENGTHS = 1, 2  # seeds of two streams of random numbers
 OPEN_SESSIONS = 64  # at most this many sessions can be continued; a new one replaces the oldest
 
 
@@ -161,8 +161,8 @@ class TrafficSource:
         return Traffic(arrivals, notes)
 
     def rows(self, seed: int, rate: float | None = None) -> tuple[list[TraceRow | None], int, int]:
-        """Return the rows of a seed with their times, None in place of a dropped row; the number of cut rows; and the
-        number of passes over the trace."""
+        """Return the rows of a seed with their times (None for a dropped row), the number of cut rows, and the number
+        of passes over the trace."""
         rows, laps = self._rows(seed, rate)
         return *self._fitted([_scaled(row, self._scale) for row in rows]), laps
 

@@ -1,4 +1,4 @@
-"""Candidates of a plan, and what one simulated run of a candidate gives."""
+"""The candidates of a plan, and the result of one simulated run of a candidate."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from simulator.cluster import ClusterPlan, SimulatedCluster
 from simulator.recorded import RecordedCluster
 from simulator.routed import SimulatedRequest
 
-REFERENCE_RATE = 1.0  # requests/s at which traffic is drawn; other rates differ by a factor of the times
+REFERENCE_RATE = 1.0  # requests/s at which traffic is drawn; for other rates, the times are scaled
 MOST_REQUESTS = 20_000  # of a run; the traffic of a seed is drawn once
 TYPICAL_BATCH = 64  # decodes in a step, for estimates
 DEFAULT_TRAFFIC = "chat"
@@ -53,7 +53,8 @@ def candidates(options: PlanOptions) -> list[str]:
 class Run:
     """The latencies of the last half of a run's requests, in milliseconds; infinite if a request failed.
 
-    A run is so long that in the last half, the load is steady or, if the cluster is overloaded, requests miss the SLO.
+    A run is long enough for the load to be steady in the last half or, if the cluster is overloaded, for requests to
+    miss the SLO.
     """
 
     ttft_ms: Latencies
@@ -65,7 +66,7 @@ class Run:
 
 
 class Simulations:
-    """Runs candidates on the plan's traffic. A process has one; the traffic of the last seeds is kept."""
+    """Runs candidates on the plan's traffic. Each process has one; the traffic of the last seeds is kept."""
 
     def __init__(self, source: TrafficSource, device: Emulation, settings: Sequence[str]) -> None:
         self._source, self.device = source, device
@@ -108,12 +109,12 @@ class Simulations:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a request."""
+        """The maximum number of tokens of a request."""
         return max(row.prompt_len + row.max_tokens for row in self._rows(0))
 
     def request_s(self, slo: LatencySlo) -> tuple[float, float, float]:
-        """Return estimates, in seconds: the time of a GPU for a prompt; its time for an answer, with as many decodes in
-        a step as the SLO allows; and how long an answer takes."""
+        """Return estimates in seconds: the GPU time of a prompt; the GPU time of an answer, with as many decodes in a
+        step as the SLO allows; and the duration of an answer."""
         (prompt, answer), cost = self.mean_lengths, self.device.cost
         prompt_s = cost.per_token * prompt + cost.per_pair * prompt**2 / 2
 
@@ -189,7 +190,8 @@ def prepare(options: PlanOptions) -> Simulations:
 
 
 def block_names(row: TraceRow, index: int, block_tokens: int) -> Iterator[bytes]:
-    """Yield a name for each full block of a row's prompt. Names are equal if all tokens up to the block's end are.
+    """Yield a name for each full block of a row's prompt. Names are equal if all tokens up to the end of the block are
+    equal.
 
     Tokens of pieces with the same key are equal at equal positions in the piece. `index` is the number of the row.
     """

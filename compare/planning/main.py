@@ -17,11 +17,11 @@ from compare.planning.validation import validate
 from scheduler.policy import POLICIES
 from shared.errors import ConfigError
 
-ESTIMATE_SHARE = 0.5  # of the estimated capacity: the search begins below the capacity, because it raises the rate
+ESTIMATE_SHARE = 0.5  # share of the estimated capacity at which the search begins, because it raises the rate
 
 
 def run_plan(options: PlanOptions) -> int:
-    """Search, print and write. Return 0. Raises ConfigError for options that make no sense."""
+    """Search, print and write the plan. Return 0. Raises ConfigError for invalid options."""
     began = time.monotonic()
     if unknown := sorted(set(options.policies) - set(POLICIES)):
         raise ConfigError(f"--policies {unknown[0]}: must be {', '.join(POLICIES)}")

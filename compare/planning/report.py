@@ -1,4 +1,4 @@
-"""The plan as a document: the recommendation, what it costs, why the others lose, and where the answer flips."""
+"""The plan as a document: the recommendation, its cost, why the others lose, and where the answer flips."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ from compare.stats.statistics import MIN_PERCENT, TOO_CLOSE, student
 from compare.stats.verdict import CAPACITY, Ranking, rank
 
 SCHEMA = "baton.plan/1"
-SHOWN = 2000  # requests whose lengths are shown
+SHOWN = 2000  # number of requests whose lengths are shown
 HOUR_S = 3600.0
-FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # of each limit, to find where the answer flips
+FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # factors of each limit, to find where the answer flips
 Document = dict[str, Any]
 RunsByArm = Mapping[str, Mapping[tuple[float, int], Run]]
 
@@ -89,7 +89,7 @@ def _finalist(one: Measured, options: PlanOptions, simulations: Simulations, cau
 
 
 def _latencies(runs: Sequence[Run]) -> Document:
-    """Return percentiles over the requests of the runs at about the capacity."""
+    """Return percentiles over the requests of the runs near the capacity."""
     if not runs:
         return {}
     rows = {"ttft": [run.ttft_ms for run in runs], "tbt_p99": [run.tbt_ms for run in runs]}
@@ -128,8 +128,8 @@ def recommendation(found: Sequence[Measured], ranking: Ranking | None, options: 
 
 
 def winners(varied: RunsByArm, slo: LatencySlo, attainment: float) -> list[Document]:
-    """Return, for each pair of limits around the SLO, the arm that carries more, or "" if the seeds do not agree on one
-    that carries at least MIN_PERCENT more. Capacities are interpolated between the rates of `varied`."""
+    """Return, for each pair of limits around the SLO, the arm that carries at least MIN_PERCENT more for every seed, or
+    "" if there is none. Capacities are interpolated between the rates of `varied`."""
     cells = []
     for ttft in FACTORS:
         for tbt in FACTORS:
@@ -164,7 +164,7 @@ def _leader(rates: Mapping[str, float]) -> str:
 
 
 def flips(best: Measured, cells: Sequence[Document]) -> list[str]:
-    """Return a sentence for each change of one limit under which the other mode carries clearly more."""
+    """Return a sentence for each change of one limit with which the other mode carries clearly more."""
     base = cells[len(cells) // 2]
     said = []
     for cell in cells:

@@ -1,7 +1,8 @@
 """The search for the best candidate: successive halving (Jamieson and Talwalkar, 2016) with paired seeds.
 
 First, all candidates serve the same requests at the same rate, and the better ones stay. Then the capacity of each
-finalist is measured. The best of each mode, co-located and disaggregated, always stays, because they are the question.
+finalist is measured. The best candidate of each mode, co-located and disaggregated, always stays, because the plan
+compares the modes.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from compare.planning.options import PlanOptions
 from compare.stats.capacity import CapacityEstimate, CapacityPoint, CapacitySearch
 
 FINALISTS = 3
-MOST_STEPS = 12  # of the rate, in one round
+MOST_STEPS = 12  # maximum number of changes of the rate in one round
 WIDENING = 1.1  # factor of the rate while the capacity of a finalist is bracketed
 STEP = 1.15  # factor between the rates at which all seeds are measured
 VARIED_RATES = (0.5, 0.7, 1.0, 1.4, 2.0)  # factors of the capacity, to find the answer under other SLOs
@@ -30,7 +31,7 @@ class Round(NamedTuple):
     """One round of halving: the runs' requests and seeds, the number of candidates to keep, the factor of the rate."""
 
     requests: int
-    seconds: float  # of traffic, at least
+    seconds: float  # minimum seconds of traffic
     seeds: int
     kept: int
     factor: float
@@ -40,7 +41,7 @@ class Round(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How a candidate did in the last round that it was in: better scores are greater."""
+    """The result of a candidate in its last round: better scores are greater."""
 
     rate: float
     attainment: float
@@ -48,7 +49,7 @@ class Score(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """What was measured of a finalist: its capacity, the attainment at each rate, and the runs behind it."""
+    """The measurements of a finalist: its capacity, the attainment at each rate, and the runs."""
 
     arm: str
     capacity: CapacityEstimate
@@ -63,8 +64,8 @@ class Measured:
 class PlanSearch:
     """Simulates in several processes. Used as a context manager, on one event loop.
 
-    `answer_s` is the time of an answer: runs last a multiple of it, because the load is steady only after that. `say`
-    gets a line for each round. `scores` has the last score of each candidate.
+    `answer_s` is the duration of an answer: runs last a multiple of it, because the load becomes steady only after that
+    time. `say` gets a line for each round. `scores` has the last score of each candidate.
     """
 
     def __init__(self, options: PlanOptions, slo: LatencySlo, answer_s: float, say: Callable[[str], None]) -> None:
@@ -108,7 +109,7 @@ class PlanSearch:
         return await loop.run_in_executor(self._pool, _causes, arm, rate, count, self.slo)
 
     async def _halve(self, arms: Sequence[str], rate: float, size: Round) -> float:
-        """Score all arms. While enough of them meet the SLO, raise the rate for these; while none does, lower it.
+        """Score all arms. While enough arms meet the SLO, raise the rate for them; while none does, lower it.
         Return the last rate."""
         has_risen = has_fallen = False
         for _ in range(MOST_STEPS):
@@ -163,7 +164,7 @@ def kept(arms: Sequence[str], count: int) -> list[str]:
     return best
 
 
-_simulations: Simulations | None = None  # of this worker process
+_simulations: Simulations | None = None  # the simulations of this worker process
 
 
 def _begin(options: PlanOptions) -> None:

@@ -16,14 +16,14 @@ from compare.run.session import run_session
 from compare.stats.capacity import CapacityPoint
 
 SEEDS = 2
-MIN_S, REQUESTS = 20.0, 300  # of traffic in each period, at least
+MIN_S, REQUESTS = 20.0, 300  # minimum seconds of traffic in each period
 
 
 async def validate(
     options: PlanOptions, simulations: Simulations, best: Sequence[Measured], out: Path, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Return a row for each candidate: its predicted and measured capacity, and by how much the predicted attainment of
-    the very same runs differs on average."""
+    """Return a row for each candidate: its predicted and measured capacity, and the mean difference between predicted
+    and measured attainment of the same runs."""
     rates = {one.arm: one.capacity.rate for one in best}
     compare = CompareOptions(
         arms=list(rates),

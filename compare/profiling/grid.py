@@ -48,7 +48,7 @@ class StepCase:
 
 
 def grid(most: int, max_step_tokens: int, max_num_seqs: int, max_model_len: int, kv_tokens: int) -> list[StepCase]:
-    """Return at most `most` cases that fit the limits. If more do, leave some out evenly."""
+    """Return at most `most` cases that fit the limits. If there are more, leave some out at even distances."""
     cases = [StepCase(decodes=decodes, context=context) for decodes, context in product(DECODES, CONTEXTS)]
     cases += [StepCase(count, start) for count, start in product(CHUNKS, STARTS)]
     cases += [StepCase(*each) for each in MIXED]
@@ -66,8 +66,8 @@ def grid(most: int, max_step_tokens: int, max_num_seqs: int, max_model_len: int,
 class StepGrid:
     """The steps to measure with one node's settings, each given by its numbers of prompts, decodes and tokens.
 
-    `measured` has the durations so far in seconds. It is kept in the file `partial`, so that an interrupted profile
-    continues where it was.
+    `measured` has the durations so far in seconds. It is saved in the file `partial`, so that an interrupted profile
+    continues where it stopped.
     """
 
     def __init__(self, options: BuildOptions, most: int, seconds: float, partial: Path) -> None:
@@ -83,7 +83,7 @@ class StepGrid:
         self.measured: dict[StepCase, list[float]] = dict(self._load())
 
     def _load(self) -> Iterator[tuple[StepCase, list[float]]]:
-        """Yield what an earlier profile with the same settings measured."""
+        """Yield the measurements of an earlier profile with the same settings."""
         try:
             kept = json.loads(self._partial.read_text())
         except (OSError, ValueError):
@@ -92,7 +92,7 @@ class StepGrid:
             yield from ((StepCase(**each["case"]), each["seconds"]) for each in kept["cases"])
 
     def run(self, say: Callable[[str], None]) -> None:
-        """Measure all cases that are missing."""
+        """Measure all missing cases."""
         missing = [case for case in self.cases if case not in self.measured]
         if len(missing) < len(self.cases):
             say(f"continuing: {len(self.cases) - len(missing)} of {len(self.cases)} cases are in {self._partial}")

@@ -34,7 +34,8 @@ Document = dict[str, Any]
 
 
 def run_profile(options: ProfileOptions) -> int:
-    """Measure, or read a running cluster, and write the cost file. Return 0. Raises ConfigError."""
+    """Measure steps, or read the records of a running cluster, and write the cost file. Return 0. Raises
+    ConfigError."""
     say = partial(print, flush=True)
     try:
         found = asyncio.run(from_cluster(options)) if options.from_url else from_grid(options, say)
@@ -45,7 +46,7 @@ def run_profile(options: ProfileOptions) -> int:
         out.write_text(json.dumps({key: value for key, value in found.items() if key != "name"}, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from None
-    load_emulation(str(out))  # the file must be one that other commands accept
+    load_emulation(str(out))  # check that other commands accept the file
     errors, fit = found["errors_percent"], found["cost"]
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in fit.items())
     say(f"{found['steps']} steps: mean error {errors['mean']:.1f} %, p95 {errors['p95']:.1f} %; {numbers}")
@@ -144,7 +145,8 @@ async def from_records(endpoint: Endpoint) -> Document:
         "about": f"{endpoint.model}, from the records of {endpoint.url}",
         "version": VERSION,
         **fitted(works, [[step["duration_ms"] / 1000] for step in steps]),
-        # The router's records have the sum of the times before a request is queued on its node and after its last step.
+        # The router's records have only the sum of the times before a request is queued on its node and after its last
+        # step.
         "serving": {
             "step_s": step_s,
             "slice_s": slice_s,

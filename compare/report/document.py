@@ -1,4 +1,4 @@
-"""Makes report.json from a session's findings: figures by period, arm and pair, caveats, and the verdict."""
+"""Builds report.json from a session's findings: figures by period, arm and pair, caveats, and the verdict."""
 
 import math
 import os

@@ -26,7 +26,7 @@ from shared.lifecycle import python_path, set_parent_death_signal
 
 SERVING_AT = re.compile(r'serving at (http://[^\s"]+)')
 START_S = 180.0
-DRAIN_S = 3  # short, because no client waits for the answers of an arm that is stopped
+DRAIN_S = 3  # short, because no client waits for the answers of a stopped arm
 GRACE_S = 12.0
 BAD_SETTINGS = 2
 PROCESS_BYTES = 400 << 20  # measured memory of a node's process without weights and KV

@@ -97,7 +97,7 @@ class Experiment:
     out: Path
     first_rates: Mapping[str, float] = field(default_factory=dict)  # of single arms, if they differ from `first_rate`
     widening: float = 2.0  # factor of the rate while a search brackets the capacity
-    device: str = ""  # in place of real devices: "emulated NAME" or "simulated NAME"
+    device: str = ""  # "emulated NAME" or "simulated NAME"; "" for real devices
 
     @property
     def all_arms(self) -> tuple[Arm, ...]:
@@ -224,7 +224,7 @@ class Session:
         self._say = say
         self._findings = findings
         self._started_ns = time.time_ns()
-        self._began = time.monotonic()  # of the first trial
+        self._began = time.monotonic()  # start of the first trial
         self._one_at_a_time = asyncio.Lock()  # a fair lock, so that the searches alternate
 
     async def run(self) -> None:
@@ -336,7 +336,8 @@ class Session:
         return period
 
     def _announce(self, trial: Trial, num_requests: int) -> None:
-        """Say which trial begins, and how long the planned trials will still take, as estimated from those so far."""
+        """Report which trial begins, and how long the remaining trials will take, as estimated from the trials so
+        far."""
         experiment, done = self._experiment, trial.position
         total = experiment.max_trials * len(experiment.all_arms)
         place, seed, left = f"{done + 1}/{total}", f"seed {trial.seed}", ""

@@ -39,7 +39,7 @@ def cluster_plan(arm: Arm, device: Emulation) -> ClusterPlan:
 def outcomes_of(
     cluster: SimulatedCluster, requests: Sequence[SimulatedRequest], slos: Iterable[LatencySlo | None] = repeat(None)
 ) -> list[Outcome]:
-    """Return what the clients of a simulated cluster saw, after its run."""
+    """Return the outcomes that the clients of a simulated cluster saw, after its run."""
     ends, found = cluster.ends(), []
     for index, (request, slo) in enumerate(zip(requests, slos, strict=False)):
         token_s = request.token_s(cluster.times.answer_s, ends).tolist()
@@ -66,7 +66,7 @@ class SimulatedEndpoint(Endpoint):
     """A simulated cluster in place of a running stack. `serve` runs one trial; the other methods read its records."""
 
     def __init__(self, name: str, plan: ClusterPlan, numbers: Iterator[int], *, records: bool) -> None:
-        """`numbers` has a number for each request of the session. Without `records`, a trial takes less time, and no
+        """`numbers` yields a number for each request of the session. Without `records`, a trial is faster, and no
         request has a record."""
         super().__init__(name)
         self.url, self.model, self.max_model_len, self.is_baton = name, plan.device.name, 0, True

@@ -60,7 +60,7 @@ def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval
 
 
 def within(low: float, high: float, values: Sequence[float]) -> Interval:
-    """Return the mean of values from `low` to `high` (which may be infinite), and an interval that stays there too.
+    """Return the mean of values from `low` to `high` (which may be infinite), and an interval within these bounds.
 
     This is Wilson's score interval, with Student's t and with an effective sample size from the spread of the seeds, as
     recommended for clustered samples (Franco et al. 2019, PMC6690503). Without an upper bound, the variance grows with

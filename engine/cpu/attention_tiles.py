@@ -98,7 +98,7 @@ def shares(rows: int, padded: int, token_bytes: int) -> tuple[int, int]:
     """Return how many cache lines to prefetch for each vector of a key that is read, and for each value that is read.
 
     The next tile's prefetches are spread over the current tile, because after a burst the CPU would wait for memory. A
-    group of LANES tokens is assumed to be contiguous. If it is not, only the speed suffers."""
+    group of LANES tokens is assumed to be contiguous. If it is not, the result is still correct, but slower."""
     by_values = max(1, token_bytes // (4 * LINE))
     left = LANES * max(0, token_bytes // LINE - by_values)
     steps = rows * padded // LANES

@@ -66,7 +66,7 @@ class FusedDecode:
         config = model.config
         self._tables = list(kernels.pool.places.tables)
         heads = config.num_heads
-        mlp = config.layers[0].mlp  # that of all layers
+        mlp = config.layers[0].mlp  # the same in all layers
         spec, top_k = (mlp.expert, mlp.top_k) if isinstance(mlp, MoeSpec) else (mlp, 1)
         sizes = {
             "hidden": config.hidden_size,
@@ -220,7 +220,7 @@ def _routing_memory(spec: MoeSpec) -> dict[str, Tensor]:
 
 def fused_decode_of(model: Decoder, kernels: object, attention: object) -> FusedDecode | None:
     """Return the fused pass, or None if a part is not a numba kernel, a product before the head pads its columns, or
-    the model needs more than these kernels do (see `is_plain`)."""
+    the model needs other kernels (see `is_plain`)."""
     if not isinstance(kernels, NumbaKernels) or not isinstance(attention, NumbaAttention) or not is_plain(model):
         return None
     panels = _panels(model)
@@ -258,6 +258,6 @@ def _products(model: Decoder) -> list[Linear | ExpertLinear]:
 
 
 def _panels(model: Decoder) -> Sequence[PanelLinear]:
-    """Return those that are stored in panels; of a layer's experts, one."""
+    """Return the matrices that are stored in panels, and one of each layer's experts."""
     products = [one.like if isinstance(one, ExpertPanels) else one for one in _products(model)]
     return [one for one in products if isinstance(one, PanelLinear)]

@@ -1,10 +1,10 @@
 """Numba kernel that multiplies rows by a matrix of grouped 4-bit codes. Importing this module compiles it or loads it
 from disk.
 
-A panel holds PANEL columns. For each group of inputs, it has the scales and, if there are any, the zeros of the
-columns, followed by integers of 32 bits, each of which has the codes of one column for eight inputs. A code becomes a
-weight by a permutation of the table in a register. The sums of a group are multiplied by the scales, and the groups are
-added in order, so no bit of a row's result depends on the other rows.
+A panel holds PANEL columns. For each group of inputs, it has the columns' scales, their zeros if there are any, and
+integers of 32 bits, each with the codes of one column for eight inputs. A code becomes a weight by a permutation of the
+table in a register. The sums of a group are multiplied by the scales, and the groups are added in order, so no bit of a
+row's result depends on the other rows.
 """
 
 from typing import Any
@@ -199,9 +199,9 @@ def grouped_product(values: Any) -> None:
 
 @kernel
 def expert_grouped_product(values: Any) -> None:
-    """Multiply rows that are sorted by expert. `values`: those of `grouped_product`, except that a list of the
-    addresses of the weights and bias of each expert, and the address of the number of rows of each expert, take the
-    place of the addresses of weights and bias. The number of experts follows."""
+    """Multiply rows that are sorted by expert. `values` are those of `grouped_product`, but the addresses of weights
+    and bias are replaced by a list of the addresses of each expert's weights and bias, and by the address of each
+    expert's number of rows. The number of experts follows."""
     rows, x, x_stride, result, stride, sums = values[0], values[1], values[2], values[3], values[4], values[5]
     groups, words, has_zeros, panels = values[6], values[7], values[8], values[9]
     matrices, counts, table, experts = values[10], values[11], values[12], values[13]

@@ -125,6 +125,6 @@ class NumbaStep:
 
 
 def _checked(rows: Tensor) -> Tensor:
-    """Check the dtype of `rows`, since the kernels get only their address, and return them as a contiguous tensor."""
+    """Check the dtype of `rows`, because the kernels get only an address, and return them as a contiguous tensor."""
     assert rows.dtype == torch.float32, f"the numba kernels compute in float32, but the activations are {rows.dtype}"
     return rows.contiguous()

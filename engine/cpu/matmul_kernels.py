@@ -208,7 +208,8 @@ def own_panels(cost: int, panels: int, done: int, total: int) -> tuple[int, int]
 
 @part
 def cost_of_experts(experts: int, counts: int, panels: int) -> int:
-    """Return the cost of a product: that of a panel is its expert's rows, and as much as a tile for its weights."""
+    """Return the cost of a product. A panel costs its expert's number of rows, plus that of a tile for reading its
+    weights."""
     cost = 0
     for expert in range(experts):
         if address_at(counts + 8 * expert):
@@ -245,9 +246,9 @@ def product(values: Any) -> None:
 
 @kernel
 def expert_product(values: Any) -> None:
-    """Multiply rows that are sorted by expert. `values`: those of `product`, except that a list of the addresses of the
-    weights and columns of each expert, and the address of the number of rows of each expert, take the place of the
-    addresses of weights and columns. The number of experts follows."""
+    """Multiply rows that are sorted by expert. `values` are those of `product`, but the addresses of weights and
+    columns are replaced by a list of the addresses of each expert's weights and columns, and by the address of each
+    expert's number of rows. The number of experts follows."""
     rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
     code, size, steps, panels, matrices, counts = values[6], values[7], values[8], values[9], values[10], values[11]
     column_bytes, experts = values[12], values[13]

@@ -16,7 +16,7 @@ from engine.cpu.simd import CODES, LANES
 from engine.formats.forms import ChannelWeight, GroupedWeight, QuantizedWeight
 from engine.linear import ExpertLinear, Linear, SeparateExperts
 
-KERNEL_INPUTS = 16  # groups of a multiple of this many inputs have a product that reads codes
+KERNEL_INPUTS = 16  # the product that reads codes supports groups whose size is a multiple of this
 IN_STEP = 4  # int8 weights per column that one instruction multiplies
 
 
@@ -37,7 +37,7 @@ class PanelLinear:
         self.is_exact = is_exact
         self.padded = len(panels) * PANEL
         steps, column_bytes = panels.shape[1], 4 * columns.stride(0)
-        # The kernel's constant arguments, which for the matrices of experts differ only in the two addresses; below,
+        # The kernel's constant arguments, which differ only in two addresses between the matrices of experts; below,
         # the work and the bytes of scratch memory per row.
         self.fixed = (code, depth, steps, len(panels), panels.data_ptr(), columns.data_ptr(), column_bytes)
         self.row_work = steps * self.padded
@@ -113,7 +113,7 @@ class ExpertPanels:
 
 
 def experts_in_panels(each: list[Linear]) -> ExpertLinear:
-    """Return a product by one call, or by one call for each expert if they have different formats."""
+    """Return a product with one call, or with one call for each expert if their formats differ."""
     panels = [one for one in each if isinstance(one, PanelLinear)]
     kinds = {(one.kernel.address, *one.fixed[:4], one.fixed[6]) for one in panels}
     return ExpertPanels(panels) if len(panels) == len(each) and len(kinds) == 1 else SeparateExperts(each)
@@ -121,7 +121,7 @@ def experts_in_panels(each: list[Linear]) -> ExpertLinear:
 
 @dataclass(slots=True)
 class ReorderedLinear:
-    """A matrix whose columns are in another order than the inputs, as after GPTQ with act-order."""
+    """A matrix whose columns are not in the order of the inputs, as after GPTQ with act-order."""
 
     inner: PanelLinear
     order: Tensor

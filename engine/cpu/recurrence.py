@@ -16,7 +16,7 @@ EXPONENTIAL = 8  # cost of an exponential, relative to a multiplication
 def recur(
     pool: KVPool, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon_at: int
 ) -> Tensor:
-    """Return `StepKernels.recur`. `epsilon_at` is the address of the epsilon of norms."""
+    """Return `StepKernels.recur`. `epsilon_at` is the address of the norms' epsilon."""
     assert {(one.dtype, one.stride(1)) for one in (inputs, gate, steps)} == {(torch.float32, 1)}
     spec, rows, count = layer.spec, len(inputs), len(batch.starts)
     is_delta, width = int(isinstance(spec, DeltaSpec)), spec.conv

@@ -1,8 +1,8 @@
 """Numba kernels for recurrent layers on float32 rows: the convolution, the recurrence and the norm of its result.
 
-A recurrence runs token by token, with the same operations in the same order for each cut of a prompt, so results and
-states have the same bits. The columns of a recurrent matrix are independent: a thread keeps some of them in its cache
-for all tokens of a slice.
+A recurrence runs token by token, with the same operations in the same order regardless of how a prompt is chunked, so
+results and states have the same bits. The columns of a recurrent matrix are independent: a thread keeps some of them in
+its cache for all tokens of a slice.
 """
 
 import math
@@ -162,7 +162,8 @@ def update(tile: int, query: int, key: int, next_key: int, value: int, to: int, 
            strength: float, decay: float, skip: float) -> Any:  # fmt: skip
     """Compute one token: decay the tile, add the update, and store the product with the query.
 
-    `known` is the product with this token's key before, and the result that with the next token's key."""
+    `known` is the product with this token's key before the update; the result is the product with the next token's
+    key."""
     decays, strengths, skips, rest = splat(decay), splat(strength), splat(skip), max(0, left - LANES)
     v0, v1 = load_some(value, left, FLOAT32), load_some(value + 4 * LANES, rest, FLOAT32)
     o0, o1, next0, next1 = v0 * skips, v1 * skips, splat(0.0), splat(0.0)

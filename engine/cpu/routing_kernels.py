@@ -46,10 +46,10 @@ def score(logits: int, scores: int, count: int, kind: int) -> None:
 
 @part
 def choose(candidates: int, count: int, top_k: int, chosen: int) -> None:
-    """Store the numbers of the `top_k` largest candidates, best first, and replace these candidates by -inf.
+    """Store the indices of the `top_k` largest candidates, best first, and replace these candidates by -inf.
 
-    Among equal candidates, the lowest number comes first. If values are NaN, numbers may occur
-    twice, but they are in range.
+    Among equal candidates, the lowest index comes first. If values are NaN, indices may occur twice, but they are in
+    range.
     """
     for place in range(top_k):
         best, most = 0, number_at(candidates)
@@ -102,7 +102,7 @@ def sort_by_expert(values: Any) -> None:
         at = counts + 8 * address_at(chosen + 8 * choice)
         put_address(address_at(at) + 1, at)
     row = 0
-    for expert in range(experts):  # `counts` has the first row of each expert, until all rows have a place
+    for expert in range(experts):  # until all rows have a place, `counts` has the first row of each expert
         count = address_at(counts + 8 * expert)
         put_address(row, counts + 8 * expert)
         row += count
@@ -111,7 +111,7 @@ def sort_by_expert(values: Any) -> None:
         put_address(choice // top_k, sources + 8 * address_at(at))
         put_address(address_at(at), places + 8 * choice)
         put_address(address_at(at) + 1, at)
-    for expert in range(experts - 1, 0, -1):  # now it has the end of the rows of each expert
+    for expert in range(experts - 1, 0, -1):  # now it has the end of each expert's rows
         end = address_at(counts + 8 * expert)
         put_address(end - address_at(counts + 8 * (expert - 1)), counts + 8 * expert)
 

@@ -163,8 +163,8 @@ class TritonPlan:
         return out
 
     def _heads(self, layer: AttentionLayer, q: Tensor, queries: int) -> Heads:
-        """Return the division of heads for items of this number of queries. If heads are large, sums for more rows than
-        a tile has would not fit into a program, so several programs use the same key head."""
+        """Return the division of heads for items with this number of queries. With large heads, the sums of more rows
+        than a tile has would not fit into a program, so several programs share a key head."""
         kv_heads, count, size = layer.wide or self._backend.pool.layout.kv_heads, q.shape[1], layer.latent or q.shape[2]
         whole = Heads(kv_heads, count // kv_heads, size, q.shape[2] - size)
         if not whole.is_large:

@@ -94,7 +94,7 @@ def attend(
     """Compute attention for the grid items x groups of heads x splits.
 
     The grid depends only on shapes, so a CUDA graph may contain the launch. The number of splits is not a compile-time
-    constant, because requests would have to wait while the kernel is compiled for each number.
+    constant, because requests would have to wait for the compilation of the kernel for each number.
     """
     item, heads, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which, first_query = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)

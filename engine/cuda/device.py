@@ -34,7 +34,7 @@ class CudaAccelerator:
         return torch.cuda.mem_get_info(self.device)
 
     def most_held(self, work: Callable[[], object]) -> int:
-        """Run `work`. Return the most bytes that torch held meanwhile, including memory allocated earlier."""
+        """Run `work`. Return the peak of bytes that torch held during it, including memory allocated earlier."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         work()

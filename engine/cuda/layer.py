@@ -13,9 +13,9 @@ from engine.models.spec import Activation, MoeSpec
 from engine.recurrence import RecurrentLayer
 from engine.routing import by_expert
 
-COLUMNS = 1024  # that a program of an element-wise kernel computes
-FEW_CHOICES = 8192  # of experts in a step, for which comparing all pairs is faster than torch's sort
-CHOICES = 64  # that a program compares with others
+COLUMNS = 1024  # elements that a program of an element-wise kernel computes
+FEW_CHOICES = 8192  # choices of experts in a step up to which comparing all pairs is faster than torch's sort
+CHOICES = 64  # choices that a program compares with all others
 ELEMENTS_PER_WARP = 256  # fewer would leave lanes idle; more would not fit into registers
 
 

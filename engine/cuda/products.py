@@ -92,7 +92,7 @@ class TritonFormat(Plain):
         return TritonGroupedLinear(held, table, bias)
 
     def of_experts(self, each: list[Linear]) -> ExpertLinear:
-        """Return a product by one launch, or by one for each expert if they have different forms."""
+        """Return a product with one launch, or with one for each expert if their forms differ."""
         plain = [one for one in each if isinstance(one, PlainLinear)]
         grouped = [one for one in each if isinstance(one, TritonGroupedLinear)]
         weight: Tensor | GroupedWeight

@@ -10,9 +10,9 @@ from engine.kv_pool import KVPool
 from engine.models.spec import DeltaSpec
 from engine.recurrence import RecurrentLayer, states_of
 
-COLUMNS = 16  # of a recurrent matrix that a program keeps in the registers of one warp
+COLUMNS = 16  # columns of a recurrent matrix that a program keeps in the registers of one warp
 CHUNK = 16  # tokens that a program of the convolution computes at once
-PROGRAMS = 4  # of the convolution for a slice and a head, if there are chunks
+PROGRAMS = 4  # programs of the convolution for a slice and a head, if there are chunks
 
 
 def recur(

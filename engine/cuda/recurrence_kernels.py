@@ -2,9 +2,10 @@
 # ruff: noqa: N803 (Triton's compile-time constants have capital letters)
 """Triton kernels for recurrent layers: the convolution, the recurrence, and the norm of its result.
 
-A program computes the tokens of a slice one after another, with its part of the state in registers. This is correct for
-every cut of a prompt, but a long chunk occupies few processors. The chunked forms of the delta rule (Yang et al. 2024)
-and of Mamba-2 (Dao and Gu 2024) would be faster for prompts; they are left until a GPU can run and time them.
+A program computes the tokens of a slice one after another, with its part of the state in registers. The result does not
+depend on how a prompt is chunked, but a long chunk uses few multiprocessors. The chunked forms of the delta rule (Yang
+et al. 2024) and of Mamba-2 (Dao and Gu 2024) would be faster for prompts, but are not implemented until a GPU can run
+and time them.
 """
 
 import triton

@@ -14,7 +14,7 @@ from engine.models.spec import ModelConfig
 log = logging.getLogger("baton.engine")
 OWN = "own"  # Baton's Triton kernels if they run here, otherwise torch's
 FLOAT8_CAPABILITY = (8, 9)
-MAX_HEAD_DIM = 256  # of the Triton kernels
+MAX_HEAD_DIM = 256  # largest head of the Triton kernels
 BLOCK_TOKENS = 64  # tokens per KV block on a GPU: one head's keys and values then take 32 KiB
 NO_FLASH_ATTN = (
     "--attention-backend flash_attn: no flash-attn package for this GPU is installed: pip install baton-serve[gpu], or "
@@ -37,7 +37,7 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
             "--attention-backend triton: the package triton is not installed, or cannot launch kernels here; use torch"
         )
     ours: AttentionBackend = TorchAttention(pool)
-    # A size over the limit with one head may be that of latents, for which there is a kernel too.
+    # With one head, a size over the limit may be that of latents, for which there is also a kernel.
     fits = pool.layout.head_dim <= MAX_HEAD_DIM or pool.layout.kv_heads == 1
     if triton and name != "torch" and (name == "triton" or fits):
         from engine.cuda.attention import TritonAttention

@@ -1,4 +1,4 @@
-"""The check of a decoder that runs through transformers: its logits must not depend on how prompts are cut or mixed."""
+"""Checks a decoder that runs through transformers: its logits must not depend on how prompts are chunked or batched."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,8 +21,8 @@ from shared.kv.memory import HostMemory
 
 LENGTHS = (40, 3, 17)
 BLOCK_TOKENS = 4
-TOLERANCE = 1e-4  # the largest difference of two logits, relative to the range of all logits
-# The sizes of the chunks of each prompt, and whether prompts share steps. The last chunk takes what is left.
+TOLERANCE = 1e-4  # largest accepted difference of two logits, relative to the range of all logits
+# The sizes of the chunks of each prompt, and whether prompts share steps. The last chunk takes the rest.
 CUTS: dict[str, tuple[Sequence[Sequence[int]], bool]] = {
     "whole and alone": (((), (), ()), False),
     "in chunks, with other prompts": (((7, 1, 5, 13), (1, 1), (4, 9)), True),
@@ -92,7 +92,7 @@ def packed_logits(
     free = list(range(layout.num_blocks - 1, 0, -1))
     slices: list[list[Slice]] = []
     for number, (prompt, count, sizes) in enumerate(zip(prompts, blocks, cuts, strict=True)):
-        # With one more token, every position of the prompt is followed by a prompt token whose logprob is wanted.
+        # With one more token, every position of the prompt is followed by a prompt token whose logprob is requested.
         request = Request(f"check-{number}", [*prompt, 0], len(prompt) + 1, 1, needs_prompt_logprobs=True)
         request.tables[0] = [free.pop() for _ in range(count)]
         sets = [tuple(free.pop() for _ in range(places.state_rows)) for _ in range(2)]
@@ -126,7 +126,7 @@ def places_in(config: ModelConfig, row: KVLayout) -> KVPlaces:
 def chunks(
     request: Request, length: int, sizes: Sequence[int], states: Sequence[tuple[int, ...]] | None = None
 ) -> list[Slice]:
-    """Cut a prompt. `states` are the rows of the request's two states, which change places after each chunk."""
+    """Cut a prompt. `states` are the rows of the request's two states, which are swapped after each chunk."""
     cut: list[Slice] = []
     start = 0
     for size in (*sizes, length):

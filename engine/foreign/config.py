@@ -1,4 +1,5 @@
-"""Reads the config.json of a decoder that runs through transformers, and refuses what cannot run before it is loaded.
+"""Reads the config.json of a decoder that runs through transformers, and refuses unsupported models before they are
+loaded.
 
 Importing this module does not import transformers, because that takes a second and most nodes do not need it.
 """
@@ -16,8 +17,8 @@ from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 OLDEST = (5, 20)
 INSTALL = 'install it with: pip install "baton-serve[models]"'
 UNKNOWN = "transformers {} has no decoder of this name"
-# Layers that choose the tokens that they attend to. The check's prompts are so short that a layer may choose all their
-# tokens, so that the check would not notice if the choice was ignored.
+# Layers that choose the tokens to which they attend. The check cannot detect an ignored choice, because its prompts are
+# so short that a layer may choose all their tokens.
 SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
 # These kinds of rotation depend on the longest position in a pass, so that one request would change another's answer.
 UNSTABLE_ROPES = ("dynamic", "longrope")
@@ -58,7 +59,7 @@ def read_foreign_config(directory: Path) -> ModelConfig:
     if not isinstance(names, list) or len(names) != 1 or not is_causal(str(names[0])):
         keys.refuse("architectures", UNKNOWN.format(release) + "; it must be one class name ending in ForCausalLM")
     found = parsed(directory, release)
-    found.allow_global_per_layer_attribute_access = True  # the sizes of single layers are measured
+    found.allow_global_per_layer_attribute_access = True  # the sizes of single layers are measured later
     check_layers(found, file)
     check_ropes(found, file)
     try:

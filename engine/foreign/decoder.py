@@ -1,7 +1,7 @@
 """A decoder of transformers' modules that stores its KV in Baton's pool and attends with Baton's kernels.
 
-A step is one pass over one row, which holds the tokens of all requests. Transformers' modules compute everything but
-attention row by row, and attention is replaced through transformers' own interface for it.
+A step is one pass over one sequence, which holds the tokens of all requests. Transformers' modules compute everything
+except attention token by token, and attention is replaced through transformers' attention interface.
 """
 
 import math
@@ -31,9 +31,9 @@ FAR = 4096  # a query at this position must see all earlier ones, unless the lay
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
-    """The mask of a layer: a query sees the last `window` tokens, or all if it is 0. Takes the place of a tensor.
+    """The mask of a layer, passed in place of a tensor: a query sees the last `window` tokens, or all if it is 0.
 
-    If `refusal` is not empty, it says what else a query sees.
+    If `refusal` is not empty, it says why the mask is not supported.
     """
 
     window: int = 0
@@ -42,7 +42,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """One call of attention in a pass: the sizes of its inputs, and what it asks for."""
+    """One call of attention in a pass: the sizes of its inputs, and its parameters."""
 
     heads: int
     kv_heads: int
@@ -76,7 +76,7 @@ class ProbePass:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     def mask(self, mask_function: Any, local_size: int | None) -> Reach:
-        """Return the reach of a mask, found by asking which keys some queries see."""
+        """Return the reach of a mask, determined from the keys that some queries see."""
         sizes = (local_size,) if local_size else ()
         for at in (5, *(2 * size + 1 for size in sizes), *(3 * size - 1 for size in sizes), *(() if sizes else (FAR,))):
             keys, zero = torch.arange(at + 3), torch.zeros(1, dtype=torch.long)
@@ -189,7 +189,7 @@ class ForeignDecoder:
         return found[: len(rows)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits, float32, of rows that `forward` returned: it has computed them."""
+        """Return the logits, float32, of rows that `forward` returned, which are already logits."""
         return hidden.float()
 
     def _run(
@@ -255,14 +255,14 @@ class ForeignDecoder:
 
 
 def check_windows(config: Any, calls: list[AttentionCall]) -> None:
-    """Raise ValueError if the windows of config.json are not those that the code asks for.
+    """Raise ValueError if the windows of config.json are not those that the code uses.
 
-    Transformers' caches drop what is outside of the windows of config.json, so its answers would not be certain.
+    Transformers' caches drop KV outside the windows of config.json, so its own answers might be wrong.
     """
     window, found = getattr(config, "sliding_window", None) or 0, [call.window for call in calls]
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(found)
     given = [window * WINDOWED[kind] for kind in kinds if kind in WINDOWED]
-    if len(given) == len(found) and given != found:  # if not, a layer calls attention more than once
+    if len(given) == len(found) and given != found:  # otherwise, a layer calls attention more than once
         raise ValueError(
             f"config.json gives the layers windows of {given} tokens (0: all), by layer_types and sliding_window, but "
             f"transformers' code attends to {found}; correct config.json"

@@ -27,13 +27,13 @@ LESS = {
     torch.bfloat16: ("float16",),
     torch.float16: ("bfloat16",),
 }
-ROUNDED = 0.1  # the largest difference of logits, by their range, if weights are stored with fewer bits
+ROUNDED = 0.1  # largest accepted difference of logits, relative to their range, if weights are stored with fewer bits
 
 
 class LinearModule(nn.Module):
     """A linear layer that multiplies with one of Baton's weight formats.
 
-    Some code asks for the dtype of `weight`, which is empty here.
+    Some code reads the dtype of `weight`, which is empty here.
     """
 
     def __init__(self, linear: Linear, width: int) -> None:
@@ -97,7 +97,7 @@ def read_module(path: Path, config: ModelConfig) -> Any:
 
 @contextmanager
 def called_modules(root: nn.Module) -> Iterator[set[nn.Module]]:
-    """Return a set to which the modules below `root` are added that are called in the `with` block."""
+    """Return a set that collects the modules below `root` that are called in the `with` block."""
     called: set[nn.Module] = set()
     hooks = [one.register_forward_pre_hook(lambda module, _: called.add(module)) for one in root.modules()]
     try:
@@ -110,7 +110,7 @@ def called_modules(root: nn.Module) -> Iterator[set[nn.Module]]:
 def use_products(module: nn.Module, linear: LinearFormat, stored: torch.dtype, called: set[nn.Module]) -> None:
     """Replace the linear layers by products in a weight format. Weights that fit are passed in the dtype `stored`.
 
-    Layers that were not `called` stay as they are, because the code may read their weights instead (Jamba).
+    Layers that were not `called` are not replaced, because the code may read their weights instead (Jamba).
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

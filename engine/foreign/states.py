@@ -27,19 +27,19 @@ class StatePart:
     """A tensor that a module keeps: the last inputs of a convolution, or a recurrent state. `shape` is that of one."""
 
     layer: int
-    number: int  # transformers' number of the state in its layer
+    number: int  # index of the state in its layer, in transformers
     is_conv: bool
     shape: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class ModuleStates:
-    """What a module keeps between tokens, and the places of its units among those of a state."""
+    """The data that a module keeps between tokens, and the places of its units in a state."""
 
     module: nn.Module
     parts: list[StatePart]
     first_unit: int
-    sizes: Tensor = field(init=False)  # of the units, int64
+    sizes: Tensor = field(init=False)  # sizes of the units, int64
     within: Tensor = field(init=False)  # the offset of each number in its unit, int64
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ def kept(cache: DynamicCache, part: StatePart) -> Tensor:
 
 
 class StateProbe(DynamicCache):
-    """The cache of a probe pass, which finds out which modules keep states."""
+    """The cache of a probe pass, which detects the modules that keep states."""
 
     def __init__(self, config: Any, module: nn.Module) -> None:
         super().__init__(config=config)
@@ -88,7 +88,7 @@ class StateProbe(DynamicCache):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow the calls of modules in the `with` block."""
+        """Record the calls of modules in the `with` block."""
         hooks = [one.register_forward_pre_hook(self._enter) for one in self._module.modules()]
         hooks += [one.register_forward_hook(self._leave) for one in self._module.modules()]
         try:
@@ -124,7 +124,7 @@ class StateProbe(DynamicCache):
 
 
 class StatefulModule(nn.Module):
-    """A module of transformers whose states are in the pool during a pass. `run` gets its arguments then."""
+    """A module of transformers whose states are in the pool during a pass, when `run` receives its arguments."""
 
     def __init__(self, states: ModuleStates, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class StatefulModule(nn.Module):
         return self._run(self._states, given, options)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module, for code that reads it from outside."""
+        """Return an attribute of the module, for code outside the module that reads it."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -143,7 +143,7 @@ class StatefulModule(nn.Module):
 
 
 def wrap(root: nn.Module, states: list[ModuleStates], run: Callable[..., Any]) -> None:
-    """Put a `StatefulModule` in the place of each module with states."""
+    """Replace each module with states by a `StatefulModule`."""
     wrapped = {id(one.module): StatefulModule(one, run) for one in states}
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
@@ -154,7 +154,7 @@ def wrap(root: nn.Module, states: list[ModuleStates], run: Callable[..., Any]) -
 class StatePass:
     """The states of one pass. The decodes share a cache, and each chunk has one.
 
-    If `stepwise`, modules get single tokens, because their code begins a chunk without the state before it.
+    If `stepwise`, modules get one token at a time, because their code ignores the state before a chunk.
     """
 
     def __init__(self, config: Any, batch: Batch, pool: KVPool, stepwise: bool) -> None:
@@ -195,7 +195,8 @@ class StatePass:
         return self._joined(outputs)
 
     def _part(self, value: Any, rows: Tensor) -> Any:
-        """Return an argument for some tokens, [requests, tokens]. The second axis of [1, T, ...] is that of tokens."""
+        """Return the part of an argument for some tokens, [requests, tokens]. The second axis of [1, T, ...] is that of
+        tokens."""
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, self._num_tokens):
             return value[0, rows]
         if isinstance(value, tuple | list):

@@ -1,7 +1,7 @@
 """Encodes images with the vision modules and image processors of transformers.
 
-Only their decoders are Baton's own code. An image is encoded in float32, alone, so that its features depend on nothing
-but its pixels.
+Only the models' decoders are Baton's own code. Each image is encoded in float32 and alone, so that its features depend
+only on its pixels.
 """
 
 import logging
@@ -29,7 +29,7 @@ from shared.images import GEMMA3, ImageRules
 from shared.rpc.messages import Media
 
 log = logging.getLogger("baton.engine")
-CACHE_BYTES = 512 << 20  # of features; those of the latest image are kept in any case
+CACHE_BYTES = 512 << 20  # bytes of features; the latest image's are always kept
 QWEN_MODULES = {
     "qwen2_5_vl": Qwen2_5_VisionTransformerPretrainedModel,
     "qwen3_vl": Qwen3VLVisionModel,
@@ -57,7 +57,8 @@ class VisionEncoder:
         self._cached_bytes = self.num_encoded = self.num_cached = 0
 
     def features(self, image: Media) -> ImageFeatures:
-        """Return the features of an image with pixels. Raises ValueError if their number is not that of its tokens."""
+        """Return the features of an image with pixels. Raises ValueError if their number is not the number of its
+        tokens."""
         with self._encoding:
             if (found := self.kept(image)) is not None:
                 self.num_cached += 1
@@ -91,7 +92,7 @@ class VisionEncoder:
 
 
 def _modules(config: Any, rules: ImageRules) -> nn.ModuleDict:
-    """Return modules with random weights, by the names that a checkpoint has for them."""
+    """Return modules with random weights, by their names in a checkpoint."""
     config.vision_config._attn_implementation = "sdpa"
     if rules.model_type == GEMMA3:
         tower = transformers.AutoModel.from_config(config.vision_config)  # type: ignore[no-untyped-call]

@@ -31,7 +31,7 @@ TYPES = {
     12: ("Q4_K", 256, 144), 14: ("Q6_K", 256, 210),
 }  # fmt: skip
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of values of metadata, by type
+VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # sizes of metadata values, by type
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
 HEADER_BYTES = 2**26  # the header has the tokenizer's vocabulary, of a few MiB
@@ -125,7 +125,7 @@ class GgufCheckpoint:
     """The tensors of a GGUF file, by their names in Hugging Face checkpoints, each returned once on `device`.
 
     Matrices in Q4_0 keep their 4-bit codes. Other quantized tensors become float16. Methods raise ValueError, with the
-    name of the tensor, if it is missing, or has another shape than the config.
+    name of the tensor, if it is missing, or does not have the shape that the config gives.
     """
 
     def __init__(self, file: Path, config: ModelConfig, device: torch.device) -> None:
@@ -149,8 +149,8 @@ class GgufCheckpoint:
         return self._read(f"{name}.weight", (out, width), codes=True)
 
     def finish(self) -> None:
-        """Raise ValueError if a tensor was not taken. This does not apply to `rope_freqs`, whose values derive from
-        config.json, and to a copy of a tied matrix."""
+        """Raise ValueError if a tensor was not taken. `rope_freqs`, whose values derive from config.json, and a copy of
+        a tied matrix are exempt."""
         known = {"rope_freqs.weight"} | ({"output.weight"} if self._config.tie_word_embeddings else set())
         if left := self._entries.keys() - known:
             raise ValueError(
@@ -168,7 +168,7 @@ class GgufCheckpoint:
         part = name.split(".")[-2]
         if self._architecture != "llama" or part not in {"q_proj", "k_proj"}:
             return weight
-        # llama.cpp rotates adjacent rows of a head, and the checkpoint rows i and i + head_dim / 2.
+        # llama.cpp rotates adjacent rows of a head; the checkpoint rotates rows i and i + head_dim / 2.
         halves = torch.arange(shape[0], device=self._device).view(-1, self._config.head_dim // 2, 2)
         return rows_of(weight, halves.transpose(1, 2).flatten())
 

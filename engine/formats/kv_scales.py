@@ -13,7 +13,7 @@ Scales = list[tuple[float, float]]
 
 
 def read_kv_scales(path: Path, config: ModelConfig) -> Scales:
-    """Return the scales of keys and values of each layer that keeps KV, or 1 where the checkpoint has none.
+    """Return the scales of keys and values of each layer that keeps KV, or 1 if the checkpoint has none.
 
     The stored numbers are keys and values divided by their scale. Raises ValueError, with the name of the tensor, if
     a scale is not one positive number.

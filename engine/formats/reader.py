@@ -130,7 +130,7 @@ class QuantizedReader:
         middle = 1 << self._scheme.bits - 1
         offsets = None if zeros is None else zeros.float() - middle
         if offsets is not None and not bool(offsets.any()):
-            offsets = None  # symmetric: the table has the zero
+            offsets = None  # symmetric: the table contains the zero
         order = None
         if owners is not None:
             order = owners.argsort(stable=True)

@@ -1,4 +1,4 @@
-"""What config.json says about the quantization of a checkpoint. This module does not import torch."""
+"""Reads the quantization of a checkpoint from config.json. This module does not import torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ SUPPORTED = (
     "supported are fp8, fbgemm_fp8, awq, gptq, mxfp4, modelopt (FP8, NVFP4) and compressed-tensors (float-quantized, "
     "pack-quantized, int-quantized, nvfp4-pack-quantized); use one of these, or the unquantized model"
 )
-MODELOPT = "hf_quant_config.json"  # where older versions of modelopt store what others store in config.json
+MODELOPT = "hf_quant_config.json"  # older versions of modelopt store their quantization here instead of in config.json
 COMPRESSED: dict[str, Layout] = {
     "float-quantized": "fp8", "pack-quantized": "packed int4", "int-quantized": "int8",
     "nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4",
@@ -23,7 +23,7 @@ class Scheme:
     """How the quantized matrices of a checkpoint are stored. Other matrices of the same checkpoint may be dense.
 
     `group` is the number of inputs per scale, or 0 for all inputs. `block` is the shape of FP8 blocks with a scale, or
-    (0, 0). `divides`: the global scale of NVFP4 divides. `zeros_less_one`: GPTQ's zeros are stored minus 1.
+    (0, 0). `divides`: the global scale of NVFP4 is a divisor. `zeros_less_one`: GPTQ's zeros are stored minus 1.
     `activations`: activations are rounded to 8 bits too.
     """
 

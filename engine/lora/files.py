@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from engine.models.config import read_json
 from engine.weights import text_name
 
-if TYPE_CHECKING:  # `lora_digest` runs before the processes that compute, and torch takes seconds to import
+if TYPE_CHECKING:  # `lora_digest` runs before the computing processes start, and importing torch takes seconds
     from torch import Tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -38,8 +38,8 @@ class LowRank:
 
 
 def lora_digest(directory: Path) -> str:
-    """Return the identity of an adapter, 32 hex digits of its files. Raises ValueError if it is not one that is
-    served."""
+    """Return the identity of an adapter, 32 hex digits of its files. Raises ValueError if the adapter is not
+    supported."""
     _read_config(directory)
     digest = blake2b(digest_size=16)
     for name in (CONFIG, WEIGHTS):

@@ -1,4 +1,4 @@
-"""Applies LoRA adapters to a decoder (Hu et al., 2021). One batch may contain requests of several adapters.
+"""Applies LoRA adapters to a decoder (Hu et al., 2021). One batch may contain requests with different adapters.
 
 As in Punica and S-LoRA (2023), the base model's matrix multiplies all rows, and each adapter adds its low-rank update
 to the rows of its requests. A row's result does not depend on the other rows.
@@ -28,7 +28,7 @@ class AdaptedRows:
 
     tokens: dict[str, Tensor] = field(default_factory=dict)  # by digest, int64
     logit_rows: dict[str, Tensor] = field(default_factory=dict)
-    begin: int = 0  # the first of the rows that are multiplied now, because MLPs divide large batches
+    begin: int = 0  # first row of the current product, because MLPs divide large batches
 
     def select(self, batch: Batch, device: torch.device) -> None:
         """Set the rows for a pass over `batch` on `device`."""
@@ -85,8 +85,8 @@ class AdaptedMlp(Mlp):
 def adapt(model: Decoder, adapters: Mapping[str, Path], linear: LinearFormat, max_rank: int) -> AdaptedRows:
     """Add the adapters, by digest, to the matrices of `model`. Return the object that selects the rows of a pass.
 
-    Matrices of attention and of MLPs are adapted. Raises ValueError, which names the module, for updates of others:
-    experts, latent attention, recurrent layers, embeddings and the output head.
+    Matrices of attention and of MLPs are adapted. Raises ValueError, which names the module, for updates of other
+    modules: experts, latent attention, recurrent layers, embeddings and the output head.
     """
     rows = AdaptedRows()
     for digest, directory in adapters.items():

@@ -46,7 +46,7 @@ class DecoderLayer:
 @dataclass(slots=True, kw_only=True)
 class AttentionDecoderLayer(DecoderLayer):
     attention: AttentionLayer
-    qkv: Linear  # weights of queries, keys and values of all heads, or of what they derive from, in one matrix
+    qkv: Linear  # weights of queries, keys and values of all heads, or of their sources, in one matrix
     q_norm: Tensor | None
     k_norm: Tensor | None
     spec: AttentionSpec | LatentSpec
@@ -169,7 +169,7 @@ class Decoder:
         return kernels.sigmoid_gated(attended, layer.gate(rows if selected is None else rows[selected]))
 
     def _update(self, output: Tensor, norm: Tensor | None, kernels: StepKernels) -> Tensor:
-        """Return the output of attention or of the MLP as it is added to the hidden states."""
+        """Return the scaled output of attention or of the MLP, which is added to the hidden states."""
         output = output if norm is None else kernels.norm(output, norm)
         return output if self.config.residual_scale == 1 else output * self.config.residual_scale
 

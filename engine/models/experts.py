@@ -15,7 +15,7 @@ class Experts:
     spec: MoeSpec
     router: Linear  # float32 [num_experts, hidden_size]
     correction: Tensor | None  # float32 [num_experts]: added to the scores for the choice only
-    factors: Tensor  # float32 [num_experts]: the spec's scale, times the expert's own if it has one
+    factors: Tensor  # float32 [num_experts]: the spec's scale, times the expert's own scale if it has one
     gate_up: ExpertLinear
     down: ExpertLinear
     shared: Mlp | None
@@ -44,7 +44,7 @@ class Experts:
 
 @dataclass(slots=True)
 class ExpertsAlongside:
-    """Experts that take the same hidden states as the MLP, each with norms of its own (Gemma 4)."""
+    """Experts that take the same hidden states as the MLP, with separate norms (Gemma 4)."""
 
     experts: Experts
     router_norm: Tensor

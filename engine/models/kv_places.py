@@ -1,4 +1,4 @@
-"""Where the pool keeps the KV of each layer and the parts of recurrent states: the groups of a model."""
+"""The places of each layer's KV and of recurrent states in the pool: the groups of a model."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from scheduler.geometry import UNIFORM, Group
 
 TYPICAL_TOKENS = 8192  # length of the request for which unused places in rows are counted
 MOST_PADDING = 0.05
-STATE_BYTES = 4  # of a number in a recurrent state
+STATE_BYTES = 4  # bytes of a number in a recurrent state
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch.nn.functional import rms_norm
 from engine.linear import Linear
 from engine.models.spec import LatentSpec
 
-EPSILON = 1e-6  # of the norms of latents, in all checkpoints
+EPSILON = 1e-6  # epsilon of the norms of latents, in all checkpoints
 
 
 class HeadProducts:

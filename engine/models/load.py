@@ -55,9 +55,9 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
         return model
     scheme, checkpoint = read_scheme(path), Checkpoint(path, device)
     if config.tie_word_embeddings and is_multimodal(read_json(path / "config.json")):
-        # Some of these files say so because it is transformers' default, and have a matrix of their own.
+        # Some files state that matrices are tied because that is transformers' default, but have a separate matrix.
         config = replace(config, tie_word_embeddings=checkpoint.dtype_of("lm_head.weight") is None)
-    if checkpoint.is_headless and not config.tie_word_embeddings:  # no logits of this head are ever used
+    if checkpoint.is_headless and not config.tie_word_embeddings:  # no logits of this head are used
         config = replace(config, tie_word_embeddings=True, has_head=False)
     reader = None if scheme is None else QuantizedReader(checkpoint, scheme)
     model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names, reader)

@@ -82,7 +82,7 @@ def _yarn_share(rope: Rope, dims: int) -> Tensor:
     """Return, for each pair of dimensions, the share of its frequency that YaRN keeps."""
 
     def place(turns: float) -> float:
-        """Return the pair that turns this often in the original context."""
+        """Return the pair that makes this number of turns in the original context."""
         return (
             dims * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
         )

@@ -1,4 +1,4 @@
-"""The shape of a decoder as data: what each layer computes, without its weights."""
+"""The shape of a decoder as data: the computation of each layer, without its weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Rope:
     `magnitude`. `factors` [dims / 2] divide the frequencies of longrope.
 
     If there are `sections`, tokens have a temporal, a vertical and a horizontal position (M-RoPE, Wang et al. 2024),
-    which rotate these numbers of pairs, one kind after the other. If `interleaved`, the kinds alternate as long as
-    there are vertical and horizontal ones (Qwen3-VL).
+    which rotate these numbers of pairs, one axis after the other. If `interleaved`, the axes alternate as long as there
+    are vertical and horizontal pairs (Qwen3-VL).
     """
 
     theta: float = 10_000.0
@@ -274,7 +274,7 @@ class ModelConfig:
     drafter_layers: int = 0
     transformers: str = ""
     has_head: bool = True  # whether the checkpoint has an output head; those of embedding models may not
-    units: tuple[int, ...] = ()  # those of the states of transformers' modules (see `state_units`)
+    units: tuple[int, ...] = ()  # sizes of the units of transformers' states (see `state_units`)
 
     @property
     def num_layers(self) -> int:

@@ -20,7 +20,8 @@ from shared.kv.memory import KVMemory
 from shared.kv.shm import runs
 
 OFFER = struct.Struct("<Q")  # size of the region in bytes
-# Bytes copied between two checks for a stop. Copying them takes half a millisecond on one GPU; a check is far faster.
+# Bytes copied between two checks for a stop. Copying them takes half a millisecond within one GPU; a check is far
+# faster.
 PIECE_BYTES = 1 << 30
 # Wait after a connection closes: if its process was killed, the driver may still be ending the process's copies.
 SETTLE_S = 0.1

@@ -87,7 +87,7 @@ UNSUPPORTED = {
     "GlmMoeDsaForCausalLM": latent.NO_INDEX,
 }
 
-# Models of text and images, of which the text decoder is served; and the decoder's architecture by its `model_type`.
+# Models of text and images, whose text decoder is served, and the decoder's architecture by its `model_type`.
 MULTIMODAL = (
     "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration",

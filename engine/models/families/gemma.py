@@ -18,7 +18,7 @@ def gemma2(keys: ConfigReader) -> ModelConfig:
 
 
 def gemma3(keys: ConfigReader) -> ModelConfig:
-    """Gemma 3: layers with a window have a rotary embedding of their own."""
+    """Gemma 3: layers with a window have a separate rotary embedding."""
     keys.require("use_bidirectional_attention", False, False)
     pattern = keys.size("sliding_window_pattern", 6)
     kinds = common.layer_kinds(keys, lambda index: SLIDING if (index + 1) % pattern else FULL)
@@ -120,7 +120,7 @@ def _attention(keys: ConfigReader, **more: object) -> AttentionSpec:
 
 
 def _cap(keys: ConfigReader, key: str, default: float) -> float:
-    """Return a soft cap; 0 means none, which the file may state as null."""
+    """Return a soft cap, or 0 if there is none, which the file may write as null."""
     if key in keys.values:
         return 0.0 if keys.values[key] is None else keys.positive(key)
     return default

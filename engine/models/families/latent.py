@@ -77,7 +77,7 @@ def latent(keys: ConfigReader, q_rank: int, kv_rank: int, nope_dim: int, value_d
         rope_dim, keys.size("v_head_dim", value_dim), common.scaled(Rope(theta), keys, given, rope_dim),
         interleaved=keys.flag("rope_interleave", True), bias=keys.flag("attention_bias"),
     )  # fmt: skip
-    # Attention divides by the root of the width of a latent, but these models by that of a query's size.
+    # Attention divides by the root of a latent's width, but these models divide by the root of a query's size.
     scale = math.sqrt(spec.width / (nope_dim + rope_dim))
     if spec.rope is not None and spec.rope.kind != "default" and given.values.get("mscale_all_dim"):
         scale *= (0.1 * given.positive("mscale_all_dim") * math.log(max(1.0, spec.rope.factor)) + 1.0) ** 2

@@ -1,4 +1,4 @@
-"""The models that Baton serves, for users to read: published names, and what the layers of each family contain."""
+"""The models that Baton serves, for users to read: published names, and the parts of each family's layers."""
 
 from engine.models.spec import AttentionSpec, DeltaSpec, LatentSpec, ModelConfig, MoeSpec, SsmSpec
 
@@ -33,7 +33,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def parts_of(config: ModelConfig) -> tuple[str, ...]:
-    """Return what the layers of a model contain apart from plain attention and MLPs, sorted."""
+    """Return the parts of a model's layers other than plain attention and MLPs, sorted."""
     found: set[str] = set()
     for layer in config.layers:
         mixer = layer.mixer

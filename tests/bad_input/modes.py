@@ -1,7 +1,8 @@
 """Compare the answers of a disaggregated and a co-located cluster to the same generated requests.
 
-`python -m tests.bad_input.modes --cases 100`. Both clusters get each request, with a fixed seed. Statuses, errors, texts, token ids and logprobs must be equal. Ids, times and
-counts of cached tokens differ, and so may the cuts of a stream: its texts are joined.
+`python -m tests.bad_input.modes --cases 100`. Both clusters get each request, with a fixed seed. Statuses, errors,
+texts, token ids and logprobs must be equal. Ids, times and counts of cached tokens differ. A stream may be divided
+differently, so its texts are joined.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def joined(events: list[Any]) -> dict[str, Any]:
-    """Return what a stream says at each path: the joined text, or the different values in their order."""
+    """Return the content of a stream at each path: the joined text, or the different values in their order."""
     found: dict[str, Any] = {}
     for event in events:
         for path, value in leaves(event):
@@ -54,7 +55,7 @@ def joined(events: list[Any]) -> dict[str, Any]:
 
 
 def summary(response: Any) -> Any:
-    """Return what must be equal in both modes."""
+    """Return the parts that must be equal in both modes."""
     kind = ";".join(response.headers.get("content-type", ()))
     if "event-stream" in kind:
         lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
@@ -63,7 +64,7 @@ def summary(response: Any) -> Any:
 
 
 def make_repeatable(case: Any) -> None:
-    """Fix what would be drawn: the seed, or in Anthropic's API, which has none, the temperature."""
+    """Make the request repeatable: fix the seed or, in Anthropic's API, which has no seed, the temperature."""
     if isinstance(case.body, dict) and case.path != "/v1/messages/count_tokens":
         if case.path == "/v1/messages":
             case.body["temperature"] = 0
@@ -98,7 +99,7 @@ def compare(document: Document, bases: list[str], cases: int) -> Counter[int]:
     for result in schemathesis.openapi.from_dict(document).get_all_operations():
         operation = result.ok()
         if not any(path.endswith(operation.path) for path in (*POSTS, "/v1/models", "/v1/models/{name}", "/version")):
-            continue  # it shows the cluster's state
+            continue  # this path shows the cluster's state
         for mode in schemathesis.GenerationMode:
             strategy = operation.as_strategy(generation_mode=mode)
             compare_operation(strategy, bases, statuses, cases)

@@ -1,4 +1,4 @@
-"""Test that pushes over TCP, whatever their order and content, change only rows of granted reservations."""
+"""Test that pushes over TCP, in any order and with any content, change only rows of granted reservations."""
 
 import struct
 from collections.abc import Iterator

@@ -26,7 +26,8 @@ NAMES = [ROUTERS, *NETWORKS]
 
 
 def row(name: str, requests: int) -> list[Cell] | None:
-    """Run a row and print its failures. Return None if the row needs a faulty network and the system forbids that.
+    """Run a row and print its failures. Return None if the row needs a faulty network and the system does not permit
+    one.
 
     Raises AssertionError if a node does not come back.
     """

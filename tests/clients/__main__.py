@@ -1,6 +1,6 @@
 """Run unmodified clients and load tools against a cluster, and print a row for each: `make clients ARGS="--only llm"`.
 
-Each client has an environment of its own in .clients, with its newest version at the time of the first run. Packages of
+Each client has a separate environment in .clients, with its newest version at the time of the first run. Packages of
 NVIDIA are never installed, and torch is the wheel for the CPU. This is not part of `make test`.
 """
 
@@ -41,7 +41,7 @@ class InstallError(Exception):
 
 @dataclass(frozen=True)
 class Client:
-    """A client: what to install, and either the program that uses it or its command line."""
+    """A client: the packages to install, and either the program that uses it or its command line."""
 
     name: str
     packages: tuple[str, ...]
@@ -173,7 +173,7 @@ def version_of(client: Client) -> str:
 
 
 def use(client: Client, url: str, tools_url: str, model: str, directory: Path) -> tuple[bool, str]:
-    """Run the client. Return whether everything was as expected, and the result as text."""
+    """Run the client. Return whether all checks passed, and the result as text."""
     folder = client.environment
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     environment = os.environ | {"BATON_CLIENTS_URL": url, "BATON_CLIENTS_MODEL": model, "PATH": path}
@@ -221,8 +221,8 @@ def prepare(directory: Path, url: str, tools_url: str, model: str) -> None:
 
 
 def demo_of(directory: Path) -> Path:
-    """Return a copy of the demo model that makes embeddings, and whose chat template has a place for tools, in the
-    syntax of Hermes."""
+    """Return a copy of the demo model that supports embeddings, and whose chat template supports tools in the syntax of
+    Hermes."""
     model = directory / DEMO.name
     shutil.copytree(DEMO, model)
     file = model / "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""Use instructor, with structured output and with MD_JSON, which parses what the model wrote."""
+"""Use instructor, with structured output and with MD_JSON, which parses the model's text."""
 
 import instructor
 import openai

@@ -1,4 +1,4 @@
-"""Use llama-index with its client for servers that are like OpenAI's."""
+"""Use llama-index with its client for OpenAI-compatible servers."""
 
 import asyncio
 

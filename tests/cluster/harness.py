@@ -112,10 +112,11 @@ def state_of(pid: int) -> str:
 
 
 class Cluster:
-    """Routers and nodes. Several routers need a Redis or `names`: then each router has an address of its own, its API
-    too, and nodes join all that a name resolves to. `settings` are the BATON_ variables of all processes, in lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or router-1.
-    `prefixes` maps the name of a process to the words with which its command line starts. `engines` maps the name of a
-    node to the URL of its vLLM server, if it is a proxy node."""
+    """Routers and nodes. Several routers need a Redis or `names`: with `names`, each router and its API have a separate
+    address, and nodes join all addresses to which a name resolves. `settings` are the BATON_ variables of all
+    processes, in lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or
+    router-1. `prefixes` maps the name of a process to the words with which its command line starts. `engines` maps the
+    name of a node to the URL of its vLLM server, if it is a proxy node."""
 
     def __init__(
         self, directory: Path, prefill: int, decode: int, registry: str, *, routers: int = 1, names: bool = False,

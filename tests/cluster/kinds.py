@@ -1,4 +1,4 @@
-"""Models for the hash model of nodes, whose groups are those of a model with sliding windows or recurrent layers."""
+"""Models for hash nodes, with the groups of a model with sliding windows or recurrent layers."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tiny random embedding models and rerankers, in the format of sentence-transformers, and what they must return."""
+"""Tiny random embedding models and rerankers, in the format of sentence-transformers, and their expected results."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
-"""Random JSON schemas and regular expressions, and some grammars, each with a check of a text that llguidance has no part
-in. Texts are short even if each token is drawn at random."""
+"""Random JSON schemas and regular expressions, and some grammars, each with a check of a text that does not use
+llguidance. Texts are short even if each token is drawn at random."""
 
 import ast
 import json

@@ -1,6 +1,6 @@
 """Test that whole clusters give the tokens of transformers for every family, and for models without one.
 
-Requests run at once, so that they share steps, find prefixes in the cache and, in the small pool, are preempted.
+Requests run concurrently, so that they share steps, find prefixes in the cache and, in the small pool, are preempted.
 """
 
 import json
@@ -97,7 +97,7 @@ def check(directory: Path, expected: list[list[int]], ways: list[Way], model_imp
 def every_way(directory: Path, model_impl: str = "auto") -> tuple[list[Way], bool]:
     """Return every `Way` to run the cluster, and whether requests must be preempted in the last one, with a small pool.
 
-    Requests with windows release rows while they run, and those with states keep most of their rows from the start.
+    Requests with windows release rows while they run, and those with states hold most of their rows from the start.
     """
     components = build(BuildOptions(str(directory), model_impl=model_impl, threads=1, num_blocks=ENOUGH))
     geometry = Geometry(components.layout.block_tokens, components.groups)

@@ -1,4 +1,5 @@
-"""Test what whole clusters keep, send and find again for models with sliding windows or recurrent layers."""
+"""Test the rows that whole clusters keep, send and find in the cache for models with sliding windows or recurrent
+layers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ def checked(kind: str, prefill: int, directory: Path, **settings: object) -> Ite
 
 
 class Checked:
-    """A cluster whose answers are compared with those of the hash model."""
+    """A cluster whose answers are compared with the hash model's."""
 
     def __init__(self, running: Cluster, groups: tuple[Group, ...]) -> None:
         self.running = running

@@ -18,7 +18,7 @@ from tests.engine.image_models import CONFIGS, GEMMA_NAMES, QWEN_NAMES, answer, 
 
 COUNT = 48
 STORY = "Tell me of the king, of his sons and of the battle that they lost in the north. " * 2
-# Texts of a user's message, and sizes of images. The last has the text of the first, with another image.
+# Texts of a user's message, and sizes of images. The last message has the text of the first one with another image.
 CASES: list[list[str | tuple[int, int]]] = [
     [(40, 24), STORY],
     ["What is in ", (60, 18), " and in ", (30, 30), STORY],
@@ -55,7 +55,8 @@ def message(number: int) -> dict[str, Any]:
 
 
 def prompt_of(name: str, directory: Path, number: int) -> list[int]:
-    """Return the prompt's tokens as the processors of transformers make them: in the text, before it is tokenized."""
+    """Return the prompt's tokens as transformers' processors make them: they expand images in the text, before it is
+    tokenized."""
     rules = read_image_rules(directory)
     assert rules is not None
     token, start, end, _ = QWEN_NAMES if is_qwen(name) else GEMMA_NAMES
@@ -139,7 +140,7 @@ def test_a_request_with_an_image_survives_the_death_of_a_node(killed: str, tmp_p
 
 @pytest.mark.exhaustive
 def test_a_decode_node_that_preempts_requests_encodes_no_image(tmp_path: Path) -> None:
-    """It has not the pixels. It computes what follows the images again, or gives the request back."""
+    """It does not have the pixels. It recomputes the tokens after the images, or gives the request back."""
     expected = expected_of("qwen2.5 vl", tmp_path, 150)
     own = {"decode-0": {"num_blocks": 24}}
     with cluster(1, 1, own=own, model=tmp_path, runner="torch") as running, ThreadPoolExecutor(len(CASES)) as pool:

@@ -40,7 +40,8 @@ def test_a_prompt_is_computed_in_the_decode_nodes_pool_and_no_block_moves(shared
 def test_blocks_that_the_decode_node_holds_are_not_computed_again(shared: Cluster) -> None:
     (prompt,), (other,) = prompts_of(2, 1, 640), prompts_of(3, 1, 100)
     all_right(shared, [prompt], 5)
-    # The last token is always computed, for its logits. If it fills its block, all 16 tokens of the block are computed.
+    # The last token is always computed, to get its logits. If it fills its block, all 16 tokens of the block are
+    # computed.
     for again, count in ((prompt, 16), (prompt + other, len(other))):
         before = shared.settled()["nodes"]
         all_right(shared, [again], 5)

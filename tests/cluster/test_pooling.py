@@ -38,7 +38,7 @@ def running_with(directory: Path, way: tuple[int, str, int], **more: Any) -> Any
 
 
 def generates(running: Cluster, model: Any, prompt: list[int], count: int) -> bool:
-    """Return whether a completion is that of transformers."""
+    """Return whether a completion equals that of transformers."""
     model.generation_config.eos_token_id = None
     with torch.inference_mode():
         row = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[0].tolist()

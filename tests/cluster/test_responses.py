@@ -29,7 +29,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         with redis.Redis(port=server.port) as client:
             wait_for(lambda: answers(client), "Redis answers")
         options: dict[str, Any] = {"routers": 2, "responses_store": server.url, "max_attempts": 20, "node_timeout_s": 5}
-        options["max_num_batched_tokens"] = 64  # a prompt takes several steps
+        options["max_num_batched_tokens"] = 64  # so that a prompt takes several steps
         with cluster(2, 2, server.url, **options) as running:
             yield running
 
@@ -54,7 +54,7 @@ def parse(line: str) -> Event | None:
 
 async def follow(urls: list[str], response_id: str, until: int | None = None) -> list[Event]:
     """Return the events of a response up to number `until`, or all of them. After the loss of a router, resume on
-    another one. Each connection asks for the events after the last one that arrived."""
+    another one. Each connection requests the events after the last one that arrived."""
     events: list[Event] = []
     chance = random.Random(response_id)
     async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient(timeout=PATIENCE_S, verify=False) as client:
@@ -102,8 +102,8 @@ async def timeline_of(running: Cluster, router: str, response_id: str) -> dict[s
 
 
 async def survives(running: Cluster, number: int, role: str) -> int:
-    """Start three responses on two routers, kill a process of the role that has the first of them, and check every
-    event of each. Return the number of events."""
+    """Start three responses on two routers, kill the process of this role that has the first response, and check every
+    event of each response. Return the number of events."""
     urls = list(running.urls.values())
     routers, chance = list(running.urls), random.Random(number)
     seeds = [3 * number + index for index in range(3)]
@@ -128,7 +128,7 @@ async def survives(running: Cluster, number: int, role: str) -> int:
 
 @contextlib.asynccontextmanager
 async def load(running: Cluster, streams: int) -> AsyncIterator[None]:
-    """Keep this number of completions under way, also after their router was killed."""
+    """Keep this number of completions in progress, even after their router was killed."""
 
     async def stream(number: int) -> None:
         chance = random.Random(number)

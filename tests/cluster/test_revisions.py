@@ -1,4 +1,5 @@
-"""Test that nodes with old and with new weights of a model serve alongside, and that no answer mixes their tokens."""
+"""Test that nodes with old and nodes with new weights of a model serve at the same time, and that no answer mixes their
+tokens."""
 
 import shutil
 import signal

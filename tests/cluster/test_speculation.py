@@ -57,7 +57,7 @@ def test_answers_are_the_same_with_and_without_guesses(prefill: int, drafter: st
         after = running.settled()
         assert counted(running, "accepted_tokens") > 20
         is_right = counted(running, "accepted_tokens") / counted(running, "draft_tokens")
-        # With a grammar, the drafter does not know what is forbidden.
+        # The drafter does not know which tokens a grammar forbids.
         assert is_right < 1 if drafter == "ngram" else is_right > 0.95
         assert (after["handoffs"] > before["handoffs"]) == bool(prefill)
         node = next(node for node in running.status()["nodes"] if node["role"] == "decode")

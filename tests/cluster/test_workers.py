@@ -1,4 +1,5 @@
-"""Test a router with several worker processes: what a killed process loses, what is summed, and how it drains."""
+"""Test a router with several worker processes: what is lost with a killed process, what is summed, and how the router
+drains."""
 
 import signal
 import socket

@@ -1,4 +1,4 @@
-"""`baton plan`: the recommendation, what it is based on, and the refusal of options that make no sense."""
+"""Test `baton plan`: the recommendation, its basis, and the refusal of invalid options."""
 
 import json
 from pathlib import Path

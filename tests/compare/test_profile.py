@@ -1,4 +1,4 @@
-"""`baton profile`: the grid, the cost file, and the fit to the records of a running cluster."""
+"""Test `baton profile`: the grid, the cost file, and the fit to the records of a running cluster."""
 
 import itertools
 import json

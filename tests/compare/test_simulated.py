@@ -1,4 +1,4 @@
-"""`baton compare --on sim`: the same arms, traffic and report as live, on a virtual clock."""
+"""Test `baton compare --on sim`: the same arms, traffic and report as live, on a virtual clock."""
 
 import json
 from pathlib import Path

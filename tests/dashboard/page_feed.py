@@ -211,7 +211,7 @@ def build_feed(feed: Feed) -> Starlette:
         return StreamingResponse(words(body["messages"]), media_type="text/event-stream")
 
     async def words(messages: list[dict[str, str]]) -> AsyncIterator[str]:
-        """Send a word every tick: as many as the conversation has messages, or without an end for "forever"."""
+        """Send a word every tick: one for each message of the conversation, or endlessly for "forever"."""
         name, endless = next(reversed(feed.requests)), messages[-1]["content"] == "forever"
         for number in itertools.count() if endless else range(len(messages)):
             choice = {"index": 0, "delta": {"content": f"word{number} "}, "finish_reason": None}

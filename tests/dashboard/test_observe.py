@@ -219,7 +219,7 @@ async def test_the_stream_sends_new_events_of_every_kind() -> None:
     await asyncio.wait_for(again.started.wait(), 5.0)
     world.records.accepted("cmpl-b", 4, 1)
     world.step("decode-0", 6, 50, 8, 0, 2)
-    again.reads.set()  # what happens while the first status is being sent must not be lost
+    again.reads.set()  # events that occur while the first status is being sent must not be lost
     assert [row[0] for row in (await again.receives("steps"))["steps"]] == [6], "earlier events are not sent"
     assert [row["id"] for row in (await again.receives("requests"))["requests"]] == ["cmpl-b"]
     feed.close()

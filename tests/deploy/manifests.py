@@ -1,4 +1,4 @@
-"""Build the Kubernetes manifests of `deploy/kubernetes`, and find what a schema cannot: parts that do not fit together."""
+"""Build the Kubernetes manifests of `deploy/kubernetes`, and find errors that a schema cannot: inconsistent parts."""
 
 import os
 import subprocess
@@ -143,7 +143,8 @@ class Manifests:
                     yield f"{name_of(item)}: spec.podMetricsEndpoints: no pod has the port"
 
     def scalers(self) -> Iterator[str]:
-        """An autoscaler must find its Deployment, which must not have a number of its own, and must leave one pod."""
+        """An autoscaler must find its Deployment, which must not set its own number of replicas, and must leave one
+        pod."""
         workloads = {item["metadata"]["name"]: item["spec"] for item in self.workloads}
         for item in self.of_kind("ScaledObject") + self.of_kind("HorizontalPodAutoscaler"):
             spec, name = item["spec"], item["spec"]["scaleTargetRef"]["name"]

@@ -13,7 +13,7 @@ from shared.clock import now_ns
 from tests.chaos.traffic import Outcome
 from tests.cluster.harness import START_S, free_port, wait_for
 
-# What clients retry while a router restarts, if no response has begun (see docs/operations.md).
+# The errors after which clients retry while a router restarts, if no response has begun (see docs/operations.md).
 RETRIED = ("ConnectionRefusedError", "ConnectionResetError", "RemoteDisconnected", "ValueError: status 503")
 
 

@@ -153,7 +153,7 @@ class Gateway:
         return router
 
     def picks(self, prompt: list[int], *gone: str) -> str:
-        """Return the router that the picker should choose if no other request is under way."""
+        """Return the router that the picker should choose if no other request is in progress."""
         key = key_of("", "", json.dumps({"prompt": prompt}).encode())
         return choose(key, {address: 0 for address in self.routers if address not in gone})[0]
 

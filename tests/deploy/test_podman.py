@@ -1,7 +1,8 @@
 """Test the pods of deploy/kubernetes/overlays/demo with `podman kube play`: several routers by name, without Redis.
 
-Podman knows Deployments and ConfigMaps, but no Services, probes or DownwardAPI. The test gives the routers the name of
-the headless Service as a network alias, leaves out the probes, and sets what Kubernetes would set from the pod.
+Podman supports Deployments and ConfigMaps, but not Services, probes or the DownwardAPI. The test gives the routers the
+name of the headless Service as a network alias, omits the probes, and sets the values that Kubernetes would take from
+the pod.
 """
 
 import copy
@@ -53,7 +54,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(bool(missing()), reason
 
 
 class Pods:
-    """The pods of the overlay, on a network of their own."""
+    """The pods of the overlay, on a separate network."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -84,7 +85,8 @@ class Pods:
         """Keep the MAC address of the bridge.
 
         Otherwise, the bridge has the lowest address of its ports. If the pod with that port is removed, the other pods
-        send to the old address until their ARP entries expire, so this machine gets nothing from them for 45 s or so.
+        send to the old address until their ARP entries expire, so this machine receives nothing from them for about 45
+        s.
         """
         bridge = self.podman("network", "inspect", "--format", "{{.NetworkInterface}}", self.network).strip()
         address = Path(f"/sys/class/net/{bridge}/address").read_text().strip()
@@ -115,7 +117,7 @@ class Pods:
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             container.pop(probe, None)
         for volume, mount in product(spec["volumes"], container["volumeMounts"]):
-            if volume.pop("secret", None):  # podman 4.3 writes secrets as they are encoded
+            if volume.pop("secret", None):  # podman 4.3 does not decode secrets
                 volume["hostPath"] = {"path": str(self.place / "secret"), "type": "Directory"}
             elif mount["name"] == volume["name"]:  # podman 4.3 shares emptyDir volumes of equal names between pods
                 mount["name"] = volume["name"] = f"{name}-{volume['name']}"
@@ -143,7 +145,7 @@ class Pods:
         return RouterClient(f"http://{self.address(f'baton-router-{number}')}:8000")
 
     def kill(self, name: str) -> tuple[int, int]:
-        """Kill the process of a pod, and wait until podman has started it again. Return when it was killed."""
+        """Kill the process of a pod, and wait until podman has restarted it. Return the time of the kill."""
         before = self.inspect(name)["State"]["Pid"]
         killed = kill(before)
         wait_for(lambda: self.inspect(name)["State"]["Pid"] not in {0, before}, f"{name} starts again")

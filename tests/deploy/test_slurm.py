@@ -160,7 +160,7 @@ class Slurm:
 
     def left_behind(self) -> list[Any]:
         """Return the processes and files that outlived the job."""
-        files = list(self.place.glob(".baton*"))  # what a killed node leaves in the KV directory, the next one removes
+        files = list(self.place.glob(".baton*"))  # the next node removes a killed node's files in the KV directory
         return [line for line in command_lines() if str(self.join_port) in line or "slurmstepd:" in line] + files
 
     def log(self) -> str:

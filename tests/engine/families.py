@@ -268,7 +268,8 @@ def kind_of(config: PretrainedConfig) -> Any:
 
 
 def reference(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a random model. Its norms and biases are random too, since the usual ones and zeros would hide errors."""
+    """Return a random model. Its norms and biases are random too, because the usual values of 1 and 0 would hide
+    errors."""
     torch.manual_seed(7)
     kind = kind_of(config)
     made = kind.from_config(config, attn_implementation="eager") if hasattr(kind, "from_config") else kind(config)

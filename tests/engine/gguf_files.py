@@ -14,7 +14,7 @@ from engine.formats.gguf import gguf_name
 
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30}
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-Stored = tuple[bytes, list[float]]  # a block of random codes, and the values that it stands for
+Stored = tuple[bytes, list[float]]  # a block of random codes, and the values that it represents
 
 
 def _bytes(count: int) -> list[int]:

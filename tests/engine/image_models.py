@@ -1,4 +1,4 @@
-"""Tiny random models of text and images, with a tokenizer, a chat template and an image processor, and their oracle."""
+"""Tiny random models of text and images, with a tokenizer, a chat template, an image processor and an oracle."""
 
 import json
 from copy import deepcopy
@@ -22,7 +22,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from shared.model_files import DEMO_MODEL as DEMO
 from tests.engine.families import MROPE, QWEN_VISION, SIZES, TEXT, VISION, save
 
-WORDS = 2048  # the vocabulary of the demo model's tokenizer, which the special tokens follow
+WORDS = 2048  # the vocabulary of the demo model's tokenizer; the special tokens follow it
 IMAGE, START, END, TURN = WORDS, WORDS + 1, WORDS + 2, WORDS + 3
 VOCABULARY = {"vocab_size": WORDS + 8}
 IDS = {"image_token_id": IMAGE, "video_token_id": WORDS + 4, "vision_start_token_id": START, "vision_end_token_id": END}
@@ -113,7 +113,7 @@ def picture(seed: int, width: int, height: int) -> np.ndarray[Any, Any]:
 
 
 def answer(reference: Any, name: str, tokens: list[int], images: list[np.ndarray[Any, Any]], count: int) -> list[int]:
-    """Return what transformers generates for a prompt in which each image has its tokens."""
+    """Return the tokens that transformers generates for a prompt in which each image has its tokens."""
     inputs: dict[str, Any] = {"input_ids": torch.tensor([tokens])}
     kinds = (inputs["input_ids"] == IMAGE).long()
     if images:

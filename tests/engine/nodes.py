@@ -1,4 +1,4 @@
-"""Nodes of a scheduler and a torch runner, which run requests together, with or without a handoff of their KV."""
+"""Nodes with a scheduler and a torch runner, which run requests together, with or without a handoff of their KV."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Writers of tiny quantized checkpoints, from the published layouts of the formats.
 
-Each writer turns a matrix [out, in] into the tensors of a module, and also returns the values that they stand for.
+Each writer converts a matrix [out, in] to the tensors of a module, and also returns the values that they represent.
 """
 
 import json
@@ -147,7 +147,8 @@ def change_config(where: Path, **values: Any) -> None:
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:
-    """Write `source` to `target` in a format, and replace the matrices of `source` by the values that it stands for."""
+    """Write `source` to `target` in a format, and replace the matrices of `source` by the values that the format
+    represents."""
     write, settings = FORMATS[kind]
     target.mkdir()
     tensors = load_file(source / "model.safetensors")

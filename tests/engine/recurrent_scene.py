@@ -1,4 +1,4 @@
-"""A recurrent layer with random weights, run in chosen cuts, for tests of each implementation."""
+"""A recurrent layer with random weights, run in chosen chunks, for tests of each implementation."""
 
 from collections.abc import Callable
 from random import Random

@@ -195,7 +195,7 @@ def test_broken_logits_end_their_request_alone(model: Decoder, captures: str) ->
     first = runner.launch(step)
     broken.num_computed, whole.num_computed = slices[0].end, slices[1].end
     behind = [Slice(request, request.num_computed, 1, True, 0) for request in (broken, whole)]
-    second = runner.launch(Step(2, behind, []), step)  # its input token comes from a draw that failed
+    second = runner.launch(Step(2, behind, []), step)  # its input token comes from a failed draw
     assert [output.error for output in first()] == ["numerical", ""]
     assert [output.error for output in second()] == ["numerical", ""]
     assert runner.run(Step(3, [piece(banned)], []))[0].error == "no_token"
@@ -293,7 +293,7 @@ def test_tensors_on_the_device_are_aligned_to_16_bytes(tokens: int) -> None:
 
 
 def test_slices_of_padding_have_no_states() -> None:
-    """Nor have they tokens of requests. Earlier steps with more slices leave nothing behind."""
+    """They also have no tokens of requests. Earlier steps with more slices have no effect."""
     buffers, tokens = StepBuffers(replace(CAPACITY, tables=1, state_rows=2), CPU), torch.zeros(9, dtype=torch.int64)
     groups = (Group("full", 1), Group("state", 2))
     rows, blocks = BlockRows(replace(all_in_one_row(1), groups=groups)), Blocks(NUM_BLOCKS, BLOCK_TOKENS)

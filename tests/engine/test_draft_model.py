@@ -1,4 +1,5 @@
-"""Test that a draft model changes no answer, guesses right where it must, and keeps its KV where the target's is."""
+"""Test that a draft model changes no answer, guesses right when it must, and keeps its KV together with the
+target's."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -98,7 +99,8 @@ def test_a_draft_model_changes_no_answer(
 @pytest.mark.parametrize("handed_over", [False, True])
 @pytest.mark.parametrize("tight", [False, True])
 def test_a_model_that_drafts_for_itself_is_always_right(handed_over: bool, tight: bool) -> None:
-    """Also after a preemption, a hit in the prefix cache or a handoff, and when not all guesses were verified."""
+    """This includes guesses after a preemption, a hit in the prefix cache or a handoff, and after unverified
+    guesses."""
     model, drafted, preemptions = model_of(PLAIN, PLAIN), 0, 0
     for seed in range(4):
         room = 1.5 if tight else 6

@@ -1,4 +1,4 @@
-"""Test the models that run through transformers' modules: their logits, the check at load, and what is refused."""
+"""Test models that run through transformers' modules: their logits, the check at load, and the refused models."""
 
 import json
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""Test that quantized checkpoints are served with exactly the weights that they stand for, and refused if damaged."""
+"""Test that quantized checkpoints are served with exactly the weights that they represent, and refused if damaged."""
 
 from pathlib import Path
 from typing import Any

@@ -109,7 +109,7 @@ def test_a_head_of_its_own_in_a_model_that_claims_to_have_none(tmp_path: Path) -
 
 
 def test_a_config_that_transformers_4_wrote_for_qwen2_5_vl(tmp_path: Path) -> None:
-    """Its keys of the text decoder are not nested, and its rotary embedding has a type of its own."""
+    """Its keys of the text decoder are not nested, and its rotary embedding has a special type."""
     reference_model = save(MULTIMODAL["qwen2.5 vl"], tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())

@@ -88,7 +88,7 @@ def test_a_batch_of_several_adapters_gives_the_logits_of_peft(
     directories = {digest: tmp_path / f"adapter {seed}" for seed, digest in enumerate(list(references)[1:])}
     adapted = adapt(model, directories, Plain(torch.float32), max_rank=8)
     random = Random(name)
-    # The last row makes a step that is longer than what an MLP multiplies at once.
+    # With the last row, a step is longer than the batch that an MLP multiplies at once.
     lengths = [9, 17, 4, 30, 11, *([MLP_ROWS // 3] * 3 if name == "llama" else [])]
     rows = [
         (list(references)[index % 3], [random.randrange(97) for _ in range(min(length, 250))])

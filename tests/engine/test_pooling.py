@@ -1,4 +1,4 @@
-"""Test that runners return the same vectors for any chunks and any company, and when a step runs twice."""
+"""Test that runners return the same vectors for any chunks and any batch, and when a step runs twice."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Test that the tokens of a request do not depend on what the real scheduler decides: not on budget, block size,
+"""Test that the tokens of a request do not depend on decisions of the real scheduler: not on budget, block size,
 policy, other requests, cache hits or preemption, nor on the pool in which the prompt's KV was computed."""
 
 from collections.abc import Sequence

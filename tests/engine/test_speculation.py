@@ -55,7 +55,7 @@ def run(
     model: Decoder, rows: Sequence[Request], speculation: Speculation | None = None, *, budget: int = 64,
     tight: bool = False, handed_over: bool = False,
 ) -> tuple[list[Answer], Node]:  # fmt: skip
-    """Return what a client gets of each request, and the node that decoded."""
+    """Return the output of each request that a client gets, and the node that decoded."""
     limits = StepLimits(max_num_batched_tokens=budget)
     here, there = (Node(model, limits, 1.5 if tight else 9, 4, speculation=speculation, longest=LONGEST) for _ in "ht")
     tokens = run_together(rows, here, there if handed_over else None)
@@ -140,7 +140,7 @@ def test_looked_up_guesses_change_no_answer(model: Decoder) -> None:
 
 
 def test_the_same_guesses_are_right_in_both_modes(model: Decoder) -> None:
-    """Alone, without a model of step times that chooses how many tokens to guess."""
+    """The request runs alone, without a step-time model that would choose how many tokens to guess."""
     total = 0
     for seed in range(3):
         for index in range(len(SAMPLINGS)):

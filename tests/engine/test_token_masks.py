@@ -29,7 +29,7 @@ def row_of(matcher: TokenMatcher, generated: list[int], **more: object) -> Sampl
 
 
 def allowed(rows: list[SamplingRow]) -> list[set[int]]:
-    """Return the tokens that each row's mask allows, and check that they are of the vocabulary."""
+    """Return the tokens that each row's mask allows, and check that they are in the vocabulary."""
     masks = MaskFiller().start(rows)()
     assert masks is not None
     bits = np.unpackbits(masks.words.view(np.uint8), axis=1, bitorder="little")
@@ -48,7 +48,7 @@ def ids_of(text: str) -> list[int]:
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), grammar=st.sampled_from(GRAMMARS))
 def test_a_mask_depends_only_on_the_tokens(seed: int, grammar: str) -> None:
-    """The matcher goes forward by several tokens, and back, as after a failed step or a rejected draft."""
+    """The matcher moves forward by several tokens, and back, as after a failed step or a rejected draft."""
     random, matcher, path = Random(seed), matcher_of(grammar), list[int]()
     for _ in range(20):
         [tokens] = allowed([row_of(matcher, path)])

@@ -403,7 +403,7 @@ def test_a_demo_model_is_found_by_its_name_in_the_repository_only(
     with pytest.raises(ValueError, match="in Baton's repository only; give its directory there, demo/moe"):
         resolve("moe")
     (tmp_path / "moe").mkdir()
-    assert resolve("moe") == Path("moe")  # a directory of that name comes first
+    assert resolve("moe") == Path("moe")  # a directory of that name takes precedence
 
 
 @pytest.mark.parametrize("model", ["/no/such/place", "./here", "a/b/c", "../x/y", "gpt2", "", "owner/na me"])

@@ -1,4 +1,5 @@
-"""Test the wheel: build it, install it outside the tree, and serve the demo model where other packages have its names."""
+"""Test the wheel: build it, install it outside the tree, and serve the demo model in the presence of packages with the
+same names."""
 
 import os
 import re
@@ -44,7 +45,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(wheel),
     ]
     subprocess.run(command, check=True)
-    # Python ignores the .pth files of directories that a .pth file names, and with them that of an editable install.
+    # Python ignores .pth files in directories that a .pth file names, including that of an editable install.
     libraries = [path for path in sys.path if path.endswith("-packages")]
     (site_packages(directory) / "libraries.pth").write_text("\n".join(libraries))
     return directory
@@ -52,7 +53,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def decoys(tmp_path: Path) -> Path:
-    """Return a directory with packages that must not be imported, and that have names of Baton's packages."""
+    """Return a directory with packages that have the names of Baton's packages and must not be imported."""
     for name in DECOYS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise ImportError('the {name} of the user')")
@@ -64,7 +65,8 @@ def site_packages(environment: Path) -> Path:
 
 
 def variables(**own: str) -> dict[str, str]:
-    """Return this environment without what finds the checkout. The kernels are not compiled, which saves 20 s."""
+    """Return this environment without the variables that lead to the checkout. The kernels are not compiled, which
+    saves 20 s."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "BATON_"))}
     return kept | {"NUMBA_CPU_FEATURES": "+sse2"} | own
 
@@ -122,7 +124,7 @@ def test_an_installation_serves_the_demo_model_next_to_packages_of_the_same_name
                 if "complete: disaggregated, 1 prefill and 1 decode" in line:
                     break
             (url,) = re.findall(r"serving at (http://\S+)", "".join(output))
-            message = {"role": "user", "content": "What news?"}  # the template is rendered in a process of its own
+            message = {"role": "user", "content": "What news?"}  # the template is rendered in a separate process
             with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
                 answer = client.post(
                     "/v1/chat/completions", json={"messages": [message], "max_tokens": 4, "model": "model"}

@@ -1,4 +1,4 @@
-"""Test that both nodes release all resources of a request, at whatever moment it is cancelled."""
+"""Test that both nodes release all resources of a request that is cancelled at any moment."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Clusters of a router, proxy nodes and stub engines, and what may happen to their processes."""
+"""Clusters of a router, proxy nodes and stub engines, and the faults of their processes."""
 
 import json
 import os
@@ -19,7 +19,7 @@ LENGTH = 250
 
 
 class Engines:
-    """The stub engines of a cluster, one for each node. `knobs` are those of each."""
+    """The stub engines of a cluster, one for each node, all with these `knobs`."""
 
     def __init__(self, directory: Path, names: Sequence[str], **knobs: Any) -> None:
         self.ports = {name: free_port() for name in names}
@@ -68,7 +68,8 @@ def serving(directory: Path, names: Sequence[str], **knobs: Any) -> Iterator[tup
 
 @contextmanager
 def streams(running: Cluster, prompts: list[list[int]], count: int) -> Iterator[None]:
-    """Stream all prompts. The block begins when each has a token; afterwards, each answer must be whole and right."""
+    """Stream all prompts. The block begins when each stream has a token; after it, each answer must be complete and
+    right."""
     begun = [threading.Event() for _ in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
         found = [
@@ -93,12 +94,12 @@ def freeze_engine(_: Cluster, engines: Engines, name: str) -> None:
 
 
 def silence_engine(_: Cluster, engines: Engines, name: str) -> None:
-    """What vLLM does at SIGTERM: the engine dies, and its server keeps silent streams open."""
+    """Do what vLLM does at SIGTERM: the engine dies, and its server keeps silent streams open."""
     engines.set(name, is_stalled=True)
 
 
 def break_engine(_: Cluster, engines: Engines, name: str) -> None:
-    """What vLLM does when its engine's process dies: every request fails, and the server is unhealthy."""
+    """Do what vLLM does when its engine's process dies: every request fails, and the server is unhealthy."""
     engines.set(name, is_unhealthy=True, error_event=1000)
 
 
@@ -125,7 +126,7 @@ def drain_proxy(running: Cluster, _: Engines, name: str) -> None:
 
 
 def repair(running: Cluster, engines: Engines, name: str) -> None:
-    """Bring a node back after any of these."""
+    """Bring a node back after any of these faults."""
     if engines.processes[name].poll() is not None:
         engines.start(name)
     engines.processes[name].send_signal(signal.SIGCONT)
@@ -138,11 +139,12 @@ def repair(running: Cluster, engines: Engines, name: str) -> None:
 
 
 def lose(running: Cluster, engines: Engines, act: Act, name: str, round_: int) -> None:
-    """Do this to a node in mid-stream. Every answer must be whole and right, and the node must serve again later."""
+    """Inject a fault into a node while it streams. Every answer must be complete and right, and the node must serve
+    again later."""
     prompts = [[100 + index, round_, *range(30)] for index in range(6)]
     with streams(running, prompts, LENGTH):
         act(running, engines, name)
-        running.complete([3, 4, 5], 3)  # new requests are served meanwhile
+        running.complete([3, 4, 5], 3)  # new requests are served in the meantime
     if act is drain_proxy:
         running.processes[name].wait(60)
     repair(running, engines, name)

@@ -21,7 +21,7 @@ WAIT_S = 60.0
 
 
 class Unannounced(Announcer):
-    """An announcer of a node that no registry lists. It keeps all that the node would announce."""
+    """An announcer of a node that no registry lists. It records the node's announcements."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Test clusters of a router, two proxy nodes and two stub engines, as clients see them: every process may end, freeze and
-come back, and every answer is whole and has the same tokens."""
+"""Test clusters of a router, two proxy nodes and two stub engines, as clients see them: every process may end, freeze
+and come back, and every answer is complete and has the same tokens."""
 
 import json
 import signal

@@ -19,7 +19,7 @@ from tests.proxy_node.harness import WAIT_S, Running, running
 from tests.proxy_node.vllm_stub import answer
 
 PROMPT = list(range(50, 90))
-PARAMS: dict[str, Any] = {  # of vLLM 0.32
+PARAMS: dict[str, Any] = {  # recorded from vLLM 0.32
     "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]],
     "remote_engine_id": "8d0e", "remote_request_id": "cmpl-r-0", "remote_host": "127.0.0.1", "remote_port": 5701,
     "tp_size": 1, "dcp_size": 1, "pp_size": 1, "remote_num_tokens": 33, "remote_blocks_expiry_time": None,
@@ -31,7 +31,7 @@ PARAMS: dict[str, Any] = {  # of vLLM 0.32
 async def pair(
     lease_s: float = 30.0, resumes: str = "greedy, seeded", **knobs: Any
 ) -> AsyncIterator[tuple[Running, Running]]:
-    """A prefill and a decode node. `knobs` are those of both engines."""
+    """A prefill and a decode node. `knobs` apply to both engines."""
     knobs |= {"connector": "nixl"}
     options: dict[str, Any] = {"lease_s": lease_s, "resumes": resumes}
     async with (

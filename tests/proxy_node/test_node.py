@@ -1,4 +1,4 @@
-"""Test one incarnation of a proxy node against a stub engine: what its router sees of each event."""
+"""Test one incarnation of a proxy node against a stub engine: the messages that its router gets for each event."""
 
 import asyncio
 from itertools import pairwise

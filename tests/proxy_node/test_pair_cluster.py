@@ -1,5 +1,5 @@
 """Test clusters of a router, two prefill and two decode nodes whose engines hand KV over: every process may end, freeze
-and come back, every answer is whole and right, and no KV is read twice or after its lease."""
+and come back, every answer is complete and right, and no KV is read twice or after its lease."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ from tests.proxy_node.clusters import (
 from tests.proxy_node.vllm_stub import answer
 
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-SHORT = (kill_engine, break_engine, kill_proxy)  # the others take minutes; replicas are tested with all
+SHORT = (kill_engine, break_engine, kill_proxy)  # the other faults take minutes; replicas are tested with all faults
 CASES = [pytest.param(act, marks=() if act in SHORT else pytest.mark.exhaustive, id=act.__name__) for act in ACTS]
 
 

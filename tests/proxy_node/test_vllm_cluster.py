@@ -1,4 +1,4 @@
-"""Test clusters of real vLLM servers: no client sees the end of either of two replicas.
+"""Test clusters of real vLLM servers: no client sees the failure of either of two replicas.
 
 Each start of a server takes a minute and 2 GB. `BATON_PEER_VLLM=… pytest -m exhaustive -s tests/proxy_node` runs them
 and prints the longest gaps; benchmarks/peers/install.sh installs the interpreter.

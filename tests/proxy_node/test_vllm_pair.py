@@ -1,5 +1,5 @@
 """Test a real prefill and a real decode engine of vLLM, whose KV moves by NIXL: the tokens are those of one engine, and
-no client sees the end of either. See test_vllm_cluster.py."""
+no client sees the failure of either. See test_vllm_cluster.py."""
 
 import json
 from collections.abc import Callable, Iterator

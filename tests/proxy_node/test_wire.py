@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from proxy_node.wire import EngineFailure, EventReader, completion_body, read_metrics
 from shared.rpc.messages import Logprobs, Media, SamplingParams, SubmitRequest, pack_ids
 
-RECORDED = [  # of vLLM 0.32: `logprobs` 2 and `return_tokens_as_token_ids`
+RECORDED = [  # from vLLM 0.32, with `logprobs` 2 and `return_tokens_as_token_ids`
     b'data: {"id":"cmpl-8650eaf2fcf13e47","object":"text_completion","created":1795668445,"model":"m","choices":[{"index":0,"text":".","logprobs":{"text_offset":[0],"token_logprobs":[-1.57],"tokens":["token_id:15"],"top_logprobs":[{"token_id:15":-1.57,"token_id:13":-2.2}]},"finish_reason":null,"stop_reason":null,"prompt_token_ids":[5,6,7],"token_ids":[15]}]}\n\n',
     b'data: {"id":"cmpl-8650eaf2fcf13e47","object":"text_completion","created":1795668445,"model":"m","choices":[{"index":0,"text":"\\n","logprobs":{"text_offset":[11],"token_logprobs":[-1.41],"tokens":["token_id:200"],"top_logprobs":[{"token_id:200":-1.41,"token_id:615":-0.36,"token_id:9":-0.9}]},"finish_reason":"length","stop_reason":null,"prompt_token_ids":null,"token_ids":[200]}],"system_fingerprint":"vllm-0.32.0-ed22ce49"}\n\n',
     b"data: [DONE]\n\n",

@@ -1,4 +1,4 @@
-"""Starts real vLLM servers with the demo model, for tests that run only where BATON_PEER_VLLM names an interpreter."""
+"""Starts real vLLM servers with the demo model, for tests that run only if BATON_PEER_VLLM names an interpreter."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ ENVIRONMENT = {
 
 
 class VllmServer:
-    """One server, in a process group of its own."""
+    """One server, in a separate process group."""
 
     def __init__(self, log: Path, *flags: str, port: int = 0) -> None:
         self.port = port or free_port()
@@ -68,7 +68,7 @@ class VllmServer:
 
 @contextmanager
 def served(roles: Sequence[str], *flags: str) -> Iterator[tuple[Cluster, dict[str, VllmServer]]]:
-    """A router and a proxy node for each of new servers, by name. `roles` are those of the nodes."""
+    """A router and a proxy node for each of new servers, by name. `roles` are the nodes' roles."""
     names = [f"{role}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
     with tempfile.TemporaryDirectory(prefix="baton-vllm-") as directory:
         servers = {name: VllmServer(Path(directory) / f"{name}.log", *flags) for name in names}
@@ -104,7 +104,7 @@ ACTS = [kill_server, terminate_server, kill_engine_core]
 def end_in_mid_stream(
     running: Cluster, name: str, server: VllmServer, act: Callable[[VllmServer], None]
 ) -> list[float]:
-    """End the server of a node while answers are streamed. Each must be whole and the same as before. Return their
+    """End the server of a node while answers are streamed. Each must be complete and the same as before. Return their
     longest gaps, in seconds."""
     prompts = [[40 + index, *range(200, 230)] for index in range(NUM_STREAMS)]
     whole = [running.complete(prompt, LENGTH) for prompt in prompts]

@@ -1,7 +1,7 @@
-"""A server that speaks the API of vLLM 0.32 that a proxy node uses, as recorded, and generates by a hash.
+"""A server with the parts of vLLM 0.32's API that a proxy node uses, as recorded; it generates tokens by a hash.
 
 `python -m tests.proxy_node.vllm_stub --port 8100 --knobs '{"token_s": 0.01}'`. `POST /knobs` changes knobs at run time,
-and `GET /calls` returns the bodies of all completions. A knob in `FAULTS` acts once for each unit of its value.
+and `GET /calls` returns the bodies of all completions. A knob in `FAULTS` injects as many faults as its value says.
 
 With the connector NIXL, a server keeps the blocks of a prompt for its lease, and another one reads them by HTTP. As vLLM
 does, it answers with wrong tokens and status 200 if the blocks were read before or the lease has ended; `GET /handoffs`
@@ -32,7 +32,7 @@ KNOBS: dict[str, Any] = {
     "max_model_len": 8192,
     "version": "0.32.0",
     "key": "",
-    "token_ids": True,  # False: answers have no ids, as those of old versions
+    "token_ids": True,  # False: answers have no ids, as in old versions
     "engines": 1,
     "metrics_s": 0.0,  # delay of /metrics and /health
     "is_stalled": False,  # streams stay open and are silent
@@ -42,7 +42,7 @@ KNOBS: dict[str, Any] = {
     "caches": True,  # prefixes
     "ignores_salts": False,
     "ignores_params": False,  # computes prompts instead of reading their KV
-    "never_drops": False,  # requests go on without their connection
+    "never_drops": False,  # requests continue without their connection
     "lease_s": 30.0,
     "read_s": 0.0,  # time to read the KV of a prompt
 }
@@ -61,7 +61,7 @@ def next_token(tokens: list[int], draw: str = "") -> int:
 
 
 def answer(prompt: list[int], count: int, draw: str = "") -> list[int]:
-    """Return the greedy answer of this server, or with `draw`, `seed N`, that of a seed."""
+    """Return this server's greedy answer or, with `draw` = `seed N`, the answer of a seed."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens, draw))
@@ -158,7 +158,7 @@ class VllmStub:
         return web.json_response(self.handoffs | {"blocks_kept": self.num_blocks_kept})
 
     async def _get_kv(self, request: web.Request) -> web.Response:
-        """Give the KV of a prompt away, or memory that may hold anything by now. A former incarnation cannot be read."""
+        """Hand out the KV of a prompt, or memory that may have been reused. A former incarnation cannot be read."""
         if request.match_info["engine"] != self.engine_id:
             return web.Response(status=404)
         end, _ = self.leases.pop(request.match_info["request"], (0.0, 0))
@@ -266,7 +266,7 @@ class VllmStub:
         return web.json_response({"id": "cmpl-1", "choices": [choice], "kv_transfer_params": params})
 
     def _cache(self, body: dict[str, Any]) -> None:
-        """Count the hits of a prompt that is in the prefix cache as a whole, and keep the prompt there."""
+        """Count the hits of a prompt that is completely in the prefix cache, and keep the prompt there."""
         key = "" if self.knobs["ignores_salts"] else body.get("cache_salt", ""), tuple(body["prompt"])
         if key in self._cached:
             self.num_hits += len(body["prompt"]) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -313,7 +313,7 @@ class VllmStub:
         return next_token(tokens, draw)
 
     async def _faulted(self, stream: web.StreamResponse) -> bool:
-        """Send what a fault sends, if one is due, and return whether the stream ends."""
+        """Inject a fault into the stream if one is due, and return whether the stream ends."""
         choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": None, "token_ids": [1]}
         if self._takes("truncate"):
             return True

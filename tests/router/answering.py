@@ -53,8 +53,8 @@ Connect = Callable[..., Awaitable[tuple[openai.AsyncOpenAI, ScriptedDispatcher]]
 
 @asynccontextmanager
 async def connecting(**options: Any) -> AsyncIterator[Connect]:
-    """Provide a function that starts a router, whose model gives an answer, and returns a client of the router.
-    `options` are those of `build_app`."""
+    """Provide a function that starts a router whose model gives an answer, and returns a client of the router.
+    `options` are arguments of `build_app`."""
     async with AsyncExitStack() as stack:
 
         async def connect(

@@ -58,7 +58,7 @@ class Api:
 
 @pytest.fixture
 async def api(connect, hermes) -> AsyncIterator[Any]:
-    """Return a function that starts a router, whose model gives an answer, and returns a client."""
+    """Return a function that starts a router whose model gives an answer, and returns a client."""
     opened: list[Api] = []
 
     async def start(answer: str, tokens_per_piece: int = 1, **options: Any) -> Api:

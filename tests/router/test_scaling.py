@@ -1,4 +1,4 @@
-"""Test how many nodes a router says that its requests need: the pure functions, and an autoscaler on a virtual clock."""
+"""Test the number of nodes that a router's requests need: the pure functions, and an autoscaler on a virtual clock."""
 
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -110,8 +110,8 @@ def test_the_capability_follows_the_step_time_model(per_decode: float, slo_ms: f
 class Replay:
     """A role's nodes and their autoscaler, on a virtual clock of whole seconds.
 
-    Each node does the work of one second in a second. `hold_s` is 0 for prefill nodes, whose work waits in a queue and
-    is then done, and otherwise the time for which a request stays on a decode node. Loads are in nodes.
+    `hold_s` is 0 for prefill nodes, whose work waits in a queue, and otherwise the time that a request stays on a
+    decode node. Loads are in numbers of nodes.
     """
 
     load: float  # before the step
@@ -120,7 +120,7 @@ class Replay:
     nodes: int = 1
     requests_per_node: int = 64  # prompts that a prefill node computes in a second, or requests on a decode node
     queue: float = 0.0
-    starting: list[int] = field(default_factory=list)  # when the nodes that start will be ready
+    starting: list[int] = field(default_factory=list)  # when the starting nodes will be ready
     leaving: deque[int] = field(default_factory=lambda: deque(maxlen=COOL_S // POLL_S))  # the latest answers
     last_down: int = -COOL_S
     arrived: deque[int] = field(default_factory=lambda: deque([0] * WINDOW_S, maxlen=WINDOW_S))
@@ -168,8 +168,8 @@ class Replay:
         return load
 
     def _scale(self, wanted: int, second: int) -> None:
-        """Do what a HorizontalPodAutoscaler does: grow at once, shrink by one node a minute to the largest answer of
-        the last five minutes."""
+        """Scale like a HorizontalPodAutoscaler: up at once, and down by one node a minute to the largest answer of the
+        last five minutes."""
         present = self.nodes + len(self.starting)
         self.leaving.append(wanted)
         if wanted > present:

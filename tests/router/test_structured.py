@@ -1,4 +1,4 @@
-"""Test the parameters that constrain answers: what they accept, and that anything else is refused with the reason."""
+"""Test the parameters that constrain answers: valid values are accepted, and others are refused with the reason."""
 
 import contextlib
 import json

@@ -1,4 +1,5 @@
-"""Test that required calls and strict tools are enforced: what the grammar allows, the parser reads as valid calls."""
+"""Test that required calls and strict tools are enforced: the parser reads every text that the grammar allows as valid
+calls."""
 
 import json
 import random

@@ -138,7 +138,7 @@ def test_no_marker_begins_another():
             assert not [(a, b) for a in markers for b in markers if a != b and b.startswith(a)]
 
 
-# What the chat template of each family contains, among other text.
+# Excerpts of each family's chat template.
 TEMPLATES = {
     "{%- if tools %}<tools>{{ tool | tojson }}</tools> <tool_call>\n{\"name\": <function-name>} <think>\n\n</think>": ("hermes", "qwen3"),
     "{%- if tools %}<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>": ("qwen3_coder", None),

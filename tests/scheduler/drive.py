@@ -35,7 +35,7 @@ def expected(prompt: list[int], max_tokens: int, salt: bytes = b"") -> list[int]
 
 
 class Guesses(TextDrafter):
-    """Guesses the next tokens, each right with a probability of 0.8, except those of tenants."""
+    """Guesses the next tokens, each right with a probability of 0.8, except for requests with a tenant."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -70,7 +70,7 @@ class Device:
         block, offset = divmod(position, self.geometry.block_tokens)
         for group, table in zip(self.geometry.attention, tables, strict=True):
             for row in table[block * group.rows : (block + 1) * group.rows]:
-                if row:  # a peer does not send what no later query sees
+                if row:  # a peer does not send rows that no later query sees
                     self.slots[row, offset] = salt, token
 
     def _slice(self, piece: Slice, tables: list[list[int]]) -> list[int]:

@@ -18,7 +18,8 @@ UNLIMITED = DraftLimits(10**6)
 
 
 def looked_up(tokens: list[int], shortest: int, longest: int, limit: int) -> list[int]:
-    """The definition: the longest suffix that occurs earlier, at its latest place; what follows, repeated."""
+    """Return the guess by its definition: the tokens after the latest earlier occurrence of the longest suffix,
+    repeated."""
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for place in range(len(tokens) - 1 - size, -1, -1):
             if tokens[place : place + size] == tokens[len(tokens) - size :]:

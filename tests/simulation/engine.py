@@ -209,7 +209,7 @@ class Launched:
     """A step in flight."""
 
     def __init__(self, runner: SimRunner, step: Step, tables: list[list[list[int]]]) -> None:
-        self.tables = tables  # of each slice
+        self.tables = tables  # one for each slice
         self._runner, self._step = runner, step
 
     def __call__(self) -> list[SliceOutput]:

@@ -71,7 +71,7 @@ class Scenario:
     plans: list[RequestPlan]
     faults: list[Fault] = field(default_factory=list)
     groups: tuple[Group, ...] = UNIFORM
-    num_guesses: int = 0  # most guessed tokens per step; 0: no speculative decoding
+    num_guesses: int = 0  # maximum number of guessed tokens per step; 0: no speculative decoding
 
     @property
     def is_outage(self) -> bool:

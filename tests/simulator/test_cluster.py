@@ -1,4 +1,4 @@
-"""Simulated clusters: results do not depend on skipping, times add up, and nothing is left after a run."""
+"""Test simulated clusters: results do not depend on skipping, times add up, and nothing is left after a run."""
 
 from dataclasses import replace
 

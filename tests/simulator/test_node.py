@@ -1,4 +1,4 @@
-"""A simulated node that skips stretches of decodes does what a node that decides every step does."""
+"""Test that a simulated node that skips stretches of decodes does the same as one that decides every step."""
 
 from dataclasses import astuple
 

@@ -1,4 +1,4 @@
-"""Validation against recordings of live nodes: the simulated node decides every step as the live one did."""
+"""Test against recordings of live nodes that the simulated node decides every step as the live one did."""
 
 import pytest
 

@@ -1,8 +1,8 @@
 """Run every class of transformers that predicts text through Baton's KV pool, and write the list for docs/models.md.
 
-Each class gets a tiny random model, in a process of its own. It passes if a node's check accepts it and its answers,
-computed in chunks and together with others, are those of transformers. Otherwise it must be refused with a reason. The
-exit status is 1 if an answer is wrong, or if a process fails in another way.
+Each class gets a tiny random model, in a separate process. The class passes if a node's check accepts the model and its
+answers, computed in chunks and together with others, are those of transformers. Otherwise it must be refused with a
+reason. The exit status is 1 if an answer is wrong, or if a process fails in another way.
 """
 
 import argparse

@@ -13,11 +13,11 @@ from tests.cluster.harness import FORK_SERVER
 from tests.engine.build import Blocks, generate, states_in
 from tests.sweep.tiny_configs import tiny_model
 
-LIMIT_S = 600.0  # for one class; many times the usual
+LIMIT_S = 600.0  # time limit of one class, many times the usual duration
 COUNT = 12
 VOCABULARY = 97
 NUM_ROWS, BLOCK_TOKENS = 1024, 16
-WRONG = "wrong: "  # begins the outcome of a class that is neither right nor refused
+WRONG = "wrong: "  # prefix of the outcome of a class that is neither right nor refused
 
 
 def classes() -> list[str]:
@@ -27,7 +27,7 @@ def classes() -> list[str]:
 
 
 def isolated(name: str) -> str:
-    """Return the outcome of a class from a process of its own: see `outcome`."""
+    """Return the outcome of a class from a separate process: see `outcome`."""
     here, there = FORK_SERVER.Pipe(duplex=False)
     process = FORK_SERVER.Process(target=_report, args=(name, there), daemon=True)
     process.start()

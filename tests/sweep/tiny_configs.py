@@ -9,7 +9,7 @@ import transformers
 from transformers import PretrainedConfig
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, WINDOW = 4, 64, 4, 2, 16, 4, 6
-# Sizes by the names of fields, as whole words; the first match counts. Fields that have no size by default keep none.
+# Sizes by words in the names of fields; the first match is used. Fields without a default size keep none.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions|context_length", 256),
     (r"(num_|n_)?(hidden_|decoder_|encoder_|text_)*(layers?|blocks)", LAYERS),
@@ -44,7 +44,7 @@ PER_LAYER = re.compile(r".*(layer_types?|layers_block_types?|block_types|indexer
 
 
 GEMMA4_DRAFTER = {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
-# Classes whose sizes depend on each other in ways of their own.
+# Classes whose sizes depend on each other in special ways.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
     "BltForCausalLM": {"encoder_hash_byte_group_vocab": 97},
@@ -105,7 +105,7 @@ def tiny(architecture: str, vocabulary: int = 97) -> PretrainedConfig:
 
 
 def sizes(kind: type[PretrainedConfig], vocabulary: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a tiny configuration, among them those that are given."""
+    """Return the arguments of a tiny configuration, including the given ones."""
     default = kind(**GEMMA4_DRAFTER if kind is transformers.Gemma4AssistantConfig else {})
     values, found = default.to_dict(), dict[str, Any]()
     for field in fields(kind):

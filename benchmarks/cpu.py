@@ -97,7 +97,7 @@ class CpuOptions:
 
     model: str
     threads: int
-    directory: Path  # of the models
+    directory: Path  # directory of the models
     llama: str = ""
     vllm: str = ""
     kv_gib: float = OUR_KV_GIB

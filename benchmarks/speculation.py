@@ -68,7 +68,7 @@ def scripts_of(kind: str, count: int) -> list[Script]:
 
 
 class ScriptedRunner(Runner):
-    """Computes steps, and replaces drawn tokens by those of the requests' scripts."""
+    """Computes steps, and replaces drawn tokens by the tokens of the requests' scripts."""
 
     def __init__(self, runner: Runner) -> None:
         self.rows: dict[str, list[int]] = {}  # the prompt and the answer, by the id of the request

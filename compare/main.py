@@ -29,7 +29,7 @@ from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, resolve
 
 NO_VERDICT = 1
-MAX_SLOWDOWN = 3.0  # of the estimated time, because a load average also counts processes of lower priority
+MAX_SLOWDOWN = 3.0  # limit for estimates, because a load average also counts processes of lower priority
 BUSY = 0.5  # at a higher load average per core, other processes distort the figures
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated", "sim")

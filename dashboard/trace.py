@@ -265,7 +265,7 @@ class RequestTrace:
         attempt = self.last_attempt
         if self.ended_ns is not None:
             return STATES.get(self.finish, "failed")
-        num_tokens = self.num_first_sample if len(self.attempts) <= self.num_samples else 0  # of the last attempt
+        num_tokens = self.num_first_sample if len(self.attempts) <= self.num_samples else 0  # in the last attempt
         if attempt is None or (not num_tokens and attempt.find("admitted") is None):
             return "queued"
         if not num_tokens and attempt.at("first") is None:

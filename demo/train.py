@@ -103,7 +103,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def token_stream(tokenizer: Tokenizer, texts: list[str], rng: random.Random) -> torch.Tensor:
-    """Return all texts as one row of ids, int64 [n], with EOS and BOS between documents of about 40 paragraphs."""
+    """Return all texts as one sequence of ids, int64 [n], with EOS and BOS between documents of about 40 paragraphs."""
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     ids: list[int] = []
     for text in texts:

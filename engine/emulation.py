@@ -13,7 +13,7 @@ from scheduler.cost import CostModel
 
 COSTS = Path(__file__).parent / "costs"
 MAX_NUMBER = 1e15
-VERSION = 1  # of the files
+VERSION = 1  # version of the files
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class ServingTimes:
     """Times outside the device, in seconds. Emulated nodes do not sleep for them, because they really take these
     times."""
 
-    step_s: float = 0.0  # of the host, for each step
-    slice_s: float = 0.0  # of the host, for each request in a step
+    step_s: float = 0.0  # host time for each step
+    slice_s: float = 0.0  # host time for each request in a step
     request_s: float = 0.0  # from the client's request until the router has queued it
     rpc_s: float = 0.0  # from one process to another
     answer_s: float = 0.0  # from the end of a step until the client has its tokens
-    push_s: float = 0.0  # of a push of KV, in addition to its time on the link
+    push_s: float = 0.0  # for a push of KV, in addition to its time on the link
 
 
 @dataclass(frozen=True, slots=True)

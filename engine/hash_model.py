@@ -35,7 +35,7 @@ class HashRunner(Runner):
     wrong if any block is stale, incomplete, misplaced or from another request. Sampling parameters are ignored, and
     there are no logprobs.
 
-    With several groups, each row of a block has the KV of its tokens, XORed with a key of its own. In a group with a
+    With several groups, each row of a block has the KV of its tokens, XORed with the row's key. In a group with a
     window, only the positions that the last token sees are read. The rows of a state have the sum over all tokens.
     """
 

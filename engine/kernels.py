@@ -46,7 +46,7 @@ class StepKernels(Protocol):
     def route(self, spec: MoeSpec, logits: Tensor, correction: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights, float32, and the indices, int64, of each token's experts, both [T, top_k], best first.
 
-        `logits` are those of the router, float32 [T, num_experts]. `correction` is added to the scores for the choice
+        `logits` are the router's logits, float32 [T, num_experts]. `correction` is added to the scores for the choice
         only, and `factors` multiply the weights; both are float32 [num_experts]. Among experts with equal scores, the
         lowest index comes first.
         """
@@ -230,7 +230,7 @@ def combine(outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Return `StepKernels.gated`. "clamped_swiglu" is that of gpt-oss."""
+    """Return `StepKernels.gated`. "clamped_swiglu" is the activation of gpt-oss."""
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)

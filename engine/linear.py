@@ -44,7 +44,8 @@ class LinearFormat(Protocol):
         """Convert a matrix of a quantized checkpoint: keep its form if this format multiplies it, or make it dense."""
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Convert a float32 matrix and multiply it in float32: that of a router, where rounding changes the experts."""
+        """Convert a float32 matrix and multiply it in float32. Used for routers, where rounding would change the
+        experts."""
 
     def of_experts(self, each: list[Linear]) -> ExpertLinear:
         """Combine the matrices of a layer's experts, which this format made."""

@@ -1,8 +1,8 @@
 """Returns vectors instead of tokens, for embeddings and scores.
 
 A request whose `SamplingParams.pooling` is set ends with its prompt. Its vector is the normed hidden state of the last
-token ("last"), the mean of those of all tokens ("mean"), or the logits of some tokens after the prompt ("logits").
-The router does normalization and other arithmetic on vectors.
+token ("last"), the mean over all tokens ("mean"), or the logits of some tokens after the prompt ("logits"). The router
+does normalization and other arithmetic on vectors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ class Pooler:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the index and the vector, float32 [size], of each slice that ends the prompt of a pooled request.
 
-        `logits` are those of the sampling slices, float32 [S, vocab_size], and `hidden` are the hidden states of the
-        logit rows (see `Batch.logit_rows`), those of the sampling slices first.
+        `logits` belong to the sampling slices, float32 [S, vocab_size]. `hidden` are the hidden states of the logit
+        rows (see `Batch.logit_rows`), beginning with the sampling slices.
         """
         sampled, first = {index: row for row, index in enumerate(batch.sampled)}, len(batch.sampled)
         scored: dict[int, Tensor] = {}

@@ -60,7 +60,7 @@ def places_of(pool: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
 def recur(
     pool: KVPool, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon: float
 ) -> Tensor:
-    """Return `StepKernels.recur`. `epsilon` is that of the norm of results."""
+    """Return `StepKernels.recur`. `epsilon` belongs to the norm of results."""
     (places, saves), spec, floats = places_of(pool, batch), layer.spec, pool.floats
     strengths, decays = _strengths_and_decays(layer, steps.float())
     out = torch.empty(len(inputs), spec.inner, dtype=torch.float32, device=inputs.device)

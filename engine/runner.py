@@ -37,7 +37,7 @@ class SliceOutput:
     """
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)  # of each token, or none
+    logprobs: list[Logprobs] = field(default_factory=list)  # one for each token, or none
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # entry i is for the token at slice.start + i + 1
     error: str = ""
     vector: bytes = b""  # float32, if the request is pooled

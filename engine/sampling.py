@@ -89,7 +89,7 @@ def parameters_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
 def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> list[DrawResult]:
     """Return one draw per row of `logits`, float32 [R, vocab]. Does not change `logits`. Errors affect one row each.
 
-    `masks` are those of the rows with a grammar.
+    `masks` are the masks of rows with a grammar.
     """
     if not rows:
         return []

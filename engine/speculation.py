@@ -31,7 +31,7 @@ def _rows(slice_: Slice) -> Iterator[Slice]:
 
 
 def verified(slices: Sequence[Slice], outputs: Sequence[SliceOutput]) -> list[SliceOutput]:
-    """Return an output for each slice, from those of the expanded step.
+    """Return an output for each slice, from the outputs of the expanded step.
 
     The tokens of a slice are its drafts up to the first one that was not drawn, and the draw at that position. An error
     after a right guess is ignored, because the next step computes that position again.

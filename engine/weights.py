@@ -27,7 +27,7 @@ NOT_TEXT = (  # prefixes of the other parts of multimodal models
     "vision_tower.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
     "vision_embedder.",
 )  # fmt: skip
-CODE_DTYPES = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # of codes and scales in quantized checkpoints
+CODE_DTYPES = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # codes and scales of quantized checkpoints
 
 
 def fingerprint(directory: Path) -> str:

@@ -85,7 +85,7 @@ class ActiveRequests:
         recorder: StepRecorder,
         rules: RequestRules,
     ) -> None:
-        self.num_tokens = 0  # of all entries
+        self.num_tokens = 0  # sum over all entries
         self._entries: dict[str, ActiveRequest] = {}
         self._state = state
         self._engine = engine

@@ -48,12 +48,12 @@ class StepRecorder:
         self._unsampled: dict[str, Request] = {}  # requests that were in a step, but have no token so far
         self._prune_at = 64
         self._preemptions = 0
-        self._epochs: dict[str, int] = {}  # of preempted requests
+        self._epochs: dict[str, int] = {}  # epochs of preempted requests
 
     # ---- events -------------------------------------------------------------------------------------------------
 
     def event(self, request_id: str, kind: str, at_ns: int | None = None, **fields: Any) -> None:
-        """Record an event of a request, now or at `at_ns`. `fields` are those of `RequestEvent`."""
+        """Record an event of a request, now or at `at_ns`. `fields` are fields of `RequestEvent`."""
         if len(self._events) == self._events.maxlen:
             self.dropped += 1
         self._events.append(RequestEvent(request_id, kind, at_ns or self._clock(), **fields))

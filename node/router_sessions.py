@@ -23,8 +23,8 @@ MAX_UNREAD_DELTAS = 100_000
 MAX_ROUTERS = 64
 RECORDS_S = 0.1  # seconds between two deliveries of records to the routers
 FLUSH_S = 0.2  # how long an ending node waits for its last messages to be sent
-MAX_DELTAS = 1000  # in one message, which is far below the size limit even with 20 logprobs for each delta
-MAX_STEPS = 64  # in one message, which is far below the size limit even with 4,096 members for each step
+MAX_DELTAS = 1000  # per message, which is far below the size limit even with 20 logprobs for each delta
+MAX_STEPS = 64  # per message, which is far below the size limit even with 4,096 members for each step
 MAX_EVENTS = 2000
 MAX_RECORDS = 8192  # limit of the unsent records of each kind
 
@@ -100,7 +100,7 @@ class RouterSessions:
         self._max_unread = max_unread
         self._streams: dict[str, RouterStream] = {}
         self._writers = TaskGroup()
-        self._load: tuple[object, ...] = ()  # of the latest stats
+        self._load: tuple[object, ...] = ()  # load in the latest stats
         self._is_silent = False  # whether the latest stats were not sent
 
     async def close(self) -> None:

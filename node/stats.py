@@ -27,7 +27,7 @@ ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
 
 @dataclass(slots=True)
 class NodeState:
-    """Whether the node accepts requests, and the reason if it does not. Used on the event loop."""
+    """Whether the node accepts requests and, if it does not, the reason. Used on the event loop."""
 
     info: NodeInfo  # replaced with a new one when the node drains, changes its role or gets its address
     publisher: OutputPublisher

@@ -86,7 +86,7 @@ class OutgoingHandoff:
     num_pushed: int = 0  # rows
     channel: KVChannel | None = None  # not changed after the grant, like `descriptor`, because the grant refers to it
     descriptor: bytes = b""
-    checksums: bytes = b""  # of the pushed rows whose checksums the peer does not have yet
+    checksums: bytes = b""  # checksums of pushed rows that the peer does not have yet
     reason: str = ""  # why the handoff was cancelled
     committed: bool = False
     is_running: bool = False  # the task has been started

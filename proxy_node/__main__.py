@@ -63,7 +63,7 @@ class ProxyProcess:
 
     settings: ProxySettings
     engine: VllmEngine
-    max_model_len: int  # that of the router
+    max_model_len: int  # the router's limit
 
     async def serve(self, lifetime: ProcessLifetime) -> int:
         async with self.engine.open():

@@ -182,7 +182,7 @@ class VllmEngine:
     async def _call(
         self, method: str, path: str, timeout_s: float | None = None, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request. Its errors, and those of the code that reads its answer, become EngineFailure."""
+        """Send a request. Errors of the request, and of the code that reads the answer, become EngineFailure."""
         url = f"{self.url}{path}"
         try:
             async with (

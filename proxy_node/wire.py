@@ -53,8 +53,8 @@ def garbage(reason: str) -> EngineFailure:
 def completion_body(
     submit: SubmitRequest, tokens: Sequence[int], model: str, params: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the body of the request that continues `tokens`, the prompt and the tokens so far. `params` are those of
-    the KV connector, if any.
+    """Return the body of the request that continues `tokens`, the prompt and the tokens so far. `params` are the
+    parameters of the KV connector, if any.
 
     Raises ValueError, which names the field, if an engine cannot take the request.
     """

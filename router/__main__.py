@@ -155,7 +155,7 @@ async def _serve_http(lifetime: ProcessLifetime, servers: "list[HttpServer]", ob
 def _metrics(
     sources: Sequence[MetricSource], dashboard: Dashboard | None, signals: Sequence[ScalingSignals]
 ) -> CollectorRegistry:
-    """Return a registry with the metrics of nodes, which include those of steps if there is a dashboard."""
+    """Return a registry with the metrics of nodes, including step metrics if there is a dashboard."""
     metrics = CollectorRegistry()
     for each in signals:
         metrics.register(each)

@@ -29,7 +29,7 @@ from shared.registry import Registry
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What the router reads from a model's directory."""
+    """The files of a model that the router reads."""
 
     card: ModelCard
     tokenizer: Tokenizer

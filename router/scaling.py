@@ -26,7 +26,7 @@ FLIP_S = 300.0  # minimum time between two changes
 class Demand:
     """The requests of one router."""
 
-    prompt_tokens_per_s: float = 0.0  # of prompts that arrived in the last minute, without those in a prefix cache
+    prompt_tokens_per_s: float = 0.0  # rate over the last minute, without tokens in a prefix cache
     recent_prompt_tokens_per_s: float = 0.0  # the same in the last RECENT_S
     queued_prompt_tokens: float = 0.0  # not computed yet
     requests: float = 0.0  # in progress
@@ -38,7 +38,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class NodeCapability:
-    """What a typical node of a role can do. `prompt_tokens_per_s` is 0 while it is unknown."""
+    """The capability of a typical node of a role. `prompt_tokens_per_s` is 0 while it is unknown."""
 
     prompt_tokens_per_s: float = 0.0
     kv_tokens: float = 1.0

@@ -49,9 +49,9 @@ class NodeView:
 class LatencyEstimate:
     """The predicted latency of one prompt with one placement, excluding any wait for free KV blocks."""
 
-    wait_s: float  # until the prompts queued before this one are computed
-    compute_s: float  # to compute this prompt's own chunks
-    transfer_s: float = 0.0  # from the end of its last chunk until the decode node can continue
+    wait_s: float  # time until the prompts queued before this one are computed
+    compute_s: float  # time to compute this prompt's own chunks
+    transfer_s: float = 0.0  # time from the end of its last chunk until the decode node can continue
     harm_s: float = 0.0  # sum of the delays that its chunks add to running decodes
     keeps_tbt: bool = True
 

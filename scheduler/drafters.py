@@ -34,7 +34,7 @@ class TextDrafter(Drafter):
     """A drafter that guesses from a request's tokens, in negligible time."""
 
     def propose(self, request: Request, limit: int) -> Sequence[int]:
-        """Return up to `limit` tokens that may follow those of the request."""
+        """Return up to `limit` tokens that may follow the request's tokens."""
         raise NotImplementedError
 
     def find(self, request: Request, limit: int) -> int:

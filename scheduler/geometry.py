@@ -54,7 +54,7 @@ class Geometry:
 
     @cached_property
     def attention(self) -> tuple[Group, ...]:
-        """The groups that keep KV, which is all but a group of states."""
+        """The groups that keep KV: all groups except a group of states."""
         return tuple(group for group in self.groups if group.kind != "state")
 
     @cached_property

@@ -64,14 +64,14 @@ class Request:
 
     arrival: int = -1  # order of arrival on this node
     state: RequestState = RequestState.WAITING
-    tables: list[list[int]] = field(default_factory=lambda: [[]])  # of each attention group: see `Scheduler`
-    released: list[int] = field(default_factory=list)  # of each group: leading blocks whose rows were released
+    tables: list[list[int]] = field(default_factory=lambda: [[]])  # one for each attention group: see `Scheduler`
+    released: list[int] = field(default_factory=list)  # for each group: leading blocks whose rows were released
     reserved: list[int] = field(default_factory=list)  # rows that a peer writes, in the order of transfer
     states: list[list[int]] = field(default_factory=list)  # rows of two states; the first is the current one
     snapshot: list[int] = field(default_factory=list)  # rows of the cached state from which the request starts
     junction: int = 0  # position at which to save a state, because cached KV matched further than any saved state
     latest_save: Any = None  # the name of the state that was last saved while decoding
-    hashes: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as computed
+    hashes: list[bytes] = field(default_factory=list)  # hashes of the full blocks of `tokens`, as far as computed
     num_computed: int = 0
     num_scheduled: int = 0
     num_sampling: int = 0  # tokens that steps in flight will sample

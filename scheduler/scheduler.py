@@ -121,7 +121,7 @@ class Scheduler:
             raise ValueError("speculative decoding is not supported for models with recurrent layers")
         self.pool = BlockPool(num_rows)
         self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []  # by priority, then arrival
+        self.running: list[Request] = []  # sorted by priority, then arrival
         self.num_receiving = 0
         self.counters = SchedulerCounters()
         self.ledger_error = ""  # the first error found in the block ledger; never cleared
@@ -566,7 +566,7 @@ class Scheduler:
     def _cached_prefix(self, request: Request) -> tuple[int, list[list[int]]]:
         """Return the length in blocks of the cached prefix from which the request can start, and its rows.
 
-        The rows are those of each attention group's table, and of a snapshot if there are states. The last token is
+        The rows are given for each attention group's table and, if there are states, for a snapshot. The last token is
         always computed, to get its logits. A request that receives KV uses only full blocks; the peer sends the rest of
         the prompt's KV.
         """

@@ -46,13 +46,13 @@ def lark_grammar(text: str) -> str:
 def regex_grammar(regex: str) -> str:
     """Return the grammar of the texts that a regular expression matches as a whole, in the syntax of Rust's `regex`.
 
-    The classes \\d, \\w and \\s and their opposites are those of ASCII, as in vLLM's default backend.
+    The classes \\d, \\w and \\s and their complements are limited to ASCII, as in vLLM's default backend.
     """
     return lark_grammar(f"start: /{regex_to_lark(regex, use_ascii='dws')}/")
 
 
 def choice_grammar(choices: Iterable[str]) -> str:
-    """Return the grammar of some texts."""
+    """Return the grammar that allows exactly these texts."""
     return lark_grammar("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
 
 
@@ -65,7 +65,7 @@ class GrammarTokenizer:
     """A model's tokenizer in the form that matchers need. Thread-safe.
 
     It is read from the model's directory when the first matcher is made, which takes seconds for a large vocabulary.
-    `end_token` is an id after those of the vocabulary, which llguidance uses as the end of a text. A matcher's mask has
+    `end_token` is an id beyond the vocabulary, which llguidance uses as the end of a text. A matcher's mask has
     `num_words` words of 32 bits.
     """
 

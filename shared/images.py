@@ -1,7 +1,7 @@
 """The rules by which a model takes images: its files, the size to which images are resized, and their tokens.
 
-Routers use the rules to count tokens, and nodes to check and encode pixels. The arithmetic is that of transformers'
-image processors, which read the same files.
+Routers use the rules to count tokens, and nodes to check and encode pixels. The arithmetic is the same as in
+transformers' image processors, which read the same files.
 """
 
 import json

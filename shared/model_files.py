@@ -28,7 +28,7 @@ def is_multimodal(config: dict[str, Any]) -> bool:
 
 
 def text_values(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of config.json that describe the text decoder: those of `text_config`, if it has one."""
+    """Return the values of config.json that describe the text decoder: the values of `text_config`, if there is one."""
     nested = config.get("text_config")
     if not isinstance(nested, dict):
         return config

@@ -54,7 +54,7 @@ ADDRESS = re.compile(r"[\w.:%-]{1,255}:(\d{1,5})", re.ASCII)
 def check_node(info: NodeInfo) -> None:
     """Check that each value is one that a node may have. Otherwise, raise DecodeError, which names the field.
 
-    Whether the values are those of the node is known only from a stream to the node itself.
+    Only a stream to the node itself shows whether the values are really the node's.
     """
     address = ADDRESS.fullmatch(info.address)
     if not NAME.fullmatch(info.id) or not NAME.fullmatch(info.incarnation_id):

@@ -297,7 +297,7 @@ class SimulatedCluster:
         """Called when a node that received a request at `received_s` has given it to its scheduler."""
 
     def on_handoff(self, handoff: SimulatedHandoff, kind: str, began_s: float, **fields: Any) -> None:
-        """Called when a handoff has reached a point. `kind` and `fields` are those of `RequestEvent`."""
+        """Called when a handoff has reached a point. `kind` and `fields` are as in `RequestEvent`."""
 
     # ---- NodeListener -------------------------------------------------------------------------------------------
 

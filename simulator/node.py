@@ -114,7 +114,7 @@ class NodeListener(Protocol):
         """Called when a step has been decided and begins. Not called for steps that are skipped."""
 
     def on_outputs(self, node: "SimulatedNode", step: Step, outputs: Sequence[StepOutput]) -> None:
-        """Called when a step has ended, with the outputs of its slices, and of those of its `decodes` that have ended.
+        """Called when a step has ended, with the outputs of its slices, and of the `decodes` that have ended.
         Not called for steps that are skipped."""
 
     def on_stretch(self, node: "SimulatedNode", steps: Stretch) -> None:

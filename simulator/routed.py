@@ -32,7 +32,7 @@ class SimulatedRequest:
     hashes: list[bytes]
     tokens: Sequence[int] = ()  # tokens of the prompt; empty if their values do not matter
     spans: list[tuple[SimulatedNode, int, int]] = field(default_factory=list)
-    finish_s: float = inf  # at the client
+    finish_s: float = inf  # when the client received the last token
     error: str = ""
     num_generated: int = 0
     num_cached: int = 0  # tokens of the prompt that the computing node had cached

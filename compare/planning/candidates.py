@@ -29,10 +29,10 @@ from simulator.recorded import RecordedCluster
 from simulator.routed import SimulatedRequest
 
 REFERENCE_RATE = 1.0  # requests/s at which traffic is drawn; for other rates, the times are scaled
-MOST_REQUESTS = 20_000  # of a run; the traffic of a seed is drawn once
+MOST_REQUESTS = 20_000  # limit of a run; the traffic of a seed is drawn once
 TYPICAL_BATCH = 64  # decodes in a step, for estimates
 DEFAULT_TRAFFIC = "chat"
-PLACES = ("live", "emulated")  # of a validation
+PLACES = ("live", "emulated")  # values of --validate
 Latencies = NDArray[np.float64]
 
 
@@ -72,7 +72,7 @@ class Simulations:
         self._source, self.device = source, device
         self._common = parse_settings("--set", ",".join(settings))
         self._rows = lru_cache(maxsize=8)(self._draw)
-        self._hashes = lru_cache(maxsize=8)(lambda seed, block_tokens: list[list[bytes]]())  # of the first rows
+        self._hashes = lru_cache(maxsize=8)(lambda seed, block_tokens: list[list[bytes]]())  # hashes of the first rows
 
     def arm(self, name: str) -> Arm:
         return parse_arm(name, self._common)

@@ -95,7 +95,7 @@ class Experiment:
     send: str  # "ids" or "text"
     timeout_s: float
     out: Path
-    first_rates: Mapping[str, float] = field(default_factory=dict)  # of single arms, if they differ from `first_rate`
+    first_rates: Mapping[str, float] = field(default_factory=dict)  # rates of arms that do not use `first_rate`
     widening: float = 2.0  # factor of the rate while a search brackets the capacity
     device: str = ""  # "emulated NAME" or "simulated NAME"; "" for real devices
 
@@ -148,7 +148,7 @@ class Findings:
     different: list[Document] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
-    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # of the arms whose search completed
+    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # those of completed searches
 
 
 def main_problem(periods: Iterable[Period]) -> str:

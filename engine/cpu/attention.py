@@ -126,7 +126,7 @@ class NumbaAttention:
         return self._numbers.setdefault(value, torch.tensor([value])).data_ptr()
 
     def memory(self, threads: int, group: int, head_dim: int = 0) -> PoolMemoryView:
-        """Return the working memory for keys of `head_dim` dimensions, by default those of the layout."""
+        """Return the working memory for keys of `head_dim` dimensions, by default the layout's."""
         key = (threads, max(MAX_ROWS, group), head_dim or self.pool.layout.head_dim)
         if key not in self._memory:
             self._memory[key] = PoolMemoryView(*key)

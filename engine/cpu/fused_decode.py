@@ -1,8 +1,8 @@
 """The forward pass of a few decodes as one call. Python code between kernels would take longer than some kernels.
 
 Memory and the arguments of kernels are prepared once, as for a CUDA graph. Each step sets only the number of rows, the
-addresses of its tables, and its items of attention. The kernels and their order are those of `Decoder.forward`, so the
-results have the same bits.
+addresses of its tables, and its items of attention. The kernels and their order are the same as in `Decoder.forward`,
+so the results have the same bits.
 """
 
 from collections.abc import Sequence
@@ -249,7 +249,7 @@ def is_plain(model: Decoder) -> bool:
 
 
 def _products(model: Decoder) -> list[Linear | ExpertLinear]:
-    """Return all matrices that a pass multiplies by, except those of routers."""
+    """Return all matrices of products in a pass, except the routers' matrices."""
     found: list[Linear | ExpertLinear] = [model.head]
     for layer in model.layers:
         assert isinstance(layer, AttentionDecoderLayer)

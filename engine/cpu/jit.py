@@ -157,7 +157,7 @@ class Kernel:
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled  # numba's object, for inspecting the code
-        self.address: int = compiled.address  # of the C function
+        self.address: int = compiled.address  # address of the C function
         self._alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def __call__(self, work: int, *values: int) -> None:

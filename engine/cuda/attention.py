@@ -53,7 +53,7 @@ class Heads:
 
 
 def large_tile(dtype: torch.dtype) -> Tile:
-    """Return the tile for latents and heads of 512, whose sums are four times as wide as those of most models."""
+    """Return the tile for latents and heads of 512, whose sums are four times as wide as in most models."""
     return Tile(16, 16, 8, 2) if dtype == torch.float32 else Tile(32, 32, 8, 2)
 
 

@@ -22,9 +22,9 @@ from engine.models.decoder import AttentionDecoderLayer, Decoder
 from engine.models.spec import LatentSpec
 
 log = logging.getLogger("baton.engine")
-# The numbers of tokens for which CUDA graphs are captured. For steps of decodes, they are those of vLLM. Mixed steps
-# have fewer sizes, because each size needs a graph per layer, and padding takes little time up to about 184 tokens,
-# where an H200 becomes compute-bound.
+# The numbers of tokens for which CUDA graphs are captured. For steps of decodes, they are the same as in vLLM. Mixed
+# steps have fewer sizes, because each size needs a graph per layer, and padding takes little time up to about 184
+# tokens, where an H200 becomes compute-bound.
 DECODES = (1, 2, 4, *range(8, 257, 8), *range(320, 513, 64))
 MIXED = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 

@@ -1,4 +1,5 @@
-"""Products on a GPU by our own kernel: of grouped 4-bit weights, whose codes it reads, and of a layer's experts.
+"""Products on a GPU by our own kernel, which reads the codes of grouped 4-bit weights and multiplies a layer's experts
+at once.
 
 Experimental: no GPU has run the kernel, and its tiles are not tuned.
 """
@@ -26,7 +27,8 @@ def multiply(
     bias: Tensor | None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """Multiply `rows` [N, in] by a matrix [out, in], or by those of experts (see `ExpertLinear`), and add the bias.
+    """Multiply `rows` [N, in] by a matrix [out, in], or by the matrices of experts (see `ExpertLinear`), and add the
+    bias.
 
     The parts of `weight` have a first dimension for the experts if `counts` is given. `table` has the values of codes.
     """

@@ -18,7 +18,7 @@ PROGRAMS = 4  # programs of the convolution for a slice and a head, if there are
 def recur(
     pool: KVPool, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon: float
 ) -> Tensor:
-    """Return `StepKernels.recur`. `epsilon` is that of the norm of results.
+    """Return `StepKernels.recur`. `epsilon` belongs to the norm of results.
 
     The launches depend only on shapes, so a CUDA graph may contain them. Slices without tokens are padding.
     """

@@ -41,7 +41,7 @@ class StepCapacity:
     blocks: int  # maximum of one request
     block_tokens: int
     tables: int = 1
-    state_rows: int = 0  # of a request's recurrent state
+    state_rows: int = 0  # rows of a request's recurrent state
 
     def holds(self, step: Batch) -> bool:
         slices, blocks = step.block_table.shape

@@ -36,7 +36,7 @@ def check(
     expected: list[Tensor] | None = None,
     tolerance: float = TOLERANCE,
 ) -> list[Tensor]:
-    """Compare logits with those of transformers' own eager attention, by default of the same module.
+    """Compare logits with those of transformers' own eager attention, by default in the same module.
 
     Returns the expected logits. Raises ValueError, with the form and the largest difference, if logits differ.
     """
@@ -115,7 +115,7 @@ def row_layout(config: ModelConfig) -> KVLayout:
 
 
 def places_in(config: ModelConfig, row: KVLayout) -> KVPlaces:
-    """Return the places of all layers in one row, and those of the units of a state."""
+    """Return the places of all layers in one row, and the places of a state's units."""
     places = all_in_one_row(config.num_kv_layers)
     if not (sizes := state_units(config)):
         return places

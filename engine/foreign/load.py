@@ -68,7 +68,8 @@ def load_foreign(
 
 
 def checked(decoder: ForeignDecoder, backend: Callable[[KVPool], AttentionBackend]) -> list[Tensor]:
-    """Check the decoder and return `check`. If its code does not continue a state in a chunk, it gets single tokens."""
+    """Check the decoder and return the result of `check`. If its code does not continue a state in a chunk, it gets
+    single tokens."""
     try:
         return check(decoder, backend)
     except ValueError:

@@ -24,7 +24,8 @@ CACHE = ("cache", "past_key_values", "cache_params")  # names of the argument in
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """A tensor that a module keeps: the last inputs of a convolution, or a recurrent state. `shape` is that of one."""
+    """A tensor that a module keeps: the last inputs of a convolution, or a recurrent state. `shape` is the shape of one
+    state."""
 
     layer: int
     number: int  # index of the state in its layer, in transformers
@@ -52,7 +53,7 @@ class ModuleStates:
         return tuple(min(UNIT, count - start) for count in counts for start in range(0, count, UNIT))
 
     def numbers(self, places: Tensor) -> Tensor:
-        """Return the offsets in `KVPool.floats` of all numbers of states, from those of the states' units."""
+        """Return the offsets in `KVPool.floats` of all numbers of states, from the offsets of the states' units."""
         own = places[..., self.first_unit : self.first_unit + len(self.sizes)]
         return own.repeat_interleave(self.sizes, dim=-1) + self.within
 
@@ -73,7 +74,7 @@ def kept(cache: DynamicCache, part: StatePart) -> Tensor:
     get = cache.get_conv_state if part.is_conv else cache.get_recurrent_state
     found = get(part.layer, state_idx=part.number)
     if found is None:
-        raise ValueError(f"layer {part.layer} does not keep its state where it kept it in the first pass")
+        raise ValueError(f"layer {part.layer} keeps its state in a different place than in the first pass")
     return found
 
 
@@ -195,8 +196,8 @@ class StatePass:
         return self._joined(outputs)
 
     def _part(self, value: Any, rows: Tensor) -> Any:
-        """Return the part of an argument for some tokens, [requests, tokens]. The second axis of [1, T, ...] is that of
-        tokens."""
+        """Return the part of an argument for some tokens, [requests, tokens]. The second axis of [1, T, ...] is the
+        axis of tokens."""
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, self._num_tokens):
             return value[0, rows]
         if isinstance(value, tuple | list):

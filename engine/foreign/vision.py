@@ -52,7 +52,7 @@ class VisionEncoder:
         _load(self._modules, path)
         self._processor = _processor(rules)
         self._encoding = threading.Lock()  # held while an image is encoded
-        self._lock = threading.Lock()  # of the cache
+        self._lock = threading.Lock()  # protects the cache
         self._cache: OrderedDict[bytes, ImageFeatures] = OrderedDict()
         self._cached_bytes = self.num_encoded = self.num_cached = 0
 

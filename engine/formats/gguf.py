@@ -41,7 +41,7 @@ HEADER_BYTES = 2**26  # the header has the tokenizer's vocabulary, of a few MiB
 class Entry:
     kind: str
     shape: tuple[int, ...]
-    start: int  # in the file
+    start: int  # offset in the file
     num_bytes: int
 
 

@@ -56,7 +56,7 @@ class QuantizedReader:
         (high, wide), own = self._scheme.block, f"{name}_scale_inv"
         if high:
             scales = self._scale(own, count, -(-out // high), -(-width // wide))
-        else:  # one per expert, or one each for gate and up
+        else:  # one scale per expert, or one each for gate and up
             shape = self._files.shape_of(own)
             rows = 2 if shape == [count, 2, 1] and out % 2 == 0 else 1
             scales = self._scale(own, *([count] if shape == [count] else [count, rows, 1])).view(count, rows, 1)

@@ -65,7 +65,7 @@ class Decoder:
     """A model: its configuration, embedding, layers and head.
 
     The runner owns the model and calls it on one thread at a time. Its only state is the weights. `dtype` is the dtype
-    of activations, which may differ from that of weights. `embed` maps tokens, int64 [T], to their vectors.
+    of activations, which may differ from the dtype of weights. `embed` maps tokens, int64 [T], to their vectors.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ def all_in_one_row(layers: int) -> KVPlaces:
 
 
 def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
-    """Return the places of a model's layers, and those of its states if `row_bytes` is the size of the pool's rows.
+    """Return the places of a model's layers and, if `row_bytes` gives the size of the pool's rows, of its states.
 
     Layers with the same window form a group. If there are several groups, a row has the largest number of layers with
     which a typical request wastes little memory on unused places. Raises ValueError if a unit of a state is larger than

@@ -228,7 +228,7 @@ class _Loader:
         return self.experts(prefix, spec) if isinstance(spec, MoeSpec) else self.mlp(f"{prefix}{self.names.mlp}.", spec)
 
     def qkv(self, prefix: str, spec: AttentionSpec) -> tuple[Linear, Linear | None]:
-        """Return the matrix of queries, keys and values, and that of the gate, if there is one.
+        """Return the matrix of queries, keys and values, and the matrix of the gate, if there is one.
 
         The dimensions of each query and key are in rotated order.
         """

@@ -26,8 +26,8 @@ class InnerRows:
 def inner_rows(spec: DeltaSpec | SsmSpec, names: tuple[str, ...]) -> InnerRows:
     """Return the rows for the projections `names`.
 
-    Four parts are those of Qwen3.5: inputs, gate, strengths and steps. Two are those of Qwen3-Next, in which the rows
-    of each key head and its value heads are together. One is that of Mamba-2: gate, inputs and steps.
+    Qwen3.5 has four projections: inputs, gate, strengths and steps. Qwen3-Next has two, in which the rows of each key
+    head and its value heads are together. Mamba-2 has one: gate, inputs and steps.
     """
     channels, inner, heads = spec.channels, spec.inner, spec.value_heads
     every = torch.arange(channels + inner + (1 if len(names) == 1 else 2) * heads)

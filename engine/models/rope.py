@@ -68,7 +68,7 @@ def inverse_frequencies(rope: Rope, dims: int) -> Tensor:
     if rope.kind == "longrope":
         return 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents)
     if rope.kind == "llama3":
-        turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the original context
+        turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # turns in the original context
         # 0 for low frequencies, which are divided by the factor; 1 for high ones, which are kept.
         keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     elif rope.kind == "yarn":

@@ -209,8 +209,8 @@ class MoeSpec:
     with several `groups` the choice is limited to the `top_groups` best ones, by the sum of a group's `group_scores`
     best scores (DeepSeek). `scores_chosen`: scores are computed from the logits of the chosen experts alone. The
     weights of the chosen experts are divided by their sum if `renormalizes`, and multiplied by `scale`. The `shared`
-    expert takes every token, and is gated if `gates_shared`. If `scales_experts`, the weight of each expert is also
-    multiplied by a number of its own (Gemma 4).
+    expert takes every token, and is gated if `gates_shared`. If `scales_experts`, each expert's weight is also
+    multiplied by a number for this expert (Gemma 4).
     """
 
     num_experts: int
@@ -234,7 +234,7 @@ class MoeSpec:
 class LayerSpec:
     """One layer. With `post_norms`, the outputs of attention and MLP are normed before they are added (Gemma).
 
-    The experts `alongside` the MLP have norms of their own. If `scaled`, the layer's result is multiplied by a number
+    The experts `alongside` the MLP have separate norms. If `scaled`, the layer's result is multiplied by a number
     (Gemma 4).
     """
 
@@ -273,7 +273,7 @@ class ModelConfig:
     logit_softcap: float = 0.0
     drafter_layers: int = 0
     transformers: str = ""
-    has_head: bool = True  # whether the checkpoint has an output head; those of embedding models may not
+    has_head: bool = True  # whether the checkpoint has an output head; embedding models may have none
     units: tuple[int, ...] = ()  # sizes of the units of transformers' states (see `state_units`)
 
     @property

@@ -47,7 +47,7 @@ class QueueEntry:
     sample_tokens: int  # expected tokens of one sample
     num_left: int
     expires: float
-    deadline: float = inf  # of the whole answer
+    deadline: float = inf  # deadline of the whole answer
     granted_at: float | None = None  # None before the grant, and after a pause, which would distort latencies
     has_pending_prefill: bool = True
     granted: asyncio.Event = field(default_factory=asyncio.Event)

@@ -54,7 +54,7 @@ class Failover:
     prefix_node: str = ""
     failures: int = 0
     _at_fault: set[str] = field(default_factory=set)  # prefill nodes whose handoff failed
-    _crashed: list[tuple[NodeConnection, float]] = field(default_factory=list)  # with the time
+    _crashed: list[tuple[NodeConnection, float]] = field(default_factory=list)  # nodes, with the time of the crash
 
     def record_failure(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str], now: float) -> None:
         """Record a failed attempt. `decode_nodes` are the decode nodes that take requests; `now` is in seconds. Raises

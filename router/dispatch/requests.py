@@ -15,7 +15,7 @@ MERGED_ITEMS = 16  # number of items buffered between the streams and their read
 
 @dataclass(slots=True, frozen=True)
 class PoolingRule:
-    """How a model makes a vector: `kind` is a value of `SamplingParams.pooling`, or "" with the reason in `refusal`.
+    """How a model produces a vector: `kind` is a value of `SamplingParams.pooling`, or "" with the reason in `refusal`.
 
     A reranker ("logits") has one or two `tokens`. Its score is the logit of the first one, minus that of the second
     one.
@@ -66,7 +66,7 @@ class GenerationRequest:
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds
     nodes: tuple[str | None, str | None] = (None, None)  # (prefill, decode) of sample 0's latest attempt
-    version: ModelVersion = ANY_VERSION  # of the nodes that were chosen last
+    version: ModelVersion = ANY_VERSION  # version of the nodes that were chosen last
 
 
 def is_refusal(error: Exception, request: GenerationRequest) -> bool:

@@ -1,6 +1,6 @@
 """Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens, translated to a chat and back.
 
-Names and limits are those of Anthropic's API. Thinking blocks have an empty signature, because Baton does not check
+Names and limits are as in Anthropic's API. Thinking blocks have an empty signature, because Baton does not check
 them when they come back. `cache_control` has no effect, because every prefix is cached.
 """
 

@@ -135,7 +135,7 @@ def _services(
 
 
 def _body_routes(handlers: "ApiHandlers", runs: ResponseRuns | None, body_timeout_s: float) -> list[Route]:
-    """Return the routes that take a JSON body, and those of stored responses."""
+    """Return the routes that take a JSON body, and the routes of stored responses."""
     responses = [ResponsesApi(service, runs) for service in handlers.models.services]
     posts = [_posts(service, each) for service, each in zip(handlers.models.services, responses, strict=True)]
     routes = [
@@ -311,8 +311,8 @@ class ApiHandlers:
         return Response(status_code=200)
 
     async def ready(self, request: Request) -> Response:
-        """Report whether nodes of every model take requests. With `role`, only the nodes of this role count, and with
-        `model` only those of this model."""
+        """Report whether nodes of every model take requests. With `role`, only the nodes of this role count; with
+        `model`, only the nodes of this model."""
         role = request.query_params.get("role")
         if role not in {None, "prefill", "decode"}:
             raise RequestError("`role` must be `prefill` or `decode`.", "role")
@@ -344,7 +344,7 @@ class JsonEndpoint:
     shared: ApiHandlers
     body_timeout_s: float
     kind: type[Body]
-    handlers: Sequence[Handler]  # of each model
+    handlers: Sequence[Handler]  # one for each model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply, services, slots = ResponseWriter(scope, send), self.shared.models.services, self.shared.slots

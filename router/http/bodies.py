@@ -222,8 +222,8 @@ class GenerateBody(Body):
         return self
 
     def constraint(self) -> Constraint | None:
-        """Return what the answer must match, if anything. Raises RequestError if the parameters contradict each
-        other."""
+        """Return the constraint that the answer must match, if there is one. Raises RequestError if the parameters
+        contradict each other."""
         by_format = self.response_format.constraint() if self.response_format is not None else None
         if self.structured_outputs is None:
             return by_format

@@ -1,4 +1,4 @@
-"""Runs the generation of one HTTP request: builds its output, and counts what it used."""
+"""Runs the generation of one HTTP request: builds its output, and counts its usage."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -44,7 +44,8 @@ class GenerationService:
         return {name: digest for name, digest in self.dispatcher.adapters().items() if name != self.model.name}
 
     def model_names(self) -> list[str]:
-        """Return the names that a request can give as its model: the model's own, and those of LoRA adapters."""
+        """Return the names that a request can give as its model: the model's own name and the names of LoRA
+        adapters."""
         return [self.model.name, *sorted(self.adapters())]
 
     async def requests(

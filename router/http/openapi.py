@@ -82,7 +82,7 @@ TOKENS = record(count=WHOLE, max_model_len=WHOLE, tokens=TOKEN_IDS, token_strs=n
 MODEL = record(
     object={"const": "model"}, id=TEXT, created=WHOLE, owned_by=TEXT, root=TEXT, parent=NULL, max_model_len=WHOLE
 )
-ERROR = record(  # in Anthropic's API with a type
+ERROR = record(  # Anthropic's API adds a type
     {"type": {"const": "error"}},
     error=record(message=TEXT, type=TEXT, param=nullable(TEXT), code=nullable(TEXT)),
 )

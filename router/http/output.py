@@ -28,10 +28,10 @@ class TextDelta:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     is_first: bool = False
-    parts: list[AnswerPart] | None = None  # of the text, if the answer is parsed
+    parts: list[AnswerPart] | None = None  # parts of the text, if the answer is parsed
     finish: str | None = None  # "stop" or "length" in the choice's last delta
     stop_reason: str | int | None = None  # the stop string or token that ended the choice
-    vector: bytes = b""  # of a pooled request
+    vector: bytes = b""  # result of a pooled request
 
 
 @dataclass(slots=True)

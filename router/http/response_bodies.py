@@ -1,6 +1,6 @@
 """The body of POST /v1/responses, and its translation to a chat.
 
-The names, limits and meanings are those of OpenAI's Responses API. vLLM's sampling parameters are accepted too. Each
+Names, limits and meanings are as in OpenAI's Responses API. vLLM's sampling parameters are accepted too. Each
 item of `input` becomes a message or a part of one: consecutive reasoning, text and calls of the assistant form one
 message.
 """
@@ -54,7 +54,7 @@ Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_l
 
 
 class InputText(BaseModel):
-    """A text in a message. `annotations` and `logprobs` are those of an earlier answer, and have no effect."""
+    """A text in a message. `annotations` and `logprobs` of an earlier answer have no effect."""
 
     model_config = Strict
     type: Literal["input_text", "output_text"]
@@ -122,7 +122,7 @@ def content_of(content: str | Sequence[InputText | RefusalPart | InputImage]) ->
 
 
 class ResponseItem(BaseModel):
-    """The base of the items of `input`. `id` and `status` are those of an earlier answer, and have no effect."""
+    """The base of the items of `input`. `id` and `status` of an earlier answer have no effect."""
 
     model_config = Strict
     id: Id | None = None
@@ -224,7 +224,7 @@ class ReasoningOptions(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """The format of the text: that of `response_format`, without nesting."""
+    """The format of the text: `response_format` without nesting."""
 
     model_config = Strict
     type: Literal["text", "json_object", "json_schema"]

@@ -79,7 +79,7 @@ class ResponseRuns:
     def __init__(self, models: ServedModels, store: ResponsesStore, owner: str, slots: RequestSlots) -> None:
         """`owner` is the id of this router, which changes with each start."""
         self.store = store
-        self.errors: dict[str, Exception] = {}  # of failed runs in the foreground, until their handler reads them
+        self.errors: dict[str, Exception] = {}  # errors of failed foreground runs, until their handler reads them
         self._models = models
         self._owner = owner
         self._slots = slots

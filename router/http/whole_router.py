@@ -19,7 +19,7 @@ from starlette.routing import Route
 from router.metrics.merged import MergedMetrics, merged_requests, merged_status
 
 ANSWER_S = 5.0
-logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
+logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs each request
 DEFAULT_LIMIT = 100  # of `/v1/requests`
 
 

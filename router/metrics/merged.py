@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 OWN_QUEUES = ("baton_num_prefill_", "baton_num_decode_")
 COUNTS = ("requests", "placements", "inexact_retries", "queue")  # objects in `/v1/status` whose numbers are added
 HANDOFFS = ("handoffs", "blocks_moved", "bytes_moved")
-SHARES = ("baton_slo_attainment_ratio",)  # of these, the smallest is shown
+SHARES = ("baton_slo_attainment_ratio",)  # for these metrics, the smallest value is shown
 
 
 def is_of_nodes(name: str, labels: Mapping[str, str]) -> bool:

@@ -23,7 +23,7 @@ NEW_S = 60.0  # the step-time model of a newer node is used only if there is no 
 class ScalingSignals(Collector):
     """Computes the needed nodes at each scrape, from the admission queue, the pool and the arrivals of the last minute.
 
-    `arrivals` counts the tokens of prompts that arrive ("prompt"), those of them found in a prefix cache ("cached"),
+    `arrivals` counts the prompt tokens that arrive ("prompt"), the prompt tokens found in a prefix cache ("cached"),
     and the samples that arrive ("samples").
     """
 
@@ -59,7 +59,7 @@ class ScalingSignals(Collector):
         prompts = load_of_prefill(demand, can[computing], self._ttft_slo_s)
         decodes = load_of_decode(demand, can["decode"]) if nodes["decode"] else None
         if computing == "decode" and decodes is not None:
-            decodes, prompts = decodes + (prompts or 0.0), None  # these nodes do both
+            decodes, prompts = decodes + (prompts or 0.0), None  # decode nodes also compute the prompts
         loads = {"prefill": prompts, "decode": decodes}
         return {role: needed(loads[role], len(each) / routers, routers) for role, each in nodes.items()}
 

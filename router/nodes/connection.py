@@ -68,8 +68,8 @@ class NodeConnection:
         self.is_alive = False
         self.alive_since = 0.0
         self.ramp_until = 0.0  # until this time, the node gets less than its share of requests
-        self.has_crashed = False  # it is stuck, or its stream broke while it was neither silent nor leaving
-        self.is_listed = True  # in the registry
+        self.has_crashed = False  # the node is stuck, or its stream broke while it was neither silent nor leaving
+        self.is_listed = True  # whether the registry lists the node
         self.router_is_closing = False
         self.end_reason = ""  # why the last stream ended, as a sentence
         self.listeners: dict[str, DeltaListener] = {}  # by attempt id
@@ -82,7 +82,7 @@ class NodeConnection:
         self._command = self._new_command()
         self._wake = asyncio.Event()
         self._silent_intervals = 0
-        self._timeout: asyncio.Timeout | None = None  # of the open stream
+        self._timeout: asyncio.Timeout | None = None  # timeout of the open stream
 
     @property
     def is_leaving(self) -> bool:

@@ -96,7 +96,7 @@ class NodeLoad:
 
 
 class LoadCharge:
-    """What one attempt adds to the load of its nodes: its prompt until that is computed, and its KV until the end."""
+    """The load of one attempt on its nodes: its prompt until it is computed, and its KV until the end."""
 
     def __init__(self, prefill: NodeLoad | None, decode: NodeLoad, num_tokens: int, cached: int, may_add: int) -> None:
         """Charge a sequence of `num_tokens` tokens, of which the computing node probably has `cached`. `may_add` is the

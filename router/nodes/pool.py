@@ -294,8 +294,8 @@ class NodePool:
         adapter, or with this version of the model, are chosen; of these, nodes with the build of `version` are
         preferred. Only a few nodes are considered.
 
-        Nodes with different fingerprints do not exchange KV, so one fingerprint is chosen first: that of `prefix_node`,
-        or else a random one, in proportion to the number of requests that its nodes can run.
+        Nodes with different fingerprints do not exchange KV, so one fingerprint is chosen first: the fingerprint of
+        `prefix_node`, or else a random one, in proportion to the number of requests that its nodes can run.
         """
         self.routable()
         groups = self._groups

@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any
 
 PREFIX_CHARS = 1024
-PREFIX_FIELDS = ("instructions", "system", "prompt", "messages", "input", "query")  # in the order of the tokens
+PREFIX_FIELDS = ("instructions", "system", "prompt", "messages", "input", "query")  # in prompt order
 MAX_ADDRESSES = 3
 OVERLOAD = 1.25
 
@@ -16,9 +16,9 @@ def choose(key: bytes, under_way: Mapping[str, int]) -> list[str]:
     """Return up to MAX_ADDRESSES addresses of `under_way`, best first. `under_way` maps each address to its number of
     requests in progress, and must not be empty.
 
-    The order is that of rendezvous hashing (Thaler and Ravishankar 1998), so if a router leaves, only its keys move.
-    The first router in this order whose number stays within OVERLOAD times the mean is put first (consistent hashing
-    with bounded loads: Mirrokni, Thorup and Zadimoghaddam 2018).
+    The addresses are ordered by rendezvous hashing (Thaler and Ravishankar 1998), so if a router leaves, only its keys
+    move. The first router in this order whose number stays within OVERLOAD times the mean is put first (consistent
+    hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam 2018).
     """
     seed = blake2b(key).digest()
     order = sorted(under_way, key=lambda address: blake2b(address.encode(), key=seed).digest())

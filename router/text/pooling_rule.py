@@ -65,7 +65,7 @@ def _pooled(values: dict[str, Any]) -> PoolingRule:
 
 
 def _tokens(values: dict[str, Any], own: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the id of the token for "relevant" and, if there is one, that of the token for "not relevant"."""
+    """Return the ids of the token for "relevant" and, if there is one, of the token for "not relevant"."""
     ids = (values.get("true_token_id"), values.get("false_token_id"))
     found = tuple(token for token in ids if type(token) is int and 0 <= token < vocab_size)
     if ids[0] is None or list(found) != [token for token in ids if token is not None]:

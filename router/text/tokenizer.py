@@ -55,8 +55,8 @@ class Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
         `vocab_size` is the size of the model's vocabulary, or 0 if it is unknown. `tool_parser` and `reasoning_parser`
-        are those of `find_syntax`. Raises ConfigError, naming the file or the flag, if a file or a name is invalid or
-        if the model has no embedding for some of the tokens.
+        are arguments of `find_syntax`. Raises ConfigError, naming the file or the flag, if a file or a name is invalid
+        or if the model has no embedding for some of the tokens.
         """
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -113,7 +113,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation in the model's template. Raises RequestError if the template refuses it.
 
-        `image_markers`, for conversations with images, are those of `ImageRules.markers`.
+        `image_markers`, for conversations with images, are `ImageRules.markers`.
 
         The name of a special token inside a message is encoded as plain text. `ChatTemplate.render` returns the offsets
         of such names. The special tokens at these offsets are replaced by the ids of the names as plain text. The rest
@@ -158,7 +158,7 @@ class Tokenizer:
         return "".join([*parts, text[at:]]), moved
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of a whole row of tokens."""
+        """Return the text of a whole sequence of tokens."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(tokens) + detokenizer.finish()
 

@@ -1,9 +1,8 @@
 """Describes how each model family writes reasoning and tool calls in its answers.
 
-`router/text/tool_parser.py` parses answers with these descriptions. The names are those of vLLM's `--tool-call-parser`
-and `--reasoning-parser`. The syntax of a model is found from its chat template, which contains the markers of its
-family. No marker of a syntax may be the beginning of another, because the parser takes a marker as soon as it is
-complete.
+`router/text/tool_parser.py` parses answers with these descriptions. The names are as in vLLM's `--tool-call-parser` and
+`--reasoning-parser`. The syntax of a model is found from its chat template, which contains the markers of its family.
+No marker of a syntax may be the beginning of another, because the parser takes a marker as soon as it is complete.
 """
 
 from collections.abc import Iterator, Mapping

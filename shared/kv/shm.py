@@ -91,7 +91,7 @@ def _mapped(fds: list[int], descriptor: PeerDescriptor) -> Rows:
     if not sealed or os.fstat(fds[0]).st_size != size:
         raise PeerLostError(f"the peer did not send a sealed memory of {size} bytes")
     flat = np.frombuffer(mmap.mmap(fds[0], size), np.uint8)
-    flat[:: mmap.PAGESIZE].max()  # only read, since the pool is in use
+    flat[:: mmap.PAGESIZE].max()  # only read, because the pool is in use
     return flat.reshape(descriptor.num_rows, descriptor.row_bytes)
 
 

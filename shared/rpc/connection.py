@@ -220,7 +220,7 @@ class PeerProtocol(H2Protocol):
 
 
 class CallHandler(AbstractHandler):
-    """The calls on one connection to a server, each in a task of its own."""
+    """The calls on one connection to a server, each in a separate task."""
 
     def __init__(self, methods: Mapping[str, Method]) -> None:
         self.tasks: dict[H2Stream, asyncio.Task[None]] = {}
@@ -254,8 +254,8 @@ class RpcChannel(grpclib.client.Channel):
     """A channel to `host:port`, which its owner closes. It connects at the first call, and at a call after a loss.
 
     It closes a connection if the peer's certificate is not accepted or a ping is unanswered for `answer_s`. With
-    `pings_idle`, it pings less often, and only while nothing arrives. The default `identity` is that of this process,
-    if it has one.
+    `pings_idle`, it pings less often, and only while nothing arrives. By default, `identity` is this process's
+    identity, if it has one.
     """
 
     def __init__(

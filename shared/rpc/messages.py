@@ -25,7 +25,7 @@ def unpack_ids(data: bytes) -> list[int]:
 
 @dataclass(slots=True)
 class SamplingParams:
-    """How tokens are sampled. Names and meanings are those of vLLM. Temperature 0 selects greedy sampling."""
+    """How tokens are sampled. Names and meanings are as in vLLM. Temperature 0 selects greedy sampling."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -303,7 +303,8 @@ class PushedNotice:
 
 @dataclass(slots=True)
 class CommitRequest:
-    """All rows of the reservation are written. `checksums` has those of the rows that no `PushedNotice` covered."""
+    """All rows of the reservation are written. `checksums` has the checksums of the rows that no `PushedNotice`
+    covered."""
 
     reservation_id: bytes
     first_token: int

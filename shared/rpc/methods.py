@@ -113,7 +113,7 @@ def unary(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[
 class RpcServer:
     """Serves RPCs on one port until `close`. With an identity, it uses TLS and rejects peers outside the cluster.
 
-    The default `identity` is that of this process, if it has one.
+    By default, `identity` is this process's identity, if it has one.
     """
 
     def __init__(

@@ -14,15 +14,15 @@ from engine.options import BuildOptions, check_options, cpu_layout, groups_of
 SWEPT = Path(__file__).with_name("transformers.json")  # written by `python -m tests.sweep`
 NUMBER = re.compile(r"\d[\d.e+-]*")
 HEAD = ("models", "architecture", "layers contain")
-NOTES = """Each family is compared with transformers: logits, computed in random chunks, differ by less than 10⁻⁴ (4 · 10⁻⁴ with
-recurrent layers), and whole clusters give the same tokens in both modes, over each KV channel and with preemption.
-Checkpoints may be [quantized](operations.md#quantized-checkpoints). GGUF files of Llama, Mistral, Qwen2 and Qwen3 are
-read. On a GPU (experimental), all of these layers have Triton kernels, which no GPU has run.
+NOTES = """Each family is compared with transformers: logits, computed in random chunks, differ by less than 10⁻⁴ (4 ·
+10⁻⁴ with recurrent layers), and whole clusters give the same tokens in both modes, over each KV channel and with
+preemption. Checkpoints may be [quantized](operations.md#quantized-checkpoints). GGUF files of Llama, Mistral, Qwen2 and
+Qwen3 are read. On a GPU (experimental), all of these layers have Triton kernels, which no GPU has run.
 
 On a CPU, other decoders run through transformers' own modules over Baton's KV pool, if they pass a comparison when they
-are loaded; see [operations](operations.md#models-without-a-native-family). `--model-impl` selects one of the two. A tiny
-random model of each class of transformers {version} that predicts text was run this way (`python -m tests.sweep`). The
-answers of {passed} of {all} classes were equal to those of transformers:
+are loaded; see [operations](operations.md#models-without-a-native-family). `--model-impl` selects one of the two. A
+tiny random model of each class of transformers {version} that predicts text was run this way (`python -m tests.sweep`).
+The answers of {passed} of {all} classes were equal to those of transformers:
 
 {passes}
 

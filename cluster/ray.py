@@ -1,6 +1,6 @@
-"""`baton ray`: runs a cluster on the hosts of a Ray cluster, each process under an actor that starts it again.
+"""`baton ray`: runs a cluster on the hosts of a Ray cluster, each process under an actor that restarts it.
 
-Ray places the actors, which are detached and named, and starts them again on other hosts. Requests and tokens do not
+Ray places the actors, which are detached and named, and restarts them on other hosts. Requests and tokens do not
 pass through Ray. Baton and the model must be installed on every host under the same paths.
 """
 
@@ -31,7 +31,7 @@ POLL_S = 1.0
 
 
 class Supervisor:
-    """Runs one process of Baton on the host where Ray placed this actor, and starts it again when it ends.
+    """Runs one process of Baton on the host where Ray placed this actor, and restarts it when it ends.
 
     A thread owns the process; Ray calls the methods on another thread. The process dies with the actor. A node
     joins the routers of all actors whose names begin with `routers`, the first one at `port`. It reads their addresses
@@ -45,7 +45,7 @@ class Supervisor:
         self._secret = secret
         self._process: subprocess.Popen[bytes] | None = None
         self._restarts: list[float] = []
-        self._exit_status: int | None = None  # of a process that is not started again
+        self._exit_status: int | None = None  # set if the process is not restarted
         self._draining = threading.Event()
         self._keeper: threading.Thread | None = None
         self.start(child)
@@ -64,7 +64,7 @@ class Supervisor:
         return {"host": self._address, "process": pid, "state": state, "restarts": len(self._restarts)}
 
     def start(self, child: Child) -> None:
-        """Start the process, unless it runs."""
+        """Start the process, unless it is running."""
         if self._keeper is None or not self._keeper.is_alive():
             self._child, self._exit_status = child, None
             self._draining.clear()
@@ -72,7 +72,7 @@ class Supervisor:
             self._keeper.start()
 
     def drain(self) -> None:
-        """Send SIGTERM to the process, which is not started again."""
+        """Send SIGTERM to the process, which is not restarted."""
         self._draining.set()
         if self._process is not None:
             self._process.terminate()
@@ -135,7 +135,7 @@ class Supervisor:
 
 
 def up(settings: RaySettings) -> int:
-    """Start the processes that do not run, print where the cluster serves, and return the exit status.
+    """Start the processes that are not running, print where the cluster serves, and return the exit status.
 
     Raises ConfigError if the model or the secret cannot be used on this host.
     """
@@ -168,7 +168,7 @@ def _start(settings: RaySettings, child: Child, secret: bytes, routers: str) -> 
     """Return the actor of a process, which starts the process if it does not run. Create it if it does not exist."""
     role = child.name.partition("-")[0]
     gpus = 1 if settings.placement == "gpu" and role != ROUTER else 0
-    # A node's device is its own here, so it does not share the memory with other nodes.
+    # Here, each node has its own device, so it does not share the memory with other nodes.
     own = {"BATON_HOST": settings.host, "BATON_GPU_MEMORY_UTILIZATION": str(settings.gpu_memory_utilization)}
     placed = Child(child.name, child.command, child.environment | own)
     actor: Any = (
@@ -193,7 +193,7 @@ def _start(settings: RaySettings, child: Child, secret: bytes, routers: str) -> 
 
 
 def _placed(settings: RaySettings, actors: dict[str, Any]) -> dict[str, str]:
-    """Return the address of the host of each actor that Ray has placed. Print what the others need."""
+    """Return the address of the host of each actor that Ray has placed. For the others, print what they need."""
     addresses = _addresses(actors, PLACED_S)
     for name in actors.keys() - addresses.keys():
         label = f"the label {LABEL}={name.partition('-')[0]}"

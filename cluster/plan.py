@@ -20,13 +20,13 @@ from shared.config.settings import (
     EVERY_ADDRESS,
     ComputingSettings,
     Engines,
+    EngineSettings,
     EngineUrl,
     Host,
     NodeSettings,
     Port,
     ProxySettings,
     RouterSettings,
-    Seconds,
     ServingSettings,
     Settings,
     flag_of,
@@ -66,7 +66,7 @@ OF_OUR_NODES = {"devices", "more_models"} | (
 )
 
 
-class LocalSettings(ServingSettings, ComputingSettings):
+class LocalSettings(ServingSettings, ComputingSettings, EngineSettings):
     """The cluster"""
 
     needed: ClassVar[tuple[str, ...]] = ()  # no setting is required; the default model is the demo model
@@ -82,8 +82,6 @@ class LocalSettings(ServingSettings, ComputingSettings):
     engines: Engines = setting(
         (), "URLs of running vLLM servers, separated by commas; each becomes a node.", "start nodes"
     )
-    engine_api_key_file: str = setting("", "File with the API key of these servers.", "the servers need no key")
-    kv_lease_s: Seconds = setting(30.0, "Seconds for which these servers keep the KV of a prompt for a decode node.")
     registry_host: Host = Field(default="127.0.0.1", description="Address that nodes join at.")
     registry_port: Port = setting(0, "Port that nodes join at.", "any free port")
 

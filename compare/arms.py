@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from shared.config.settings import ComputingSettings, ServingSettings, resolve
+from shared.config.settings import ComputingSettings, EngineSettings, ServingSettings, resolve
 from shared.errors import ConfigError
 
 GRAMMAR = "colocated:N or disaggregated:XpYd, with @policy,setting=value after it"
@@ -20,7 +20,7 @@ RESERVED = frozenset(
 )
 
 
-class ArmSettings(ServingSettings, ComputingSettings):
+class ArmSettings(ServingSettings, ComputingSettings, EngineSettings):
     """All settings that an arm may set for its router and its nodes."""
 
 

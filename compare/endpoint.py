@@ -108,6 +108,11 @@ class Endpoint:
         return answer
 
 
+def is_external(node: Document) -> bool:
+    """Return whether a node is a vLLM server, whose KV moves without Baton."""
+    return "engine_url" in (node.get("facts") or {})
+
+
 def is_idle(status: Document) -> bool:
     """Return whether no request runs and no block is in use. Cached blocks do not count as in use."""
     nodes = [node for node in status["nodes"] if node["alive"]]

@@ -22,11 +22,14 @@ from compare.report.document import report_of
 from compare.report.page import write_report
 from compare.report.terminal import show
 from compare.run.deployments import Deployments, LaunchOptions, LocalStack, fit_together, num_gpus
+from compare.run.engines import EngineMeter
 from compare.run.session import Experiment, run_session, span
 from compare.run.simulated import SimulatedDeployments
 from engine.emulation import load_emulation
+from proxy_node.vllm import read_key
+from shared.config.settings import parse_engines
 from shared.errors import ConfigError
-from shared.model_files import DEMO_MODEL, resolve
+from shared.model_files import DEMO_MODEL, read_limits, resolve
 
 NO_VERDICT = 1
 MAX_SLOWDOWN = 3.0  # limit for estimates, because a load average also counts processes of lower priority
@@ -111,10 +114,11 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         attainment=options.attainment,
         first_rate=float(traffic(1).notes["rate"]) if options.find_capacity else None,
         prompts=tuple(tuple(vocabulary.draw(0, f"preflight {count}", count)) for count in PREFLIGHT_TOKENS),
-        treatment=(*options.treatment, *(["devices"] if options.unequal else [])),
+        treatment=(*options.treatment, *(["devices", "engine_url"] if options.unequal else [])),
         send="ids" if model else "text",
         timeout_s=options.timeout,
         out=options.out or Path(time.strftime("baton-compare-%Y%m%d-%H%M%S")),
+        engines=_meter(options, arms, model),
         device=f"{DEVICES[options.on]} {options.emulate or DEFAULT_EMULATED}" if options.on in DEVICES else "",
     )
     if options.on == "sim":
@@ -124,7 +128,7 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         LocalStack(arm, launches.get(arm.name, blank), logs / f"arm-{number}.log", options.api_key)
         for number, arm in enumerate(all_arms, 1)
     ]
-    keeps_all = bool(options.url) or fit_together(all_arms, str(model))
+    keeps_all = bool(options.url or options.engines) or fit_together(all_arms, str(model))
     load = (1 + os.getloadavg()[0]) / len(os.sched_getaffinity(0))  # load of running processes
     slowdown = min(max(1.0, load), MAX_SLOWDOWN)
     plan = experiment.plan(options.duration, keeps_all=keeps_all, slowdown=slowdown)
@@ -154,11 +158,14 @@ def _check_choices(options: CompareOptions) -> None:
         ("--trace", "--preset", options.trace and options.preset),
         ("--rate", "--find-capacity", options.rate is not None and options.find_capacity),
         ("--url", "--arms", options.url and (options.arms or options.more_arms)),
+        ("--url", "--engines", options.url and options.engines),
     ):
         if both:
             raise ConfigError(f"{one} and {other}: give only one of them")
     if options.emulate and options.on == "live":
         raise ConfigError("--emulate: needs --on emulated or --on sim")
+    if options.engines and options.on != "live":
+        raise ConfigError(f"--engines: cannot be {DEVICES[options.on]}; leave out --on")
     if options.url and options.on == "sim":
         raise ConfigError("--url: cannot be simulated; give --arms")
 
@@ -182,7 +189,10 @@ def context_limit(options: CompareOptions) -> int:
 def _arms_of(options: CompareOptions) -> list[Arm]:
     if not options.url:
         given = [*options.arms, *options.more_arms] or list(DEFAULT_ARMS)
-        return parse_arms(given, options.set, unequal=options.unequal)
+        arms, urls = parse_arms(given, options.set, unequal=options.unequal), engines_of(options)
+        if urls and len(urls) != (most := max(arm.devices for arm in arms)):
+            raise ConfigError(f"--engines: are {len(urls)} servers, and the arms have {most} devices: give as many")
+        return arms
     if len(options.url) < 2 and not options.control:
         raise ConfigError("--url: a comparison needs two URLs; to compare a stack with itself, add --control")
     if len(set(options.url)) < len(options.url):
@@ -190,9 +200,32 @@ def _arms_of(options: CompareOptions) -> list[Arm]:
     return [Arm(url, 0, 0, {}, url) for url in options.url]
 
 
+def engines_of(options: CompareOptions) -> tuple[str, ...]:
+    """Return the URLs of vLLM servers, which all arms share. Raises ConfigError."""
+    try:
+        urls = parse_engines(options.engines)
+    except ValueError as error:
+        raise ConfigError(f"--engines {options.engines}: {error}") from None
+    if urls and not options.model:
+        raise ConfigError("--engines: give --model too, the directory or hub id of the model that the servers have")
+    return urls
+
+
+def _meter(options: CompareOptions, arms: Sequence[Arm], model: Path | None) -> EngineMeter | None:
+    if not (urls := engines_of(options)) or model is None:
+        return None
+    try:
+        key = read_key(next(filter(None, (arm.settings.get("engine_api_key_file", "") for arm in arms)), ""))
+        return EngineMeter(urls, key, read_limits(model)[1])
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--engines: {error}") from None
+
+
 def _launches(options: CompareOptions, arms: list[Arm], model: str) -> dict[str, LaunchOptions]:
     if options.on == "emulated":  # emulated nodes do not compute, so they need no separate cores
         return {arm.name: LaunchOptions(model, emulate=options.emulate or DEFAULT_EMULATED) for arm in arms}
+    if engines := engines_of(options):
+        return {arm.name: LaunchOptions(model, engines=engines) for arm in arms}
     cores = cores_of(arms, sorted(os.sched_getaffinity(0)))
     gpus = num_gpus()
     return {arm.name: LaunchOptions(model, cores[arm.name], gpus=gpus) for arm in arms}

@@ -36,6 +36,9 @@ class CompareOptions:
         "ARM...", [], "colocated:N and disaggregated:XpYd, each optionally followed by @policy,setting=value."
         f" Default: {' '.join(DEFAULT_ARMS)}.",
     )  # fmt: skip
+    engines: str = flag(
+        "URL,URL", "", "vLLM servers that run already: the devices of all arms; see docs/engines.md. Needs --model."
+    )
     url: list[str] = flag("URL", [], "A running stack, in place of an arm. Give two or more.", parser=base_url)
     api_key: str = flag("KEY", "", "Key for these stacks; an admin key also reads records.", envvar="BATON_API_KEY")
     trace: Path | None = flag("FILE", None, "Traffic from a file.")

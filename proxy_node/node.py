@@ -166,6 +166,12 @@ class ProxyNode:
     def _value(self, name: str) -> float:
         return self._metrics.values.get(name, 0.0)
 
+    def refusal(self) -> str:
+        """Return why the node takes no requests, or ""."""
+        if self.lost.done() or self.info.state != "ready":
+            return "the engine is lost" if self.lost.done() else "this node is draining"
+        return "" if self.sessions.num_routers else "no router is connected to this node"
+
     def stats(self) -> NodeStats:
         """Return the node's statistics, most of which the engine reports. The engine does not report cached blocks, so
         they count as free."""
@@ -315,13 +321,15 @@ class ProxyNode:
         If sampling is repeatable, the router gets the first token at once, and the decode engine must sample the same
         token. Otherwise, the router gets the decode engine's first token.
         """
-        output, params = await self._engine.prefill(submit, tokens)
-        computed_at, position = self._now(), len(tokens) - submit.num_prompt
+        position = len(tokens) - submit.num_prompt
+        is_last = submit.max_tokens == position + 1
+        output, params = await self._engine.prefill(submit, tokens, keeps=not is_last)
+        computed_at = self._now()
         self._health.streamed(computed_at)
         self.recorder.event(submit.id, "first", count=1)
         router = self._requests[submit.id].router
         delta = TokenDelta(submit.id, position, pack_ids(output.tokens), logprobs=output.logprobs)
-        if output.finish == "stop" or submit.max_tokens == position + 1:
+        if output.finish == "stop" or is_last:
             delta.finish = output.finish
             self._send(router, delta)
             self._end(submit.id, output.finish)

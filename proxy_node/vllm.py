@@ -141,10 +141,12 @@ class VllmEngine:
         """
         return self._stream(submit, completion_body(submit, tokens, self._model, params))
 
-    async def prefill(self, submit: SubmitRequest, tokens: list[int]) -> tuple[EngineOutput, Params]:
+    async def prefill(
+        self, submit: SubmitRequest, tokens: list[int], *, keeps: bool = True
+    ) -> tuple[EngineOutput, Params]:
         """Compute `tokens`. Return the next token, and the parameters with which another engine reads the KV, or None
-        if the engine has no connector. Raises ValueError if an engine cannot take the request."""
-        body = completion_body(submit, tokens, self._model, PREFILL_PARAMS)
+        if the engine does not keep it or has no connector. Raises ValueError if an engine cannot take the request."""
+        body = completion_body(submit, tokens, self._model, PREFILL_PARAMS if keeps else None)
         body |= {"max_tokens": 1, "min_tokens": min(1, body["min_tokens"]), "stream": False}
         async with self._call("POST", "/v1/completions", json=body, headers=_headers(submit)) as answer:
             try:

@@ -195,8 +195,8 @@ def read_logprobs(entry: dict[str, Any], tokens: Sequence[int], num_top: int) ->
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """Values of `/metrics` by name, without "vllm:", and the labels of `cache_config_info`. `num_engines` counts the
-    data-parallel engines of the server."""
+    """Values of `/metrics` by name, without "vllm:", and with the label `source` as in NAME:SOURCE; and the labels of
+    `cache_config_info`. `num_engines` counts the data-parallel engines of the server."""
 
     values: dict[str, float]
     cache: dict[str, str]
@@ -211,10 +211,11 @@ def read_metrics(text: str) -> EngineMetrics:
         name, labels, value = match.groups()
         if name.endswith(("_bucket", "_created")):
             continue
+        found = dict(LABEL.findall(labels or ""))
+        name += f":{found['source']}" if "source" in found else ""
         with suppress(ValueError):
             values[name] = values.get(name, 0.0) + float(value)
         if name in {"cache_config_info", "num_requests_running"}:
-            found = dict(LABEL.findall(labels or ""))
             engines.add(found.get("engine", "0"))
             cache |= found if name == "cache_config_info" else {}
     return EngineMetrics(values, cache, len(engines))

@@ -92,7 +92,7 @@ MAY_IMPORT = {
     "router": {"scheduler", "shared"},
     "dashboard": {"router", "scheduler", "shared"},
     "simulator": {"router", "node", "engine", "scheduler", "shared"},
-    "compare": {"simulator", "dashboard", "router", "engine", "scheduler", "shared"},
+    "compare": {"simulator", "dashboard", "router", "proxy_node", "engine", "scheduler", "shared"},
     "cluster": set(FOLDERS) - {"baton", "benchmarks", "demo", "deploy"},
     "baton": {"cluster"},
     "demo": {"engine", "scheduler", "shared"},

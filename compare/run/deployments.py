@@ -36,17 +36,19 @@ NICENESS = 5  # niceness of nodes, so that the load generator sends on time even
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
     """How to start the nodes of an arm: the model directory, the cores to share (all if empty), the step-time model of
-    emulated nodes, and the number of GPUs."""
+    emulated nodes, the number of GPUs, and the URLs of vLLM servers in place of nodes."""
 
     model: str
     cpus: tuple[int, ...] = ()
     emulate: str = ""
     gpus: int = 0
+    engines: tuple[str, ...] = ()
 
     def command(self, arm: Arm) -> list[str]:
         flags = ["--model", self.model, "--port", "0", "--registry-port", "0", "--drain-timeout-s", str(DRAIN_S)]
         flags += ["--cpus", ",".join(map(str, self.cpus))] if self.cpus else []
         flags += ["--emulate", self.emulate] if self.emulate else []
+        flags += ["--engines", ",".join(self.engines[: arm.devices])] if self.engines else []
         if self.gpus and arm.settings.get("device", "auto") in {"auto", "cuda"}:
             shared_pool = arm.settings.get("kv_channel") == "pool"  # then prefill nodes use the decode nodes' GPUs
             num_gpus = min(self.gpus, arm.decode if shared_pool else arm.devices)

@@ -4,6 +4,7 @@ The load generator measures the requests, and `compare.report` evaluates the fin
 """
 
 import asyncio
+import itertools
 import json
 import math
 import signal
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from compare.arms import Arm
-from compare.endpoint import SUMMARIES, Document, Endpoint, EndpointError
+from compare.endpoint import SUMMARIES, Document, Endpoint, EndpointError, is_external
 from compare.load.client import LoadSpec
 from compare.load.outcome import LatencySlo, LoadRecording
 from compare.load.traffic import Traffic
 from compare.run import equivalence
 from compare.run.deployments import Deployments
+from compare.run.engines import Counters, EngineMeter, check_moved
 from compare.run.equivalence import ParityCheck
 from compare.stats.capacity import CapacityEstimate, CapacityPoint, CapacitySearch
 from compare.stats.measures import inside, measured_window, misses, slo_excess
@@ -98,6 +100,7 @@ class Experiment:
     first_rates: Mapping[str, float] = field(default_factory=dict)  # rates of arms that do not use `first_rate`
     widening: float = 2.0  # factor of the rate while a search brackets the capacity
     device: str = ""  # "emulated NAME" or "simulated NAME"; "" for real devices
+    engines: EngineMeter | None = None  # vLLM servers that all arms share
 
     @property
     def all_arms(self) -> tuple[Arm, ...]:
@@ -249,14 +252,28 @@ class Session:
             facts[arm.name] = equivalence.facts_of(endpoint, status)
             findings.arms[number] = _as_found(arm, status)
             if experiment.send == "ids":
-                answers[arm.name] = await equivalence.greedy_answers(endpoint, experiment.prompts, salt="preflight")
+                answers[arm.name] = await self._greedy_answers(arm, endpoint)
         findings.parity = equivalence.check_parity(experiment.all_arms, facts, experiment.treatment)
         findings.problems += findings.parity.problems
         shown = [", ".join(f"{fact} {own[fact]}" for fact in SHOWN_FACTS if fact in own) for own in facts.values()]
         for text in dict.fromkeys(shown):
             self._say(f"{', '.join(name for name, own in zip(facts, shown, strict=True) if own == text)}: {text}")
+        if experiment.engines:
+            findings.notes.append("vLLM servers report no steps, so there is no strip and no node is shown as busy")
         if not findings.problems and answers:
             findings.problems += [f"not comparable: {line}" for line in equivalence.different_answers(answers)]
+
+    async def _greedy_answers(self, arm: Arm, endpoint: Endpoint) -> list[list[int]]:
+        """Return an arm's answers to the prompts. On vLLM servers, add a problem if KV did not move as it must."""
+        salt = f"{self._started_ns} preflight {arm.name}"
+        if (meter := self._experiment.engines) is None:
+            return await equivalence.greedy_answers(endpoint, self._experiment.prompts, salt)
+        await endpoint.until_idle(COOL_DOWN_S)  # the nodes have just sent requests of their own
+        before = await meter.read()
+        answers = await equivalence.greedy_answers(endpoint, self._experiment.prompts, salt)
+        moved = check_moved(before, await meter.read(), arm.prefill, len(answers), splits=splits_of(arm))
+        self._findings.problems += [f"{arm.name}: {problem}" for problem in moved]
+        return answers
 
     async def _run_seeds(self) -> None:
         """Run every seed in every arm. For each seed with an invalid period, run a spare seed, up to a limit.
@@ -359,6 +376,7 @@ class Session:
         experiment, trial = self._experiment, period.trial
         arm = next(arm for arm in experiment.all_arms if arm.name == trial.arm)
         before = await _idle_status(endpoint, period) if endpoint.is_baton else None
+        counters = await experiment.engines.read() if experiment.engines else []
         began = time.monotonic()
         try:
             await self._deployments.drive(self.spec(endpoint, trial, traffic), period.recording)
@@ -371,12 +389,19 @@ class Session:
         is_drawn = trial.seed == experiment.seeds[0] and not experiment.finds_capacity
         try:
             await add_records(period, endpoint, before, splits=splits_of(arm))
+            await self._check_engines(arm, counters, period)
             await add_timelines(period, endpoint, experiment.slo, TIMELINES if is_drawn else TIMELINES_OF_OTHERS)
         except EndpointError as error:
             period.problems.append(f"the router was lost: {error}")
         if is_drawn and not period.problems:
             trace = await endpoint.trace(time.monotonic() - began + TRACE_SLACK_S)
             (experiment.out / trace_name(experiment, trial.arm)).write_bytes(trace)
+
+    async def _check_engines(self, arm: Arm, before: Counters, period: Period) -> None:
+        """Add a problem if the KV of vLLM servers did not move as it must. Raises EndpointError."""
+        if self._experiment.engines:
+            after, handoffs = await self._experiment.engines.read(), (period.counts or {}).get("handoffs", 0)
+            period.problems += check_moved(before, after, arm.prefill, handoffs, splits=splits_of(arm))
 
     def spec(self, endpoint: Endpoint, trial: Trial, traffic: Traffic) -> LoadSpec:
         """Return the load generator's input for a trial."""
@@ -395,11 +420,12 @@ class Session:
     def _salt(self, trial: Trial) -> str:
         """Return a salt that no earlier trial of the same stack used, so that no prefix cache has the trial's prompts.
 
-        All arms get the same salt, because it decides the words of prompts that are sent as text. Only the control of a
-        running stack gets another salt, because the arm and its control use the same stack.
+        All arms get the same salt, because it decides the words of prompts that are sent as text, unless they use the
+        same stack or servers: the control of a running stack, and arms over vLLM servers.
         """
         control = self._experiment.control
-        again = trial.arm if control and control.url and control.name == trial.arm else ""
+        is_shared = self._experiment.engines or (control and control.url and control.name == trial.arm)
+        again = trial.arm if is_shared else ""
         return f"{self._started_ns} {trial.traffic} {again}"
 
 
@@ -457,12 +483,14 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
             problems.append(f"node {name} was restarted during the run")
             continue
         own = {count: now[name].get(count, 0) - was[name].get(count, 0) for count in COUNTED}
-        expected_bytes += own["blocks_moved"] * now[name]["block_bytes"]
+        own_bytes = own["blocks_moved"] * now[name]["block_bytes"]
+        expected_bytes += own["bytes_moved"] if is_external(now[name]) else own_bytes
         counts = {count: counts[count] + own[count] for count in COUNTED}
     if counts["bytes_moved"] != expected_bytes:
         problems.append(f"{counts['bytes_moved']} bytes of KV were moved, but the moved blocks hold {expected_bytes}")
     shared_pool = {"pool"} == {channel for node in now.values() for channel in node.get("channels", {}).values()}
-    if splits and not (counts["handoffs"] and (counts["bytes_moved"] or shared_pool)):
+    is_counted = shared_pool or any(map(is_external, now.values()))  # by others; see `check_moved`
+    if splits and not (counts["handoffs"] and (counts["bytes_moved"] or is_counted)):
         problems.append("disaggregated, but no KV was handed off")
     if splits is False and counts["handoffs"]:
         problems.append(f"co-located, but {counts['handoffs']} requests were handed off")
@@ -493,7 +521,7 @@ async def add_records(period: Period, endpoint: Endpoint, before: Document, *, s
             " phases, transfers and causes omit them; give a shorter --duration"
         )
     since_ms = max(0.0, period.recording.started_unix_ns / 1e6 - SLACK_MS)
-    for node in status["nodes"]:
+    for node in itertools.filterfalse(is_external, status["nodes"]):  # vLLM servers report no steps
         period.steps[node["id"]] = await endpoint.steps(node["id"], since_ms)
         period.costs[node["id"]] = node.get("cost") or []
 

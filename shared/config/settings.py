@@ -122,7 +122,7 @@ def _check_engine(value: str) -> str:
     return value.rstrip("/").removesuffix("/v1")
 
 
-def _check_engines(value: str | Iterable[str]) -> tuple[str, ...]:
+def parse_engines(value: str | Iterable[str]) -> tuple[str, ...]:
     urls = tuple(_check_engine(url) for url in _parse_list(value))
     if len(set(urls)) < len(urls):
         raise ValueError("must name each server once")
@@ -211,7 +211,7 @@ ModelDirectories = Annotated[tuple[str, ...], BeforeValidator(_parse_list), Afte
 Host = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]+", "a host name or address, without a port"))]
 HostOrNone = Annotated[str, AfterValidator(partial(_matches, r"[\w.:%-]*", "a host name or address, without a port"))]
 EngineUrl = Annotated[str, AfterValidator(_check_engine)]
-Engines = Annotated[tuple[str, ...], BeforeValidator(_check_engines)]
+Engines = Annotated[tuple[str, ...], BeforeValidator(parse_engines)]
 Label = Annotated[str, AfterValidator(partial(_matches, r"[\w.-]{1,64}", "1 to 64 letters, digits and . _ -"))]
 LabelOrNone = Annotated[str, AfterValidator(partial(_matches, r"[\w.-]{0,64}", "up to 64 letters, digits and . _ -"))]
 Device = Annotated[str, AfterValidator(partial(_matches, r"auto|cpu|cuda(:\d{1,2})?", "auto, cpu, cuda or cuda:N"))]
@@ -460,28 +460,33 @@ class JoiningSettings(CommonSettings):
         "host:port of the registry in the routers, all that the host resolves to; several, separated by commas; "
         "file:/PATH of a file with one on each line; or redis://host:port.",
     )
+    health_port: Port = setting(0, "Port of GET /health, /ready and /metrics of this node.", "off")
 
 
 class NodeSettings(ComputingSettings, JoiningSettings):
     """This node"""
 
-    health_port: Port = setting(0, "Port of GET /health, /ready and /metrics of this node.", "off")
     kv_host: HostOrNone = setting("", "Address for KV over tcp.", "the same as --host")
     kv_port: Port = setting(0, "Port for KV over tcp.", "any free port")
 
 
-class ProxySettings(JoiningSettings):
+class EngineSettings(Settings):
+    """vLLM servers"""
+
+    engine_api_key_file: str = setting("", "File with the API key of the vLLM servers.", "they need no key")
+    kv_lease_s: Seconds = setting(
+        30.0, "Seconds for which a vLLM server keeps the KV of a prompt for a decode node (its kv_lease_duration)."
+    )
+
+
+class ProxySettings(JoiningSettings, EngineSettings):
     """This proxy node"""
 
     needed: ClassVar[tuple[str, ...]] = ("model", "engine")
 
     engine: EngineUrl = setting("", "URL of the vLLM server.")
-    engine_api_key_file: str = setting("", "File with the API key of the vLLM server.", "the server needs no key")
     role: Literal["prefill", "decode"] = setting(
         "decode", "Role of the node. A prefill node passes the KV of its prompts to decode nodes."
-    )
-    kv_lease_s: Seconds = setting(
-        30.0, "Seconds for which the engine keeps the KV of a prompt for a decode node (its kv_lease_duration)."
     )
     max_num_seqs: Count = setting(256, "Maximum requests that the engine runs at the same time (its --max-num-seqs).")
     stuck_s: Seconds = setting(

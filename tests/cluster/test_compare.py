@@ -5,26 +5,15 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cluster.harness import ROOT, cluster, state_of, wait_for
+from tests.cluster.comparisons import report_in, start
+from tests.cluster.harness import cluster, state_of, wait_for
 
-# The limits are long, because other tests share the machine and these tests do not measure its speed.
-QUICK = ["--preset", "chat", "--scale-tokens", "0.04", "--rate", "8", "--ttft-slo-ms", "60000", "--tbt-slo-ms", "60000"]
 SMALL = ["--set", "runner=hash", "--set", "num_blocks=512"]
-
-
-def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "baton", "compare", "--out", str(directory / "report"), *QUICK, *arguments]
-    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        command, env=environment, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
 
 
 def until(process: subprocess.Popen[str], sign: str) -> str:
@@ -36,12 +25,6 @@ def until(process: subprocess.Popen[str], sign: str) -> str:
         if sign in line:
             return output
     raise AssertionError(f"the command ended without {sign!r}:\n{output}")
-
-
-def report_in(directory: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads((directory / "report" / "report.json").read_text())
-    assert report["schema"] == "baton.compare/1"
-    return report
 
 
 def pids(directory: Path) -> list[int]:

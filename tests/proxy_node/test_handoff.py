@@ -114,6 +114,7 @@ async def test_an_answer_of_one_token_needs_no_handoff(count: int, stop: bool) -
         assert prefill.line.finishes("a") == ["stop" if stop else "length"]
         assert prefill.line.tokens("a") == first
         assert decode.stub.calls == []
+        assert len(prefill.stub.leases) == stop  # if the end is known, no KV is kept that no one reads
 
 
 async def test_kv_that_may_have_expired_is_not_used() -> None:

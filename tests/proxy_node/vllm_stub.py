@@ -77,7 +77,7 @@ class VllmStub:
         self.calls: list[dict[str, Any]] = []
         self.running = self.steps = 0
         self.dropped = 0  # requests whose connection was closed before their end
-        self.num_blocks_used = self.num_hits = 0
+        self.num_blocks_used = self.num_hits = self.num_computed = self.num_read = 0
         self._cached: set[tuple[str, tuple[int, ...]]] = set()  # salts and prompts
         self.leases: dict[str, tuple[float, int]] = {}  # request -> end of its lease, and its blocks
         self.handoffs = {"kept": 0, "read": 0, "misused": 0, "bytes": 0}
@@ -139,6 +139,9 @@ class VllmStub:
             .replace("{usage}", str(usage))
             .replace("{bytes}", str(self.handoffs["bytes"]))
             .replace("{hits}", str(self.num_hits))
+            .replace("{computed}", str(self.num_computed))
+            .replace("{read}", str(self.num_read))
+            .replace("{expired}", str(len(self.leases) - self.num_kept))
             .replace("{block_size}", str(self.knobs["block_size"]))
             for number in range(self.knobs["engines"])
         )
@@ -148,6 +151,11 @@ class VllmStub:
         return web.json_response(self.calls)
 
     # ---- the connector ------------------------------------------------------------------------------------------
+
+    @property
+    def num_kept(self) -> int:
+        now = asyncio.get_running_loop().time()
+        return sum(end > now for end, _ in self.leases.values())
 
     @property
     def num_blocks_kept(self) -> int:
@@ -189,6 +197,7 @@ class VllmStub:
         url = f"http://{params['remote_host']}:{params['remote_port']}/kv/{names}"
         async with ClientSession(raise_for_status=True) as session, session.get(url) as answer:
             self.handoffs["bytes"] += 100 * len(body["prompt"])
+            self.num_read += len(body["prompt"]) - 1
             return "" if await answer.json() else "stale"
 
     async def _tokenize(self, request: web.Request) -> web.Response:
@@ -268,8 +277,9 @@ class VllmStub:
     def _cache(self, body: dict[str, Any]) -> None:
         """Count the hits of a prompt that is completely in the prefix cache, and keep the prompt there."""
         key = "" if self.knobs["ignores_salts"] else body.get("cache_salt", ""), tuple(body["prompt"])
-        if key in self._cached:
-            self.num_hits += len(body["prompt"]) // BLOCK_TOKENS * BLOCK_TOKENS
+        hits = len(body["prompt"]) // BLOCK_TOKENS * BLOCK_TOKENS if key in self._cached else 0
+        self.num_hits += hits
+        self.num_computed += 1 if self._reads(body.get("kv_transfer_params") or {}) else len(body["prompt"]) - hits
         if self.knobs["caches"]:
             self._cached.add(key)
 

@@ -1,0 +1,74 @@
+"""Test `baton compare --engines` over stub servers: a verdict with proof that KV moved, and none if it did not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from compare.run.engines import BYTES, COMPUTED, READ, check_moved
+from tests.cluster.comparisons import report_in, start
+from tests.cluster.harness import DEMO, wait_for
+from tests.proxy_node.clusters import Engines
+
+EXPIRED = "nixl_num_kv_expired_reqs_total"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "splits", "problem"),
+    [
+        ({COMPUTED: 901}, {COMPUTED: 11, READ: 890, BYTES: 5000}, True, ""),
+        ({COMPUTED: 1}, {COMPUTED: 901}, True, "no KV moved: the decode servers computed 900 tokens"),
+        ({COMPUTED: 801}, {COMPUTED: 111, READ: 790, BYTES: 4000}, True, "read 790 tokens of prompts and computed 110,"),
+        ({COMPUTED: 1}, {COMPUTED: 901}, False, ""),
+        ({COMPUTED: 401}, {COMPUTED: 501, READ: 100, BYTES: 500}, False, "co-located, but 500 bytes of KV moved"),
+        ({COMPUTED: 401}, {COMPUTED: 501, READ: 100, BYTES: 500}, None, ""),
+        ({EXPIRED: 2}, {COMPUTED: 1}, None, "2 prompts were not read before the lease"),
+    ],
+)  # fmt: skip
+def test_counters_of_servers_prove_that_kv_moved(
+    prefill: dict[str, float], decode: dict[str, float], splits: bool | None, problem: str
+) -> None:
+    before = [{COMPUTED: 3.0, BYTES: 70.0}, {COMPUTED: 40.0, READ: 9.0, EXPIRED: 1.0}]
+    after = [
+        {name: was.get(name, 0.0) + grown.get(name, 0) for name in (COMPUTED, READ, BYTES, EXPIRED)}
+        for was, grown in zip(before, (prefill, decode), strict=True)
+    ]
+    problems = check_moved(before, after, 1, 10, splits=splits)
+    assert len(problems) == bool(problem)
+    assert problem in "".join(problems)
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    made = Engines(tmp_path, ["a", "b"], token_s=0.004, connector="nixl", lease_s=2.0)
+    try:
+        for name in made.ports:
+            made.start(name)
+        wait_for(lambda: all(map(made.answers, made.ports)), "the servers answer")
+        yield made
+    finally:
+        made.close()
+
+
+def test_replicas_and_a_pair_are_compared_on_the_same_servers(tmp_path: Path, engines: Engines) -> None:
+    command = ["--engines", ",".join(engines.urls.values()), "--model", str(DEMO), "--duration", "2", "--seeds", "2"]
+    process = start(tmp_path, *command)
+    output, _ = process.communicate(timeout=600)
+    report = report_in(tmp_path)
+    assert process.returncode == (0 if report["valid"] else 1), output
+    assert not report["problems"] or "invalid" in report["problems"][0], output  # on a busy machine
+    assert report["tokens"]["compared"]
+    assert report["tokens"]["equal"]
+    assert report["parity"]["equal"]
+    runs = [run for run in report["runs"] if run["valid"]]
+    for run in runs:
+        assert (run["kv"]["bytes"] > 0, run["kv"]["handoffs"] > 0) == (run["arm"] == "disaggregated:1p1d",) * 2
+    salts = [{body["cache_salt"] for body in engines.get(name, "calls")} for name in engines.ports]
+    assert len(salts[0] | salts[1]) == 1 + 2 * (1 + len({run["seed"] for run in report["runs"]}))  # probe, arm x seed
+    assert "no strip" in output
+
+    engines.set("b", ignores_params=True)
+    process = start(tmp_path, *command)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 1
+    assert report_in(tmp_path)["problems"][0].startswith("disaggregated:1p1d: no KV moved: the decode servers computed")

@@ -162,6 +162,15 @@ class Node:
             self.num_heartbeats += 1
             self.sessions.publish_stats(self.stats())
 
+    def failure(self) -> str:
+        """Return why the process must be restarted, or "". The watchdog or the engine has given up; it exits soon."""
+        is_failed = self.state.is_stuck or self.fatal_error.done()
+        return "the engine has failed or makes no progress" if is_failed else ""
+
+    def refusal(self) -> str:
+        """Return why the node takes no requests, or "". Routers connect when the first steps have run."""
+        return self.state.refusal or ("" if self.sessions.num_routers else "no router is connected to this node")
+
     def stats(self) -> NodeStats:
         """Collect the node's statistics. Called on the event loop.
 

@@ -7,18 +7,27 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from node.node import Node
 from shared.health import Answer
 from shared.metrics import stats_families
+from shared.rpc.messages import NodeInfo, NodeStats
 
 OK: Answer = (HTTPStatus.OK, "ok\n")
 
 
 class NodeProbes(Collector):
-    """Reports the state of a node to an orchestrator. Runs on the event loop."""
+    """Reports the state of a node to an orchestrator. Runs on the event loop.
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    `stats` returns the node's description and statistics, or None while it has none; `failure` why its process must be
+    restarted; and `refusal` why it takes no requests. These are "" while all is well.
+    """
+
+    def __init__(
+        self,
+        stats: Callable[[], tuple[NodeInfo, NodeStats] | None],
+        failure: Callable[[], str],
+        refusal: Callable[[], str],
+    ) -> None:
+        self._stats, self._failure, self._refusal = stats, failure, refusal
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -27,20 +36,19 @@ class NodeProbes(Collector):
         return {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
 
     def _health(self) -> Answer:
-        node = self._node
-        if node.state.is_stuck or node.fatal_error.done():  # set by the watchdog or the engine; the process exits soon
-            return HTTPStatus.SERVICE_UNAVAILABLE, "the engine has failed or makes no progress\n"
-        return OK
+        return _unless(self._failure())
 
     def _ready(self) -> Answer:
-        problem = self._node.state.refusal
-        if not problem and not self._node.sessions.num_routers:  # routers connect when the first steps have run
-            problem = "no router is connected to this node"
-        return (HTTPStatus.SERVICE_UNAVAILABLE, f"{problem}\n") if problem else OK
+        return _unless(self._refusal())
 
     def _metrics(self) -> Answer:
         return HTTPStatus.OK, generate_latest(self._registry).decode()
 
     def collect(self) -> Iterable[Metric]:
-        info = self._node.state.info
-        return stats_families([(info, self._node.stats(), True)], info.model)
+        if (found := self._stats()) is None:
+            return []
+        return stats_families([(*found, True)], found[0].model)
+
+
+def _unless(problem: str) -> Answer:
+    return (HTTPStatus.SERVICE_UNAVAILABLE, f"{problem}\n") if problem else OK

@@ -45,7 +45,7 @@ from shared.kv.local import LocalChannel, private
 from shared.kv.memory import KVMemory
 from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
-from shared.lifecycle import ProcessLifetime, freeze_gc, run
+from shared.lifecycle import ProcessLifetime, freeze_gc, listen, run
 from shared.registry import Announcer, announcer
 from shared.resolver import Resolver
 from shared.rpc import tls
@@ -212,7 +212,7 @@ class NodeProcess:
         registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s, self.resolve)
         set_role = unary(partial(node.set_role, registry, lifetime.draining))
         server = RpcServer({ATTACH: node.attach, SET_ROLE: set_role, **node.handlers()})
-        port = await _listen(server.start, settings.host, settings.port, "--port")
+        port = await listen(server.start, settings.host, settings.port, "--port")
         cleanup.push_async_callback(server.close)
         node.update_info(address=f"{settings.advertise}:{port}")
         return node, registry
@@ -220,8 +220,9 @@ class NodeProcess:
     async def _serve_probes(self, cleanup: AsyncExitStack, node: Node) -> None:
         """Serve the health port, unless it is off. Raises OSError if it cannot be opened."""
         if self.settings.health_port:
-            server = HealthServer(NodeProbes(node).pages())
-            await _listen(server.start, self.settings.host, self.settings.health_port, "--health-port")
+            probes = NodeProbes(lambda: (node.state.info, node.stats()), node.failure, node.refusal)
+            server = HealthServer(probes.pages())
+            await listen(server.start, self.settings.host, self.settings.health_port, "--health-port")
             cleanup.push_async_callback(server.close)
 
     def _node(self, channels: list[KVChannel]) -> Node:
@@ -314,14 +315,6 @@ class NodeProcess:
         if migrated := await node.drain(timeout_s, f"node {node.state.info.id} is shutting down"):
             log.warning("%d requests did not end within %g s: they are retried on other nodes", migrated, timeout_s)
         await node.sessions.flush()  # so that the routers know that the node leaves as planned
-
-
-async def _listen(start: Callable[[str, int], Awaitable[int]], host: str, port: int, flag: str) -> int:
-    """Start a server and return its port. Raises OSError, which names the flag, if it cannot listen."""
-    try:
-        return await start(host, port)
-    except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}") from None
 
 
 async def _first(event: "asyncio.Future[Any]", fatal_error: "asyncio.Future[BaseException]") -> BaseException | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from node.identity import advertised, default_id
+from node.probes import NodeProbes
 from node.router_sessions import FLUSH_S
 from proxy_node.node import ProxyNode
 from proxy_node.probe import connector, resumes
@@ -19,11 +20,12 @@ from shared import logs
 from shared.config.command_line import settings_from_command_line
 from shared.config.settings import ProxySettings
 from shared.errors import ConfigError
-from shared.lifecycle import ProcessLifetime, run
+from shared.health import HealthServer
+from shared.lifecycle import ProcessLifetime, listen, run
 from shared.model_files import read_limits, resolve
 from shared.registry import announcer
 from shared.rpc import tls
-from shared.rpc.messages import NodeInfo
+from shared.rpc.messages import NodeInfo, NodeStats
 from shared.rpc.methods import RpcServer
 from shared.version import package_version
 
@@ -64,10 +66,15 @@ class ProxyProcess:
     settings: ProxySettings
     engine: VllmEngine
     max_model_len: int  # the router's limit
+    node: ProxyNode | None = None  # while the engine answers
 
     async def serve(self, lifetime: ProcessLifetime) -> int:
-        async with self.engine.open():
+        async with self.engine.open(), AsyncExitStack() as cleanup:
             try:
+                if port := self.settings.health_port:
+                    server = HealthServer(NodeProbes(self._stats, str, self._refusal).pages())
+                    await listen(server.start, self.settings.host, port, "--health-port")
+                    cleanup.push_async_callback(server.close)
                 info = await _unless(lifetime, self._await_engine(is_first=True))
                 while info is not None:
                     if not await self._serve_incarnation(info, lifetime):
@@ -76,6 +83,12 @@ class ProxyProcess:
             except (ConfigError, OSError) as error:
                 return _start_failed(error)
         return 0
+
+    def _stats(self) -> tuple[NodeInfo, NodeStats] | None:
+        return (self.node.info, self.node.stats()) if self.node else None
+
+    def _refusal(self) -> str:
+        return self.node.refusal() if self.node else f"the engine at {self.engine.url} does not answer"
 
     async def _await_engine(self, *, is_first: bool) -> NodeInfo:
         """Wait until the engine answers, and return the description of its node. Raises ConfigError if it cannot be
@@ -137,12 +150,14 @@ class ProxyProcess:
         node = ProxyNode(info, self.engine, settings.heartbeat_s, settings.stuck_s, settings.kv_lease_s)
         async with AsyncExitStack() as cleanup:
             server = RpcServer(node.handlers())
-            port = await _listen(server, settings)
+            port = await listen(server.start, settings.host, settings.port, "--port")
             cleanup.push_async_callback(node.close)
             cleanup.push_async_callback(server.close)
             node.info = replace(node.info, address=f"{settings.advertise}:{port}")
             registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s)
             await node.start(registry)
+            self.node = node
+            cleanup.callback(setattr, self, "node", None)
             cleanup.push_async_callback(registry.close)
             log.info("%s at %s: %s at %s", info.id, node.info.address, info.attributes["engine"], self.engine.url)
             reason = await _unless(lifetime, _result(node.lost))
@@ -154,14 +169,6 @@ class ProxyProcess:
             if moved := await node.end(settings.drain_timeout_s):
                 log.warning("%d requests did not end within %g s: they are retried", moved, settings.drain_timeout_s)
         return False
-
-
-async def _listen(server: RpcServer, settings: ProxySettings) -> int:
-    try:
-        return await server.start(settings.host, settings.port)
-    except OSError as error:
-        where = f"{settings.host}:{settings.port}"
-        raise OSError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
 
 
 async def _result(future: "asyncio.Future[str]") -> str:

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +110,11 @@ class TaskGroup:
             for task in pending:
                 task.cancel()
             await asyncio.wait(pending, timeout=0.5)
+
+
+async def listen(start: Callable[[str, int], Awaitable[int]], host: str, port: int, flag: str) -> int:
+    """Start a server and return its port. Raises OSError, which names the flag, if it cannot listen."""
+    try:
+        return await start(host, port)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}") from None

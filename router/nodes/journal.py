@@ -40,7 +40,7 @@ class NodePresence:
     def row(self) -> dict[str, Any]:
         each = self.connection
         status = node_status(each.info, each.stats, each.is_alive)
-        state = status["state"] if each.is_alive else self.state
+        state = status["state"] if each.is_alive and self.state != "lost" else self.state
         return status | {"state": state, "since_ms": self.since_ns // 10**6, "reason": self.reason}
 
 
@@ -87,6 +87,8 @@ class NodeJournal:
         again = f" again after {(now - node.since_ns) / 1e9:.1f} s" if before in KEPT_NS and node.was_alive else ""
         node.state, node.since_ns, node.was_alive = state, now, True
         kind, level, reason = CHANGES.get(state, ("draining", logging.WARNING, "It takes no new requests."))
+        if state == "lost" and connection.is_alive:
+            reason = "Its vLLM server is gone or makes no progress."
         node.reason = reason or ("" if state == "ready" else connection.end_reason)
         if state == "lost" and before == "stuck":
             return  # this was recorded when the node got stuck
@@ -155,6 +157,8 @@ def _state(connection: NodeConnection) -> str:
     if not connection.is_alive:
         return "left" if connection.is_leaving else "lost"
     stats = connection.stats.state
+    if stats == "stuck" and "engine_url" in connection.info.attributes:
+        return "lost"  # a proxy node has lost its engine, and will join again as another incarnation
     return connection.info.state if stats == "ready" else stats
 
 

@@ -331,6 +331,19 @@ class Cluster:
                 raise AssertionError(f"{name} did not exit after SIGTERM:\n{self.log(name)}") from None
 
 
+def probe(running: Cluster, name: str, path: str) -> tuple[int, str]:
+    """Return the status and the text of a node's health port, or 0 if it does not answer."""
+    url = f"http://127.0.0.1:{running.own[name]['health_port']}{path}"
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
+
+
 def completion(model: str, prompt: list[int] | str, max_tokens: int, **fields: object) -> dict[str, Any]:
     body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     return body | {"ignore_eos": True, "return_token_ids": True} | fields

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.chaos.traffic import Load
-from tests.cluster.harness import Cluster, cluster, expected, free_port, prompt_of, wait_for
+from tests.cluster.harness import Cluster, cluster, expected, free_port, probe, prompt_of, wait_for
 
 NODES = "prefill-0", "decode-0"
 
@@ -24,19 +24,6 @@ def running() -> Iterator[Cluster]:
     own["decode-1"] |= {"failpoint": "engine.step:20=hang", "allow_failpoints": "true", "stuck_s": 1}
     with cluster(1, 1, own=own) as running:
         yield running
-
-
-def probe(running: Cluster, name: str, path: str) -> tuple[int, str]:
-    """Return the status and the text, or 0 if the node does not answer."""
-    url = f"http://127.0.0.1:{running.own[name]['health_port']}{path}"
-    try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-    except OSError:
-        return 0, ""
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

@@ -60,7 +60,8 @@ def serving(directory: Path, names: Sequence[str], **knobs: Any) -> Iterator[tup
         for name in names:
             engines.start(name)
         counts = (sum(name.startswith(role) for name in names) for role in ("prefill", "decode"))
-        with cluster(*counts, engines=engines.urls, stuck_s=2.0, secret=True) as running:
+        own: dict[str, dict[str, object]] = {name: {"health_port": free_port()} for name in names}
+        with cluster(*counts, engines=engines.urls, stuck_s=2.0, secret=True, own=own) as running:
             yield running, engines
     finally:
         engines.close()

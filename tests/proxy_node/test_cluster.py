@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.cluster.harness import DEMO, ROOT, Cluster, completion, free_port, wait_for
+from tests.cluster.harness import DEMO, ROOT, Cluster, completion, free_port, probe, wait_for
 from tests.proxy_node.clusters import ACTS, LENGTH, TIMES, Act, Engines, kill_engine, lose, repair, serving, streams
 from tests.proxy_node.vllm_stub import answer
 
@@ -80,6 +80,11 @@ def test_an_engine_that_comes_back_is_a_new_incarnation(served: tuple[Cluster, E
     kill_engine(running, engines, "decode-0")
     wait_for(lambda: running.alive("router") == {"decode-1"}, "the node is lost")
     assert running.processes["decode-0"].poll() is None, "its proxy waits for it"
+    row = running.nodes()["decode-0"]
+    assert (row["state"], row["reason"]) == ("lost", "Its vLLM server is gone or makes no progress.")
+    found = [probe(running, name, path)[0] for name in NODES for path in ("/health", "/ready", "/metrics")]
+    assert found == [200, 503, 200, 200, 200, 200]
+    assert "does not answer" in probe(running, "decode-0", "/ready")[1]
     repair(running, engines, "decode-0")
     after = incarnations(running)
     assert after["decode-0"] != before["decode-0"]

@@ -1,5 +1,5 @@
 # `make serve` runs the demo cluster, `make test` runs every check in its short form. Both set up .venv first.
-# `make serve MODEL=hybrid` and `MODEL=moe` serve two other demo models; MODEL can be all that `baton up --model` takes.
+# `make serve MODEL=hybrid` and `MODEL=moe` serve two other demo models; MODEL can be any value of `baton up --model`.
 PYTHON ?= python3
 BIN := .venv/bin
 # pip installs a CPU wheel of torch if it finds one (`pip config`, PIP_FIND_LINKS), otherwise the registry's wheel.
@@ -92,7 +92,7 @@ schemathesis: .venv/tested
 clients: .venv/tested
 	$(BIN)/python -m tests.clients $(ARGS)
 
-# Run clusters under the engines of docs/scale.md that are installed here, and kill processes, hosts and routers.
+# Run clusters under the installed orchestrators of docs/scale.md, and kill processes, hosts and routers.
 scale: .venv/tested
 	$(BIN)/python -m pytest -q -rs -m "exhaustive or not exhaustive" tests/deploy $(PYTEST)
 

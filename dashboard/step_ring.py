@@ -73,7 +73,7 @@ class StepRing:
     """A ring of StepRows, and the members of their steps. The history of a node owns it and fills it on the event loop.
 
     The index of a step is the number of steps that were added before it. Other threads may read the ring. If a row is
-    overwritten meanwhile, they read the newer step.
+    overwritten in the meantime, they read the newer step.
     """
 
     def __init__(self, capacity: int = CAPACITY, members_bytes: int = MEMBERS_BYTES) -> None:

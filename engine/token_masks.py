@@ -41,7 +41,8 @@ class TokenMatcher:
     def advance(self, generated: Sequence[int]) -> bool:
         """Move to the state after `generated`, forward or back. Return False if the grammar forbids one of the tokens.
 
-        Then the state is the one before that token. Speculative decoding may thus advance by draft tokens, and go back.
+        Then the state is the one before that token. Speculative decoding can therefore advance by draft tokens, and go
+        back.
         """
         seen, same = self._seen, len(self._seen)
         if list(generated[:same]) != seen:

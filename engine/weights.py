@@ -167,7 +167,7 @@ class Checkpoint:
             for name in self._files:
                 own = text_name(name)
                 if own in self._stored:
-                    self.refuse(name, f"is stored besides another tensor for {own}")
+                    self.refuse(name, f"is stored in addition to another tensor for {own}")
                 if own:
                     self._stored[own] = name
         # Embedding models are saved without the output head.

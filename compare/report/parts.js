@@ -48,7 +48,7 @@ const valueOf = (metric, value) => (SHARES.has(metric) ? percent(value) : figure
 
 /* Explanations of the terms that occur in labels. */
 const TERMS = [
-  ["Capacity", "The highest rate at which the wanted share of the requests is within the SLO."],
+  ["Capacity", "The highest rate at which the target share of the requests is within the SLO."],
   ["Attainment", `The share of the requests that arrived, not of those that finished, within the SLO. A failed or late
     request is a miss.`],
   ["Goodput", "Requests per second within the SLO."],
@@ -58,9 +58,9 @@ const TERMS = [
   ["TTST", "Time from first to second token, which includes the KV transfer of a request that was handed off."],
   ["TPOT", "Time per output token: the mean gap of a request, which hides stalls."],
   ["E2E", "End to end: from the scheduled start of a request to its last token."],
-  ["Fluidity", "The share of tokens that came by their deadline: the TTFT SLO plus one TBT SLO per token."],
+  ["Fluidity", "The share of tokens that arrived by their deadline: the TTFT SLO plus one TBT SLO per token."],
   ["Exposed transfer", "The part of a KV transfer that delays the request."],
-  ["Hidden transfer", "The part of a KV transfer during the computation of the prompt, which delays nothing."],
+  ["Hidden transfer", "The part of a KV transfer that overlaps the computation of the prompt, and delays nothing."],
   ["Interference", `How much longer decodes took because a prompt chunk shared their step. Disaggregation avoids this,
     at the cost of the exposed transfer.`],
 ];

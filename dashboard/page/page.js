@@ -30,7 +30,7 @@ listen("events", (kind, data) => {
   lanes.freeze(paused || state === "gone");
   if (state === "live") loadRequests();
   else {
-    say(place("summary"), `The router has not answered since ${heard.toLocaleTimeString()}. What follows is from that time.`);
+    say(place("summary"), `The router has not answered since ${heard.toLocaleTimeString()}. The data below is older.`);
     document.title = "Baton · router gone";
   }
 });

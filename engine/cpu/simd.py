@@ -141,7 +141,8 @@ def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
 
 
 def cases(builder: Any, value: Any, values: Iterable[int]) -> Iterator[int]:
-    """Yield each of `values`, and add the code emitted meanwhile to a branch that runs if `value` equals it."""
+    """Yield each of `values`, and add the code that the caller then emits to a branch that runs if `value` equals
+    it."""
     after = builder.append_basic_block("after")
     switch = builder.switch(builder.trunc(value, _INT), after)
     for one in values:

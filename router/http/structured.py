@@ -154,7 +154,7 @@ def schema_constraint(schema: Schema, param: str, **options: Any) -> Constraint:
         raise RequestError(f"`{param}` is nested deeper than {MAX_DEPTH} levels.", param, "invalid_grammar")
     _check_size(len(json.dumps(schema, ensure_ascii=False).encode()), param)
     if place := next((path for path, each in _objects(schema) if "$ref" in each and "$id" in each), None):
-        text = f"`{param}`: `$ref` beside `$id` cannot be enforced (in {place}), because drafts differ in its meaning."
+        text = f"`{param}`: `$ref` next to `$id` cannot be enforced (in {place}), because drafts differ in its meaning."
         raise RequestError(text, param, "invalid_grammar")
     return Constraint(param, json_grammar(schema, **options), schema=schema)
 

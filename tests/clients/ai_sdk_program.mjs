@@ -1,4 +1,4 @@
-// Use the AI SDK with its provider for servers that are like OpenAI's.
+// Use the AI SDK with its provider for OpenAI-compatible servers.
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, jsonSchema, stepCountIs, streamText, tool } from "ai";
 

@@ -249,7 +249,7 @@ def test_two_tensors_for_one_name_are_refused(directory: Path) -> None:
     load_model(directory, torch.float32, CPU)
     twice = tensors() | {"language_model.model.norm.weight": torch.ones(8)}
     save_file(twice, directory / "model.safetensors")
-    with pytest.raises(ValueError, match=r"norm\.weight' is stored besides another tensor for model\.norm\.weight"):
+    with pytest.raises(ValueError, match=r"stored in addition to another tensor for model\.norm\.weight"):
         load_model(directory, torch.float32, CPU)
 
 

@@ -99,7 +99,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {"response_format": schema({"properties": {"a": {"items": [{"not": {}}]}}})},
         *(SCHEMA, "keyword `not` cannot be enforced (in properties.a.items.0)"),
     ),
-    ({"response_format": schema({"items": {"$ref": "#", "$id": "x"}})}, SCHEMA, "`$ref` beside `$id`"),
+    ({"response_format": schema({"items": {"$ref": "#", "$id": "x"}})}, SCHEMA, "`$ref` next to `$id`"),
     ({"response_format": schema({"type": "thing"})}, SCHEMA, "Invalid type: thing"),
     ({"response_format": schema({"type": "string", "format": "odd"})}, SCHEMA, "Unknown format: odd"),
     ({"response_format": schema({"$ref": "http://169.254.169.254/"})}, SCHEMA, "does not fetch resources"),

@@ -130,7 +130,7 @@ class LocalSettings(ServingSettings, ComputingSettings, EngineSettings):
         return self
 
     def places(self) -> list[str]:
-        """Return the device of each node, prefill nodes first, and those of further models last."""
+        """Return the device of each node: prefill nodes first, and nodes of further models last."""
         devices = self.devices or (self.device,)
         return [devices[number % len(devices)] for number in range(self.num_all_nodes())]
 

@@ -135,7 +135,7 @@ class Supervisor:
 
 
 def up(settings: RaySettings) -> int:
-    """Start the processes that are not running, print where the cluster serves, and return the exit status.
+    """Start the processes that are not running, print the URLs of the cluster, and return the exit status.
 
     Raises ConfigError if the model or the secret cannot be used on this host.
     """
@@ -150,7 +150,7 @@ def up(settings: RaySettings) -> int:
         if not (host := _placed(settings, {name: actor}).get(name)):
             return 1
         urls.append(f"http://{host}:{port}")
-        secret = ray.get(actor.secret.remote())  # that of the first `baton ray up`
+        secret = ray.get(actor.secret.remote())  # the secret of the first `baton ray up`
     joined = "" if settings.registry else _actor_name(settings.cluster, f"{ROUTER}-")
     actors = {child.name: _start(settings, child, secret, joined) for child in nodes}
     if len(_placed(settings, actors)) < len(actors):
@@ -160,7 +160,8 @@ def up(settings: RaySettings) -> int:
 
 
 def _port_offset(name: str) -> int:
-    """Return the difference between the ports of a router and those of the first one: two may run on one host."""
+    """Return the difference between a router's ports and the first router's ports, because several may run on one
+    host."""
     return 2 * int(name.rpartition("-")[2])
 
 
@@ -264,7 +265,8 @@ def _actors(prefix: str) -> dict[str, Any]:
 
 
 def connected(run: Callable[[], int]) -> int:
-    """Connect to the Ray cluster at RAY_ADDRESS, or to that of this host, and return the result of `run`, or 1."""
+    """Connect to the Ray cluster at RAY_ADDRESS or on this host. Return the result of `run`, or 1 if there is no
+    cluster."""
     try:
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
     except (ConnectionError, RuntimeError) as error:

@@ -73,7 +73,7 @@ class Pool:
 
 
 class Latency:
-    """The latencies in a status document, and those that exceed their SLO."""
+    """The latencies in a status document, and the latencies that exceed their SLO."""
 
     def __init__(self, latency: dict[str, Any]) -> None:
         def percentile(name: str, which: str) -> Any:

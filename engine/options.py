@@ -1,4 +1,4 @@
-"""The options of a node's engine, and the checks of them that read only the headers of the model's files.
+"""The options of a node's engine, and checks of the options that read only the headers of the model's files.
 
 This module does not import torch unless a GPU may be used, so that `baton up` can make the checks at once, before it
 starts a process.

@@ -98,8 +98,8 @@ class MaskFiller:
     """Computes the masks of a step's rows on a separate thread. A runner owns it and calls it from one thread."""
 
     def start(self, rows: Sequence[MaskedRow]) -> Callable[[], TokenMasks | None]:
-        """Begin to compute the masks of rows with a grammar. Calling the result waits for them; it is None if there are
-        no such rows.
+        """Begin to compute the masks of rows with a grammar. Return a function that waits for them, or None if there
+        are no such rows.
 
         Rows of one request must be in order of their positions. A row whose grammar has failed allows no token.
         """

@@ -133,7 +133,7 @@ class Scheduler:
         self._saves: dict[int, tuple[int, ...]] = {}  # by id of the slice in flight: the rows that get its state
         self._growth_counted = (-1, 0)  # the step of the last count, and the count
         self._state_interval = state_interval
-        self._undrafted = 0  # successive steps with guesses of which none was verified
+        self._undrafted = 0  # successive steps without a verified guess
         # If more requests ran than fit into a step, the last ones would starve.
         self._max_running = min(limits.max_num_seqs, self.budget.ceiling)
 

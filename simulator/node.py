@@ -43,8 +43,8 @@ class StepTimes:
     """The durations of a node's steps: the cost model's prediction and the time of the host, times a random factor.
 
     The factors are drawn from `quantiles`, evenly spaced quantiles of measured divided by predicted durations. A step's
-    factor depends only on its number, so that skipping steps changes no time. Sums over the factors make the end of a
-    stretch a closed form.
+    factor depends only on its number, so that skipping steps changes no time. With sums over the factors, the end of a
+    stretch has a closed form.
     """
 
     def __init__(

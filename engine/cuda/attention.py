@@ -19,7 +19,7 @@ from engine.kv_pool import KVPool
 SHORT = 8  # a slice of at most this many queries is treated as a decode
 MAX_ITEMS = 2**16  # decodes in a step at most; CUDA graphs read a list of this length that is allocated once
 SPLIT_TOKENS = 256  # minimum tokens per split; a smaller split costs more time than it saves
-FEW_SPLITS, MAX_SPLITS = 16, 64  # numbers of splits that a merge holds in registers
+FEW_SPLITS, MAX_SPLITS = 16, 64  # the numbers of splits for which a merge fits into registers
 PROGRAMS_PER_PROCESSOR = 2
 H200_PROCESSORS = 132
 LARGEST_HEAD = 512

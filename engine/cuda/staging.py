@@ -73,7 +73,8 @@ class BufferCarver:
         return self._words[start : start + words].view(dtype)[:count]
 
     def batch(self, shape: StepShape, tables: Sequence[Tensor], state_rows: int) -> Batch:
-        """Return views for a shape. They are allocated before others, since graphs need them at fixed addresses."""
+        """Return views for a shape. The batch is allocated before other regions, because graphs need it at fixed
+        addresses."""
         cut = [table[: shape.slices] for table in tables]
         tokens, positions = self.take(shape.tokens), self.take(shape.tokens)
         slots = [self.take(shape.tokens) for _ in tables]

@@ -92,7 +92,7 @@ class HttpConnection(HttpToolsProtocol):
     """One connection: its parser, its single timer, and its requests in progress. Runs on the event loop.
 
     uvicorn creates one for each client. Its requests use the object itself as their transport (`write`, `close`,
-    `is_closing`), because to close a socket with unread bytes resets the connection, and the client could lose a
+    `is_closing`), because closing a socket with unread bytes resets the connection, and the client could lose a
     response that was sent early.
     """
 

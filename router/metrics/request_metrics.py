@@ -218,7 +218,7 @@ class RequestMetrics(Collector):
         self._seen = {what: Buckets(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}
         self._counts = Counter[tuple[str, ...]](
             dict.fromkeys(SHOWN_AS_0, 0)
-        )  # by a key of COUNTERS and the label values
+        )  # indexed by a key of COUNTERS and the label values
         self._kept = SlidingCounts(clock)  # number of samples by whether they met their SLO
         window = {what: SlidingPercentiles(clock) for what in ("ttft", "tbt", "ttst")}
         self._window: dict[str, SlidingPercentiles] = first._window if first else window

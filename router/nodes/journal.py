@@ -47,9 +47,9 @@ class NodePresence:
 class NodeJournal:
     """Records and logs each change of a node once.
 
-    The pool owns it and reports the changes of its connections and of the registry, on the router's event loop. A node
-    that was lost is kept for ten minutes, and one that left as planned for one, unless it comes back. A node that never
-    connected is not kept.
+    The pool owns it and reports the changes of its connections and of the registry, on the router's event loop. A lost
+    node is kept for ten minutes, and a node that left as planned for one minute, unless the node comes back. A node
+    that never connected is not kept.
     """
 
     def __init__(self, clock: Callable[[], int] = now_ns) -> None:

@@ -1,4 +1,4 @@
-"""Reads how a model makes embeddings or scores from the files of sentence-transformers.
+"""Reads the files of sentence-transformers that define how a model computes embeddings or scores.
 
 `modules.json` lists the modules after the decoder: Pooling and Normalize in an embedding model, or LogitScore in a
 reranker. Other models and modules are refused, with the reason, when a request asks for an embedding or a score.

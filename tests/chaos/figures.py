@@ -285,8 +285,8 @@ def main(arguments: list[str]) -> int:
         print(*found, sep="\n", flush=True)
     result = Result(
         "figures",
-        "Rows that time tokens use 8 clients and emulated nodes with steps of at least 8 ms. The others use the hash model or "
-        "the demo model.",
+        "Measurements of token times use 8 clients and emulated nodes with steps of at least 8 ms. The others use the "
+        "hash model or the demo model.",
         [Table("Promises outside the matrix", ["what", "measured", "goal", "met"], rows)],
         command="python -m tests.chaos figures",
     )

@@ -62,7 +62,7 @@ class DecodePeer:
     # Reservations whose leases are renewed, each with a function that cancels its handoff.
     reservations: dict[bytes, Callable[[str], None]] = field(default_factory=dict)
     void: set[bytes] = field(default_factory=set)  # reservations stopped before their grant arrived
-    is_settled: bool = False  # the peer reported that it holds no reservations; no handoff has begun since
+    is_settled: bool = False  # the peer reported that it holds no reservations, and no handoff has begun since then
     failed_at: deque[float] = field(default_factory=lambda: deque(maxlen=FAILURES))  # failures since a success
     num_waiting: int = 0  # number of handoffs that wait for blocks
     used_at: float = field(default_factory=time.monotonic)  # when a handoff or a stop last began

@@ -46,7 +46,7 @@ def pairs_of(start: int, count: int) -> int:
     return count * start + count * (count + 1) // 2
 
 
-MAX_COEFFICIENT = 1e6  # largest accepted coefficient: above that of any device, and small enough to avoid overflow
+MAX_COEFFICIENT = 1e6  # largest accepted coefficient: larger than on any device, and small enough to avoid overflow
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,8 @@ class Scheduler:
 
     `Request.tables` has the rows of each attention group of the geometry, row r of block b at b * rows + r. If no later
     query sees a block, its rows are released and their entries become 0, the dummy row. With a group of states, a slice
-    reads one set of rows and writes another, so that it can run twice. Saved states ("snapshots") have names like
-    blocks; a request with a cached prefix starts from one.
+    reads one set of rows and writes another, so that it can run twice. Saved states ("snapshots") have names, as blocks
+    do; a request with a cached prefix starts from a snapshot.
     """
 
     def __init__(

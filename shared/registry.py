@@ -133,7 +133,7 @@ def announcer(registry: str, cluster: str, heartbeat_s: float, resolve: Resolver
 def listed_addresses(registry: str) -> list[tuple[str, int]]:
     """Return the hosts and ports in a value of `--registry`: `host:port,host:port`, or a file with one on each line.
 
-    Raises OSError if the file cannot be read, and ValueError if it contains something else.
+    Raises OSError if the file cannot be read, and ValueError if it is malformed.
     """
     path = registry.removeprefix("file:")
     texts = registry.split(",") if path == registry else Path(path).read_text().split()
@@ -293,7 +293,7 @@ class StreamAnnouncer(Announcer):
         self._registry = registry
         self._resolve = resolve  # replaces the resolver of the system, for all hosts
         self._resolvers: dict[str, Resolver] = {}
-        self._outages = defaultdict[str, Outage](Outage)  # of each host, and of the file
+        self._outages = defaultdict[str, Outage](Outage)  # outages of each host, and of the file
         self._answers: dict[tuple[str, int], set[str]] = {}  # the last answer of the name service for each host
         self._listed: set[str] = set()
         self._held: dict[str, None] = {}  # the addresses with a stream, or to which one is being opened
@@ -312,7 +312,7 @@ class StreamAnnouncer(Announcer):
 
     async def _read_file(self, before: list[tuple[str, int]]) -> list[tuple[str, int]]:
         try:
-            hosts = await asyncio.to_thread(listed_addresses, self._registry)  # it may be on a network's file system
+            hosts = await asyncio.to_thread(listed_addresses, self._registry)  # the file may be on a network
         except (OSError, ValueError) as error:
             self._report(self._registry, f"--registry {self._registry} cannot be read", error)
             return before

@@ -212,7 +212,8 @@ def _lower(clear: Sequence[Comparison], figures: Mapping[str, Runs], *, several:
 
 
 def compare_control(copy: str, original: str, figures: Mapping[str, Runs]) -> tuple[list[Comparison], str]:
-    """Compare an arm with its copy in all metrics, corrected for their number. Return the comparisons and a summary."""
+    """Compare an arm with its copy in all metrics, with p-values corrected for the number of metrics. Return the
+    comparisons and a summary."""
     pairs = [(metric, (copy, runs[copy]), (original, runs[original])) for metric, runs in figures.items()]
     found = corrected([compare(*pair) for pair in pairs])
     differing = [row.metric for row in found if row.says != TOO_CLOSE]

@@ -4,7 +4,8 @@ loads it from disk.
 
 The kernel does not sort. It computes a cheap bound of each token's noise, and the exact noise only for tokens that
 may still be chosen. For top_p, it draws from all candidates and accepts the token if top_p keeps it. Otherwise it drops
-it and all less likely tokens, and draws again (rejection with a rising pivot, FlashInfer's sorting-free sampling).
+this token and all less likely ones, and draws again (rejection with a rising pivot, FlashInfer's sorting-free
+sampling).
 """
 
 import math

@@ -75,7 +75,7 @@ class Snapshot(Collector):
     """A copy of all metrics, with their aliases. The copy is made on the event loop and formatted on another thread."""
 
     def __init__(self, registry: Collector) -> None:
-        merged: dict[str, Metric] = {}  # each model has families with the same names
+        merged: dict[str, Metric] = {}  # all models export families with the same names
         for family in registry.collect():
             samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             family.samples = merged[family.name].samples + samples if family.name in merged else samples

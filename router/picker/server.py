@@ -171,7 +171,8 @@ async def _collect(stream: Any, is_buffered: bool) -> tuple[list[Any], bool]:
 
 
 def _unchanged(message: Any, *, is_duplex: bool = False) -> Any:
-    """Return an answer that changes nothing. In the duplex mode, it returns the part of the body."""
+    """Return an answer that changes nothing. In the duplex mode, the answer also returns the received part of the body
+    to Envoy."""
     kind = message.WhichOneof("request")
     part = getattr(message, kind)
     if kind.endswith("_body"):

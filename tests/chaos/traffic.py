@@ -100,7 +100,7 @@ class Outcome:
 
     @property
     def gap_ns(self) -> tuple[int, int]:
-        """The begin and the end of the longest wait for a token, which may be the first token."""
+        """The start and the end of the longest wait for a token, including the first token."""
         return max(pairwise([self.began_ns, *self.arrivals_ns]), key=lambda gap: gap[1] - gap[0], default=(0, 0))
 
     @property

@@ -100,7 +100,7 @@ def test_every_section_is_drawn_and_all_text_has_enough_contrast(opened: Callabl
 
 @pytest.mark.parametrize("made", [page_report, hostile, bare])
 def test_nothing_overflows_at_360_pixels(opened: Callable[..., Any], made: Callable[[], dict[str, Any]]) -> None:
-    """The contents are complete, and a table that continues to the right says so until it is scrolled to its end."""
+    """The contents are complete, and a table that extends to the right shows a hint until it is scrolled to its end."""
     page = opened(made(), width=360)
     assert page.evaluate("document.getElementById('contents').scrollWidth") <= 360
     page.wait_for_function(

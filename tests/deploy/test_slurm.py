@@ -135,7 +135,7 @@ class Slurm:
         return kill(self.pid(part))
 
     def kill_host(self, host: str) -> tuple[int, int]:
-        """Kill the slurmd of a host, and the parts there with their shells and slurmstepds, as `kill` does."""
+        """Kill the slurmd of a host, and the parts on the host with their shells and slurmstepds, as `kill` does."""
         parts = [psutil.Process(self.pid(part)) for part, (_, at) in self.steps().items() if at == host]
         before = now_ns()
         for process in (

@@ -115,7 +115,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def _decoder(keys: ConfigReader, file: Path) -> ConfigReader:
-    """Return the reader of the text decoder's keys in the config.json of a model of text and images."""
+    """Return the reader of the text decoder's keys in the config.json of a multimodal model."""
     prefix = "text_config." if isinstance(keys.values.get("text_config"), dict) else ""
     values = dict(text_values(keys.values))
     name = DECODERS.get(str(values.get("model_type")), "")

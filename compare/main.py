@@ -191,7 +191,7 @@ def _arms_of(options: CompareOptions) -> list[Arm]:
         given = [*options.arms, *options.more_arms] or list(DEFAULT_ARMS)
         arms, urls = parse_arms(given, options.set, unequal=options.unequal), engines_of(options)
         if urls and len(urls) != (most := max(arm.devices for arm in arms)):
-            raise ConfigError(f"--engines: are {len(urls)} servers, and the arms have {most} devices: give as many")
+            raise ConfigError(f"--engines: {len(urls)} servers, but the arms have {most} devices: give {most} servers")
         return arms
     if len(options.url) < 2 and not options.control:
         raise ConfigError("--url: a comparison needs two URLs; to compare a stack with itself, add --control")

@@ -1,4 +1,4 @@
-"""Counters of the vLLM servers under the arms, which prove that KV moved between them, or that none did."""
+"""The counters of the arms' vLLM servers, which prove whether KV moved between them."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ FAILURES = {
     "nixl_num_failed_transfers_total": "transfers of KV failed",
     "nixl_num_notifications_after_expiry_total": "reads of KV ended after its lease",
 }
-Counters = Sequence[Mapping[str, float]]  # of each server, in their order: values by name
+Counters = Sequence[Mapping[str, float]]  # values by name, for each server in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def check_moved(
     before: Counters, after: Counters, num_prefill: int, num_handoffs: int, *, splits: bool | None
 ) -> list[str]:
     """Return the problems that the counters show. `splits` is the result of `splits_of`. The servers after the first
-    `num_prefill` generate; they may compute one token of each prompt that they read, the last one."""
+    `num_prefill` generate; of each prompt that they read, they may compute only the last token."""
     names = (*FAILURES, COMPUTED, READ, BYTES)
     grown = [
         {name: now.get(name, 0.0) - was.get(name, 0.0) for name in names}

@@ -264,11 +264,11 @@ class Session:
             findings.problems += [f"not comparable: {line}" for line in equivalence.different_answers(answers)]
 
     async def _greedy_answers(self, arm: Arm, endpoint: Endpoint) -> list[list[int]]:
-        """Return an arm's answers to the prompts. On vLLM servers, add a problem if KV did not move as it must."""
+        """Return an arm's answers to the prompts. On vLLM servers, add a problem if KV did not move as required."""
         salt = f"{self._started_ns} preflight {arm.name}"
         if (meter := self._experiment.engines) is None:
             return await equivalence.greedy_answers(endpoint, self._experiment.prompts, salt)
-        await endpoint.until_idle(COOL_DOWN_S)  # the nodes have just sent requests of their own
+        await endpoint.until_idle(COOL_DOWN_S)  # the nodes have just sent their own requests
         before = await meter.read()
         answers = await equivalence.greedy_answers(endpoint, self._experiment.prompts, salt)
         moved = check_moved(before, await meter.read(), arm.prefill, len(answers), splits=splits_of(arm))
@@ -398,7 +398,7 @@ class Session:
             (experiment.out / trace_name(experiment, trial.arm)).write_bytes(trace)
 
     async def _check_engines(self, arm: Arm, before: Counters, period: Period) -> None:
-        """Add a problem if the KV of vLLM servers did not move as it must. Raises EndpointError."""
+        """Add a problem if the KV of vLLM servers did not move as required. Raises EndpointError."""
         if self._experiment.engines:
             after, handoffs = await self._experiment.engines.read(), (period.counts or {}).get("handoffs", 0)
             period.problems += check_moved(before, after, arm.prefill, handoffs, splits=splits_of(arm))
@@ -489,7 +489,7 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
     if counts["bytes_moved"] != expected_bytes:
         problems.append(f"{counts['bytes_moved']} bytes of KV were moved, but the moved blocks hold {expected_bytes}")
     shared_pool = {"pool"} == {channel for node in now.values() for channel in node.get("channels", {}).values()}
-    is_counted = shared_pool or any(map(is_external, now.values()))  # by others; see `check_moved`
+    is_counted = shared_pool or any(map(is_external, now.values()))  # counted elsewhere; see `check_moved`
     if splits and not (counts["handoffs"] and (counts["bytes_moved"] or is_counted)):
         problems.append("disaggregated, but no KV was handed off")
     if splits is False and counts["handoffs"]:

@@ -158,7 +158,7 @@ def _state(connection: NodeConnection) -> str:
         return "left" if connection.is_leaving else "lost"
     stats = connection.stats.state
     if stats == "stuck" and "engine_url" in connection.info.attributes:
-        return "lost"  # a proxy node has lost its engine, and will join again as another incarnation
+        return "lost"  # a proxy node has lost its engine, and will rejoin as a new incarnation
     return connection.info.state if stats == "ready" else stats
 
 

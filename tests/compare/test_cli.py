@@ -48,7 +48,7 @@ def in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--url", "http://127.0.0.1:9"], "--url: a comparison needs two"),
         (["--engines", "http://a:1,http://b:2"], "--engines: give --model too"),
         (["--engines", "a:1", "--model", str(DEMO_MODEL)], "--engines a:1: must be the URL"),
-        (["--engines", "http://a:1", "--model", str(DEMO_MODEL)], "--engines: are 1 servers, and the arms have 2 devices"),
+        (["--engines", "http://a:1", "--model", str(DEMO_MODEL)], "--engines: 1 servers, but the arms have 2 devices"),
         (["--engines", "http://a:1,http://b:2", "--on", "sim"], "--engines: cannot be simulated"),
         (["--emulate", "h200-llama-3.1-8b"], "--emulate: needs --on emulated or --on sim"),
         (["--on", "sim", "--emulate", "h900"], "--emulate h900: is neither a file nor one of"),

@@ -69,7 +69,7 @@ class NodePool:
         self._groups: list[RoutableNodes[NodeConnection]] = []  # by fingerprint; valid if `_routable` is
         self._routable: tuple[list[NodeConnection], list[NodeConnection]] | None = None  # None: to be computed
         self._capacity: PoolCapacity | None = None  # None: to be computed
-        self._num_frozen = 0  # the number of nodes when `gc.freeze` was last called
+        self._num_frozen = 0  # the number of live nodes when `gc.freeze` was last called
         self._notifying: asyncio.TimerHandle | None = None  # set while a change is to be reported to `on_capacity`
         self._ramps_until = 0.0  # the latest `ramp_until` of all connections
         self._handoffs_before = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # totals of nodes that left
@@ -181,11 +181,11 @@ class NodePool:
         if self._notifying is not None:
             self._notifying.cancel()
             self._notifying = None
-        if len(self.connections) > max(FEW_NODES, self._num_frozen):
-            # Exclude the connections from garbage collections, which would delay tokens: with 1,000 nodes, a collection
-            # takes 0.2 s. Freeze only when there are more nodes than ever before, because frozen objects in cycles are
-            # never freed.
-            self._num_frozen = len(self.connections)
+        num_alive = sum(each.is_alive for each in self.connections.values())
+        if num_alive > max(FEW_NODES, self._num_frozen):
+            # Exclude the connections and their streams from garbage collections, which would delay tokens: 1,000 nodes
+            # take 0.2 s. This is done only at record numbers, because frozen objects in cycles are never freed.
+            self._num_frozen = num_alive
             gc.freeze()
         self.journal.count_ready()
         self._on_capacity(self.capacity(), time.monotonic())

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from starlette.applications import Starlette
 import router.nodes.connection as router_connection
 from router.http.admin import admin_routes
 from router.http.asgi import to_response
+from router.nodes import pool
 from router.nodes.connection import NodeConnection
 from router.nodes.journal import NodeJournal
 from router.nodes.placement import PROMPTS_PER_NODE, PoolCapacity
@@ -184,6 +186,22 @@ async def test_a_silent_node_is_lost_after_the_timeout_until_it_reports_again() 
         here.nodes["d0"].is_silent = False
         await here.alive("p0", "d0")
         assert here.fleet.connections["d0"] is link
+
+
+async def test_the_streams_of_many_nodes_are_excluded_from_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    freezes: list[int] = []
+    monkeypatch.setattr(pool, "FEW_NODES", 0)
+    monkeypatch.setattr(pool, "gc", SimpleNamespace(freeze=lambda: freezes.append(1)))
+    async with stage("d0 d1") as here:
+        await asyncio.sleep(3 * pool.NOTIFY_S)
+        before = len(freezes)
+        assert 1 <= before <= 2
+        here.listing.put(replace(here.fleet.connections["d0"].info, id="d2", address="127.0.0.1:1"))
+        here.nodes["d0"].end_stream()
+        assert await wait_until(lambda: here.nodes["d0"].num_streams == 2, 5.0)
+        await here.alive("d0", "d1")
+        await asyncio.sleep(3 * pool.NOTIFY_S)
+        assert len(freezes) == before, "neither a node without a stream nor one that returns makes a new record"
 
 
 async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from dataclasses import replace
 from functools import partial
 
 from cluster.plan import DoctorSettings
+from proxy_node.client import EngineFacts, read_key
 from proxy_node.probe import connector, resumes
-from proxy_node.vllm import EngineFacts, VllmEngine, read_key
+from proxy_node.vllm import VllmEngine
 from proxy_node.wire import probe_request
 from router.text.tokenizer import Tokenizer
 from shared.model_files import DEMO_MODEL, read_limits, resolve

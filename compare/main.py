@@ -26,7 +26,7 @@ from compare.run.engines import EngineMeter
 from compare.run.session import Experiment, run_session, span
 from compare.run.simulated import SimulatedDeployments
 from engine.emulation import load_emulation
-from proxy_node.vllm import read_key
+from proxy_node.client import read_key
 from shared.config.settings import parse_engines
 from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, read_limits, resolve

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 from node.identity import advertised, default_id
 from node.probes import NodeProbes
 from node.router_sessions import FLUSH_S
+from proxy_node.client import EngineClient, EngineFacts, read_key
 from proxy_node.node import ProxyNode
 from proxy_node.probe import connector, resumes
-from proxy_node.vllm import EngineFacts, VllmEngine, read_key
+from proxy_node.sglang import SglangEngine
+from proxy_node.vllm import VllmEngine
 from proxy_node.wire import EngineFailure
 from shared import logs
 from shared.config.command_line import settings_from_command_line
@@ -50,7 +52,8 @@ def main(settings: ProxySettings) -> int:
         settings = settings.model_copy(update={"advertise": advertised(settings)})
     except (ValueError, OSError) as error:
         return _start_failed(error)
-    process = ProxyProcess(settings, VllmEngine(settings.engine, key, vocab_size), settings.max_model_len or max_len)
+    kind = SglangEngine if settings.engine_kind == "sglang" else VllmEngine
+    process = ProxyProcess(settings, kind(settings.engine, key, vocab_size), settings.max_model_len or max_len)
     return run(process.serve)
 
 
@@ -64,7 +67,7 @@ class ProxyProcess:
     """A proxy node from its start to its exit. Each time that the engine comes back, it joins as a new incarnation."""
 
     settings: ProxySettings
-    engine: VllmEngine
+    engine: EngineClient
     max_model_len: int  # the router's limit
     node: ProxyNode | None = None  # while the engine answers
 
@@ -100,7 +103,8 @@ class ProxyProcess:
                 self._check(facts)
                 found = await connector(self.engine)
                 if self.settings.role == "prefill" and not found:
-                    raise ConfigError(f"--engine {self.engine.url}: has no KV connector; {NEEDS_CONNECTOR}")
+                    needs = NEEDS_CONNECTOR if facts.kind == "vllm" else "give SGLang servers the role decode"
+                    raise ConfigError(f"--engine {self.engine.url}: has no KV connector; {needs}")
                 return self._info(facts, found, await resumes(self.engine))
             except (ConfigError, EngineFailure) as error:
                 if is_first and isinstance(error, ConfigError):
@@ -135,7 +139,7 @@ class ProxyProcess:
             max_num_seqs=settings.max_num_seqs,
             version=package_version(),
             attributes={
-                "engine": f"vllm {facts.version}",
+                "engine": f"{facts.kind} {facts.version}",
                 "engine_url": settings.engine,
                 "connector": found or "none",
                 "resumes": resumed,

@@ -13,9 +13,9 @@ from typing import Any
 from node.recorder import StepRecorder
 from node.router_sessions import RouterSessions
 from node.validation import check_submit
+from proxy_node.client import EngineClient
 from proxy_node.connectors import NIXL, read_params
 from proxy_node.health import EngineHealth
-from proxy_node.vllm import VllmEngine
 from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, check_supported
 from shared.lifecycle import TaskGroup, wait_until
 from shared.registry import Announcer
@@ -68,7 +68,7 @@ class ProxyNode:
     """
 
     def __init__(
-        self, info: NodeInfo, engine: VllmEngine, heartbeat_s: float, stuck_s: float, lease_s: float = 30.0
+        self, info: NodeInfo, engine: EngineClient, heartbeat_s: float, stuck_s: float, lease_s: float = 30.0
     ) -> None:
         """`lease_s` is how long the engine keeps a prompt's blocks for another engine."""
         self.info = info

@@ -4,8 +4,9 @@ resumed.
 The first logprobs of an engine compile code, which takes up to a minute on a CPU, so the probe requests some.
 """
 
+from proxy_node.client import EngineClient
 from proxy_node.connectors import NIXL
-from proxy_node.vllm import NEEDS, VllmEngine
+from proxy_node.vllm import NEEDS
 from proxy_node.wire import EngineFailure, probe_request
 from shared.errors import ConfigError
 
@@ -13,7 +14,7 @@ LENGTH, RESUMED = 16, 8  # number of tokens of an answer, and of those that are 
 SAMPLED = {"temperature": 2.0, "seed": 20_477}
 
 
-async def resumes(engine: VllmEngine) -> str:
+async def resumes(engine: EngineClient) -> str:
     """Return which answers the engine resumes with the same tokens, given the prompt and the first tokens: "greedy,
     seeded", "greedy" or "none". An answer that is not repeatable counts as not resumed.
 
@@ -40,7 +41,7 @@ async def resumes(engine: VllmEngine) -> str:
     return ", ".join(found) or "none"
 
 
-async def connector(engine: VllmEngine) -> str:
+async def connector(engine: EngineClient) -> str:
     """Return the name of the engine's KV connector, or "" if it has none. Raises the same errors as `resumes`."""
     prompt = [engine.vocab_size - 1]
     try:

@@ -19,7 +19,7 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"),
 )
-METRIC = re.compile(r"^vllm:(\w+)(?:\{([^}]*)\})? (\S+)", re.MULTILINE)
+METRIC = re.compile(r"^(\w+):(\w+)(?:\{([^}]*)\})? (\S+)", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -95,7 +95,7 @@ def check_supported(submit: SubmitRequest) -> None:
     }
     for name, is_given in unsupported.items():
         if is_given:
-            raise ValueError(f"{name}: not available, because the nodes of this cluster are vLLM servers; leave it out")
+            raise ValueError(f"{name}: not available, because the nodes are vLLM or SGLang servers; leave it out")
 
 
 def probe_request(tokens: list[int], max_tokens: int, **sampling: Any) -> SubmitRequest:
@@ -123,7 +123,7 @@ class EventReader:
     def __init__(self, num_prompt: int, max_tokens: int, vocab_size: int, num_logprobs: int = 0) -> None:
         """`max_tokens` is the largest number of tokens that the answer may have."""
         self._limit = MAX_EVENT_BYTES + ID_BYTES * num_prompt
-        self._left, self._vocab_size, self._num_logprobs = max_tokens, vocab_size, num_logprobs
+        self._left, self._vocab_size, self.num_logprobs = max_tokens, vocab_size, num_logprobs
         self._rest = b""
 
     def feed(self, data: bytes) -> EngineOutput:
@@ -136,32 +136,46 @@ class EventReader:
         for line in lines:
             if line.startswith(b"data: {") and not output.finish:
                 try:
-                    self._add(output, json.loads(line[6:]))
+                    self.add(output, json.loads(line[6:]))
                 except (ValueError, TypeError, KeyError, AttributeError, LookupError, RecursionError) as error:
                     raise garbage(f"{type(error).__name__}: {error}"[:200]) from None
             elif line.strip() not in {b"", b"data: [DONE]"} and not line.startswith((b":", b"data: {")):
                 raise garbage(f"{line[:40]!r} is no event")
         return output
 
-    def _add(self, output: EngineOutput, event: dict[str, Any]) -> None:
-        if (error := event.get("error")) is not None:
-            raise EngineFailure(f"the engine failed: {error.get('message')!s:.200}", retry=False, is_suspicious=True)
+    def add(self, output: EngineOutput, event: dict[str, Any]) -> None:
+        """Add the contents of an event. Raises EngineFailure for an event that reports an error, and ValueError,
+        TypeError, LookupError or AttributeError for a malformed one."""
+        self.check_error(event)
         for choice in event["choices"]:
-            found = read_choice(choice, self._vocab_size, self._num_logprobs)
-            self._left -= len(found.tokens)
-            if self._left < 0:
-                raise ValueError("there are more tokens than requested")
-            output.tokens += found.tokens
+            found = read_choice(choice, self._vocab_size, self.num_logprobs)
+            output.tokens += self.checked(found.tokens)
             output.logprobs += found.logprobs
             output.finish = found.finish
+
+    def check_error(self, event: dict[str, Any]) -> None:
+        if (error := event.get("error")) is not None:
+            raise EngineFailure(f"the engine failed: {error.get('message')!s:.200}", retry=False, is_suspicious=True)
+
+    def checked(self, tokens: list[int]) -> list[int]:
+        """Return the next tokens. Raises ValueError if the answer cannot have them."""
+        check_ids(tokens, self._vocab_size)
+        self._left -= len(tokens)
+        if self._left < 0:
+            raise ValueError("there are more tokens than requested")
+        return tokens
+
+
+def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
+    if any(type(token) is not int or not 0 <= token < vocab_size for token in tokens):
+        raise ValueError(f"a token id is not below {vocab_size}")
 
 
 def read_choice(choice: dict[str, Any], vocab_size: int, num_logprobs: int) -> EngineOutput:
     """Return the contents of one choice of an event or an answer. Raises EngineFailure if the engine gave up the
     request, and ValueError, TypeError or LookupError for a malformed choice."""
     tokens = choice.get("token_ids") or []
-    if any(type(token) is not int or not 0 <= token < vocab_size for token in tokens):
-        raise ValueError(f"a token id is not below {vocab_size}")
+    check_ids(tokens, vocab_size)
     output = EngineOutput(tokens)
     if tokens and choice.get("logprobs") is not None:
         output.logprobs = read_logprobs(choice["logprobs"], tokens, num_logprobs)
@@ -173,21 +187,21 @@ def read_choice(choice: dict[str, Any], vocab_size: int, num_logprobs: int) -> E
 
 
 def read_logprobs(entry: dict[str, Any], tokens: Sequence[int], num_top: int) -> list[Logprobs]:
-    """Return the logprobs of `tokens`, each with the `num_top` likeliest tokens, best first.
-
-    The API does not state ranks. A token that is not among the likeliest gets the best rank that it can have. Raises
-    ValueError, TypeError or LookupError for a malformed entry.
-    """
+    """Return the logprobs of `tokens`. Raises ValueError, TypeError or LookupError for a malformed entry."""
     rows = []
     for token, logprob, top in zip(tokens, entry["token_logprobs"], entry["top_logprobs"], strict=True):
-        likeliest = sorted(
-            ((int(name.removeprefix("token_id:")), float(value)) for name, value in (top or {}).items()),
-            key=lambda pair: -pair[1],
-        )[:num_top]
-        ids = [identity for identity, _ in likeliest]
-        rank = 1 + ids.index(token) if token in ids else 1 + len(ids)
-        rows.append(Logprobs(token, float(logprob), rank, ids, [value for _, value in likeliest]))
+        found = {int(name.removeprefix("token_id:")): float(value) for name, value in (top or {}).items()}
+        rows.append(likeliest(token, float(logprob), found, num_top))
     return rows
+
+
+def likeliest(token: int, logprob: float, top: dict[int, float], num_top: int) -> Logprobs:
+    """Return the logprobs of a token, with the `num_top` likeliest tokens of `top`, best first. The APIs do not state
+    ranks. A token that is not among the likeliest gets the best rank that it can have."""
+    best = sorted(top.items(), key=lambda pair: -pair[1])[:num_top]
+    ids = [identity for identity, _ in best]
+    rank = 1 + ids.index(token) if token in ids else 1 + len(ids)
+    return Logprobs(token, logprob, rank, ids, [value for _, value in best])
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
@@ -195,21 +209,21 @@ def read_logprobs(entry: dict[str, Any], tokens: Sequence[int], num_top: int) ->
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """Values of `/metrics` by name, without "vllm:", and with the label `source` as in NAME:SOURCE; and the labels of
-    `cache_config_info`. `num_engines` counts the data-parallel engines of the server."""
+    """Values of `/metrics` by name, without a prefix such as "vllm:", and with the label `source` as in NAME:SOURCE;
+    and the labels of `cache_config_info`. `num_engines` counts the data-parallel engines of the server."""
 
     values: dict[str, float]
     cache: dict[str, str]
     num_engines: int
 
 
-def read_metrics(text: str) -> EngineMetrics:
+def read_metrics(text: str, prefix: str = "vllm") -> EngineMetrics:
     values: dict[str, float] = {}
     cache: dict[str, str] = {}
     engines: set[str] = set()
     for match in METRIC.finditer(text):
-        name, labels, value = match.groups()
-        if name.endswith(("_bucket", "_created")):
+        own_prefix, name, labels, value = match.groups()
+        if own_prefix != prefix or name.endswith(("_bucket", "_created")):
             continue
         found = dict(LABEL.findall(labels or ""))
         name += f":{found['source']}" if "source" in found else ""

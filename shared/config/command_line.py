@@ -40,7 +40,7 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "Picker": "routers tenant_header",
     "Limits": "max_concurrent_requests max_connections max_queue_s max_queued_tokens request_timeout_s max_attempts "
     "drain_timeout_s",
-    "Engine": "engines engine peer engine_api_key_file role kv_lease_s",
+    "Engine": "engines engine peer engine_api_key_file engine_kind role kv_lease_s",
     "Cluster": "prefill decode mode url api_key registry registry_host registry_port cluster cluster_secret_file id "
     "advertise health_port heartbeat_s node_timeout_s stuck_s",
     "Logs": "log_level log_format",

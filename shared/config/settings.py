@@ -471,9 +471,10 @@ class NodeSettings(ComputingSettings, JoiningSettings):
 
 
 class EngineSettings(Settings):
-    """vLLM servers"""
+    """External servers"""
 
-    engine_api_key_file: str = setting("", "File with the API key of the vLLM servers.", "they need no key")
+    engine_api_key_file: str = setting("", "File with the API key of the vLLM or SGLang servers.", "they need no key")
+    engine_kind: Literal["vllm", "sglang"] = setting("vllm", "What these servers are.")
     kv_lease_s: Seconds = setting(
         30.0, "Seconds for which a vLLM server keeps the KV of a prompt for a decode node (its kv_lease_duration)."
     )

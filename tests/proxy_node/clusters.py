@@ -21,9 +21,10 @@ LENGTH = 250
 class Engines:
     """The stub engines of a cluster, one for each node, all with these `knobs`."""
 
-    def __init__(self, directory: Path, names: Sequence[str], **knobs: Any) -> None:
+    def __init__(self, directory: Path, names: Sequence[str], kind: str = "vllm", **knobs: Any) -> None:
         self.ports = {name: free_port() for name in names}
         self.knobs = {"token_s": 0.01} | knobs
+        self.kind = kind
         self.urls = {name: f"http://127.0.0.1:{port}" for name, port in self.ports.items()}
         self._directory = directory
         self.processes: dict[str, ForkedProcess] = {}
@@ -31,7 +32,7 @@ class Engines:
     def start(self, name: str) -> None:
         flags = ["--port", str(self.ports[name]), "--knobs", json.dumps(self.knobs)]
         log = self._directory / f"engine-{name}.log"
-        self.processes[name] = ForkedProcess("tests.proxy_node.vllm_stub", flags, dict(os.environ), log)
+        self.processes[name] = ForkedProcess(f"tests.proxy_node.{self.kind}_stub", flags, dict(os.environ), log)
 
     def set(self, name: str, **knobs: Any) -> None:
         request = urllib.request.Request(f"{self.urls[name]}/knobs", json.dumps(knobs).encode())
@@ -53,15 +54,17 @@ class Engines:
 
 
 @contextmanager
-def serving(directory: Path, names: Sequence[str], **knobs: Any) -> Iterator[tuple[Cluster, Engines]]:
+def serving(
+    directory: Path, names: Sequence[str], kind: str = "vllm", **knobs: Any
+) -> Iterator[tuple[Cluster, Engines]]:
     """Run a cluster with an engine for each of these nodes, which are named ROLE-NUMBER."""
-    engines = Engines(directory, names, **knobs)
+    engines = Engines(directory, names, kind, **knobs)
     try:
         for name in names:
             engines.start(name)
         counts = (sum(name.startswith(role) for name in names) for role in ("prefill", "decode"))
         own: dict[str, dict[str, object]] = {name: {"health_port": free_port()} for name in names}
-        with cluster(*counts, engines=engines.urls, stuck_s=2.0, secret=True, own=own) as running:
+        with cluster(*counts, engines=engines.urls, engine_kind=kind, stuck_s=2.0, secret=True, own=own) as running:
             yield running, engines
     finally:
         engines.close()

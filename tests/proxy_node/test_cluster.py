@@ -51,7 +51,7 @@ def test_what_an_engine_cannot_do_is_a_400_that_says_so(served: tuple[Cluster, E
         with pytest.raises(urllib.error.HTTPError) as failure:
             running.post("/v1/completions", completion(running.model, [5, 6], 5, **field))
         assert failure.value.code == 400
-        assert "vLLM servers" in json.load(failure.value)["error"]["message"]
+        assert "SGLang servers" in json.load(failure.value)["error"]["message"]
 
 
 def test_a_client_that_leaves_stops_the_engine(served: tuple[Cluster, Engines]) -> None:

@@ -368,14 +368,18 @@ def _error(status: int, message: str) -> web.Response:
     )
 
 
-async def _main(port: int, knobs: dict[str, Any]) -> None:
-    async with VllmStub(**knobs).serve(port):
+async def _serve(stub: VllmStub, port: int) -> None:
+    async with stub.serve(port):
         await asyncio.Event().wait()
 
 
-if __name__ == "__main__":
+def main(kind: type[VllmStub]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--knobs", type=json.loads, default={})
     arguments = parser.parse_args()
-    asyncio.run(_main(arguments.port, arguments.knobs))
+    asyncio.run(_serve(kind(**arguments.knobs), arguments.port))
+
+
+if __name__ == "__main__":
+    main(VllmStub)

@@ -1,0 +1,188 @@
+"""The HTTP client of one server, which subclasses adapt to its API."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, EventReader
+from shared.rpc.messages import SubmitRequest
+
+CONNECT_S = 2.0
+HEALTH_S = 1.0
+ANSWER_S = 10.0  # timeout of answers that need no computation
+MAX_ANSWER_BYTES = 8 << 20
+Params = dict[str, Any] | None
+
+
+def read_key(file: str) -> str:
+    """Return the API key in a file, or "" without a file. Raises OSError."""
+    return Path(file).read_text().strip() if file else ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """The properties that an engine reports."""
+
+    model: str
+    version: str
+    max_model_len: int
+    block_tokens: int
+    num_blocks: int
+    block_bytes: int  # 1: not known
+    cache_dtype: str
+    kind: str = "vllm"
+
+    def fingerprint(self, connector: str) -> str:
+        """Return a digest that is equal for engines that can exchange KV."""
+        row = (self.kind, self.version, self.model, str(self.block_tokens), self.cache_dtype, connector)
+        return hashlib.blake2b("\0".join(row).encode(), digest_size=16).hexdigest()
+
+
+class EngineClient:
+    """Calls one server. Each call has its own connection, because a server that closes an idle connection while a
+    request is sent drops the request without an answer, and a request must not be repeated. `open` must be entered
+    first.
+
+    Calls raise EngineFailure.
+    """
+
+    def __init__(self, url: str, key: str, vocab_size: int) -> None:
+        self.url, self.vocab_size = url, vocab_size
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.model = ""
+        self._session: aiohttp.ClientSession
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=self._headers, trust_env=False, read_bufsize=1 << 18
+        ) as self._session:
+            yield
+
+    # ---- what each API does in its own way ----------------------------------------------------------------------
+
+    async def describe(self) -> EngineFacts:
+        """Ask the server for its properties. Raises ConfigError, which says how to fix it, if it cannot be used."""
+        raise NotImplementedError
+
+    async def metrics(self) -> EngineMetrics:
+        """Return the server's metrics under the names of vLLM."""
+        raise NotImplementedError
+
+    def generate(
+        self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any] | None = None
+    ) -> AsyncIterator[EngineOutput]:
+        """Yield the tokens that continue `tokens`, until an output has `finish`. To abort, close the iterator. With
+        `params`, the engine reads the KV of `tokens` from another engine.
+
+        Raises ValueError at once if the server does not support the request.
+        """
+        raise NotImplementedError
+
+    async def prefill(
+        self, submit: SubmitRequest, tokens: list[int], *, keeps: bool = True
+    ) -> tuple[EngineOutput, Params]:
+        """Compute `tokens`. Return the next token, and the parameters with which another engine reads the KV, or None
+        if the engine does not keep it or has no connector. Raises ValueError if an engine cannot take the request."""
+        raise NotImplementedError
+
+    # ---- calls --------------------------------------------------------------------------------------------------
+
+    async def is_gone(self) -> bool:
+        """Return whether the server refuses connections or says that its engine is dead. A slow one is not gone."""
+        try:
+            async with asyncio.timeout(HEALTH_S), self._session.get(f"{self.url}/health", allow_redirects=False) as got:
+                return got.status == 503
+        except TimeoutError:
+            return False
+        except (aiohttp.ClientError, OSError):
+            return True
+
+    async def get(self, path: str) -> bytes:
+        async with self.call("GET", path, timeout_s=ANSWER_S) as answer:
+            return await read(answer, MAX_ANSWER_BYTES)
+
+    async def stream(
+        self, path: str, submit: SubmitRequest, body: dict[str, Any], reader: EventReader
+    ) -> AsyncIterator[EngineOutput]:
+        """Send a request, and yield what the events of its answer contain."""
+        async with self.call("POST", path, json=body, headers=headers_of(submit)) as answer:
+            if answer.content_type != "text/event-stream":
+                raise EngineFailure(f"the engine answers with {answer.content_type}", is_garbage=True)
+            async for data in answer.content.iter_any():
+                output = reader.feed(data)
+                if output.tokens or output.finish:
+                    yield output
+                if output.finish:
+                    return
+        raise EngineFailure("the engine's answer ended early", is_suspicious=True)
+
+    async def collect(self, submit: SubmitRequest, tokens: list[int]) -> list[int]:
+        """Return all tokens that continue `tokens`."""
+        found: list[int] = []
+        async with aclosing(self.generate(submit, tokens)) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                found += output.tokens
+        return found
+
+    @asynccontextmanager
+    async def call(
+        self, method: str, path: str, timeout_s: float | None = None, **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request. Errors of the request, and of the code that reads the answer, become EngineFailure."""
+        url = f"{self.url}{path}"
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(method, url, allow_redirects=False, **options) as answer,
+            ):
+                if answer.status != 200:
+                    raise _refused(path, answer.status, await _words(answer))
+                yield answer
+        except TimeoutError:
+            raise EngineFailure(f"{path}: no answer within {timeout_s or CONNECT_S:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            text = str(error) or type(error).__name__
+            raise EngineFailure(f"{path}: {text:.200}", is_suspicious=True) from None
+
+
+def headers_of(submit: SubmitRequest) -> dict[str, str]:
+    return {"X-Request-Id": submit.id} | ({"traceparent": submit.traceparent} if submit.traceparent else {})
+
+
+async def read(answer: aiohttp.ClientResponse, limit: int) -> bytes:
+    body = b""
+    while more := await answer.content.read(1 << 16):
+        body += more
+        if len(body) > limit:
+            raise EngineFailure("the answer is too long", is_garbage=True)
+    return body
+
+
+async def _words(answer: aiohttp.ClientResponse) -> str:
+    """Return the message of an error in the format of OpenAI's API."""
+    text = (await answer.content.read(1 << 16)).decode("utf-8", "replace")
+    try:
+        found = json.loads(text)
+        error = found.get("error", found)
+        return str(error["message"] if isinstance(error, Mapping) else error)[:400]
+    except (ValueError, KeyError, AttributeError):
+        return text[:200]
+
+
+def _refused(path: str, status: int, words: str) -> EngineFailure:
+    text = f"{path}: status {status}: {words}"
+    if status in {401, 403}:
+        text += "; set --engine-api-key-file to a file with the engine's API key"
+    if status == 400:
+        return EngineFailure(words, retry=False, status=status)
+    return EngineFailure(text, is_suspicious=status >= 500, status=status)

@@ -1,0 +1,154 @@
+"""The API of an SGLang server, as read in the sources of SGLang 0.5. It has run against a stub of that API only."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from proxy_node.client import EngineClient, EngineFacts, Params
+from proxy_node.wire import (
+    EngineFailure,
+    EngineMetrics,
+    EngineOutput,
+    EventReader,
+    check_supported,
+    likeliest,
+    read_metrics,
+)
+from shared.errors import ConfigError
+from shared.rpc.messages import Logprobs, SubmitRequest, unpack_ids
+
+NEEDS = "Baton needs an SGLang server of version 0.5 or newer"
+SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+BLOCK_TOKENS = 16  # an SGLang server caches single tokens unless it has larger pages; the router's index has blocks
+METRICS = {
+    "num_running_reqs": "num_requests_running",
+    "num_queue_reqs": "num_requests_waiting",
+    "token_usage": "kv_cache_usage_perc",
+    "prompt_tokens_total": "prompt_tokens_total",
+    "generation_tokens_total": "generation_tokens_total",
+}
+
+
+class SglangEngine(EngineClient):
+    """Calls one SGLang server by `/generate`, which carries token ids both ways.
+
+    Without `--enable-metrics`, the server's load is unknown. Its `/health` is the sign of progress: it answers after
+    the scheduler has computed something.
+    """
+
+    num_healthy = 0
+
+    async def describe(self) -> EngineFacts:
+        try:
+            card = json.loads(await self.get("/v1/models"))["data"][0]
+            self.model, max_model_len = str(card["id"]), int(card["max_model_len"])
+            info = json.loads(await self.get("/get_server_info"))
+            block_tokens = max(BLOCK_TOKENS, int(info["page_size"]))
+            num_blocks, version = int(info["max_total_num_tokens"]) // block_tokens, str(info["version"])
+        except (LookupError, TypeError, ValueError):
+            raise ConfigError(f"--engine {self.url}: is no SGLang server; {NEEDS}") from None
+        except EngineFailure as failure:
+            if failure.status == 404:
+                raise ConfigError(f"--engine {self.url}: is no SGLang server ({failure}); {NEEDS}") from None
+            raise
+        if (mode := info.get("disaggregation_mode") or "null") != "null":
+            text = f"runs with --disaggregation-mode {mode}, which Baton does not support: start it without"
+            raise ConfigError(f"--engine {self.url}: {text}")
+        dtype = str(info.get("kv_cache_dtype", ""))
+        return EngineFacts(self.model, version, max_model_len, block_tokens, num_blocks, 1, dtype, "sglang")
+
+    async def metrics(self) -> EngineMetrics:
+        await self.get("/health")
+        self.num_healthy += 1
+        try:
+            found = read_metrics((await self.get("/metrics")).decode("utf-8", "replace"), "sglang").values
+        except EngineFailure as failure:
+            if failure.status != 404:
+                raise
+            found = {}
+        values = {name: found[own] for own, name in METRICS.items() if own in found}
+        return EngineMetrics(values | {"iteration_tokens_total_count": self.num_healthy}, {}, 1)
+
+    def generate(
+        self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any] | None = None
+    ) -> AsyncIterator[EngineOutput]:
+        body = generate_body(submit, tokens)
+        limit = body["sampling_params"]["max_new_tokens"]
+        reader = GenerateReader(len(tokens), limit, self.vocab_size, body["top_logprobs_num"])
+        return self.stream("/generate", submit, body, reader)
+
+    async def prefill(
+        self, submit: SubmitRequest, tokens: list[int], *, keeps: bool = True
+    ) -> tuple[EngineOutput, Params]:
+        """Return the next token. The KV cannot be passed on."""
+        last = replace(submit, max_tokens=len(tokens) - submit.num_prompt + 1)
+        [token] = await self.collect(last, tokens)
+        return EngineOutput([token], finish="length"), None
+
+
+def generate_body(submit: SubmitRequest, tokens: list[int]) -> dict[str, Any]:
+    """Return the body of the request that continues `tokens`, the prompt and the tokens so far. It has no `rid`,
+    because the server refuses one that it still knows, and a retry has the same.
+
+    Raises ValueError, which names the field, if the server does not support the request.
+    """
+    check_supported(submit)
+    sampling, done = submit.sampling, len(tokens) - submit.num_prompt
+    if sampling.allowed_tokens:
+        raise ValueError("allowed_token_ids: not available, because SGLang does not have it; leave it out")
+    params: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}
+    params |= {
+        "top_k": sampling.top_k or -1,
+        "max_new_tokens": max(1, submit.max_tokens - done),
+        "min_new_tokens": max(0, submit.min_tokens - done),
+        "stop_token_ids": unpack_ids(submit.stop_tokens),  # with the model's own, unless the client ignores them
+        "ignore_eos": True,
+    }
+    if sampling.logit_bias:
+        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if sampling.temperature > 0:
+        params["sampling_seed"] = sampling.seed % 2**63
+    body: dict[str, Any] = {
+        "input_ids": list(tokens),
+        "sampling_params": params,
+        "stream": True,
+        "return_logprob": sampling.logprobs is not None,
+        "top_logprobs_num": sampling.logprobs or 0,
+    }
+    if salt := submit.salt if submit.share_prefix else submit.salt + b"\0" + submit.id.encode():
+        body["extra_key"] = salt.hex()
+    return body
+
+
+class GenerateReader(EventReader):
+    """Reads the events of `/generate`, which repeat all tokens of the answer unless the server runs with
+    `--incremental-streaming-output`."""
+
+    num_tokens = 0
+
+    def add(self, output: EngineOutput, event: dict[str, Any]) -> None:
+        self.check_error(event)
+        meta = event["meta_info"]
+        if (num := int(meta["completion_tokens"]) - self.num_tokens) < 0:
+            raise ValueError("the number of tokens falls")
+        tokens = self.checked(event["output_ids"][-num:] if num else [])
+        if len(tokens) != num:
+            raise ValueError(f"{len(tokens)} tokens instead of {num}")
+        self.num_tokens += num
+        output.tokens += tokens
+        if num and (rows := meta.get("output_token_logprobs")) is not None:
+            output.logprobs += self._logprobs(tokens, rows[-num:], meta.get("output_top_logprobs") or [])
+        if (finish := meta.get("finish_reason")) is not None:
+            if finish["type"] not in {"stop", "length"}:
+                text = f"the engine ended the request: {finish['type']!s:.40}: {finish.get('message')!s:.200}"
+                raise EngineFailure(text, retry=finish.get("status_code") != 400, status=finish.get("status_code") or 0)
+            output.finish = finish["type"]
+
+    def _logprobs(self, tokens: list[int], rows: list[Any], tops: list[Any]) -> list[Logprobs]:
+        """Return the logprobs of `tokens`, whose rows are [logprob, id, text]; so are those of the likeliest tokens."""
+        tops = tops[-len(tokens) :] or [[]] * len(tokens)
+        return [
+            likeliest(token, float(row[0]), {int(each[1]): float(each[0]) for each in top or []}, self.num_logprobs)
+            for token, row, top in zip(tokens, rows, tops, strict=True)
+        ]

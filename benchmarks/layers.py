@@ -21,6 +21,7 @@ from benchmarks.models import SHAPES
 from benchmarks.random_model import random_decoder
 from benchmarks.result import Cell, Result, Table, in_turn, median, parser, ratio
 from engine.batch import BlockRows, build
+from engine.cpu.malloc import keep_large_blocks, share_one
 from engine.cpu.selection import attention_on_cpu, kernels_on_cpu, linear_on_cpu
 from engine.kernels import Kernels
 from engine.kv_pool import KVPool
@@ -150,8 +151,10 @@ def chosen_experts(layer: Experts, spec: MoeSpec, rows: Tensor, kernels: Any) ->
 @torch.inference_mode()
 def main() -> None:
     arguments = parser(__doc__, repeats=9).parse_args()
+    share_one()
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
+    keep_large_blocks()  # as in a node
     arms, num_bytes = expert_arms(config_of(SHAPES["1b-moe"] | {"num_hidden_layers": MOE_LAYERS}))
     experts = {name: values[1:] for name, values in in_turn(arms, arguments.repeats + 1).items()}
     times = ratio(experts["experts"], experts["reading"])

@@ -19,30 +19,43 @@ def recur(
     """Return `StepKernels.recur`. `epsilon_at` is the address of the norms' epsilon."""
     assert {(one.dtype, one.stride(1)) for one in (inputs, gate, steps)} == {(torch.float32, 1)}
     spec, rows, count = layer.spec, len(inputs), len(batch.starts)
-    is_delta, width = int(isinstance(spec, DeltaSpec)), spec.conv
+    is_delta = isinstance(spec, DeltaSpec)
     places, save_at = places_of(pool, batch)
-    given = [pool.tensor.data_ptr(), *(one.data_ptr() for one in (*places, save_at)), places.shape[2]]
-    cu_q = batch.cu_q.contiguous()
-    table, zeros = _units(layer), torch.zeros((width - 1) * max(size for _, size in spec.parts))
-    mixed, sizes, out = empty(rows, spec.channels), empty(rows, spec.value_heads, 2), empty(rows, spec.inner)
-    numba_kernels.convolve(
-        (width + EXPONENTIAL) * mixed.numel(), count, cu_q.data_ptr(), inputs.data_ptr(), inputs.stride(0),
-        mixed.data_ptr(), spec.channels, width, layer.conv.data_ptr(), _address(layer.conv_bias), *given,
-        layer.first_unit, len(table), table.data_ptr(), zeros.data_ptr(),
-    )  # fmt: skip
+    given = [pool.tensor.data_ptr(), *(one.data_ptr() for one in (*places, save_at)), places.shape[2], layer.first_unit]
+    cu_q, threads = batch.cu_q.contiguous(), torch.get_num_threads()
+    zeros = torch.zeros((spec.conv - 1) * max(size for _, size in spec.parts))
+    sizes, out = empty(rows, spec.value_heads, 2), empty(rows, spec.inner)
     numba_kernels.step_sizes(
         4 * EXPONENTIAL * sizes.numel(), rows, spec.value_heads, steps.data_ptr(), steps.stride(0),
-        layer.rates.data_ptr(), layer.step_bias.data_ptr(), sizes.data_ptr(), is_delta,
+        layer.rates.data_ptr(), layer.step_bias.data_ptr(), sizes.data_ptr(), int(is_delta),
     )  # fmt: skip
-    tiles = empty(torch.get_num_threads(), spec.key_dim, numba_kernels.TILE)
+    convolved = count, cu_q.data_ptr(), inputs.data_ptr(), inputs.stride(0)
+    gated = gate.data_ptr(), gate.stride(0)
+    shared, tile = spec.value_heads // spec.key_heads, numba_kernels.TILE
+    if is_delta:
+        assert layer.conv_bias is None
+        states = shared * -(-spec.value_dim // tile) * tile * spec.key_dim
+        scratch = empty(threads, states + numba_kernels.PIECE * (2 * spec.key_dim + shared * spec.value_dim))
+        numba_kernels.delta(
+            4 * out.numel() * spec.key_dim, *convolved, *gated, spec.channels, spec.conv, layer.conv.data_ptr(),
+            sizes.data_ptr(), spec.key_heads, shared, spec.key_dim, spec.value_dim, out.data_ptr(),
+            layer.norm.data_ptr(), epsilon_at, *given, zeros.data_ptr(), scratch.data_ptr(), 4 * scratch.shape[1],
+        )  # fmt: skip
+        return out
+    table, mixed = _units(layer), empty(rows, spec.channels)
+    numba_kernels.convolve(
+        (spec.conv + EXPONENTIAL) * mixed.numel(), *convolved, mixed.data_ptr(), spec.channels, spec.conv,
+        layer.conv.data_ptr(), _address(layer.conv_bias), *given, len(table), table.data_ptr(), zeros.data_ptr(),
+    )  # fmt: skip
+    tiles = empty(threads, spec.key_dim, tile)
     numba_kernels.recur(
         4 * out.numel() * spec.key_dim, count, cu_q.data_ptr(), mixed.data_ptr(), spec.channels, sizes.data_ptr(),
-        spec.value_heads, spec.value_heads // spec.key_heads, spec.key_dim, spec.value_dim, *spec.columns,
-        out.data_ptr(), *given, layer.first_unit + layer.num_inputs, layer.skip.data_ptr(), is_delta, tiles.data_ptr(),
+        spec.value_heads, shared, spec.key_dim, spec.value_dim, *spec.columns, out.data_ptr(), *given[:-1],
+        layer.first_unit + layer.num_inputs, layer.skip.data_ptr(), tiles.data_ptr(),
     )  # fmt: skip
-    numba_kernels.norm_gated(
-        EXPONENTIAL * out.numel(), out.data_ptr(), rows, spec.inner, gate.data_ptr(), gate.stride(0),
-        layer.norm.data_ptr(), layer.group, epsilon_at, 1 - is_delta,
+    numba_kernels.gated_norm(
+        EXPONENTIAL * out.numel(), out.data_ptr(), rows, spec.inner, *gated, layer.norm.data_ptr(), layer.group,
+        epsilon_at,
     )  # fmt: skip
     return out
 
@@ -56,14 +69,9 @@ def sigmoid_gated(rows: Tensor, gate: Tensor) -> Tensor:
 
 
 def _units(layer: RecurrentLayer) -> Tensor:
-    """Return the column, size and kind (1: query, 2: key, 0: other) of each head of the convolution."""
-    kinds = (1, 2, 0) if isinstance(layer.spec, DeltaSpec) else (0, 0, 0)
-    table, column = [], 0
-    for (heads, size), kind in zip(layer.spec.parts, kinds, strict=True):
-        for _ in range(heads):
-            table.append((column, size, kind))
-            column += size
-    return torch.tensor(table)
+    """Return the column and size of each head of the convolution."""
+    sizes = [size for heads, size in layer.spec.parts for _ in range(heads)]
+    return torch.tensor([(sum(sizes[:unit]), size) for unit, size in enumerate(sizes)])
 
 
 def _address(tensor: Tensor | None) -> int:

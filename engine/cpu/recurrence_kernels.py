@@ -1,8 +1,8 @@
 """Numba kernels for recurrent layers on float32 rows: the convolution, the recurrence and the norm of its result.
 
 A recurrence runs token by token, with the same operations in the same order regardless of how a prompt is chunked, so
-results and states have the same bits. The columns of a recurrent matrix are independent: a thread keeps some of them in
-its cache for all tokens of a slice.
+results and states have the same bits. The columns of a recurrent matrix are independent: a thread computes many tokens
+with those that fit into its first cache, and then the next ones.
 """
 
 import math
@@ -20,6 +20,7 @@ from engine.cpu.simd import (
     load_some,
     multiply_add,
     number_at,
+    prefetch,
     put_number,
     splat,
     store,
@@ -29,12 +30,23 @@ from engine.cpu.simd import (
 
 VECTORS = 2  # vectors of columns that a thread keeps: with 128 rows, they fit into half of the first cache
 TILE = VECTORS * LANES
+PIECE = 64  # tokens of a head that, with its state, fit into the second cache
+FETCHED_AHEAD = 8  # tokens between the one whose inputs are prefetched and the one that is computed
 
 
 @inlined
 def silu(x: Any) -> Any:
     one = splat(1.0)
     return x / (one + exponential(splat(0.0) - x))
+
+
+@part
+def gate_row(row: int, gates: int, size: int) -> None:
+    """Multiply a row by silu of the gates."""
+    for at in range(0, size, LANES):
+        left = size - at
+        x = load_some(row + 4 * at, left, FLOAT32) * silu(load_some(gates + 4 * at, left, FLOAT32))
+        store_some(x, row + 4 * at, left, FLOAT32)
 
 
 @part
@@ -53,22 +65,58 @@ def keep_inputs(inputs: int, stride: int, past: int, kept: int, size: int, count
 
 
 @part
+def keep_all_inputs(
+    inputs: int, stride: int, past: int, kept: int, size: int, count: int, pool: int, write: int, save: int,
+    save_at: int,
+) -> None:  # fmt: skip
+    """Store the last inputs of a slice of `count` tokens, and those at the token after which its state is saved."""
+    if address_at(save_at) > 0 and address_at(save) >= 0:
+        keep_inputs(inputs, stride, past, kept, size, address_at(save_at), pool + 4 * address_at(save))
+    if address_at(write) >= 0:
+        keep_inputs(inputs, stride, past, kept, size, count, pool + 4 * address_at(write))
+
+
+@part
 def norm_head(head: int, size: int, scale: float) -> None:
     """Divide a head by its Euclidean norm, and multiply it by `scale`."""
     squares = splat(0.0)
     for at in range(0, size, LANES):
         x = load_some(head + 4 * at, size - at, FLOAT32)
         squares = multiply_add(x, x, squares)
-    factor = splat(scale * (total(squares) + 1e-6) ** -0.5)
+    factor = splat(scale / math.sqrt(total(squares) + 1e-6))
     for at in range(0, size, LANES):
         store_some(load_some(head + 4 * at, size - at, FLOAT32) * factor, head + 4 * at, size - at, FLOAT32)
+
+
+@part
+def convolve_head(
+    begin: int, end: int, inputs: int, stride: int, past: int, kept: int, size: int, weight: int, bias: int,
+    channels: int, to: int, to_stride: int, kind: int,
+) -> None:  # fmt: skip
+    """Store silu of the convolution of a head for tokens begin <= token < end, and norm queries (`kind` 1) and keys
+    (2)."""
+    for token in range(begin, end):
+        row = to + to_stride * (token - begin)
+        for at in range(0, size, LANES):
+            left = size - at
+            prefetch(inputs + 4 * (stride * (token + FETCHED_AHEAD) + at))
+            x = splat(0.0)
+            if bias:
+                x = load_some(bias + 4 * at, left, FLOAT32)
+            for tap in range(kept + 1):
+                source = input_at(inputs, stride, past, kept, size, token - kept + tap)
+                factor = load_some(weight + 4 * (tap * channels + at), left, FLOAT32)
+                x = multiply_add(factor, load_some(source + 4 * at, left, FLOAT32), x)
+            store_some(silu(x), row + 4 * at, left, FLOAT32)
+        if kind:
+            norm_head(row, size, size**-0.5 if kind == 1 else 1.0)
 
 
 @kernel
 def convolve(values: Any) -> None:
     """`values`: slices, cu_q, inputs and their stride, target, channels, width, weight [width, channels], bias or 0,
-    pool, read, write, save, save_at, units, first unit, the number of units and, for each, its column, size and kind
-    (1: a query, 2: a key, to be normed; 0: neither), and zeros."""
+    pool, read, write, save, save_at, units, first unit, the number of units and, for each, its column and size, and
+    zeros."""
     slices, cu_q, inputs, stride, target, channels = values[0], values[1], values[2], values[3], values[4], values[5]
     width, weight, bias, pool, read, write = values[6], values[7], values[8], values[9], values[10], values[11]
     save, save_at, units, first, num, table = values[12], values[13], values[14], values[15], values[16], values[17]
@@ -76,33 +124,17 @@ def convolve(values: Any) -> None:
     kept = width - 1
     for item in range(thread_number(), slices * num, num_threads()):
         index, unit = item // num, item % num
-        column, size = address_at(table + 24 * unit), address_at(table + 24 * unit + 8)
-        kind = address_at(table + 24 * unit + 16)
+        column, size = address_at(table + 16 * unit), address_at(table + 16 * unit + 8)
         start = index_at(cu_q + 4 * index)
         count = index_at(cu_q + 4 * index + 4) - start
         place = 8 * (index * units + first + unit)
         past = zeros if address_at(read + place) < 0 else pool + 4 * address_at(read + place)
-        own, to = inputs + 4 * (start * stride + column), target + 4 * (start * channels + column)
-        for token in range(count):
-            for at in range(0, size, LANES):
-                left = size - at
-                x = splat(0.0)
-                if bias:
-                    x = load_some(bias + 4 * (column + at), left, FLOAT32)
-                for tap in range(width):
-                    source = input_at(own, stride, past, kept, size, token - kept + tap)
-                    factor = load_some(weight + 4 * (tap * channels + column + at), left, FLOAT32)
-                    x = multiply_add(factor, load_some(source + 4 * at, left, FLOAT32), x)
-                store_some(silu(x), to + 4 * (token * channels + at), left, FLOAT32)
-        if kind:
-            for token in range(count):
-                norm_head(to + 4 * token * channels, size, size**-0.5 if kind == 1 else 1.0)
-        if address_at(save_at + 8 * index) > 0 and address_at(save + place) >= 0:
-            keep_inputs(
-                own, stride, past, kept, size, address_at(save_at + 8 * index), pool + 4 * address_at(save + place)
-            )
-        if address_at(write + place) >= 0:
-            keep_inputs(own, stride, past, kept, size, count, pool + 4 * address_at(write + place))
+        own = inputs + 4 * (start * stride + column)
+        convolve_head(
+            0, count, own, stride, past, kept, size, weight + 4 * column, bias + 4 * column if bias else 0, channels,
+            target + 4 * (start * channels + column), 4 * channels, 0,
+        )  # fmt: skip
+        keep_all_inputs(own, stride, past, kept, size, count, pool, write + place, save + place, save_at + 8 * index)
 
 
 @kernel
@@ -181,68 +213,195 @@ def update(tile: int, query: int, key: int, next_key: int, value: int, to: int, 
     return next0, next1
 
 
+@part
+def recur_tokens(
+    tile: int, count: int, query: int, key: int, value: int, stride: int, to: int, to_stride: int, sizes: int,
+    sizes_stride: int, size: int, left: int, skip: float, is_delta: int, saved: int, target: int, width: int,
+) -> None:  # fmt: skip
+    """Compute `count` tokens with one tile of a state. After `saved` of them, the tile is stored at `target`, in a
+    matrix of `width` columns, unless `saved` is 0."""
+    known = splat(0.0), splat(0.0)
+    if is_delta:
+        known = known_values(tile, key, size)
+    for token in range(count):
+        at, step = stride * token, sizes + sizes_stride * token
+        following = update(
+            tile, query + at, key + at, key + at + stride if token + 1 < count else key, value + at,
+            to + to_stride * token, size, left, known, number_at(step), number_at(step + 4), skip,
+        )  # fmt: skip
+        if is_delta:
+            known = following
+        if token + 1 == saved:
+            keep_tile(tile, target, size, width, left)
+
+
+@part
+def fetch_or_clear(pool: int, place: int, column: int, tile: int, rows: int, width: int) -> None:
+    """Copy columns of the state at a place in the pool to a tile, or zeros if the place is -1."""
+    if place < 0:
+        clear_tile(tile, rows)
+    else:
+        fetch_tile(pool + 4 * (place + column), tile, rows, width, width - column)
+
+
 @kernel
 def recur(values: Any) -> None:
-    """`values`: slices, cu_q, mixed inputs, channels, step sizes, value heads, value heads per key head, key_dim,
-    value_dim, columns of queries, keys and values, target, pool, read, write, save, save_at, units, first unit, skip,
-    whether this is a delta rule, and a tile per thread."""
+    """Compute the recurrence of a state space. `values`: slices, cu_q, mixed inputs, channels, step sizes, value heads,
+    value heads per key head, key_dim, value_dim, columns of queries, keys and values, target, pool, read, write, save,
+    save_at, units, first unit, skip, and a tile per thread."""
     slices, cu_q, mixed, channels, sizes, heads = values[0], values[1], values[2], values[3], values[4], values[5]
     shared, key_dim, value_dim, query_at, key_at = values[6], values[7], values[8], values[9], values[10]
     value_at, target, pool, read, write, save = values[11], values[12], values[13], values[14], values[15], values[16]
-    save_at, units, first, skips, is_delta = values[17], values[18], values[19], values[20], values[21]
-    tile = values[22] + 4 * TILE * key_dim * thread_number()
+    save_at, units, first, skips = values[17], values[18], values[19], values[20]
+    tile = values[21] + 4 * TILE * key_dim * thread_number()
     for item in range(thread_number(), slices * heads, num_threads()):
         index, head = item // heads, item % heads
         start = index_at(cu_q + 4 * index)
         count = index_at(cu_q + 4 * index + 4) - start
         place = 8 * (index * units + first + head)
-        source, saved = address_at(read + place), address_at(save_at + 8 * index)
-        skip = number_at(skips + 4 * head)
+        row, keys, kept = mixed + 4 * start * channels, head // shared * key_dim, address_at(save + place)
         for column in range(0, value_dim, TILE):
-            left = value_dim - column
-            if source < 0:
-                clear_tile(tile, key_dim)
-            else:
-                fetch_tile(pool + 4 * (source + column), tile, key_dim, value_dim, left)
-            known = splat(0.0), splat(0.0)
-            if is_delta:
-                known = known_values(tile, mixed + 4 * (start * channels + key_at + head // shared * key_dim), key_dim)
-            for token in range(count):
-                row = mixed + 4 * (start + token) * channels
-                step = sizes + 8 * ((start + token) * heads + head)
-                query = row + 4 * (query_at + head // shared * key_dim)
-                key = row + 4 * (key_at + head // shared * key_dim)
-                following = update(
-                    tile, query, key, key + 4 * channels if token + 1 < count else key,
-                    row + 4 * (value_at + head * value_dim + column),
-                    target + 4 * (((start + token) * heads + head) * value_dim + column), key_dim, left, known,
-                    number_at(step), number_at(step + 4), skip,
-                )  # fmt: skip
-                if is_delta:
-                    known = following
-                if token + 1 == saved and address_at(save + place) >= 0:
-                    keep_tile(tile, pool + 4 * (address_at(save + place) + column), key_dim, value_dim, left)
+            fetch_or_clear(pool, address_at(read + place), column, tile, key_dim, value_dim)
+            recur_tokens(
+                tile, count, row + 4 * (query_at + keys), row + 4 * (key_at + keys),
+                row + 4 * (value_at + head * value_dim + column), 4 * channels,
+                target + 4 * ((start * heads + head) * value_dim + column), 4 * heads * value_dim,
+                sizes + 8 * (start * heads + head), 8 * heads, key_dim, value_dim - column,
+                number_at(skips + 4 * head), 0, address_at(save_at + 8 * index) if kept >= 0 else 0,
+                pool + 4 * (kept + column), value_dim,
+            )  # fmt: skip
             if address_at(write + place) >= 0:
-                keep_tile(tile, pool + 4 * (address_at(write + place) + column), key_dim, value_dim, left)
+                keep_tile(tile, pool + 4 * (address_at(write + place) + column), key_dim, value_dim, value_dim - column)
+
+
+@part
+def input_head(
+    head: int, key_head: int, key_heads: int, shared: int, key_dim: int, value_dim: int
+) -> tuple[int, int, int]:
+    """Return the unit, the column and the size of a head of the convolution: the query (`head` 0) and the key (1) of a
+    key head, and the values of its value heads (2 and more)."""
+    if head < 2:
+        unit = head * key_heads + key_head
+        return unit, unit * key_dim, key_dim
+    number = key_head * shared + head - 2
+    return 2 * key_heads + number, 2 * key_heads * key_dim + number * value_dim, value_dim
+
+
+@part
+def convolve_piece(
+    begin: int, end: int, count: int, inputs: int, stride: int, channels: int, kept: int, weight: int, zeros: int,
+    pool: int, read: int, write: int, save: int, save_at: int, key_head: int, key_heads: int, shared: int,
+    key_dim: int, value_dim: int, rows: int, row_bytes: int,
+) -> None:  # fmt: skip
+    """Store the query, the key and the values of a key head for tokens begin <= token < end of a slice of `count`
+    tokens, and keep its last inputs. `read`, `write` and `save` are the addresses of the slice's places."""
+    to = rows
+    for head in range(2 + shared):
+        unit, column, size = input_head(head, key_head, key_heads, shared, key_dim, value_dim)
+        place = address_at(read + 8 * unit)
+        past, own = zeros if place < 0 else pool + 4 * place, inputs + 4 * column
+        kind = head + 1 if head < 2 else 0
+        convolve_head(begin, end, own, stride, past, kept, size, weight + 4 * column, 0, channels, to, row_bytes, kind)
+        if end == count:
+            keep_all_inputs(own, stride, past, kept, size, count, pool, write + 8 * unit, save + 8 * unit, save_at)
+        to += 4 * size
+
+
+@part
+def fetch_states(pool: int, places: int, heads: int, key_dim: int, value_dim: int, tile: int) -> None:
+    """Copy the states of adjacent heads to tiles."""
+    for head in range(heads):
+        for column in range(0, value_dim, TILE):
+            fetch_or_clear(pool, address_at(places + 8 * head), column, tile, key_dim, value_dim)
+            tile += 4 * TILE * key_dim
+
+
+@part
+def keep_states(pool: int, places: int, heads: int, key_dim: int, value_dim: int, tile: int) -> None:
+    """Copy tiles back to the states of adjacent heads, except for those whose place is -1."""
+    for head in range(heads):
+        place = address_at(places + 8 * head)
+        for column in range(0, value_dim, TILE):
+            if place >= 0:
+                keep_tile(tile, pool + 4 * (place + column), key_dim, value_dim, value_dim - column)
+            tile += 4 * TILE * key_dim
+
+
+@part
+def norm_piece(
+    count: int, row: int, stride: int, norms: int, gate: int, gate_stride: int, size: int, epsilon: float
+) -> None:
+    """Norm `count` results of a head and multiply them by silu of the gates."""
+    for _ in range(count):
+        for at in range(0, size, LANES):
+            prefetch(gate + gate_stride * FETCHED_AHEAD + 4 * at)
+        norm_row(row, norms, row, size, epsilon)
+        gate_row(row, gate, size)
+        row, gate = row + stride, gate + gate_stride
 
 
 @kernel
-def norm_gated(values: Any) -> None:
-    """`values`: rows (normed in place), their number and size, gates and their stride, weight, size of a group,
-    the address of epsilon, and whether rows are multiplied by silu(gate) before the norm instead of after it."""
+def delta(values: Any) -> None:
+    """Compute a layer with the delta rule. `values`: slices, cu_q, inputs and their stride, gates and their stride,
+    channels, width, weight [width, channels], step sizes, key heads, value heads per key head, key_dim, value_dim,
+    target, weight of the norm, address of epsilon, pool, read, write, save, save_at, units, first unit, zeros, and
+    scratch memory for each thread with its size in bytes.
+
+    A thread computes PIECE tokens of a key head and its value heads at a time, from the convolution to the norm, so
+    that all but the inputs, gates and results stays in its caches."""
+    slices, cu_q, inputs, stride, gates, gate_stride = values[0], values[1], values[2], values[3], values[4], values[5]
+    channels, width, weight, sizes, key_heads = values[6], values[7], values[8], values[9], values[10]
+    shared, key_dim, value_dim, target, norms = values[11], values[12], values[13], values[14], values[15]
+    epsilon, pool, read, write, save = number_at(values[16]), values[17], values[18], values[19], values[20]
+    save_at, units, first, zeros = values[21], values[22], values[23], values[24]
+    heads, row_bytes = key_heads * shared, 4 * (2 * key_dim + shared * value_dim)
+    states = values[25] + values[26] * thread_number()
+    head_bytes = (value_dim + TILE - 1) // TILE * 4 * TILE * key_dim
+    rows = states + shared * head_bytes
+    for item in range(thread_number(), slices * key_heads, num_threads()):
+        index, key_head = item // key_heads, item % key_heads
+        start = index_at(cu_q + 4 * index)
+        count, saved = index_at(cu_q + 4 * index + 4) - start, address_at(save_at + 8 * index)
+        place = 8 * (index * units + first)
+        matrices = place + 8 * (2 * key_heads + heads + key_head * shared)
+        fetch_states(pool, read + matrices, shared, key_dim, value_dim, states)
+        for begin in range(0, count, PIECE):
+            end = min(count, begin + PIECE)
+            convolve_piece(
+                begin, end, count, inputs + 4 * start * stride, stride, channels, width - 1, weight, zeros, pool,
+                read + place, write + place, save + place, save_at + 8 * index, key_head, key_heads, shared, key_dim,
+                value_dim, rows, row_bytes,
+            )  # fmt: skip
+            for head in range(shared):
+                number, row = key_head * shared + head, start + begin
+                kept_at = address_at(save + matrices + 8 * head)
+                here = saved - begin if kept_at >= 0 and begin < saved <= end else 0
+                to = target + 4 * (row * heads + number) * value_dim
+                for column in range(0, value_dim, TILE):
+                    recur_tokens(
+                        states + head * head_bytes + 4 * column * key_dim, end - begin, rows, rows + 4 * key_dim,
+                        rows + 4 * (2 * key_dim + head * value_dim + column), row_bytes, to + 4 * column,
+                        4 * heads * value_dim, sizes + 8 * (row * heads + number), 8 * heads, key_dim,
+                        value_dim - column, 0.0, 1, here, pool + 4 * (kept_at + column), value_dim,
+                    )  # fmt: skip
+                norm_piece(
+                    end - begin, to, 4 * heads * value_dim, norms + 4 * number * value_dim,
+                    gates + 4 * (row * gate_stride + number * value_dim), 4 * gate_stride, value_dim, epsilon,
+                )  # fmt: skip
+        keep_states(pool, write + matrices, shared, key_dim, value_dim, states)
+
+
+@kernel
+def gated_norm(values: Any) -> None:
+    """Multiply rows by silu of the gates and norm them, in place. `values`: rows, their number and size, gates and
+    their stride, weight, size of a group, and the address of epsilon."""
     target, rows, size, gates, stride, weight = values[0], values[1], values[2], values[3], values[4], values[5]
-    group, epsilon, gates_first = values[6], number_at(values[7]), values[8]
+    group, epsilon = values[6], number_at(values[7])
     for row in range(thread_number(), rows, num_threads()):
-        own, gate = target + 4 * row * size, gates + 4 * row * stride
-        for moment in range(2):
-            if moment == (0 if gates_first else 1):
-                for at in range(0, size, LANES):
-                    left = size - at
-                    x = load_some(own + 4 * at, left, FLOAT32) * silu(load_some(gate + 4 * at, left, FLOAT32))
-                    store_some(x, own + 4 * at, left, FLOAT32)
-            else:
-                for at in range(0, size, group):
-                    norm_row(own + 4 * at, weight + 4 * at, own + 4 * at, group, epsilon)
+        own = target + 4 * row * size
+        gate_row(own, gates + 4 * row * stride, size)
+        for at in range(0, size, group):
+            norm_row(own + 4 * at, weight + 4 * at, own + 4 * at, group, epsilon)
 
 
 @kernel

@@ -272,7 +272,7 @@ def with_model(settings: LocalSettings) -> LocalSettings:
 
 
 def _checked_model(text: str, settings: LocalSettings) -> str:
-    """Check one of --more-models. Return it with the path of its directory."""
+    """Check an entry of --more-models, and return it with the path of its directory."""
     name, _, model = text.partition("=")
     try:
         directory = resolve(model).resolve()

@@ -259,7 +259,7 @@ def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `_least_kept` from the highest scores, `ranked`. Also return for which rows these suffice."""
+    """Compute `_least_kept` from the highest scores, `ranked`, and return for which rows they suffice."""
     width = ranked.shape[1]
     within = torch.arange(width, device=ranked.device) < top_k
     kept = ranked.double().masked_fill(~within, -math.inf)

@@ -58,7 +58,7 @@ class ModuleStates:
         return own.repeat_interleave(self.sizes, dim=-1) + self.within
 
     def load(self, cache: DynamicCache, numbers: Tensor) -> None:
-        """Put states, float32 [S, values per state], into the cache."""
+        """Copy states, float32 [S, values per state], into the cache."""
         tensors = torch.split(numbers, [prod(part.shape) for part in self.parts], dim=1)
         for part, tensor in zip(self.parts, tensors, strict=True):
             update = cache.update_conv_state if part.is_conv else cache.update_recurrent_state

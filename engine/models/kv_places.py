@@ -40,7 +40,7 @@ class KVPlaces:
 
 
 def all_in_one_row(layers: int) -> KVPlaces:
-    """Return the places of layers whose KV is kept as long as a request, with a block in one row."""
+    """Return the places of layers that form one group: a row has the KV of a block in all layers."""
     return KVPlaces(layers, UNIFORM, (0,) * layers, tuple(range(layers)))
 
 

@@ -28,7 +28,7 @@ from router.responses_store import StoredResponse
 from shared.errors import RequestError
 from shared.rpc.messages import pack_ids
 
-# Names of a chat's parameters in this API.
+# Parameters of chat completions, and their names in the Responses API.
 PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 PARAMS |= {"response_format.json_schema.schema": "text.format.schema"}
 PATH = "/v1/responses/{id}"

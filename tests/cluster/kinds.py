@@ -17,7 +17,7 @@ KINDS = ("windows", "states")
 
 
 def model_of(kind: str, directory: Path) -> tuple[Path, tuple[Group, ...]]:
-    """Write a model directory without weights of its own. Return it, and the groups of the hash model."""
+    """Write a model directory without weights. Return its path and the groups of the hash model."""
     from transformers import GptOssConfig, Qwen3NextConfig
 
     config: Any = Qwen3NextConfig(**SIZES) if kind == "states" else GptOssConfig(**SIZES, sliding_window=40)

@@ -173,7 +173,7 @@ async def test_names_are_resolved_outside_the_event_loop(monkeypatch: pytest.Mon
 
 
 def test_no_request_fails_during_any_fault_of_redis(server: RedisServer, relays: Relays) -> None:
-    """Each fault lasts until it is detected, while two routers serve load. After each, both routers list all nodes."""
+    """Each fault lasts until it is detected, while two routers serve load. After each fault, both routers list all nodes."""
     ours, theirs = (relays.between(host, server.port) for host in (RELAY_HOST, OTHER_HOST))
     other = {"router-1": {"registry": f"redis://{OTHER_HOST}:{server.port}"}}
     threading.Timer(1.0, server.start).start()  # the cluster's processes start before Redis and wait for it

@@ -94,7 +94,7 @@ class Blocks:
 
 
 def state_size(config: ModelConfig, row_bytes: int) -> int:
-    """Return the number of rows of a state that `in_one_piece` places."""
+    """Return the number of rows that a state takes with `in_one_piece`."""
     return -(-4 * sum(state_units(config)) // row_bytes)
 
 

@@ -16,7 +16,7 @@ from simulator.node import SimulatedNode, StepTimes, Stretch
 
 DIRECTORY = Path(__file__).parents[1] / "data" / "recordings"
 Members = list[tuple[int, int, int]]  # (number of the request, start, count) of each slice
-RESERVED_ROWS = 1  # of a pool: the row that padding writes to
+RESERVED_ROWS = 1  # the row of each pool that padding writes to
 US = 1e-6
 
 

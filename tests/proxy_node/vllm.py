@@ -1,24 +1,24 @@
 """Starts real vLLM servers with the demo model, for tests that run only if BATON_PEER_VLLM names an interpreter."""
 
+import json
 import os
-import signal
+import shutil
 import subprocess
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
-import psutil
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.cluster.harness import DEMO, Cluster, cluster, free_port, wait_for
+from tests.cluster.harness import DEMO, DEMO_VOCABULARY, Cluster, cluster, free_port, wait_for
 
 VLLM = os.environ.get("BATON_PEER_VLLM", "")
 MAX_MODEL_LEN = 2048
-LENGTH, NUM_STREAMS = 1500, 3
+NIXL = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"})
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
@@ -28,13 +28,13 @@ ENVIRONMENT = {
 class VllmServer:
     """One server, in a separate process group."""
 
-    def __init__(self, log: Path, *flags: str, port: int = 0) -> None:
+    def __init__(self, log: Path, *flags: str, port: int = 0, model: Path = DEMO) -> None:
         self.port = port or free_port()
-        self.flags = flags
+        self.flags, self.model = flags, model
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [
-            VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO), "--host", "127.0.0.1",
+            VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
             "--port", str(self.port), "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), *flags,
         ]  # fmt: skip
         with log.open("ab") as file:
@@ -61,78 +61,54 @@ class VllmServer:
     def restarted(self) -> "VllmServer":
         """Start the server again, at the same address, and wait until it answers."""
         self.end()
-        server = VllmServer(self.log, *self.flags, port=self.port)
+        server = VllmServer(self.log, *self.flags, port=self.port, model=self.model)
         server.ready()
         return server
 
 
 @contextmanager
-def served(roles: Sequence[str], *flags: str) -> Iterator[tuple[Cluster, dict[str, VllmServer]]]:
-    """A router and a proxy node for each of new servers, by name. `roles` are the nodes' roles."""
+def served(
+    roles: Sequence[str], *flags: str, model: Path = DEMO, **settings: Any
+) -> Iterator[tuple[Cluster, dict[str, VllmServer]]]:
+    """A router and a proxy node for each of new servers, by name. `roles` are those of the nodes, and `settings` those
+    of the cluster."""
     names = [f"{role}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
     with tempfile.TemporaryDirectory(prefix="baton-vllm-") as directory:
-        servers = {name: VllmServer(Path(directory) / f"{name}.log", *flags) for name in names}
+        servers = {name: VllmServer(Path(directory) / f"{name}.log", *flags, model=model) for name in names}
         try:
             for server in servers.values():
                 server.ready()
             urls = {name: server.url for name, server in servers.items()}
             counts = roles.count("prefill"), roles.count("decode")
-            with cluster(*counts, engines=urls, max_model_len=MAX_MODEL_LEN, log_level="info") as running:
+            with cluster(
+                *counts, engines=urls, model=model, max_model_len=MAX_MODEL_LEN, log_level="info", **settings
+            ) as running:
                 yield running, servers
         finally:
             for server in servers.values():
                 server.end()
 
 
-def kill_server(server: VllmServer) -> None:
-    os.kill(server.process.pid, signal.SIGKILL)
+def change_role(running: Cluster, name: str, role: str) -> None:
+    def is_changed() -> bool:
+        node = running.nodes()[name]
+        return (node["role"], node["state"]) == (role, "ready")
+
+    running.post(f"/v1/nodes/{name}/role", {"role": role})
+    wait_for(is_changed, f"{name} is a {role} node")
 
 
-def terminate_server(server: VllmServer) -> None:
-    os.kill(server.process.pid, signal.SIGTERM)
-
-
-def kill_engine_core(server: VllmServer) -> None:
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    [core] = [each for each in children if "EngineCore" in "".join(each.cmdline())]
-    core.kill()
-
-
-ACTS = [kill_server, terminate_server, kill_engine_core]
-
-
-def end_in_mid_stream(
-    running: Cluster, name: str, server: VllmServer, act: Callable[[VllmServer], None]
-) -> list[float]:
-    """End the server of a node while answers are streamed. Each must be complete and the same as before. Return their
-    longest gaps, in seconds."""
-    prompts = [[40 + index, *range(200, 230)] for index in range(NUM_STREAMS)]
-    whole = [running.complete(prompt, LENGTH) for prompt in prompts]
-    has_begun = threading.Event()
-    gaps = [0.0] * NUM_STREAMS
-
-    def stream(index: int) -> list[int]:
-        last = 0.0
-
-        def seen(count: int) -> None:
-            nonlocal last
-            now = time.monotonic()
-            gaps[index] = max(gaps[index], now - (last or now))
-            last = now
-            if count >= 20:
-                has_begun.set()
-
-        return running.stream(prompts[index], LENGTH, seen)
-
-    with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        streams = [pool.submit(stream, index) for index in range(NUM_STREAMS)]
-        assert has_begun.wait(120)
-        computes = name if name.startswith("decode") else "decode-0"  # a prefill engine is idle by then
-        wait_for(lambda: running.nodes()[computes]["running"], "the node generates")
-        assert not all(each.done() for each in streams), "no stream is left"
-        act(server)
-        assert [each.result() for each in streams] == whole
-    return gaps
+def random_qwen3(directory: Path) -> Path:
+    """Write a Qwen3 of random weights with the tokenizer of the demo model, and return its directory."""
+    config = Qwen3Config(
+        vocab_size=DEMO_VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, directory)
+    return directory
 
 
 @contextmanager

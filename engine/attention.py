@@ -194,14 +194,17 @@ class TorchPlan:
         blocks = self._batch.block_table[index, first : -(-end // size)].long()
         pieces = (blocks * heads + torch.arange(heads, device=device)[:, None]).flatten()
         windowed = 0 < window < end - low
-        causal = start == low and not windowed and end - start > 1 and not spans
+        skips = low < self._batch.first_key
+        causal = start == low and not windowed and end - start > 1 and not spans and not skips
         mask = None
-        if not causal and (windowed or end - start > 1):
+        if not causal and (windowed or skips or end - start > 1):
             at = torch.arange(low, end, device=device)
             query = at[start - low :, None]
             mask = at <= query
             if windowed:
                 mask &= at > query - window
+            if skips:
+                mask &= at >= self._batch.first_key
             for begin, after in spans:
                 mask |= (at >= begin) & (at < after) & (query >= begin) & (query < after)
         return _Reach(slice(row, row + end - start), pieces, end - low, mask, causal)

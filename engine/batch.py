@@ -24,12 +24,16 @@ KEPT_ROWS = 1024  # number of cached rows beyond which the rows of ended request
 class StateBatch:
     """The rows of the KV pool with the recurrent states of S slices, R rows for each state.
 
+    A slice that continues the one before it (see `Slice.continues`) is a part of that one here. `cu_q` are then the
+    first tokens of slices, int32 [S + 1], which otherwise are those of the batch.
+
     `rows` is int64 [3, S, R]: the states that are read, written and saved, or -1 for none. A state that is not read
     begins with zeros. A state that is read is not written in the same step.
     """
 
     rows: Tensor
     save_at: Tensor  # int64 [S]: number of the slice's tokens after which its state is also saved, or 0 for never
+    cu_q: Tensor | None = None
     places: Tensor | None = None  # `KVPool.state_places` of the rows, once a layer needed it
 
 
@@ -57,7 +61,7 @@ class Batch:
 
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
-    slots: Tensor  # int64 [T]: block * block_tokens + offset, where the token's KV goes
+    slots: Tensor  # int64 [T]: block * block_tokens + offset, where the token's KV goes, or -1 for nowhere
     cu_q: Tensor  # int32 [S + 1]: slice s holds tokens cu_q[s] to cu_q[s + 1]
     kv_len: Tensor  # int32 [S]: context length, including this step's tokens
     block_table: Tensor  # int32 [S, largest number of blocks], padded with the dummy block
@@ -74,6 +78,7 @@ class Batch:
     images: BatchImages | None = None  # set by the runner
     # The images in each slice whose tokens attend to each other, by the slice's index: positions [start, end).
     spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    first_key: int = 0  # the first position that queries see, at most their own: 1 for a draft head
 
     @property
     def counts(self) -> list[int]:
@@ -169,6 +174,12 @@ class BlockRows:
         """Return the rows of the slices' states, or None if the model has none."""
         if not self._state_rows:
             return None
+        firsts = [index for index, slice_ in enumerate(slices) if not slice_.continues]
+        cu_q = None
+        if len(firsts) < len(slices):
+            starts = np.cumsum([0, *(slice_.count for slice_ in slices)])
+            cu_q = torch.from_numpy(starts[[*firsts, -1]].astype(np.int32))
+            slices = [slices[index] for index in firsts]
         rows, ends = np.full((3, len(slices), self._state_rows), -1, np.int64), np.zeros(len(slices), np.int64)
         for index, slice_ in enumerate(slices):
             use = slice_.state or StateUse(None, ())
@@ -176,7 +187,7 @@ class BlockRows:
                 if given:
                     rows[which, index] = given
             ends[index] = use.save_at - slice_.start if use.save else 0
-        return StateBatch(torch.from_numpy(rows), torch.from_numpy(ends))
+        return StateBatch(torch.from_numpy(rows), torch.from_numpy(ends), cu_q)
 
     def use_dummy(self, slice_: Slice, block_tokens: int) -> Slice:
         """Give a slice of a warm-up the dummy block for its KV and its state."""
@@ -201,9 +212,7 @@ def build(
     `before` contains the slices of the pending step; tokens that it will sample become entries of `Batch.carried`.
     Raises ValueError if a slice ends after its request's last token or block, which would be a bug of the scheduler.
     """
-    rows = rows or BlockRows()
-    tokens: list[int] = []
-    cu_q = [0]
+    rows, cu_q, tokens = rows or BlockRows(), [0], list[int]()
     carried: list[tuple[int, int]] = []
     draws: dict[int, int] = {}
     for slice_ in slices:
@@ -225,6 +234,7 @@ def build(
     adapters = [slice_.request.adapter for slice_ in slices]
     tables = rows.tables(slices, block_tokens)
     positions, slots = _places(np.array(starts, np.int64), np.array(cu_q, np.int64), tables, block_tokens)
+    _leave_stored(slices, cu_q, slots)
 
     def on_device(values: NDArray[np.int64] | IntArray) -> Tensor:
         tensor = torch.from_numpy(values)
@@ -249,6 +259,13 @@ def build(
         on_axes=None if (axes := batch_positions(slices, positions)) is None else on_device(axes),
         spans=atomic_spans(slices),
     )
+
+
+def _leave_stored(slices: Sequence[Slice], cu_q: Sequence[int], slots: Sequence[NDArray[np.int64]]) -> None:
+    """Set the slots of tokens whose KV is not stored again to -1."""
+    for slice_, first in zip(slices, cu_q, strict=False):
+        for of_table in slots if slice_.num_stored else ():
+            of_table[first : first + slice_.num_stored] = -1
 
 
 def _draws_of(before: Sequence[Slice]) -> dict[int, int]:

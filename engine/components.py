@@ -12,6 +12,7 @@ import torch
 from engine.cpu.malloc import give_back, keep_large_blocks, map_large_blocks, share_one
 from engine.cpu.selection import attention_on_cpu, kernels_on_cpu, linear_on_cpu
 from engine.cuda.kv.pool import PoolClient
+from engine.draft_head import DraftHead, head_places
 from engine.draft_model import DraftModel
 from engine.emulation import load_emulation
 from engine.hash_model import EmulatedRunner, HashRunner
@@ -20,10 +21,10 @@ from engine.kv_pool import KVPool, PrivateMemory
 from engine.linear import LinearFormat
 from engine.lora.build import use_adapters
 from engine.model_memory import log_table, memory_of
-from engine.models.decoder import LanguageModel
+from engine.models.decoder import Decoder, LanguageModel
 from engine.models.families import read_model_config
 from engine.models.kv_places import kv_places
-from engine.models.load import load_model
+from engine.models.load import load_model, load_mtp
 from engine.models.spec import ModelConfig
 from engine.options import (
     BuildOptions,
@@ -85,29 +86,34 @@ def _build_on_cpu(
     layout = cpu_layout(options, config)
     groups = groups_of(options, config, layout.block_bytes)
     check_holds(layout, groups, options)
-    memory = (
-        HostMemory(layout.num_blocks, layout.block_bytes) if borrowed is None else borrowed.fitting(layout.block_bytes)
-    )
+    size = layout.num_blocks, layout.block_bytes
+    memory = HostMemory(*size) if borrowed is None else borrowed.fitting(layout.block_bytes)
     name = options.runner if emulation is None else f"emulated {emulation.name}"
     attributes = {"runner": name, "device": "cpu", "dtype": "float32", "kv_cache_dtype": layout.dtype}
     runner: Runner
+    drafter: DraftHead | DraftModel | None = None
     if emulation is not None:
         runner = EmulatedRunner(memory.rows, layout.block_tokens, config.vocab_size, emulation)
     elif options.runner == "hash":
         runner = HashRunner(memory.rows, layout.block_tokens, config.vocab_size, groups)
     else:
         loaded = loaded or _loaded_on_cpu(options, config, path)
-        runner, parts = _torch_runner(options, *loaded, KVPool(layout, memory, kv_places(config, layout.block_bytes)))
+        pool = KVPool(layout, memory, kv_places(config, layout.block_bytes))
+        loaded[1].config = replace(loaded[1].config, draft_layers=config.draft_layers, units=config.units)
+        runner, parts = _torch_runner(options, *loaded, pool)
         attributes |= parts
+        drafter = _draft_head(options, path, *loaded, pool, runner) if config.draft_layers else None
         use_adapters(options, runner, loaded[1], loaded[0])
         log_table(memory_of(path, config, layout, groups, options.max_step_tokens))
         name += f" transformers {config.transformers}" if config.transformers else ""
     images = use_images(runner, path, config, options.max_step_tokens)
     revision = fingerprint(path)
+    name += f" {options.draft_method}" if config.draft_layers else ""
     digest = exchange_fingerprint(name, revision, layout, memory.sums, groups)
     attributes |= {"revision": revision, "build": build_digest()}
     attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
-    drafter = _draft_model(options, path, config, layout, groups) if runs_model and options.draft_model else None
+    if runs_model and options.draft_method == "draft_model":
+        drafter = _draft_model(options, path, config, layout, groups)
     grammars = GrammarTokenizer(path, config.vocab_size) if runs_model else None
     adapters = {one.name: one.digest for one in lora_adapters(options)}
     return EngineComponents(
@@ -125,6 +131,19 @@ def _build_on_cpu(
         adapters,
         images,
     )
+
+
+def _draft_head(
+    options: BuildOptions, path: Path, linear: LinearFormat, model: LanguageModel, pool: KVPool, runner: TorchRunner
+) -> DraftHead:
+    """Return a draft head that observes the steps of the runner."""
+    assert isinstance(model, Decoder)
+    head = load_mtp(path, model, linear)
+    own = KVPool(pool.layout, pool.memory, head_places(pool.places))
+    code = kernels_on_cpu(head.config, own), attention_on_cpu(options.attention_backend, own)
+    drafter = DraftHead(head, own, *code, options.speculative_tokens)
+    runner.use_head(drafter)
+    return drafter
 
 
 def _draft_model(

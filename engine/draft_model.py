@@ -5,19 +5,15 @@ drafter-invariant speculative decoding" (Daliri, Musco and Suresh, 2024). Both m
 a high probability, even at high temperatures.
 """
 
-import logging
-import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from engine.runner import Runner
-from scheduler.drafters import Drafter
+from engine.timed_drafter import KEPT_REQUESTS, TimedDrafter
 from scheduler.request import Request, RequestState, Slice, Step
 
-log = logging.getLogger("baton.engine")
 CATCH_UP = 256  # maximum number of text tokens that a draft model computes in a step, in addition to the guesses
-SMOOTHING = 0.1  # weight of the latest pass in `pass_s`
-KEPT_REQUESTS = 256  # number of ended requests that are kept
 
 
 @dataclass(slots=True)
@@ -32,48 +28,31 @@ class DraftedRequest:
 
 
 @dataclass
-class DraftModel(Drafter):
+class DraftModel(TimedDrafter):
     """A draft model, on the engine's thread.
 
     Its KV of a block is in its own pool, in the row with the number of the target's block (the first row of its first
     group). No further allocation is needed: the KV lives as long as the target's, and is found with the target's cached
     prefix. It is not sent in a handoff: the node that receives a request computes it from the text, at most `CATCH_UP`
-    tokens in a step, and does not guess until it is complete. A failure only stops the guesses.
+    tokens in a step, and does not guess until it is complete.
     """
 
     runner: Runner  # of the draft model, over its own pool
     block_tokens: int
     block_rows: int  # rows of a block in the target's first group
-    pass_s: float = 0.0
     _drafted: dict[str, DraftedRequest] = field(default_factory=dict)
     _names: dict[int, bytes] = field(default_factory=dict)  # by row: the hash of the block whose KV the row has
-    _has_failed: bool = False
 
     def warm_up(self) -> None:
         self.runner.warm_up()
 
     def find(self, request: Request, limit: int) -> int:
-        if self._has_failed:
+        if self.has_failed:
             return 0
         mirror = self._synchronized(request)
         return limit if len(mirror.tokens) - mirror.num_computed <= CATCH_UP else 0
 
-    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> tuple[list[Sequence[int]], float]:
-        """Raises nothing: after an exception, there are no more guesses."""
-        if self._has_failed:
-            return [()] * len(requests), 0.0
-        began_s = time.perf_counter()
-        try:
-            self._run(requests, counts)
-        except Exception:
-            log.exception("the draft model failed; this node guesses no more tokens")
-            self._has_failed = True
-            return [()] * len(requests), time.perf_counter() - began_s
-        for request in requests:
-            request.drafts.guess = self._drafted[request.id].mirror.tokens[len(request.tokens) :]
-        return [tuple(request.drafts.guess) for request in requests], time.perf_counter() - began_s
-
-    def _run(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Sequence[int]]:
         mirrors = [self._drafted[request.id].mirror for request in requests]
         for request, mirror in zip(requests, mirrors, strict=True):
             table = mirror.tables[0]
@@ -93,17 +72,16 @@ class DraftModel(Drafter):
             self._pass(behind)
         for request in requests:
             self._remember(self._drafted[request.id])
+        return [self._drafted[request.id].mirror.tokens[len(request.tokens) :] for request in requests]
 
     def _pass(self, slices: list[Slice]) -> None:
-        began_s = time.perf_counter()
         for slice_ in slices:
             first, last = slice_.start // self.block_tokens, (slice_.end - 1) // self.block_tokens
             for row in slice_.request.tables[0][first : last + 1]:
                 self._names.pop(row, None)
-        outputs = self.runner.run(Step(0, slices, []))
-        if all(slice_.samples and slice_.count <= 2 for slice_ in slices):
-            pass_s = time.perf_counter() - began_s
-            self.pass_s += (SMOOTHING if self.pass_s else 1.0) * (pass_s - self.pass_s)
+        is_usual = all(slice_.samples and slice_.count <= 2 for slice_ in slices)
+        with self.timed() if is_usual else nullcontext():
+            outputs = self.runner.run(Step(0, slices, []))
         for slice_, output in zip(slices, outputs, strict=True):
             slice_.request.num_computed = slice_.end
             slice_.request.tokens += output.tokens

@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.emulation import load_emulation
 from engine.foreign.config import choose_config
 from engine.lora.files import lora_digest
+from engine.models.draft_layers import with_mtp
 from engine.models.families import read_model_config
 from engine.models.kv_places import kv_places
 from engine.models.spec import ModelConfig, state_units
@@ -46,6 +47,7 @@ class BuildOptions:
     max_model_len: int = 0
     max_num_seqs: int = 64
     max_step_tokens: int = 512
+    draft_method: str = ""
     draft_model: str = ""
     speculative_tokens: int = 0  # maximum number of guessed tokens of a request in one step
     threads: int = 0
@@ -94,11 +96,10 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
     if (options.emulate or options.runner == "hash") and options.device.startswith("cuda"):
         raise ValueError(f"--device {options.device}: --emulate and --runner hash need no GPU; use --device cpu")
     if options.speculative_tokens and state_units(config):
-        raise ValueError(
-            f"--speculative-config: {config.architecture} has recurrent layers, whose states guesses would spoil: "
-            f"omit it for this model"
-        )
+        _check_returns(options, config)
     tensor_files(path)
+    if options.draft_method == "mtp":
+        config = check_draft_head(options, with_mtp(config, path))
     if options.draft_model:
         check_draft_model(options, path, config)
     if lora_adapters(options) and config.transformers:
@@ -153,6 +154,25 @@ def check_draft_model(options: BuildOptions, path: Path, config: ModelConfig) ->
     if options.on_gpu:
         raise ValueError(f"{what}: draft models run on CPUs only; use --device cpu, or the method ngram")
     return draft
+
+
+def _check_returns(options: BuildOptions, config: ModelConfig) -> None:
+    """Raise ValueError if recurrent layers cannot return to the state before a wrong guess."""
+    what = f"--speculative-config: {config.architecture} has recurrent layers, with which it "
+    if options.on_gpu:
+        raise ValueError(f"{what}runs on CPUs only: use --device cpu, or omit it")
+    if config.transformers or options.runner == "hash":
+        raise ValueError(f"{what}needs a native family (see `baton models`) and --runner torch: omit it")
+
+
+def check_draft_head(options: BuildOptions, config: ModelConfig) -> ModelConfig:
+    """Return the config of a model with a draft head. Raises ValueError if the head cannot run here."""
+    what = f"--speculative-config: method {options.draft_method}:"
+    if any(group.kind == "window" for group in kv_places(config).groups):
+        raise ValueError(f"{what} {config.architecture} has sliding windows: use the method ngram")
+    if options.on_gpu:
+        raise ValueError(f"{what} it runs on CPUs only; use --device cpu, or the method ngram")
+    return config
 
 
 def _vocabulary(path: Path) -> dict[str, int]:

@@ -5,6 +5,7 @@ recurrence runs token by token in float32.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -48,6 +49,12 @@ def states_of(batch: Batch) -> StateBatch:
     return batch.states
 
 
+def starts_of(batch: Batch) -> Tensor:
+    """Return the first tokens of the slices of states, int32 [S + 1]."""
+    own = states_of(batch).cu_q
+    return batch.cu_q if own is None else own
+
+
 def places_of(pool: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the offsets in the pool of the states to read, to write and to save, and for each slice the number of
     its tokens after which its state is saved."""
@@ -64,16 +71,15 @@ def recur(
     (places, saves), spec, floats = places_of(pool, batch), layer.spec, pool.floats
     strengths, decays = _strengths_and_decays(layer, steps.float())
     out = torch.empty(len(inputs), spec.inner, dtype=torch.float32, device=inputs.device)
-    row = 0
-    for index, count in enumerate(batch.counts):
-        rows = slice(row, row + count)
-        row += count
+    starts = starts_of(batch).tolist()
+    for index, (row, end) in enumerate(pairwise(starts)):
+        rows, count = slice(row, end), end - row
         read, write, save = places[:, index].tolist()
         save_at = int(saves[index])
         mixed, kept = _convolve(layer, _past_inputs(floats, layer, read), inputs[rows].float())
         state = _past_state(floats, layer, read)
         for token in range(count):
-            at = row - count + token
+            at = row + token
             state, out[at] = _advance(layer, state, mixed[token], strengths[at], decays[at])
             if token + 1 == save_at:
                 _store(floats, layer, save, kept[token + 1 : token + spec.conv], state)

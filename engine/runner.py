@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from shared.rpc.messages import Logprobs, SamplingParams
 
 if TYPE_CHECKING:  # numba may not be installed
     from engine.cpu.fused_decode import FusedDecode
+    from engine.draft_head import DraftHead
 
 MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once (64 MiB); those of a whole chunk could take several GiB
 WARM_TOKENS = 128  # prompt length in the warm-up: enough for all kernels to be compiled
@@ -138,6 +139,7 @@ class TorchRunner(Runner):
         self.poolings = ("", "logits") if config.has_head else ()
         self.poolings += ("last", "mean") if isinstance(model, Decoder) else ()
         self._encoder: ImageEncoder | None = None
+        self._head: DraftHead | None = None
 
     def use_adapters(self, adapted: AdaptedRows) -> None:
         """Compute requests with the adapters that `engine.lora.linear.adapt` added to the model."""
@@ -147,7 +149,12 @@ class TorchRunner(Runner):
         """Use the features of images that this encoder keeps, for requests without them."""
         self._encoder = encoder
 
+    def use_head(self, head: "DraftHead") -> None:
+        """Let a draft head observe the hidden states of all steps. No step may then be planned ahead."""
+        self._head = head
+
     def run(self, step: Step) -> list[SliceOutput]:
+        step = step if self._head is None else self._head.extended(step)
         return self._pass(step, self._build(step))
 
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
@@ -178,7 +185,11 @@ class TorchRunner(Runner):
         rows = [row_of(step.slices[index]) for index in batch.sampled]
         masks = self._masks.start(rows)
         batch.images, missing = images_of(step.slices, self._encoder)
-        logits, hidden = self._computed(batch, needs_hidden=any(row.sampling.pooling for row in rows))
+        if self._head is not None:
+            hidden = self._observed(step.slices, batch, self._head)
+            logits = self._model.logits(hidden[: len(batch.sampled)])
+        else:
+            logits, hidden = self._computed(batch, needs_hidden=any(row.sampling.pooling for row in rows))
         draws = sample(logits, rows, masks())
         for index, draw in zip(batch.sampled, draws, strict=True):
             outputs[index] = output_of(draw)
@@ -201,6 +212,16 @@ class TorchRunner(Runner):
         last = plan_tables(self._backend, self._pool, drawing) if drawing is not None else None
         hidden = self._model.forward(batch, self._kernels.begin(batch), attention, last)
         return self._model.logits(hidden[: len(batch.sampled)]), hidden
+
+    def _observed(self, slices: Sequence[Slice], batch: Batch, head: "DraftHead") -> Tensor:
+        """Return the hidden states of all logit rows, after the head has observed those of all rows."""
+        if self._adapted is not None:
+            self._adapted.select(batch, self._device)
+        every = replace(batch, logit_rows=torch.arange(len(batch.tokens), device=self._device))
+        attention = plan_tables(self._backend, self._pool, batch)
+        hidden = self._model.forward(every, self._kernels.begin(every), attention)
+        head.observe(slices, hidden, [])
+        return hidden[batch.logit_rows]
 
     def _carry(self, batch: Batch) -> None:
         """Copy tokens drawn by the previous step into this batch, or 0 for a failed draw, whose request has ended."""

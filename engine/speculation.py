@@ -3,10 +3,12 @@
 A draw depends only on logits, seed and position, so tokens, logprobs and ends of answers are the same as without
 guesses, greedy or not. (Rejection sampling would preserve only their distribution.) To a runner, a slice with k guesses
 is k + 1 decodes at successive positions, whose tokens are read from a row that contains the guesses. Attention at a
-position reads the KV that the same step stored at the positions before it.
+position reads the KV that the same step stored at the positions before it. Recurrent layers compute these decodes as
+one slice.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from engine.runner import SliceOutput
 from scheduler.request import Slice, Step
@@ -25,9 +27,10 @@ def _rows(slice_: Slice) -> Iterator[Slice]:
     if not slice_.drafts:
         yield slice_
         return
-    row = [*slice_.request.tokens, *slice_.drafts]
-    for start in range(slice_.start, slice_.end):
-        yield Slice(slice_.request, start, 1, True, slice_.epoch, row=row)
+    row, certain = [*slice_.request.tokens, *slice_.drafts], slice_.count - len(slice_.drafts)
+    yield replace(slice_, count=certain, drafts=(), row=row)
+    for start in range(slice_.start + certain, slice_.end):
+        yield Slice(slice_.request, start, 1, True, slice_.epoch, row=row, continues=True)
 
 
 def verified(slices: Sequence[Slice], outputs: Sequence[SliceOutput]) -> list[SliceOutput]:

@@ -18,18 +18,21 @@ class StepWork:
     num_decodes: int = 0
     decode_context: int = 0  # sum of the context lengths that the decodes and drafts read
     draft_tokens: int = 0  # guessed tokens that decodes verify; each costs as much as a decode
+    repeated_tokens: int = 0  # tokens that decodes compute again, because the state lacks them; as costly as a decode
 
     @property
     def decode_tokens(self) -> int:
-        return self.num_decodes + self.draft_tokens
+        return self.num_decodes + self.draft_tokens + self.repeated_tokens
 
     @property
     def tokens(self) -> int:
         return self.prefill_tokens + self.decode_tokens
 
-    def add_decode(self, context: int) -> None:
+    def add_decode(self, context: int, repeated: int = 0) -> None:
+        """Add a decode, and `repeated` tokens before it."""
         self.num_decodes += 1
-        self.decode_context += context
+        self.repeated_tokens += repeated
+        self.decode_context += sum(range(context - repeated, context + 1))
 
     def add_draft(self, context: int) -> None:
         self.draft_tokens += 1

@@ -95,7 +95,7 @@ def _fill(
     """Return the counts of guesses of at most `depth` tokens, and the expected tokens per second."""
     counts, tokens = [0] * len(candidates), work.tokens
     expected, seconds = float(work.num_decodes), depth * pass_s + (cost.seconds(work) if cost is not None else 0.0)
-    gains = [(-one.acceptance, index) for index, one in enumerate(candidates)] if depth else []
+    gains = [(-one.acceptance, index) for index, one in enumerate(candidates) if one.limit] if depth else []
     heapify(gains)
     while gains and tokens < limits.tokens:
         worth, index = -gains[0][0], gains[0][1]

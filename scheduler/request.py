@@ -67,7 +67,8 @@ class Request:
     tables: list[list[int]] = field(default_factory=lambda: [[]])  # one for each attention group: see `Scheduler`
     released: list[int] = field(default_factory=list)  # for each group: leading blocks whose rows were released
     reserved: list[int] = field(default_factory=list)  # rows that a peer writes, in the order of transfer
-    states: list[list[int]] = field(default_factory=list)  # rows of two states; the first is the current one
+    states: list[list[int]] = field(default_factory=list)  # rows of two or three states; the first is the current one
+    state_lag: int = 0  # tokens with KV that the current state lacks, because a guess after them was wrong
     snapshot: list[int] = field(default_factory=list)  # rows of the cached state from which the request starts
     junction: int = 0  # position at which to save a state, because cached KV matched further than any saved state
     latest_save: Any = None  # the name of the state that was last saved while decoding
@@ -149,6 +150,8 @@ class Slice:
     state: StateUse | None = None  # if the model has recurrent states
     drafts: tuple[int, ...] = ()
     row: list[int] | None = None  # the tokens that the slice reads, if they are not those of the request
+    num_stored: int = 0  # leading tokens that are computed again, and whose KV is not stored again
+    continues: bool = False  # recurrent layers compute the slice as a part of the one before it
 
     @property
     def end(self) -> int:
@@ -160,8 +163,8 @@ class Slice:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the slice computes only the last token of its sequence, and guesses."""
-        return self.samples and self.count == 1 + len(self.drafts)
+        """Whether the slice computes only the last token of its sequence and guesses, besides tokens with KV."""
+        return self.samples and self.count == self.num_stored + 1 + len(self.drafts)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -89,8 +89,10 @@ class Scheduler:
 
     `Request.tables` has the rows of each attention group of the geometry, row r of block b at b * rows + r. If no later
     query sees a block, its rows are released and their entries become 0, the dummy row. With a group of states, a slice
-    reads one set of rows and writes another, so that it can run twice. Saved states ("snapshots") have names, as blocks
-    do; a request with a cached prefix starts from a snapshot.
+    reads one set of rows and writes another, so that it can run twice. A slice with guesses also saves the state before
+    them to a third set, which becomes the current one if a guess was wrong; the next slice then computes the right
+    guesses again. Saved states ("snapshots") have names, as blocks do; a request with a cached prefix starts from a
+    snapshot.
     """
 
     def __init__(
@@ -106,8 +108,6 @@ class Scheduler:
     ) -> None:
         """If `budget` is None, every step may have up to `limits.max_num_batched_tokens` tokens.
 
-        Raises ValueError for speculation with a group of states, which a wrong guess would corrupt.
-
         States are saved at the last whole block of a prompt and, unless `state_interval` is 0, at its multiples.
         """
         self.limits = limits
@@ -117,8 +117,6 @@ class Scheduler:
         self.cost: CostModel | None = None  # step-time model, set by the driver between two steps
         self.geometry = Geometry(block_tokens, groups)
         self.block_tokens = block_tokens
-        if speculation is not None and self.geometry.state_rows:
-            raise ValueError("speculative decoding is not supported for models with recurrent layers")
         self.pool = BlockPool(num_rows)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # sorted by priority, then arrival
@@ -261,7 +259,7 @@ class Scheduler:
             request.num_in_flight -= 1
             request.num_sampling -= slice_.samples
             is_good = failed is None or not failed[index]
-            if slice_.state is not None and slice_.state.save:
+            if id(slice_) in self._saves:
                 self._finish_save(slice_, is_good and slice_.epoch == request.epoch)
             if request.state is RequestState.DONE:
                 continue
@@ -288,6 +286,9 @@ class Scheduler:
             self._count_drafts(step, slice_, len(tokens) - 1)
             if is_current:
                 request.num_scheduled = end
+                if slice_.state is not None and len(tokens) <= len(slice_.drafts):
+                    request.states[0], request.states[2] = request.states[2], request.states[0]
+                    request.state_lag = len(tokens) - 1
         if tokens:
             request.drafts.compare(tokens)
         if is_current:
@@ -320,14 +321,14 @@ class Scheduler:
     def _schedule_decodes(self, step: Step) -> None:
         left = self.budget.ceiling - step.work.tokens
         for request in tuple(self.running):
-            if left == 0:
+            if left <= request.state_lag:
                 break
             # A previous request may have preempted this one earlier in the loop.
             if not self._decodes(request) or request.state is not RequestState.RUNNING:
                 continue
             if self._make_room(request, 1, step) == 1:
+                left -= 1 + request.state_lag
                 self._take_slice(step, request, 1)
-                left -= 1
 
     @staticmethod
     def _decodes(request: Request) -> bool:
@@ -349,6 +350,8 @@ class Scheduler:
             request = slice_.request
             if not slice_.is_decode or slice_.end > len(request.tokens) or request.send_kv or not request.speculates:
                 continue
+            if not self._can_return(slice_):
+                continue
             limit = min(speculation.num_tokens, request.remaining_tokens)
             slices.append(slice_)
             found = speculation.drafter.find(request, limit)
@@ -361,10 +364,23 @@ class Scheduler:
         guesses, step.drafting_s = speculation.drafter.draft(requests, counts) if requests else ([], 0.0)
         for slice_, guess in zip(slices, guesses, strict=True):
             slice_.drafts = tuple(guess)
+            if guess and slice_.state is not None:
+                before = slice_.end
+                slice_.state = replace(slice_.state, save_at=before, save=tuple(slice_.request.states[2]))
             slice_.count += len(guess)
             slice_.request.num_scheduled += len(guess)
             for context in range(slice_.end - len(guess) + 1, slice_.end + 1):
                 step.work.add_draft(context)
+
+    def _can_return(self, slice_: Slice) -> bool:
+        """Return whether the state before the guesses of a slice can be saved. Take rows for it if necessary."""
+        request, rows = slice_.request, self.geometry.state_rows
+        if slice_.state is None or len(request.states) > 2:
+            return id(slice_) not in self._saves
+        if slice_.state.save or self.pool.available < rows + self._growth_of_running():
+            return False
+        request.states.append(self.pool.take(rows))
+        return True
 
     def _allot_drafts(self, slice_: Slice, count: int) -> int:
         """Allocate blocks for up to `count` guessed tokens, without blocks that another request will need soon."""
@@ -666,6 +682,8 @@ class Scheduler:
         if request.num_scheduled + count <= self._num_blocks(request) * self.block_tokens:  # true for most decodes
             return count
         while self._missing(request, count) > self.pool.available:
+            if self._give_up_third_state():
+                continue
             victim = self._victim(request, step)
             if victim is None:
                 break
@@ -680,6 +698,15 @@ class Scheduler:
             return 0
         self._allot(request, count)
         return count
+
+    def _give_up_third_state(self) -> bool:
+        """Release the rows of a request's third state, in which no step in flight saves. Return whether there are
+        any."""
+        spare = (one for one in self.running if len(one.states) > 2 and not one.num_in_flight)
+        if self.speculation is None or (request := next(spare, None)) is None:
+            return False
+        self.pool.release(request.states.pop())
+        return True
 
     def _num_blocks(self, request: Request) -> int:
         """Return how many blocks the request's tables cover."""
@@ -770,21 +797,23 @@ class Scheduler:
             request.tables = [[] for _ in self.geometry.attention]
             request.released = [0] * len(request.tables)
             request.states, request.snapshot = [], []
+            request.state_lag = 0
 
     # ---- cursors --------------------------------------------------------------------------------------------
 
     def _take_slice(self, step: Step, request: Request, count: int) -> None:
-        start = request.num_scheduled
+        lag, request.state_lag = request.state_lag, 0
+        start, count = request.num_scheduled - lag, count + lag
         samples = start + count == request.num_tokens
-        slice_ = Slice(request, start, count, samples, request.epoch)
+        slice_ = Slice(request, start, count, samples, request.epoch, num_stored=lag)
         if self.geometry.state_rows:
             slice_.state = self._state_use(request, slice_)
         step.slices.append(slice_)
-        request.num_scheduled += count
+        request.num_scheduled += count - lag
         request.num_in_flight += 1
         request.num_sampling += samples
         if slice_.is_decode:
-            step.work.add_decode(start + 1)
+            step.work.add_decode(slice_.end, lag)
         else:
             step.work.add_chunk(start, count)
             self.counters.prompt_tokens += count
@@ -795,7 +824,7 @@ class Scheduler:
         if slice_.start:
             is_first = request.snapshot and not request.num_in_flight
             read = tuple(request.snapshot if is_first else request.states[0])
-        request.states.reverse()
+        request.states[:2] = reversed(request.states[:2])
         save_at = self._save_at(request, slice_)
         save: tuple[int, ...] = ()
         may_save = save_at > 0 and not request.borrows_blocks
@@ -855,7 +884,7 @@ class Scheduler:
             extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt, request.media)
             self._name_blocks(request, first, full)
         if not self.geometry.is_uniform:
-            self._release_unseen(request, end)
+            self._release_unseen(request, end - request.state_lag)
 
     def _name_blocks(self, request: Request, first: int, end: int) -> None:
         for index, (table, group) in enumerate(zip(request.tables, self.geometry.attention, strict=True)):

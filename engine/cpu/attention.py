@@ -67,7 +67,7 @@ class AttentionWork:
         count = np.minimum(at_once, counts[slices] - skipped)
         row = (counts.cumsum() - counts)[slices] + skipped
         start = starts[slices] + skipped
-        low = np.maximum(0, start + 1 - window) if window else np.zeros_like(start)
+        low = np.maximum(batch.first_key, start + 1 - window if window else np.zeros_like(start))
         # The fields of an item, in the kernel's order. The last one is the index of a part's result, else -1.
         items = np.stack((slices, row, count, start, low, start + count, np.full_like(row, -1)), axis=1)
         length = start + count - low

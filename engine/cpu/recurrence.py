@@ -8,7 +8,7 @@ from engine.cpu import recurrence_kernels as numba_kernels
 from engine.cpu.malloc import empty
 from engine.kv_pool import KVPool
 from engine.models.spec import DeltaSpec
-from engine.recurrence import RecurrentLayer, places_of
+from engine.recurrence import RecurrentLayer, places_of, starts_of
 
 EXPONENTIAL = 8  # cost of an exponential, relative to a multiplication
 
@@ -18,11 +18,12 @@ def recur(
 ) -> Tensor:
     """Return `StepKernels.recur`. `epsilon_at` is the address of the norms' epsilon."""
     assert {(one.dtype, one.stride(1)) for one in (inputs, gate, steps)} == {(torch.float32, 1)}
-    spec, rows, count = layer.spec, len(inputs), len(batch.starts)
+    spec, rows = layer.spec, len(inputs)
     is_delta = isinstance(spec, DeltaSpec)
     places, save_at = places_of(pool, batch)
     given = [pool.tensor.data_ptr(), *(one.data_ptr() for one in (*places, save_at)), places.shape[2], layer.first_unit]
-    cu_q, threads = batch.cu_q.contiguous(), torch.get_num_threads()
+    cu_q, threads = starts_of(batch).contiguous(), torch.get_num_threads()
+    count = len(cu_q) - 1
     zeros = torch.zeros((spec.conv - 1) * max(size for _, size in spec.parts))
     sizes, out = empty(rows, spec.value_heads, 2), empty(rows, spec.inner)
     numba_kernels.step_sizes(

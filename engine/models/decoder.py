@@ -103,6 +103,16 @@ class Decoder:
         hidden = self.embedded(batch.tokens)
         hidden = hidden if batch.images is None else batch.images.embed(hidden)
         normed = kernels.norm(hidden, self.layers[0].attention_norm)
+        return self.decode(hidden, normed, batch, kernels, attention, last)[1]
+
+    def decode(
+        self, hidden: Tensor, normed: Tensor, batch: Batch, kernels: StepKernels, attention: AttentionPlan,
+        last: AttentionPlan | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Run all layers. `normed` is the input of the first layer's attention, and `hidden` that of its residual.
+
+        Return the hidden states of the batch's logit rows before and after the last norm, [R, hidden_size].
+        """
         for index, layer in enumerate(self.layers):
             is_last = index + 1 == len(self.layers)
             if is_last and last is not None:
@@ -123,7 +133,7 @@ class Decoder:
                 hidden, update = hidden * layer.scale, update * layer.scale
             update = update if batch.images is None or is_last else batch.images.deepen(update, index)
             hidden, normed = kernels.add_norm(hidden, update, following)
-        return normed
+        return hidden, normed
 
     def _mix(
         self,
@@ -152,12 +162,7 @@ class Decoder:
         selected: Tensor | None = None,
     ) -> Tensor:
         """Return attention, [T, num_heads * head_dim]. `attention` plans all rows, or only `selected` if given."""
-        spec, latent = layer.spec, layer.latent
-        if latent is not None:
-            q, stored = latent.derive(rows, layer.qkv(rows), layer.q_norm, layer.k_norm)
-            q = kernels.rotate_and_store_latent(layer.attention.index, q, stored)
-        else:
-            q = kernels.rotate_and_store(layer.attention.index, layer.qkv(rows), layer.q_norm, layer.k_norm)
+        spec, latent, q = layer.spec, layer.latent, store_kv(layer, rows, kernels)
         if spec.temperature:
             steps = (positions // spec.temperature_tokens).float()
             q = q * (1 + spec.temperature * (1 + steps).log()).to(q.dtype)[:, None, None]
@@ -184,3 +189,11 @@ class Decoder:
         logits, config = self.head(hidden).float(), self.config
         logits = logits if config.logit_scale == 1 else logits * config.logit_scale
         return config.logit_softcap * (logits / config.logit_softcap).tanh() if config.logit_softcap else logits
+
+
+def store_kv(layer: AttentionDecoderLayer, rows: Tensor, kernels: StepKernels) -> Tensor:
+    """Store the KV of a layer's normed inputs, and return their rotated queries, [T, heads, head_dim]."""
+    if layer.latent is None:
+        return kernels.rotate_and_store(layer.attention.index, layer.qkv(rows), layer.q_norm, layer.k_norm)
+    q, stored = layer.latent.derive(rows, layer.qkv(rows), layer.q_norm, layer.k_norm)
+    return kernels.rotate_and_store_latent(layer.attention.index, q, stored)

@@ -47,11 +47,12 @@ def all_in_one_row(layers: int) -> KVPlaces:
 def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
     """Return the places of a model's layers and, if `row_bytes` gives the size of the pool's rows, of its states.
 
-    Layers with the same window form a group. If there are several groups, a row has the largest number of layers with
-    which a typical request wastes little memory on unused places. Raises ValueError if a unit of a state is larger than
-    a row.
+    Layers with the same window form a group. The layers of a draft head come last, without a window. If there are
+    several groups, a row has the largest number of layers with which a typical request wastes little memory on unused
+    places. Raises ValueError if a unit of a state is larger than a row.
     """
     windows = [spec.window if isinstance(spec, AttentionSpec) else 0 for spec in config.attention]
+    windows += [0] * config.draft_layers
     sizes = sorted(set(windows))
     found = all_in_one_row(len(windows))
     if sizes != [0]:

@@ -17,6 +17,8 @@ from engine.formats.scheme import read_scheme
 from engine.linear import Linear, LinearFormat, Lookup, Plain
 from engine.models.config import read_json
 from engine.models.decoder import AttentionDecoderLayer, Decoder, DecoderLayer, RecurrentDecoderLayer
+from engine.models.draft_head import HeadDecoder, PairWeights
+from engine.models.draft_layers import MtpNames, mtp_layer, mtp_names
 from engine.models.experts import Experts, ExpertsAlongside
 from engine.models.families import FAMILIES, read_model_config
 from engine.models.latent import HeadProducts, LatentProducts
@@ -70,6 +72,36 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     return model
 
 
+def load_mtp(path: Path, model: Decoder, linear: LinearFormat | None = None) -> HeadDecoder:
+    """Load the first MTP layer of the checkpoint of `model`, onto the model's device.
+
+    Raises ValueError, with the name of the tensor, if one is missing or invalid.
+    """
+    names = mtp_names(model.config)
+    if names is None:
+        raise ValueError(f"{path}: {model.config.architecture} has no MTP layer")
+    scheme, checkpoint = read_scheme(path), Checkpoint(path, model.device)
+    reader = None if scheme is None else QuantizedReader(checkpoint, scheme)
+    return assemble_mtp(checkpoint.take, model, linear or Plain(model.dtype), names, reader)
+
+
+def assemble_mtp(
+    take: Take, model: Decoder, linear: LinearFormat, names: MtpNames, reader: QuantizedReader | None = None
+) -> HeadDecoder:
+    """Build an MTP layer from the tensors that `take` returns."""
+    config = model.config
+    weights = FAMILIES[config.architecture].weights
+    loader = _Loader(take, replace(config, layers=(mtp_layer(config),)), model.dtype, linear, weights, reader)
+    pair = PairWeights(
+        loader.norm(names.embedding_norm, config.hidden_size),
+        loader.norm(names.hidden_norm, config.hidden_size),
+        loader.matrix([names.joined], [config.hidden_size], 2 * config.hidden_size, False),
+    )
+    layer = loader.layer(0, mtp_layer(config), names.layer)
+    assert isinstance(layer, AttentionDecoderLayer)
+    return HeadDecoder(model, layer, loader.norm(names.norm, config.hidden_size), pair)
+
+
 def assemble(
     take: Take,
     config: ModelConfig,
@@ -108,8 +140,8 @@ class _Loader:
             return head.lookup() or partial(embedding, weight=embedded), head
         return partial(embedding, weight=embedded), self.made(self.read("lm_head", *shape), None)
 
-    def layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
-        prefix, names, hidden = f"model.layers.{index}.", self.names, self.config.hidden_size
+    def layer(self, index: int, spec: LayerSpec, prefix: str = "") -> DecoderLayer:
+        prefix, names, hidden = prefix or f"model.layers.{index}.", self.names, self.config.hidden_size
         attention, mlp = spec.mixer, spec.mlp
         before = [layer.mixer for layer in self.config.layers[:index]]
         if isinstance(attention, DeltaSpec | SsmSpec):

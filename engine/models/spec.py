@@ -254,7 +254,8 @@ class ModelConfig:
 
     Embeddings are multiplied by `embedding_scale`, outputs of attention and MLP by `residual_scale`, and logits by
     `logit_scale`. If `logit_softcap` is not 0, logits become logit_softcap * tanh(logit / logit_softcap).
-    The checkpoint may have `drafter_layers` more layers, which predict further tokens (MTP) and are not loaded.
+    The checkpoint may have `drafter_layers` more layers, which predict further tokens (MTP). The pool has room for the
+    KV of `draft_layers` layers of a draft head, besides the model's own.
     If `transformers` is not empty, that version of transformers runs the model, and layers have only attention's sizes.
     """
 
@@ -272,9 +273,10 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     drafter_layers: int = 0
+    draft_layers: int = 0
     transformers: str = ""
     has_head: bool = True  # whether the checkpoint has an output head; embedding models may have none
-    units: tuple[int, ...] = ()  # sizes of the units of transformers' states (see `state_units`)
+    units: tuple[int, ...] = ()  # sizes of more units of states (see `state_units`): of transformers or a draft head
 
     @property
     def num_layers(self) -> int:
@@ -288,7 +290,7 @@ class ModelConfig:
 
     @property
     def num_kv_layers(self) -> int:
-        return len(self.attention)
+        return len(self.attention) + self.draft_layers
 
     @property
     def num_heads(self) -> int:

@@ -438,6 +438,10 @@ class ComputingSettings(CommonSettings):
         return self.speculation.num_speculative_tokens if self.speculation is not None else 0
 
     @property
+    def draft_method(self) -> str:
+        return self.speculation.method if self.speculation is not None else ""
+
+    @property
     def draft_model(self) -> str:
         return self.speculation.model if self.speculation is not None else ""
 

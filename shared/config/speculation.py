@@ -7,17 +7,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 MAX_SPECULATIVE_TOKENS = 32
 MAX_LOOKUP = 16
-DEFAULT_TOKENS = {"ngram": 8, "draft_model": 4}
+DEFAULT_TOKENS = {"ngram": 8, "draft_model": 4, "mtp": 4}
+WITH_MODEL = ("draft_model",)
+ALIASES = dict.fromkeys(  # vLLM's names of MTP by family
+    ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"), "mtp"
+)
 
 
 class SpeculativeConfig(BaseModel):
     """Speculative decoding. The names of the fields are vLLM's; the method "ngram" is prompt lookup.
 
-    If there is a `model`, the method is "draft_model" by default.
+    If there is a `model`, the method is "draft_model" by default. `ALIASES` are accepted as methods.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", hide_input_in_errors=True)
-    method: Literal["ngram", "draft_model"]
+    method: Literal["ngram", "draft_model", "mtp"]
     model: str = ""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 0  # 0: see `DEFAULT_TOKENS`
     prompt_lookup_min: Annotated[int, Field(ge=1, le=MAX_LOOKUP)] = 2
@@ -27,13 +31,14 @@ class SpeculativeConfig(BaseModel):
     @classmethod
     def _with_defaults(cls, value: dict[str, Any]) -> dict[str, Any]:
         method = value.get("method", "draft_model" if value.get("model") else None)
+        method = ALIASES.get(str(method), method)
         named = {} if method is None else {"method": method}
         return {"num_speculative_tokens": DEFAULT_TOKENS.get(str(method), 1)} | value | named
 
     @model_validator(mode="after")
     def _has_model(self) -> "SpeculativeConfig":
-        if bool(self.model) != (self.method == "draft_model"):
-            raise ValueError("model: give the draft model with the method draft_model, and only then")
+        if bool(self.model) != (self.method in WITH_MODEL):
+            raise ValueError(f"model: give the draft model with the method {' or '.join(WITH_MODEL)}, and only then")
         return self
 
     @model_validator(mode="after")

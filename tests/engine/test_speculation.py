@@ -10,14 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.random_model import random_decoder
 from engine.models.decoder import Decoder
+from engine.models.spec import DeltaSpec, LayerSpec, MlpSpec
 from engine.runner import SliceOutput
 from engine.speculation import verified
 from scheduler.drafters import PromptLookup, Speculation
 from scheduler.request import Request, Slice
 from scheduler.scheduler import StepLimits
 from shared.rpc.messages import Logprobs, SamplingParams
-from tests.engine.build import GREEDY, VOCABULARY, every_backend, model_fixture, thinned
+from tests.engine.build import CONFIG, CPU, GREEDY, VOCABULARY, every_backend, model_fixture, thinned
 from tests.engine.nodes import Guesses, Node, run_together
 
 torch.set_num_threads(1)
@@ -165,3 +167,27 @@ def test_an_error_behind_a_wrong_guess_is_no_error() -> None:
     # The right guess is kept. The next step draws at the failing position again.
     assert verified([slice_], [drawn([5]), broken, broken]) == [drawn([5])]
     assert verified([slice_], [broken, drawn([6]), drawn([7])]) == [broken]
+
+
+RECURRENT = LayerSpec(DeltaSpec(1, 2, 4, 8, 3), MlpSpec(20))
+
+
+@settings(max_examples=8)
+@given(
+    seed=st.integers(0, 50),
+    rightness=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    num_tokens=st.integers(1, 6),
+    budget=st.sampled_from([7, 16, 64]),
+    tight=st.booleans(),
+    handed_over=st.booleans(),
+)
+def test_wrong_guesses_spoil_no_state(
+    seed: int, rightness: float, num_tokens: int, budget: int, tight: bool, handed_over: bool
+) -> None:
+    config = replace(CONFIG, layers=(RECURRENT, CONFIG.layers[0], RECURRENT))
+    model = random_decoder(config, torch.float32, CPU, deviation=0.3)
+    expected, _ = run(model, requests_of(seed))
+    speculation = Speculation(guesses(expected, requests_of(seed), seed, rightness), num_tokens)
+    found, node = run(model, requests_of(seed), speculation, budget=budget, tight=tight, handed_over=handed_over)
+    assert_equal(found, expected)
+    assert node.scheduler.counters.draft_tokens > 0 or tight

@@ -82,9 +82,10 @@ class Device:
                 first = group.first_seen(position) // size
                 needed = table[first * group.rows : (position // size + 1) * group.rows]
                 assert all(needed), "a query sees a block that was released"
-            self.store(tables, position, request.salt, row[position])
+            if position >= piece.start + piece.num_stored:
+                self.store(tables, position, request.salt, row[position])
         if piece.state is not None:
-            self._recur(piece, piece.state)
+            self._recur(piece, piece.state, row)
         drawn: list[int] = []
         for end in range(piece.end - len(piece.drafts), piece.end + piece.samples):
             drawn.append(self._drawn(piece, tables, row[:end]))
@@ -103,7 +104,7 @@ class Device:
                         prefix[position] = read[1]
         return next_token(prefix, request.salt)
 
-    def _recur(self, piece: Slice, use: StateUse) -> None:
+    def _recur(self, piece: Slice, use: StateUse, tokens: list[int]) -> None:
         request = piece.request
         assert not set(use.read or ()) & {*use.write, *use.save}
         assert (use.read is None) == (piece.start == 0)
@@ -111,7 +112,7 @@ class Device:
             assert self.states[row] == (request.salt, index, request.tokens[: piece.start]), "a wrong state was read"
         for rows, end in ((use.write, piece.end), (use.save, use.save_at)):
             for index, row in enumerate(rows):
-                self.states[row] = request.salt, index, request.tokens[:end]
+                self.states[row] = request.salt, index, tokens[:end]
 
 
 class Driver:
@@ -191,7 +192,7 @@ class Driver:
         assert (step.work.num_decodes, step.work.tokens) == (len(decodes), num_tokens)
         draft_tokens = sum(len(piece.drafts) for piece in decodes)
         assert step.work.draft_tokens == draft_tokens
-        ends = [end for piece in decodes for end in range(piece.end - len(piece.drafts), piece.end + 1)]
+        ends = [end for piece in decodes for end in range(piece.start + 1, piece.end + 1)]
         assert step.work.decode_context == sum(ends)
 
     def recount(self) -> None:
@@ -267,8 +268,7 @@ def traffic(draw: st.DrawFn) -> tuple[Scheduler, list[tuple[int, Request]], int]
         if not arrival.receive_kv and rng.random() < 0.2:
             arrival.tokens += expected(prompt, rng.randrange(1, arrival.max_tokens), arrival.salt)
         arrivals.append((rng.randrange(20), arrival))
-    drafts = STATE not in groups and draw(st.booleans())
-    speculation = Speculation(Guesses(seed), draw(st.integers(1, 6))) if drafts else None
+    speculation = Speculation(Guesses(seed), draw(st.integers(1, 6))) if draw(st.booleans()) else None
     scheduler = Scheduler(
         limits, num_rows, block_tokens, budget=budget, groups=groups, state_interval=16, speculation=speculation
     )

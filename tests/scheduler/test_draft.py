@@ -10,7 +10,6 @@ from scheduler.budget import SloBudget
 from scheduler.cost import CostModel, StepWork
 from scheduler.draft import DraftCandidate, DraftHistory, DraftLimits, choose_counts
 from scheduler.drafters import PromptLookup, Speculation
-from scheduler.geometry import Group
 from scheduler.scheduler import Scheduler, StepLimits
 from tests.scheduler.drive import Driver, Guesses, expected, request
 
@@ -158,8 +157,3 @@ def test_drafts_stop_where_the_answer_does() -> None:
     scheduler.add(done)
     Driver(scheduler).finish()
     assert (done.tokens[2:], done.finish) == (answer[: place + 1], "stop")
-
-
-def test_a_model_with_states_is_refused() -> None:
-    with pytest.raises(ValueError, match="recurrent layers"):
-        Scheduler(StepLimits(), 100, 4, groups=(Group("full"), Group("state", 2)), speculation=Speculation())

@@ -1,0 +1,49 @@
+"""Drafters that compute: they measure their passes, and a failure only ends the guesses."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from scheduler.drafters import Drafter
+from scheduler.request import Request
+
+log = logging.getLogger("baton.engine")
+SMOOTHING = 0.1  # weight of the latest pass in `pass_s`
+KEPT_REQUESTS = 256  # ended requests that a drafter keeps
+
+
+class TimedDrafter(Drafter):
+    """A drafter that computes guesses with a model, on the engine's thread. It guesses nothing after an exception."""
+
+    pass_s: float = 0.0
+    has_failed: bool = False
+
+    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Sequence[int]]:
+        """Return all tokens that were guessed for each request, which need not be `counts[i]`."""
+        raise NotImplementedError
+
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> tuple[list[Sequence[int]], float]:
+        began_s, guesses = time.perf_counter(), list[Sequence[int]]([()] * len(requests))
+        if not self.has_failed:
+            with self.guarded():
+                guesses = self.guess(requests, counts)
+        for request, guess in zip(requests, guesses, strict=True):
+            request.drafts.guess = guess
+        return [tuple(guess) for guess in guesses], time.perf_counter() - began_s
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Log an exception of the block, after which there are no more guesses. Does not raise it."""
+        try:
+            yield
+        except Exception:
+            log.exception("the drafter failed; this node guesses no more tokens")
+            self.has_failed = True
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the block's duration as that of a pass."""
+        began_s = time.perf_counter()
+        yield
+        self.pass_s += (SMOOTHING if self.pass_s else 1.0) * (time.perf_counter() - began_s - self.pass_s)

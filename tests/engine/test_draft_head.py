@@ -1,0 +1,230 @@
+"""Test that draft heads guess as published, change no answer, and guess the same in both modes and after cached
+prefixes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmarks.random_model import random_decoder
+from engine.draft_head import DraftHead, head_places
+from engine.kv_pool import KVPool
+from engine.linear import Plain
+from engine.models.decoder import Decoder
+from engine.models.draft_head import HeadDecoder
+from engine.models.draft_layers import MtpNames, with_head
+from engine.models.load import assemble_mtp, load_model, load_mtp
+from engine.models.spec import AttentionSpec, DeltaSpec, LatentSpec, LayerSpec, MlpSpec
+from engine.options import BuildOptions, check_options
+from scheduler.drafters import Speculation
+from scheduler.request import Request
+from scheduler.scheduler import StepLimits
+from shared.rpc.messages import SamplingParams
+from tests.engine.build import CONFIG, CPU, GREEDY, VOCABULARY, device_code, every_backend
+from tests.engine.draft_files import write_mtp
+from tests.engine.families import CONFIGS, reference
+from tests.engine.nodes import Node, run_together
+
+torch.set_num_threads(1)
+__all__ = ["every_backend"]  # a fixture
+LAYERS = {
+    "grouped": LayerSpec(AttentionSpec(4, 2, 16, qk_norm=True), MlpSpec(20)),
+    "latent": LayerSpec(LatentSpec(4, 12, 24, 10, 8, 14), MlpSpec(20)),
+    "recurrent": LayerSpec(DeltaSpec(1, 2, 4, 8, 3), MlpSpec(20)),
+}
+NAMES = MtpNames("mtp.layers.0.", "mtp.e", "mtp.h", "mtp.fc", "mtp.norm")
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(seed=1, temperature=0.9),
+    SamplingParams(seed=2, temperature=0.7, top_p=0.9, repetition_penalty=1.2),
+    SamplingParams(seed=3, top_k=8, presence_penalty=0.5, logprobs=1),
+    replace(GREEDY, prompt_logprobs=1),
+]
+
+
+def model_of(kind: str) -> tuple[Decoder, HeadDecoder]:
+    """Return a random model whose next token depends mostly on the last one, and an MTP layer that knows it."""
+    first = LAYERS["grouped"] if kind == "recurrent" else LAYERS[kind]
+    config = with_head(replace(CONFIG, layers=(first, LAYERS[kind])), CONFIG.hidden_size)
+    model = random_decoder(config, torch.float32, CPU, deviation=0.1)
+    generator = torch.Generator().manual_seed(1)
+
+    def take(name: str, *shape: int) -> Tensor:
+        if name == "mtp.fc.weight":
+            return torch.eye(*shape) + torch.empty(shape).normal_(0, 0.02, generator=generator)
+        is_norm = name.endswith(("norm.weight", "mtp.e.weight", "mtp.h.weight"))
+        return torch.ones(shape) if is_norm else torch.empty(shape).normal_(0, 0.1, generator=generator)
+
+    return model, assemble_mtp(take, model, Plain(torch.float32), NAMES)
+
+
+def drafting(node: Node, head: HeadDecoder, num_tokens: int = 3) -> DraftHead:
+    """Let the node guess with a draft head. A runner without guesses observes too, as that of a prefill node."""
+    own = KVPool(node.pool.layout, node.pool.memory, head_places(node.pool.places))
+    attention, kernels = device_code(head, own)
+    drafter = DraftHead(head, own, kernels, attention, num_tokens)
+    drafter.warm_up()
+    node.runner.use_head(drafter)
+    node.scheduler.speculation = Speculation(drafter, num_tokens)
+    return drafter
+
+
+def requests_of(seed: int, shared: bool = False, samplings: Sequence[SamplingParams] = SAMPLINGS) -> list[Request]:
+    rng = Random(seed)
+    stem = [rng.randrange(VOCABULARY) for _ in range(16)]
+    rows = []
+    for index, sampling in enumerate(samplings):
+        prompt = stem[: 16 * shared] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 16))]
+        rows.append(Request(f"r{index}", prompt, len(prompt), 12, sampling=sampling))
+        rows[-1].needs_prompt_logprobs = sampling.prompt_logprobs is not None
+    return rows
+
+
+def recorded(drafter: DraftHead) -> dict[tuple[str, int], Tensor]:
+    """Return the logits of the head's guesses, by request and position; the latest step at a position counts."""
+    found: dict[tuple[str, int], Tensor] = {}
+    inner = drafter.model.guess
+
+    def guess(batch: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        following, logits = inner(batch, *given)
+        for name, position, row in zip(names, batch.positions.tolist(), logits, strict=False):
+            found[name, position] = row
+        return following, logits
+
+    names: list[str] = []
+    asked = drafter.guess
+
+    def ask(requests: Sequence[Request], counts: Sequence[int]) -> list[Sequence[int]]:
+        names[:] = [request.id for request, count in zip(requests, counts, strict=True) if count]
+        return asked(requests, counts)
+
+    drafter.model.guess, drafter.guess = guess, ask
+    return found
+
+
+# ---- the published definition ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["deepseek v3", "glm4 moe", "qwen3 next", "qwen3.5", "qwen3.5 moe"])
+@torch.inference_mode()
+def test_an_mtp_layer_guesses_as_published(kind: str, tmp_path: Path) -> None:
+    files = write_mtp(CONFIGS[kind], tmp_path)
+    _, config = check_options(BuildOptions(str(tmp_path), draft_method="mtp", kv_cache_memory=2**24))
+    model = load_model(tmp_path, torch.float32, CPU)
+    model.config = replace(model.config, draft_layers=config.draft_layers, units=config.units)
+    node = Node(model, StepLimits(max_num_batched_tokens=7), 4, 4)
+    found = recorded(drafting(node, load_mtp(tmp_path, model)))
+    row = Request("r", [at * 7 % VOCABULARY for at in range(17)], 17, 10, sampling=GREEDY)
+    node.scheduler.add(row)
+    while not found:
+        node.step()
+    text = row.tokens[:18]
+    states = files.base.model(torch.tensor([text[:-1]])).last_hidden_state[0]
+    for depth in range(3):
+        last, expected = files.logits(text, states)
+        torch.testing.assert_close(found["r", 17 + depth], expected, atol=2e-4, rtol=2e-4)
+        text, states = [*text, int(expected.argmax())], torch.cat((states, last))
+
+
+# ---- the same answers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@settings(max_examples=6)
+@given(
+    seed=st.integers(0, 9),
+    budget=st.integers(5, 64),
+    block_tokens=st.sampled_from([1, 4, 16]),
+    tight=st.booleans(),
+    shared=st.booleans(),
+    handed_over=st.booleans(),
+)
+def test_a_draft_head_changes_no_answer(
+    kind: str, seed: int, budget: int, block_tokens: int, tight: bool, shared: bool, handed_over: bool
+) -> None:
+    (model, head), limits = model_of(kind), StepLimits(max_num_batched_tokens=budget)
+    here, there = (Node(model, limits, 1.5 if tight else 6, block_tokens) for _ in range(2))
+    for node in (here, there):
+        drafting(node, head)
+    expected = run_together(requests_of(seed, shared), Node(model, StepLimits(), 6, 4))
+    assert run_together(requests_of(seed, shared), here, there if handed_over else None) == expected
+    assert not here.scheduler.audit()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_guesses_are_the_same_in_both_modes_after_hits_and_after_preemption(kind: str) -> None:
+    """Each guess derives from the whole text, so its logits do not depend on where the text was computed."""
+    found, counted = [], []
+    every: list[dict[str, Any]] = [{}, {"handed_over": True}, {"again": True}, {"room": 1.5}]
+    for ways in every[:3] if kind == "recurrent" else every:  # in a small pool, there is no room for a third state
+        (model, head), limits = model_of(kind), StepLimits(max_num_batched_tokens=20)
+        tight = "room" in ways
+        here, there = (Node(model, limits, ways.get("room", 6), 1 if tight else 4) for _ in range(2))
+        logits = recorded(drafting(here, head, 1))
+        drafting(there, head, 1)
+        if ways.get("again"):
+            run_together(requests_of(0, True), here)
+            logits.clear()
+        before = here.scheduler.counters.cache_hits
+        run_together(requests_of(0, True), here, there if ways.get("handed_over") else None)
+        assert (here.scheduler.counters.cache_hits > before) or not ways.get("again")
+        assert (here.scheduler.counters.preemptions > 0) == tight
+        found.append(logits)
+        counted.append((here.scheduler.counters.accepted_tokens, here.scheduler.counters.draft_tokens))
+    assert counted[0][0] > 3
+    for other in found[1:]:
+        common = found[0].keys() & other.keys()
+        assert len(common) > 10
+        for key in common:
+            torch.testing.assert_close(other[key], found[0][key], atol=1e-3, rtol=1e-3)
+
+
+def test_a_failing_head_ends_only_the_guesses() -> None:
+    model, head = model_of("grouped")
+    node = Node(model, StepLimits(), 6, 4)
+    drafter = drafting(node, head)
+    store, steps = head.store, iter(range(4))
+
+    def failing(*given: Any) -> None:
+        next(steps)  # raises StopIteration after four steps
+        store(*given)
+
+    head.store = failing
+    assert run_together(requests_of(3), node) == run_together(requests_of(3), Node(model, StepLimits(), 6, 4))
+    assert drafter.has_failed
+    assert node.scheduler.counters.draft_tokens > 0
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+def options_of(where: Path, **more: Any) -> BuildOptions:
+    return BuildOptions(str(where), draft_method="mtp", kv_cache_memory=2**24, **more)
+
+
+def test_a_checkpoint_without_an_mtp_layer_is_refused(tmp_path: Path) -> None:
+    reference(CONFIGS["llama"]).save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match=r"--speculative-config: method mtp: .*no MTP layer.*: use the method ngram"):
+        check_options(options_of(tmp_path / "llama"))
+    write_mtp(CONFIGS["glm4 moe"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: one for name, one in tensors.items() if "layers.3." not in name}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has no tensor model\.layers\.3\.eh_proj\.weight: download the checkpoint"):
+        check_options(options_of(tmp_path))
+
+
+def test_an_incomplete_mtp_layer_is_refused_by_the_name_of_its_tensor(tmp_path: Path) -> None:
+    write_mtp(CONFIGS["glm4 moe"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.3.shared_head.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'model\.layers\.3\.shared_head\.norm\.weight' is missing"):
+        load_mtp(tmp_path, load_model(tmp_path, torch.float32, CPU))

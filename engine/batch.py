@@ -78,6 +78,8 @@ class Batch:
     images: BatchImages | None = None  # set by the runner
     # The images in each slice whose tokens attend to each other, by the slice's index: positions [start, end).
     spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    # States before layers, [T, hidden_size]: the pass sets those of the layers that are keys, for a draft head.
+    captured: dict[int, Tensor] = field(default_factory=dict)
     first_key: int = 0  # the first position that queries see, at most their own: 1 for a draft head
 
     @property

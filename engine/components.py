@@ -24,7 +24,7 @@ from engine.model_memory import log_table, memory_of
 from engine.models.decoder import Decoder, LanguageModel
 from engine.models.families import read_model_config
 from engine.models.kv_places import kv_places
-from engine.models.load import load_model, load_mtp
+from engine.models.load import load_eagle, load_model, load_mtp
 from engine.models.spec import ModelConfig
 from engine.options import (
     BuildOptions,
@@ -42,6 +42,7 @@ from scheduler.geometry import Group
 from shared.grammar import GrammarTokenizer
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
+from shared.model_files import resolve
 
 SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-dtype bfloat16, --quantization int8)"
 
@@ -108,7 +109,7 @@ def _build_on_cpu(
         name += f" transformers {config.transformers}" if config.transformers else ""
     images = use_images(runner, path, config, options.max_step_tokens)
     revision = fingerprint(path)
-    name += f" {options.draft_method}" if config.draft_layers else ""
+    name += _drafter_name(options) if config.draft_layers else ""
     digest = exchange_fingerprint(name, revision, layout, memory.sums, groups)
     attributes |= {"revision": revision, "build": build_digest()}
     attributes |= {"threads": str(torch.get_num_threads()), "torch": torch.__version__}
@@ -133,12 +134,19 @@ def _build_on_cpu(
     )
 
 
+def _drafter_name(options: BuildOptions) -> str:
+    """Return what identifies a draft head for nodes that exchange its KV."""
+    own = f" {fingerprint(resolve(options.draft_model))}" if options.draft_model else ""
+    return f" {options.draft_method}{own}"
+
+
 def _draft_head(
     options: BuildOptions, path: Path, linear: LinearFormat, model: LanguageModel, pool: KVPool, runner: TorchRunner
 ) -> DraftHead:
     """Return a draft head that observes the steps of the runner."""
     assert isinstance(model, Decoder)
-    head = load_mtp(path, model, linear)
+    eagle = resolve(options.draft_model) if options.draft_method == "eagle3" else None
+    head = load_mtp(path, model, linear) if eagle is None else load_eagle(eagle, model, linear)
     own = KVPool(pool.layout, pool.memory, head_places(pool.places))
     code = kernels_on_cpu(head.config, own), attention_on_cpu(options.attention_backend, own)
     drafter = DraftHead(head, own, *code, options.speculative_tokens)

@@ -1,6 +1,6 @@
 """Guesses tokens with a draft head, which reads the model's hidden states."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -58,7 +58,7 @@ class DraftHead(TimedDrafter):
         """Guess a token for a request in the dummy block."""
         request = Request("warm-up", [0] * 4, 4, 1, sampling=SamplingParams(seed=0))
         slice_ = self._block_rows.use_dummy(Slice(request, 3, 1, True, 0), self._pool.layout.block_tokens)
-        features = torch.zeros(1, self.model.feature_size)
+        features = torch.zeros(1, self.model.config.hidden_size)
         self._pass([slice_], features)
 
     # ---- beside the model's steps -----------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class DraftHead(TimedDrafter):
             ends[request.id] = slice_.end
         return replace(step, slices=slices)
 
-    def observe(self, slices: Sequence[Slice], normed: Tensor, states: Sequence[Tensor]) -> None:
+    def observe(self, slices: Sequence[Slice], normed: Tensor, states: Mapping[int, Tensor]) -> None:
         """Store the head's KV of a step. For the arguments, of all rows of its slices, see `HeadDecoder.features`."""
         if not self.has_failed:
             with self.guarded():
@@ -129,7 +129,7 @@ class DraftHead(TimedDrafter):
         """Return the features in a state, given its rows."""
         row, offset = self._pool.places.units[-1]
         start = state[row] * (self._pool.layout.block_bytes // 4) + offset
-        return self._pool.floats[start : start + self.model.feature_size]
+        return self._pool.floats[start : start + self.model.config.hidden_size]
 
     def _rows(self, request: Request) -> dict[int, Tensor]:
         """Return the features of the request's last positions."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.emulation import load_emulation
 from engine.foreign.config import choose_config
 from engine.lora.files import lora_digest
-from engine.models.draft_layers import with_mtp
+from engine.models.draft_layers import read_eagle, with_head, with_mtp
 from engine.models.families import read_model_config
 from engine.models.kv_places import kv_places
 from engine.models.spec import ModelConfig, state_units
@@ -100,7 +100,15 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
     tensor_files(path)
     if options.draft_method == "mtp":
         config = check_draft_head(options, with_mtp(config, path))
-    if options.draft_model:
+    if options.draft_method == "eagle3":
+        try:
+            eagle = resolve(options.draft_model)
+            tensor_files(eagle)
+            config = with_head(config, read_eagle(eagle, config).hidden_size)
+        except ValueError as error:
+            raise ValueError(f"--speculative-config: {error}") from None
+        config = check_draft_head(options, config)
+    if options.draft_method == "draft_model":
         check_draft_model(options, path, config)
     if lora_adapters(options) and config.transformers:
         raise ValueError("--lora-modules: adapters need a model with a native family; see `baton models`")

@@ -217,10 +217,12 @@ class TorchRunner(Runner):
         """Return the hidden states of all logit rows, after the head has observed those of all rows."""
         if self._adapted is not None:
             self._adapted.select(batch, self._device)
-        every = replace(batch, logit_rows=torch.arange(len(batch.tokens), device=self._device))
+        captured = {layer: torch.empty(0) for layer in head.model.captured}
+        rows = torch.arange(len(batch.tokens), device=self._device)
+        every = replace(batch, logit_rows=rows, captured=captured)
         attention = plan_tables(self._backend, self._pool, batch)
         hidden = self._model.forward(every, self._kernels.begin(every), attention)
-        head.observe(slices, hidden, [])
+        head.observe(slices, hidden, every.captured)
         return hidden[batch.logit_rows]
 
     def _carry(self, batch: Batch) -> None:

@@ -27,6 +27,7 @@ NOT_TEXT = (  # prefixes of the other parts of multimodal models
     "vision_tower.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
     "vision_embedder.",
 )  # fmt: skip
+VOCABULARY_MAPS = ("d2t", "t2d")  # of EAGLE-3: integers and booleans
 CODE_DTYPES = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # codes and scales of quantized checkpoints
 
 
@@ -274,7 +275,9 @@ def _tensor_names(file: Path) -> list[str]:
     with _open(file) as opened:
         names: list[str] = list(opened.keys())
         found = {name: opened.get_slice(name).get_dtype() for name in names}
-    if others := {name: dtype for name, dtype in found.items() if dtype not in DTYPE_NAMES}:
+    if others := {
+        name: dtype for name, dtype in found.items() if dtype not in DTYPE_NAMES and name not in VOCABULARY_MAPS
+    }:
         config = file.parent / "config.json"
         allowed = (*DTYPE_NAMES, *CODE_DTYPES) if config.exists() and read_scheme(file.parent) else (*DTYPE_NAMES,)
         for name, dtype in others.items():

@@ -115,6 +115,8 @@ class Decoder:
         """
         for index, layer in enumerate(self.layers):
             is_last = index + 1 == len(self.layers)
+            if index in batch.captured:
+                batch.captured[index] = hidden.clone()  # kernels may overwrite it
             if is_last and last is not None:
                 mixed = self._mix(layer, normed, kernels, last, batch.positions, batch.logit_rows)
             else:

@@ -1,7 +1,7 @@
 """Draft heads: layers that guess further tokens from a model's hidden states."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,9 +9,12 @@ from torch import Tensor
 from engine.attention import AttentionPlan
 from engine.batch import Batch
 from engine.kernels import StepKernels
-from engine.linear import Linear
+from engine.linear import Linear, Lookup
 from engine.models.decoder import AttentionDecoderLayer, Decoder, store_kv
-from engine.models.draft_layers import mtp_layer
+from engine.models.draft_layers import EagleSpec
+from engine.models.spec import ModelConfig
+
+NO_LOGIT = -1e9  # of a token that is not in the vocabulary of a head; finite, since other logits are an error
 
 
 class HeadDecoder(Decoder):
@@ -24,15 +27,18 @@ class HeadDecoder(Decoder):
     are joined by a product. Embedding and output head are the model's.
     """
 
-    def __init__(self, model: Decoder, layer: AttentionDecoderLayer, norm: Tensor, pair: "PairWeights") -> None:
-        config = replace(model.config, layers=(mtp_layer(model.config),), draft_layers=0)
-        super().__init__(config, model.embed, [layer], norm, model.head)
-        self._layer, self._pair = layer, pair
-        self.feature_size = config.hidden_size  # of the vectors that the head reads and returns
+    captured: tuple[int, ...] = ()  # the model's layers before which the head reads the states
 
-    def features(self, normed: Tensor, states: Sequence[Tensor]) -> Tensor:
+    def __init__(
+        self, config: ModelConfig, embed: Lookup, layer: AttentionDecoderLayer, norm: Tensor, head: Linear,
+        pair: "PairWeights",
+    ) -> None:  # fmt: skip
+        super().__init__(config, embed, [layer], norm, head)
+        self._layer, self._pair = layer, pair
+
+    def features(self, normed: Tensor, states: Mapping[int, Tensor]) -> Tensor:
         """Return what the head reads of the model's last normed states, [T, hidden_size], and of the states before the
-        layers `Decoder.captured`."""
+        layers `captured`."""
         return normed
 
     def inputs(self, tokens: Tensor, features: Tensor, kernels: StepKernels) -> tuple[Tensor, Tensor]:
@@ -62,8 +68,42 @@ class HeadDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class PairWeights:
-    """The weights that join an embedding and a hidden state. `joined` maps [T, 2 * hidden_size] to half of it."""
+    """The norms of an embedding and a hidden state, and the product that joins both, or the states of EAGLE-3."""
 
     embedding_norm: Tensor
     hidden_norm: Tensor
     joined: Linear
+
+
+class EagleDecoder(HeadDecoder):
+    """An EAGLE-3 head ("EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
+    Li et al. 2025).
+
+    A product makes one vector of three of the model's states. The input of attention is the normed embedding beside the
+    normed vector, and the residual is the vector. The head has its own vocabulary: its logits are those of the tokens
+    `targets`, int64 [n], and others get no probability.
+    """
+
+    def __init__(
+        self, config: ModelConfig, embed: Lookup, layer: AttentionDecoderLayer, norm: Tensor, head: Linear,
+        pair: "PairWeights", eagle: EagleSpec, targets: Tensor,
+    ) -> None:  # fmt: skip
+        super().__init__(config, embed, layer, norm, head, pair)
+        self.captured = eagle.captured
+        self._norms_residual, self._targets = eagle.norms_residual, targets
+
+    @torch.inference_mode()
+    def features(self, normed: Tensor, states: Mapping[int, Tensor]) -> Tensor:
+        return self._pair.joined(torch.cat([states[layer] for layer in self.captured], dim=-1))
+
+    def inputs(self, tokens: Tensor, features: Tensor, kernels: StepKernels) -> tuple[Tensor, Tensor]:
+        states = kernels.norm(features, self._pair.hidden_norm)
+        normed = torch.cat((kernels.norm(self.embedded(tokens), self._pair.embedding_norm), states), dim=-1)
+        return states if self._norms_residual else features, normed
+
+    def own_features(self, hidden: Tensor, normed: Tensor) -> Tensor:
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        own = super().logits(hidden)
+        return own.new_full((len(own), self.config.vocab_size), NO_LOGIT).index_copy_(1, self._targets, own)

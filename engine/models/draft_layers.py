@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.models.families import FAMILIES
+from engine.models.config import ConfigReader, read_json
+from engine.models.families import FAMILIES, common
 from engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, ModelConfig, MoeSpec, state_units
 from engine.weights import tensor_files
 
@@ -60,3 +61,67 @@ def mtp_layer(config: ModelConfig) -> LayerSpec:
     experts = [one.mlp for one in config.layers if isinstance(one.mlp, MoeSpec)]
     last = next(one for one in reversed(config.layers) if isinstance(one.mixer, AttentionSpec | LatentSpec))
     return replace(last, mlp=experts[-1]) if experts else last
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSpec:
+    """What an EAGLE-3 checkpoint computes.
+
+    `layer` is its one decoder layer, and `hidden_size` the width of its states. The head reads the states of its model
+    before the layers `captured`. It has logits for `vocab_size` tokens, which are tokens of the model by the tensor d2t
+    if the model has more. The residual is normed if `norms_residual`.
+    """
+
+    layer: LayerSpec
+    hidden_size: int
+    vocab_size: int
+    captured: tuple[int, ...]
+    rms_norm_eps: float
+    norms_residual: bool
+
+
+def read_eagle(path: Path, config: ModelConfig) -> EagleSpec:
+    """Read the config.json of an EAGLE-3 checkpoint for a model. Raises ValueError, which names the key, if the
+    checkpoint cannot guess for this model."""
+    keys = ConfigReader(read_json(path / "config.json"), path / "config.json")
+    if config.transformers or not all(isinstance(one.mixer, AttentionSpec) for one in config.layers):
+        raise ValueError(
+            f"method eagle3: {config.architecture} needs a native family in which all layers have "
+            f"attention with keys and values: use the method ngram"
+        )
+    keys.require("num_hidden_layers", 1, 1)
+    own = "target_hidden_size" if keys.values.get("target_hidden_size") is not None else "hidden_size"
+    for key, size in ((own, config.hidden_size), ("vocab_size", config.vocab_size)):
+        if keys.size(key) != size:
+            keys.refuse(key, f"the model has {size}; take the EAGLE-3 checkpoint that was trained for it")
+    bias = keys.flag("attention_bias")
+    attention = common.attention(keys, qkv_bias=bias, output_bias=bias)
+    for key, value, size in (
+        ("num_key_value_heads", attention.kv_heads, config.num_kv_heads),
+        ("head_dim", attention.head_dim, config.head_dim),
+    ):
+        if value != size:
+            keys.refuse(key, f"it must be {size} as in the model, whose KV pool it shares; use the method ngram")
+    return EagleSpec(
+        LayerSpec(attention, common.mlp(keys)),
+        keys.size("hidden_size"),
+        keys.size("draft_vocab_size", config.vocab_size),
+        _captured(keys, config.num_layers),
+        keys.positive("rms_norm_eps", 1e-6),
+        keys.flag("norm_before_residual"),
+    )
+
+
+def _captured(keys: ConfigReader, num_layers: int) -> tuple[int, ...]:
+    """Return the layers before which states are read, in vLLM's numbering. SpecForge names the layers after which."""
+    nested = keys.nested("eagle_config")
+    key = "eagle_aux_hidden_state_layer_ids"
+    for reader, offset in ((keys, 0), (nested, 1)):
+        if reader.values.get(key):
+            found = tuple(int(one) + offset for one in reader.numbers(key, 3))
+            if not all(0 <= layer < num_layers for layer in found):
+                reader.refuse(key, f"the model has layers 0 to {num_layers - 1}")
+            return found
+    if num_layers < 4:
+        keys.refuse(key, f"it is required for a model of {num_layers} layers")
+    return 2, num_layers // 2, num_layers - 3

@@ -17,8 +17,8 @@ from engine.formats.scheme import read_scheme
 from engine.linear import Linear, LinearFormat, Lookup, Plain
 from engine.models.config import read_json
 from engine.models.decoder import AttentionDecoderLayer, Decoder, DecoderLayer, RecurrentDecoderLayer
-from engine.models.draft_head import HeadDecoder, PairWeights
-from engine.models.draft_layers import MtpNames, mtp_layer, mtp_names
+from engine.models.draft_head import EagleDecoder, HeadDecoder, PairWeights
+from engine.models.draft_layers import MtpNames, mtp_layer, mtp_names, read_eagle
 from engine.models.experts import Experts, ExpertsAlongside
 from engine.models.families import FAMILIES, read_model_config
 from engine.models.latent import HeadProducts, LatentProducts
@@ -99,7 +99,43 @@ def assemble_mtp(
     )
     layer = loader.layer(0, mtp_layer(config), names.layer)
     assert isinstance(layer, AttentionDecoderLayer)
-    return HeadDecoder(model, layer, loader.norm(names.norm, config.hidden_size), pair)
+    norm = loader.norm(names.norm, config.hidden_size)
+    return HeadDecoder(replace(loader.config, draft_layers=0), model.embed, layer, norm, model.head, pair)
+
+
+def load_eagle(path: Path, model: Decoder, linear: LinearFormat | None = None) -> EagleDecoder:
+    """Load an EAGLE-3 checkpoint for `model`, onto the model's device.
+
+    Raises ValueError, with the name of the key or the tensor, if the checkpoint is invalid or of another model.
+    """
+    eagle, checkpoint = read_eagle(path, model.config), Checkpoint(path, model.device)
+    config = replace(
+        model.config, layers=(eagle.layer,), hidden_size=eagle.hidden_size, rms_norm_eps=eagle.rms_norm_eps,
+        draft_layers=0, embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0, logit_softcap=0.0,
+    )  # fmt: skip
+    size, count = eagle.hidden_size, eagle.vocab_size
+    root = "model." if checkpoint.is_headless else ""  # as `Checkpoint` names tensors beside an embedding
+    loader = _Loader(checkpoint.take, config, model.dtype, linear or Plain(model.dtype), LLAMA, None)
+    prefix = f"{root}midlayer."
+    if checkpoint.dtype_of(f"{prefix}hidden_norm.weight") is None:
+        prefix = f"{root}layers.0."
+    embed, own = model.embed, f"{root}embed_tokens.weight"
+    if checkpoint.dtype_of(own) is not None:
+        embed = partial(embedding, weight=checkpoint.take(own, config.vocab_size, size))
+    elif size != model.config.hidden_size:
+        raise ValueError(f"{path} has no tensor embed_tokens.weight: download it again")
+    states = loader.matrix([f"{root}fc"], [size], len(eagle.captured) * model.config.hidden_size, False)
+    layer = loader.layer(0, eagle.layer, prefix, 2 * size)
+    assert isinstance(layer, AttentionDecoderLayer)
+    pair = PairWeights(layer.attention_norm, loader.norm(f"{prefix}hidden_norm", size), states)
+    norm, head = loader.norm(f"{root}norm", size), loader.matrix([f"{root}lm_head"], [count], size, False)
+    targets = torch.arange(count, device=model.device)
+    if checkpoint.dtype_of(f"{root}d2t") is not None or count != config.vocab_size:
+        targets += checkpoint.codes(f"{root}d2t", torch.int64, count)
+        if not 0 <= int(targets.min()) <= int(targets.max()) < config.vocab_size:
+            checkpoint.refuse("d2t", f"names tokens outside of the vocabulary of {config.vocab_size}")
+    checkpoint.finish((f"{root}t2d",), ())
+    return EagleDecoder(config, embed, layer, norm, head, pair, eagle, targets)
 
 
 def assemble(
@@ -140,7 +176,8 @@ class _Loader:
             return head.lookup() or partial(embedding, weight=embedded), head
         return partial(embedding, weight=embedded), self.made(self.read("lm_head", *shape), None)
 
-    def layer(self, index: int, spec: LayerSpec, prefix: str = "") -> DecoderLayer:
+    def layer(self, index: int, spec: LayerSpec, prefix: str = "", num_inputs: int = 0) -> DecoderLayer:
+        """Return a layer whose tensors have this prefix. Attention has `num_inputs` inputs, by default hidden_size."""
         prefix, names, hidden = prefix or f"model.layers.{index}.", self.names, self.config.hidden_size
         attention, mlp = spec.mixer, spec.mlp
         before = [layer.mixer for layer in self.config.layers[:index]]
@@ -159,7 +196,7 @@ class _Loader:
             return self.norm(prefix + name, hidden) if spec.post_norms else None
 
         sinks = self.take(f"{prefix}self_attn.sinks", attention.heads).float() if attention.sinks else None
-        qkv, gate = self.qkv(prefix, attention)
+        qkv, gate = self.qkv(prefix, attention, num_inputs or hidden)
         return AttentionDecoderLayer(
             attention=AttentionLayer(
                 place, attention.window, attention.softcap, sinks,
@@ -259,14 +296,14 @@ class _Loader:
     def feed(self, prefix: str, spec: MlpSpec | MoeSpec) -> Mlp | Experts:
         return self.experts(prefix, spec) if isinstance(spec, MoeSpec) else self.mlp(f"{prefix}{self.names.mlp}.", spec)
 
-    def qkv(self, prefix: str, spec: AttentionSpec) -> tuple[Linear, Linear | None]:
+    def qkv(self, prefix: str, spec: AttentionSpec, width: int) -> tuple[Linear, Linear | None]:
         """Return the matrix of queries, keys and values, and the matrix of the gate, if there is one.
 
         The dimensions of each query and key are in rotated order.
         """
         made = qkv_rows(spec, self.names.qkv)
         names = [prefix + name for name in made.names]
-        weight, bias = self.parts(names, made.sizes, self.config.hidden_size, spec.qkv_bias)
+        weight, bias = self.parts(names, made.sizes, width, spec.qkv_bias)
         if made.order is None:
             return self.made(weight, bias), None
         chosen = self.made(rows_of(weight, made.order), None if bias is None else bias[made.order])

@@ -7,8 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 MAX_SPECULATIVE_TOKENS = 32
 MAX_LOOKUP = 16
-DEFAULT_TOKENS = {"ngram": 8, "draft_model": 4, "mtp": 4}
-WITH_MODEL = ("draft_model",)
+DEFAULT_TOKENS = {"ngram": 8, "draft_model": 4, "mtp": 4, "eagle3": 4}
+WITH_MODEL = ("draft_model", "eagle3")
 ALIASES = dict.fromkeys(  # vLLM's names of MTP by family
     ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"), "mtp"
 )
@@ -21,7 +21,7 @@ class SpeculativeConfig(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", hide_input_in_errors=True)
-    method: Literal["ngram", "draft_model", "mtp"]
+    method: Literal["ngram", "draft_model", "mtp", "eagle3"]
     model: str = ""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 0  # 0: see `DEFAULT_TOKENS`
     prompt_lookup_min: Annotated[int, Field(ge=1, le=MAX_LOOKUP)] = 2

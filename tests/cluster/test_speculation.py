@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3Config
 
 from tests.cluster.harness import DEMO, DEMO_VOCABULARY, Cluster, cluster, wait_for
-from tests.engine.draft_files import write_mtp
-from tests.engine.families import CONFIGS
+from tests.engine.draft_files import write_eagle, write_mtp
+from tests.engine.families import CONFIGS, SIZES
 
 VERSE = "And the LORD said unto Moses, Speak unto the children of Israel. "
 WAYS: list[dict[str, Any]] = [
@@ -51,18 +52,23 @@ DRAFTERS = {
     "lookup": ({"speculative_config": "ngram"}, (0.05, 0.99)),
     "itself": ({"speculative_config": json.dumps({"model": str(DEMO)})}, (0.95, 1)),
     "mtp": ({"speculative_config": "deepseek_mtp"}, (0.05, 0.99)),
+    "eagle3": ({}, (0.05, 0.99)),  # the fixture `models` knows the directory
 }
 
 
 @pytest.fixture(scope="module", name="models")
 def models_fixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints with draft layers that are often right."""
-    config, directory = deepcopy(CONFIGS["deepseek v3"]), tmp_path_factory.mktemp("mtp") / "model"
+    mtp, eagle = (tmp_path_factory.mktemp(name) / "model" for name in ("mtp", "eagle"))
+    config = deepcopy(CONFIGS["deepseek v3"])
     config.vocab_size, config.max_position_embeddings = DEMO_VOCABULARY, 1024
-    write_mtp(config, directory, agrees=True)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, directory)
-    return {"mtp": directory}
+    write_mtp(config, mtp, agrees=True)
+    sizes = SIZES | {"vocab_size": DEMO_VOCABULARY, "max_position_embeddings": 1024, "num_hidden_layers": 5}
+    write_eagle(Qwen3Config(**sizes, head_dim=16, num_key_value_heads=2), eagle, agrees=True)
+    for directory in (mtp, eagle):
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(DEMO / file, directory)
+    return {"mtp": mtp, "eagle3": eagle}
 
 
 @pytest.mark.parametrize("prefill", [1, 0], ids=["disaggregated", "co-located"])
@@ -70,6 +76,8 @@ def models_fixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_answers_are_the_same_with_and_without_guesses(prefill: int, drafter: str, models: dict[str, Path]) -> None:
     config, (least, most) = DRAFTERS[drafter]
     settings = {"runner": "torch", "max_num_batched_tokens": 96, "model": models.get(drafter, DEMO), **config}
+    if drafter == "eagle3":
+        settings["speculative_config"] = json.dumps({"method": drafter, "model": str(models[drafter] / "eagle")})
     mode = "disaggregated" if prefill else "colocated"
     with cluster(prefill, 1, mode=mode, **settings) as running, ThreadPoolExecutor(8) as pool:
         asked = [(number, way) for number in range(4) for way in WAYS]

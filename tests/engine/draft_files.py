@@ -79,3 +79,108 @@ def write_mtp(config: PretrainedConfig, where: Path, *, agrees: bool = False) ->
     values = json.loads((where / "config.json").read_text())
     (where / "config.json").write_text(json.dumps(values | ({} if is_hybrid else {"num_nextn_predict_layers": 1})))
     return files
+
+
+@dataclass
+class EagleFiles:
+    """A model, and the tensors of an EAGLE-3 head for it: one layer, whose heads have the sizes of the model's."""
+
+    base: Any
+    tensors: dict[str, Tensor]
+    prefix: str
+    targets: Tensor
+
+    def states(self, text: list[int]) -> Tensor:
+        """Return the vectors that the head reads: a product with the states before layers 2, n / 2 and n - 3."""
+        every = self.base.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        layers = len(every) - 1
+        read = [every[layer][0] for layer in (2, layers // 2, layers - 3)]
+        return torch.cat(read, dim=-1) @ self.tensors["fc.weight"].T
+
+    def logits(self, text: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the head's last state and its logits, from all tokens and the vectors before the last token.
+
+        As published: the normed embedding of each token from the second on stands beside the normed vector before it,
+        as the input of attention. The vector is the residual. A gated MLP, a norm and the output head follow.
+        """
+        config, count = self.base.config, len(states)
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        embedded = self.normed(self.base.model.embed_tokens.weight[text[1:]], "input_layernorm")
+        rows = torch.cat((embedded, self.normed(states, "hidden_norm")), dim=-1)
+        q, k, v = (rows @ self.of(f"self_attn.{name}_proj").T for name in "qkv")
+        q, k, v = (one.view(count, -1, size).transpose(0, 1) for one in (q, k, v))
+        angles = torch.arange(count)[:, None] * 10_000.0 ** (-torch.arange(0, size, 2) / size)
+        cosine, sine = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+        q, k = (one * cosine + torch.cat((-one[..., size // 2 :], one[..., : size // 2]), -1) * sine for one in (q, k))
+        k, v = (one.repeat_interleave(heads // kv_heads, 0) for one in (k, v))
+        scores = (q @ k.transpose(1, 2) * size**-0.5).masked_fill(~torch.ones(count, count).tril().bool(), -torch.inf)
+        attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        hidden = states + attended @ self.of("self_attn.o_proj").T
+        rows = self.normed(hidden, "post_attention_layernorm")
+        gate, up = rows @ self.of("mlp.gate_proj").T, rows @ self.of("mlp.up_proj").T
+        last = (hidden + torch.nn.functional.silu(gate) * up @ self.of("mlp.down_proj").T)[-1:]
+        logits = torch.full((config.vocab_size,), -torch.inf)
+        logits[self.targets] = (self.normed(last, "", "norm.weight") @ self.tensors["lm_head.weight"].T)[0]
+        return last, logits
+
+    def of(self, name: str) -> Tensor:
+        return self.tensors[f"{self.prefix}{name}.weight"]
+
+    def normed(self, rows: Tensor, name: str, full: str = "") -> Tensor:
+        weight = self.tensors[full] if full else self.of(name)
+        return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def write_eagle(
+    config: PretrainedConfig, where: Path, prefix: str = "midlayer.", *, agrees: bool = False
+) -> EagleFiles:
+    """Write a random model, and an EAGLE-3 head in the folder `eagle`, with a vocabulary of about 4 of 5 tokens. For
+    `agrees` see `write_mtp`."""
+    base = reference(config)
+    size, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
+    heads, kv_heads = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+    targets = torch.tensor([token for token in range(vocabulary) if token % 5])
+    shapes = {
+        "self_attn.q_proj": (heads, 2 * size), "self_attn.k_proj": (kv_heads, 2 * size),
+        "self_attn.v_proj": (kv_heads, 2 * size), "self_attn.o_proj": (size, heads), "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size), "mlp.down_proj": (size, inner), "input_layernorm": (size,),
+        "hidden_norm": (size,), "post_attention_layernorm": (size,),
+    }  # fmt: skip
+    tensors = {
+        f"{prefix}{name}.weight": torch.randn(shape) * 0.15 + (len(shape) == 1) for name, shape in shapes.items()
+    }
+    tensors |= {"fc.weight": torch.randn(size, 3 * size) * 0.15, "norm.weight": torch.rand(size) + 0.5}
+    tensors["lm_head.weight"] = torch.randn(len(targets), size) * 0.15
+    if agrees:  # attention prefers its own position, and copies the token's embedding
+        for name, weight in base.named_parameters():
+            if weight.ndim > 1 and "embed" not in name and "lm_head" not in name:
+                weight.data *= 0.3
+        base.model.norm.weight.data.fill_(1)
+        tensors = {name: one * (1 if one.ndim == 1 else 0.05) for name, one in tensors.items()}
+        copies, group = torch.eye(kv_heads, 2 * size), config.num_attention_heads // config.num_key_value_heads
+        tensors[f"{prefix}self_attn.v_proj.weight"] = copies
+        tensors[f"{prefix}self_attn.k_proj.weight"] = 2 * copies
+        by_head = copies.view(-1, config.head_dim, 2 * size).repeat_interleave(group, 0)
+        tensors[f"{prefix}self_attn.q_proj.weight"] = 2 * by_head.flatten(0, 1)
+        tensors["lm_head.weight"] = base.lm_head.weight.data[targets].clone()
+        tensors["norm.weight"] = torch.ones(size)
+        tensors[f"{prefix}input_layernorm.weight"] = torch.ones(size)
+        output = torch.zeros(size, heads)
+        for at in range(min(size, kv_heads)):
+            head, column = divmod(at, config.head_dim)
+            output[at, head * group * config.head_dim + column] = 1
+        tensors[f"{prefix}self_attn.o_proj.weight"] = output
+    base.save_pretrained(where)
+    (where / "eagle").mkdir()
+    kept = torch.zeros(vocabulary, dtype=torch.bool)
+    kept[targets] = True
+    maps = {"d2t": targets - torch.arange(len(targets)), "t2d": kept}
+    save_file(tensors | maps, where / "eagle" / "model.safetensors")
+    values = {
+        "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": size, "intermediate_size": inner,
+        "num_hidden_layers": 1, "num_attention_heads": config.num_attention_heads, "hidden_act": "silu",
+        "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim, "rms_norm_eps": 1e-5,
+        "vocab_size": vocabulary, "draft_vocab_size": len(targets), "max_position_embeddings": 256,
+    }  # fmt: skip
+    (where / "eagle" / "config.json").write_text(json.dumps(values))
+    return EagleFiles(base, tensors, prefix, targets)

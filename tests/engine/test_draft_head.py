@@ -1,6 +1,7 @@
 """Test that draft heads guess as published, change no answer, and guess the same in both modes and after cached
 prefixes."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3Config
 
 from benchmarks.random_model import random_decoder
 from engine.draft_head import DraftHead, head_places
@@ -21,7 +23,7 @@ from engine.linear import Plain
 from engine.models.decoder import Decoder
 from engine.models.draft_head import HeadDecoder
 from engine.models.draft_layers import MtpNames, with_head
-from engine.models.load import assemble_mtp, load_model, load_mtp
+from engine.models.load import assemble_mtp, load_eagle, load_model, load_mtp
 from engine.models.spec import AttentionSpec, DeltaSpec, LatentSpec, LayerSpec, MlpSpec
 from engine.options import BuildOptions, check_options
 from scheduler.drafters import Speculation
@@ -29,8 +31,8 @@ from scheduler.request import Request
 from scheduler.scheduler import StepLimits
 from shared.rpc.messages import SamplingParams
 from tests.engine.build import CONFIG, CPU, GREEDY, VOCABULARY, device_code, every_backend
-from tests.engine.draft_files import write_mtp
-from tests.engine.families import CONFIGS, reference
+from tests.engine.draft_files import write_eagle, write_mtp
+from tests.engine.families import CONFIGS, SIZES, reference
 from tests.engine.nodes import Node, run_together
 
 torch.set_num_threads(1)
@@ -134,6 +136,31 @@ def test_an_mtp_layer_guesses_as_published(kind: str, tmp_path: Path) -> None:
         text, states = [*text, int(expected.argmax())], torch.cat((states, last))
 
 
+@pytest.mark.parametrize("prefix", ["midlayer.", "layers.0."])
+@torch.inference_mode()
+def test_an_eagle_head_guesses_as_published(prefix: str, tmp_path: Path) -> None:
+    sizes = SIZES | {"num_hidden_layers": 5, "head_dim": 16, "num_key_value_heads": 2}
+    files = write_eagle(Qwen3Config(**sizes), tmp_path, prefix)
+    options = BuildOptions(str(tmp_path), draft_method="eagle3", draft_model=str(tmp_path / "eagle"))
+    _, config = check_options(replace(options, kv_cache_memory=2**24))
+    model = load_model(tmp_path, torch.float32, CPU)
+    model.config = replace(model.config, draft_layers=config.draft_layers)
+    node = Node(model, StepLimits(max_num_batched_tokens=7), 4, 4)
+    found = recorded(drafting(node, load_eagle(tmp_path / "eagle", model)))
+    row = Request("r", [at * 7 % VOCABULARY for at in range(17)], 17, 10, sampling=GREEDY)
+    node.scheduler.add(row)
+    while not found:
+        node.step()
+    text = row.tokens[:18]
+    states = files.states(text[:-1])
+    for depth in range(3):
+        last, expected = files.logits(text, states)
+        kept = files.targets
+        torch.testing.assert_close(found["r", 17 + depth][kept], expected[kept], atol=2e-4, rtol=2e-4)
+        assert int(found["r", 17 + depth].argmax()) in kept.tolist()
+        text, states = [*text, int(expected.argmax())], torch.cat((states, last))
+
+
 # ---- the same answers -----------------------------------------------------------------------------------------------
 
 
@@ -157,6 +184,23 @@ def test_a_draft_head_changes_no_answer(
     expected = run_together(requests_of(seed, shared), Node(model, StepLimits(), 6, 4))
     assert run_together(requests_of(seed, shared), here, there if handed_over else None) == expected
     assert not here.scheduler.audit()
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_an_eagle_head_changes_no_answer(handed_over: bool, tmp_path: Path) -> None:
+    sizes = SIZES | {"num_hidden_layers": 5, "head_dim": 16, "num_key_value_heads": 2}
+    write_eagle(Qwen3Config(**sizes), tmp_path, agrees=True)
+    model = load_model(tmp_path, torch.float32, CPU)
+    model.config = replace(model.config, draft_layers=1)
+    accepted = 0
+    for seed in range(3):
+        expected = run_together(requests_of(seed, True), Node(model, StepLimits(), 6, 4))
+        here, there = (Node(model, StepLimits(max_num_batched_tokens=20), 6, 4) for _ in range(2))
+        for node in (here, there):
+            drafting(node, load_eagle(tmp_path / "eagle", model))
+        assert run_together(requests_of(seed, True), here, there if handed_over else None) == expected
+        accepted += here.scheduler.counters.accepted_tokens
+    assert accepted > 10
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -228,3 +272,26 @@ def test_an_incomplete_mtp_layer_is_refused_by_the_name_of_its_tensor(tmp_path: 
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"'model\.layers\.3\.shared_head\.norm\.weight' is missing"):
         load_mtp(tmp_path, load_model(tmp_path, torch.float32, CPU))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"hidden_size": 64},
+            r"config\.json: hidden_size is 64: the model has 48; take the EAGLE-3 checkpoint that was",
+        ),
+        ({"target_hidden_size": 64}, r"config\.json: target_hidden_size is 64: the model has 48"),
+        ({"vocab_size": 98}, r"config\.json: vocab_size is 98: the model has 97; take the EAGLE-3 checkpoint"),
+        ({"num_key_value_heads": 1}, r"num_key_value_heads is 1: it must be 2 as in the model.*use the method ngram"),
+        ({"num_hidden_layers": 2}, r"num_hidden_layers is 2: only 1 is supported"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"the model has layers 0 to 4"),
+    ],
+)
+def test_an_eagle_head_of_another_model_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    write_eagle(Qwen3Config(**SIZES | {"num_hidden_layers": 5}, head_dim=16, num_key_value_heads=2), tmp_path)
+    file = tmp_path / "eagle" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    options = BuildOptions(str(tmp_path), draft_method="eagle3", draft_model=str(tmp_path / "eagle"))
+    with pytest.raises(ValueError, match="--speculative-config: .*" + words):
+        check_options(replace(options, kv_cache_memory=2**24))

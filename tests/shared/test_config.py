@@ -98,7 +98,7 @@ BAD_FOR_NODES = [
         for value in ("localhost", "localhost:0", "redis://", "a:1,", "a:1;b:2", "file:x")
     ],
     ("id", "a b", LABEL),
-    ("speculative_config", "medusa", "method: Input should be 'ngram', 'draft_model' or 'mtp'"),
+    ("speculative_config", "medusa", "method: Input should be 'ngram', 'draft_model', 'mtp' or 'eagle3'"),
     ("speculative_config", '{"method": "ngram",}', "must be JSON such as"),
     ("speculative_config", '{"num_speculative_tokens": 4}', "method: Field required"),
     (
@@ -109,7 +109,11 @@ BAD_FOR_NODES = [
     ("speculative_config", '{"method": "ngram", "lookup": 2}', "lookup: Extra inputs"),
     ("speculative_config", '{"method": "ngram", "model": "m"}', "give the draft model with the method draft_model"),
     ("speculative_config", "draft_model", "give the draft model with the method draft_model"),
-    ("speculative_config", '{"method": "deepseek_mtp", "model": "m"}', "give the draft model with the method draft"),
+    (
+        "speculative_config",
+        '{"method": "deepseek_mtp", "model": "m"}',
+        "with the method draft_model or eagle3, and only then",
+    ),
     ("speculative_config", '{"method": "ngram", "prompt_lookup_min": 5}', "prompt_lookup_min must be at most"),
 ]
 BAD = [(RouterSettings, *row) for row in BAD_FOR_ROUTER] + [(NodeSettings, *row) for row in BAD_FOR_NODES]

@@ -26,8 +26,8 @@ types:
 imports:
 	$(BIN)/lint-imports --no-cache
 
-# More workers than cores: tests with clusters also wait. Each file runs in one worker, so that its tests share clusters.
-WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+# More workers than cores: tests with clusters mostly wait. Each file runs in one worker: its tests share clusters.
+WORKERS ?= $(shell echo $$(($$(nproc) + 3)))
 unit:
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(PYTEST)
 

@@ -29,8 +29,8 @@ class Pooler:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the index and the vector, float32 [size], of each slice that ends the prompt of a pooled request.
 
-        `logits` belong to the sampling slices, float32 [S, vocab_size]. `hidden` are the hidden states of the logit
-        rows (see `Batch.logit_rows`), beginning with the sampling slices.
+        `logits` belong to the sampling slices, float32 [S, vocab_size]. `hidden` has the hidden states of
+        `Batch.logit_rows`; those of the slices that sample a token come first.
         """
         sampled, first = {index: row for row, index in enumerate(batch.sampled)}, len(batch.sampled)
         scored: dict[int, Tensor] = {}

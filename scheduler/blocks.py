@@ -169,7 +169,7 @@ class BlockPool:
         return rows
 
     def lend(self, rows: Sequence[int]) -> None:
-        """Make rows with one owner reserved, for a peer to write."""
+        """Change rows with one owner to reserved rows, which a peer then writes."""
         self._owned -= len(rows)
         self._reserved.update(dict.fromkeys(rows))
 

@@ -21,7 +21,7 @@ class DraftHistory:
     """The history of the guesses for one request. The scheduler owns it with the request."""
 
     text: str = ""  # the request's tokens so far, one character each: see `PromptLookup`
-    guess: Sequence[int] = ()  # guess of the tokens after the request's last one, verified or not
+    guess: Sequence[int] = ()  # guessed continuation of the request's tokens, also if it is not verified
     accepted: float = PRIOR_ACCEPTED
     tried: float = PRIOR_TRIED
 

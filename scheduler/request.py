@@ -54,7 +54,7 @@ class Request:
     priority: int = 0  # requests with smaller values run first
     receive_kv: bool = False  # a peer computes the prompt and sends its KV to this node
     send_kv: bool = False  # the request ends on this node at its first token, and its KV is sent to a peer
-    shared_pool: bool = False  # the prefill node computes the prompt directly in the decode node's blocks
+    shared_pool: bool = False  # the prefill node writes the prompt's KV directly into the decode node's blocks
     needs_prompt_logprobs: bool = False  # all prompt positions have an output, so prefix hits are not used
     speculates: bool = True  # guessed tokens may be verified, if the scheduler drafts
     sampling: Any = None  # a SamplingParams for the runner and the node; the scheduler does not read it

@@ -45,7 +45,7 @@ class ImageRules:
 
     @property
     def markers(self) -> tuple[int, int, int]:
-        """The tokens that begin, fill and end an image. They are equal if the chat template writes them all."""
+        """The tokens that begin, fill and end an image: all three are `token` if the template writes each of them."""
         return self.marker, self.token, self.end
 
     @property

@@ -78,7 +78,7 @@ class Period:
     timelines: dict[str, Document] = field(default_factory=dict)  # timelines of the worst requests, by request id
     counts: dict[str, int] | None = None  # increases of the nodes' counters; None if not available
     problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # limitations of the figures, which are still valid
+    notes: list[str] = field(default_factory=list)  # limitations; the figures are still valid
 
 
 @dataclass(frozen=True, slots=True)

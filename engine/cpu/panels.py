@@ -113,7 +113,7 @@ class ExpertPanels:
 
 
 def experts_in_panels(each: list[Linear]) -> ExpertLinear:
-    """Return a product with one call, or with one call for each expert if their formats differ."""
+    """Return a layer that computes all experts in one call, or one expert per call if their formats differ."""
     panels = [one for one in each if isinstance(one, PanelLinear)]
     kinds = {(one.kernel.address, *one.fixed[:4], one.fixed[6]) for one in panels}
     return ExpertPanels(panels) if len(panels) == len(each) and len(kinds) == 1 else SeparateExperts(each)

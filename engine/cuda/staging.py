@@ -156,7 +156,7 @@ def _fill(views: Batch, step: Batch) -> None:
         view.slots[: len(table.slots)] = table.slots
     view, last, end = views.cu_q, len(step.cu_q), len(step.tokens)
     view[:last] = step.cu_q
-    # Each padding slice has one token of the padding, as long as there are any.
+    # Each padding slice gets one padding token while there are padding tokens left.
     view[last:] = torch.arange(end + 1, end + 1 + len(view) - last, dtype=torch.int32).clamp(max=len(views.tokens))
     if views.states is not None:
         views.states.rows.fill_(NOWHERE)

@@ -1,7 +1,8 @@
 """Recurrent states of transformers' modules, which are kept in Baton's KV pool between the steps of a request.
 
-A pass computes the tokens of all requests in one row, apart from the modules with states. Such a module runs once for
-all decodes, and once for each chunk, with a `Cache` of transformers that contains the states of these requests.
+A pass computes the tokens of all requests in one row, apart from the modules with states. A module with
+states runs once for all decodes and once for each chunk. It gets a transformers `Cache` that holds the states of the
+requests in that run.
 """
 
 from collections.abc import Callable, Iterator

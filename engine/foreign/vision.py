@@ -29,7 +29,7 @@ from shared.images import GEMMA3, ImageRules
 from shared.rpc.messages import Media
 
 log = logging.getLogger("baton.engine")
-CACHE_BYTES = 512 << 20  # bytes of features; the latest image's are always kept
+CACHE_BYTES = 512 << 20  # limit of the kept features in bytes; the latest image is always kept
 QWEN_MODULES = {
     "qwen2_5_vl": Qwen2_5_VisionTransformerPretrainedModel,
     "qwen3_vl": Qwen3VLVisionModel,

@@ -165,8 +165,8 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """The base of all bodies, with strict types and the model's name. A body may be `more_bytes` larger than one prompt
-    of the model's context needs."""
+    """The base of all bodies, with strict types and the model's name. The limit of a body's size is that of one prompt
+    as long as the model's context, plus `more_bytes`."""
 
     model_config = Strict
     more_bytes: ClassVar[int] = 0

@@ -47,9 +47,9 @@ class NodePresence:
 class NodeJournal:
     """Records and logs each change of a node once.
 
-    The pool owns it and reports the changes of its connections and of the registry, on the router's event loop. A lost
-    node is kept for ten minutes, and a node that left as planned for one minute, unless the node comes back. A node
-    that never connected is not kept.
+    The node pool owns the journal and reports changes in connections and in the registry to it, on the event loop.
+    A lost node is kept for ten minutes, and a node that left as planned for one minute, unless the node comes back. A
+    node that never connected is not kept.
     """
 
     def __init__(self, clock: Callable[[], int] = now_ns) -> None:

@@ -25,7 +25,7 @@ from tests.cluster.kinds import model_of
 
 CLIENTS = 8
 POLL_S = 0.02
-FAULTS_S = 120.0  # time limit within which all faults of a row must happen
+FAULTS_S = 120.0  # time limit for all faults of a row of the fault matrix
 PROXY_HOST = "127.0.0.9"  # address that a node behind relays advertises
 SignalTimes = tuple[tuple[float, int], ...]  # pairs of a pause in seconds and the signal sent after it
 KINDS: dict[str, SignalTimes] = {

@@ -58,7 +58,7 @@ def written(config: PretrainedConfig, directory: Path) -> list[list[int]]:
 
 
 def written_tiny(name: str, directory: Path) -> list[list[int]]:
-    """Write the tiny model of a class of transformers, as `written` does."""
+    """Write a tiny model of the transformers class `name`, as `written` does."""
     tiny_model(name, DEMO_VOCABULARY).save_pretrained(directory)
     return answers(
         getattr(transformers, name).from_pretrained(directory, attn_implementation="eager").eval(), directory

@@ -26,7 +26,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--rows", default="", help="comma-separated names of rows; default: all")
     parser.add_argument("--requests", type=int, default=800, help="minimum requests per row")
-    parser.add_argument("--channel", default="", help="KV channel of all rows; default: each row has its own")
+    parser.add_argument(
+        "--channel", default="", help="KV channel of all rows, pool with one decode node; default: each row has its own"
+    )
     parser.add_argument("--kind", choices=KINDS, default="", help="kind of the model; default: only full attention")
     parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)

@@ -85,6 +85,7 @@ class Report:
     gap: Gap | None
     unbalanced: list[str]  # one line per node that still holds blocks
     harms: Counter[str]  # number of faults that the relays injected, by kind
+    shares_pool: bool  # the prefill nodes compute in the pool of the decode node
 
     @property
     def num_lost(self) -> int:
@@ -97,6 +98,8 @@ class Report:
     def complaints(self) -> list[str]:
         """Return one line per problem. An exit of a process without an injected fault is a problem."""
         harmed = {fault.name for fault in self.faults}
+        if self.shares_pool and any(name.startswith("decode") for name in harmed):
+            harmed |= {name for name, _ in self.restarts if name.startswith("prefill")}  # they end with their pool
         died_alone = [f"{name} ended with status {status}" for name, status in self.restarts if name not in harmed]
         return failures(self.outcomes) + self.unbalanced + died_alone
 
@@ -211,13 +214,15 @@ def drive(row: Row, requests: int, channel: str = "", kind: str = "") -> Report:
         proxies = {
             name: _proxied(relays, own, name) for name in {act.name for act in row.script if isinstance(act, Link)}
         }
-        settings = {"kv_channel": channel or row.channel, "heartbeat_s": 0.5, "log_format": "json"} | row.settings
+        channel = channel or row.channel
+        decode = 1 if channel == "pool" else row.decode  # only one decode node of a device can share its pool
+        settings = {"kv_channel": channel, "heartbeat_s": 0.5, "log_format": "json"} | row.settings
         right = answer
         if kind:
             directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
             settings["model"], groups = model_of(kind, directory)
             right = partial(answer, groups=groups)
-        running = cleanup.enter_context(cluster(row.prefill, row.decode, own=own, **settings))
+        running = cleanup.enter_context(cluster(row.prefill, decode, own=own, **settings))
         with Supervisor(running, lives, row.thaw_s) as supervisor:
             with Load([running.url], running.model, CLIENTS, requests, answer=right) as load:
                 try:
@@ -236,7 +241,10 @@ def drive(row: Row, requests: int, channel: str = "", kind: str = "") -> Report:
         harms = sum((proxy.harms for pair in proxies.values() for proxy in pair.values()), Counter[str]())
         gap = gap_of(running, slowest, faults) if slowest else None
         detected_s = detection_s(running, faults)
-        return Report(row, load.outcomes, faults, supervisor.restarts, status, detected_s, gap, unbalanced, harms)
+        return Report(
+            row, load.outcomes, faults, supervisor.restarts, status, detected_s, gap, unbalanced, harms,
+            channel == "pool",
+        )  # fmt: skip
 
 
 def _proxied(relays: Relays, own: dict[str, dict[str, object]], name: str) -> dict[str, Proxy]:

@@ -8,11 +8,12 @@ the tables in docs/. The exit status is 1 if a request was lost, a token was wro
 import argparse
 import signal
 import sys
+from dataclasses import replace
 
 from benchmarks.result import Cell, Result, Table
-from tests.chaos import cancels, figures, other_clusters, soak
+from tests.chaos import cancels, features, figures, other_clusters, soak
 from tests.chaos.drive import Report, drive
-from tests.chaos.matrix import ROWS
+from tests.chaos.matrix import ROWS, P
 from tests.cluster.kinds import KINDS
 
 COLUMNS = ["fault", "requests", "lost", "unequal", "moved", "faults", "restarts", "detected ms",
@@ -29,7 +30,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--channel", default="", help="KV channel of all rows, pool with one decode node; default: each row has its own"
     )
-    parser.add_argument("--kind", choices=KINDS, default="", help="kind of the model; default: only full attention")
+    parser.add_argument(
+        "--kind", choices=[*KINDS, features.KIND], default="", help="kind of the model; default: each row has its own"
+    )
+    parser.add_argument("--colocated", action="store_true", help="no prefill nodes; omit the rows with faults in one")
     parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
     known = [*(row.name for row in ROWS), *other_clusters.NAMES]
@@ -38,7 +42,14 @@ def main(arguments: list[str]) -> int:
         parser.error(f"unknown row {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
     reports: list[Report] = []
     broken: list[str] = []
-    for row in (row for row in ROWS if row.name in names):
+    rows = [row for row in ROWS if row.name in names]
+    if chosen.colocated:
+        rows = [
+            replace(row, prefill=0)
+            for row in rows
+            if not {P, "prefill-1"} & {*row.lives, *(act.name for act in row.script)}
+        ]
+    for row in rows:
         print(f"{row.name}: {row.what}", flush=True)
         try:
             report = drive(row, chosen.requests, chosen.channel, chosen.kind)
@@ -59,7 +70,7 @@ def main(arguments: list[str]) -> int:
             print(f"  NOT COMPLETED: {error}", flush=True)
     bad += [str(row[0]) for row in apart if row[2] or row[4] != "yes"]
     result = document(reports, apart, chosen.requests)
-    if chosen.rows or chosen.kind or chosen.no_write or broken:
+    if chosen.rows or chosen.kind or chosen.colocated or chosen.no_write or broken:
         print(*(table.markdown() for table in result.tables), sep="\n")
     else:
         result.finish()

@@ -10,16 +10,17 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shared.clock import now_ns
+from tests.chaos import features
 from tests.chaos.evidence import Fault, Gap, at_rest, detection_s, fired, gap_of
 from tests.chaos.proxy import NONE, Harm, Proxy, Relays
-from tests.chaos.traffic import Load, Outcome, answer, failures
+from tests.chaos.traffic import Ask, Load, Outcome, ask, failures, hash_answers
 from tests.cluster.harness import Cluster, cluster, free_port, state_of, wait_for
 from tests.cluster.kinds import model_of
 
@@ -68,6 +69,7 @@ class Row:
     channel: str = "shm"
     prefill: int = 2
     decode: int = 2
+    kind: str = ""  # kind of the model and of the traffic
     may_lose: int = 0  # maximum number of requests that fail because their router died or because they cause the fault
     settings: Mapping[str, object] = field(default_factory=dict)
 
@@ -206,7 +208,8 @@ def send_signals(process: "subprocess.Popen[bytes]", signals: SignalTimes) -> No
 def drive(row: Row, requests: int, channel: str = "", kind: str = "") -> Report:
     """Run the row. Raises AssertionError if a planned fault does not happen or a node does not come back.
 
-    `kind` is one of `tests.cluster.kinds.KINDS`; by default, the model has one group.
+    `kind` is one of `tests.cluster.kinds.KINDS`, or `features.KIND`; by default, it is that of the row. Without a kind,
+    the hash model has one group.
     """
     lives = {name: iter(failpoints) for name, failpoints in row.lives.items()}
     own = {name: armed(next(life)) for name, life in lives.items()}
@@ -217,14 +220,14 @@ def drive(row: Row, requests: int, channel: str = "", kind: str = "") -> Report:
         channel = channel or row.channel
         decode = 1 if channel == "pool" else row.decode  # only one decode node of a device can share its pool
         settings = {"kv_channel": channel, "heartbeat_s": 0.5, "log_format": "json"} | row.settings
-        right = answer
-        if kind:
+        asks, answers = ask, hash_answers
+        if kind := kind or row.kind:
             directory = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
-            settings["model"], groups = model_of(kind, directory)
-            right = partial(answer, groups=groups)
+            more, asks, answers = _traffic_of(kind, directory)
+            settings |= more
         running = cleanup.enter_context(cluster(row.prefill, decode, own=own, **settings))
         with Supervisor(running, lives, row.thaw_s) as supervisor:
-            with Load([running.url], running.model, CLIENTS, requests, answer=right) as load:
+            with Load([running.url], running.model, CLIENTS, requests, asks=asks, answers=answers) as load:
                 try:
                     faults = _play(row.script, running, proxies)
                     wanted = sum(len(text.split(",")) for texts in row.lives.values() for text in texts if text)
@@ -234,6 +237,8 @@ def drive(row: Row, requests: int, channel: str = "", kind: str = "") -> Report:
                     tails = "\n".join(f"{name}: {running.log(name)[-1500:]}" for name in running.processes)
                     raise AssertionError(f"{error}\n{running.status()['nodes']}\n{tails}") from None
             status, unbalanced = at_rest(running)
+        if kind == features.KIND:
+            features.check_use(running)
         faults += fired(running)
         slowest = max(
             (outcome for outcome in load.outcomes if outcome.id), key=lambda outcome: outcome.gap_s, default=None
@@ -245,6 +250,18 @@ def drive(row: Row, requests: int, channel: str = "", kind: str = "") -> Report:
             row, load.outcomes, faults, supervisor.restarts, status, detected_s, gap, unbalanced, harms,
             channel == "pool",
         )  # fmt: skip
+
+
+def _traffic_of(
+    kind: str, directory: Path
+) -> tuple[dict[str, object], Callable[[int], Ask], Callable[[Outcome], list[list[int]]]]:
+    """Write a model of this kind to `directory`. Return settings, requests and expected answers."""
+    if kind == features.KIND:
+        settings = features.prepare(directory)
+        expected = features.expected_answers(settings)
+        return settings, features.feature_ask, lambda outcome: expected[outcome.ask.index]
+    model, groups = model_of(kind, directory)
+    return {"model": model}, ask, partial(hash_answers, groups=groups)
 
 
 def _proxied(relays: Relays, own: dict[str, dict[str, object]], name: str) -> dict[str, Proxy]:

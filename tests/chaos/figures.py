@@ -27,7 +27,7 @@ from benchmarks.result import Cell, Result, Table, median
 from engine.hash_model import expected_tokens
 from shared.kv.memory import checksums
 from tests.chaos.drive import all_back
-from tests.chaos.traffic import Ask, Load
+from tests.chaos.traffic import Ask, Load, Outcome
 from tests.cluster.harness import (
     DEMO_VOCABULARY,
     Cluster,
@@ -97,10 +97,10 @@ def during(running: Cluster, work: Callable[[], object]) -> Load:
     def asks(index: int) -> Ask:
         return Ask(index, tuple(prompt_of(index, 200)), 64)
 
-    def answer(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-        return expected_tokens(list(prompt), max_tokens, DEMO_VOCABULARY, emulated=True)
+    def answers(outcome: Outcome) -> list[list[int]]:
+        return [expected_tokens(list(outcome.prompt), outcome.ask.max_tokens, DEMO_VOCABULARY, emulated=True)]
 
-    with Load([running.url], running.model, 8, asks=asks, answer=answer) as load:
+    with Load([running.url], running.model, 8, asks=asks, answers=answers) as load:
         work()
     return load
 

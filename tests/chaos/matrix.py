@@ -8,6 +8,7 @@ import signal
 from typing import Final
 
 from tests.chaos.drive import Link, Row, Signals
+from tests.chaos.features import KIND as FEATURES
 from tests.chaos.proxy import PARTITION, Harm
 
 TERM, KILL, STOP, CONT = signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
@@ -97,6 +98,15 @@ ROWS: Final[list[Row]] = [
     Row("poison", "a long prompt kills each prefill node",
         {P: _kills("prefill.after_chunk:11@*"), "prefill-1": _kills("prefill.after_chunk:11@*")}, may_lose=8),
     Row("one request", "an exception in one request's part of a step", {D: ["engine.slice:500=raise"]}),
+    # ---- a model with real arithmetic: drafts, grammars, images and adapters ----
+    Row("features prefill", "prefill node of requests with grammars, images and adapters killed",
+        {P: _kills("prefill.after_chunk:4@*", "prefill.before_push:2@*", "prefill.before_commit:20")}, kind=FEATURES),
+    Row("features decode", "decode node of requests with drafts, grammars, images and adapters killed",
+        {D: _kills("decode.received:20", "decode.token:20@*", "decode.ended:20")}, kind=FEATURES),
+    Row("features co-located", "the same without prefill nodes; also killed in a chunk",
+        {D: _kills("engine.slice:4@*", "decode.token:20@*", "decode.ended:20")}, prefill=0, kind=FEATURES),
+    Row("features rpc", "the same requests; RPC link of a decode node reset, then silent for 6 s",
+        script=[*_link("rpc", Harm(cut_at=9000), 6), Link(D, "rpc", 12.0, PARTITION, 6)], kind=FEATURES),
     # ---- the router ----
     Row("router", "router killed and restarted", script=[Signals("router", 4.0, ((0.0, KILL),))], may_lose=16),
 ]  # fmt: skip

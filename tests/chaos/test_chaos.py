@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.chaos import features
 from tests.chaos.cancels import cancels
 from tests.chaos.census import Count
 from tests.chaos.drive import CLIENTS, Link, Report, Row, drive
@@ -52,6 +53,18 @@ def test_no_token_is_lost_when_nodes_die_and_freeze(channel: str, kind: str) -> 
         "decode.ended=kill",
         "prefill.before_push=stop",
     }
+
+
+@pytest.mark.parametrize("prefill", [2, 0], ids=["disaggregated", "co-located"])
+def test_requests_with_drafts_grammars_images_and_adapters_survive_faults(prefill: int) -> None:
+    lives = {D: ["decode.token:20@*=kill"]} | ({P: ["prefill.after_chunk:4@*=kill"]} if prefill else {})
+    cut = Link("decode-1", "rpc", 4.0, Harm(cut_at=9000), 1.0)
+    report = drive(
+        Row("features", "kills, and a cut link", lives, [cut], prefill=prefill, kind=features.KIND), REQUESTS
+    )
+    assert not report.complaints()
+    assert report.status["requests"]["moved"] > 0
+    assert (report.status["handoffs"] > 0) == (prefill > 0)
 
 
 @pytest.mark.parametrize("kind", ["", "states"])

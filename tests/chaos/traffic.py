@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count, pairwise
@@ -28,7 +28,7 @@ LONG_TOKENS, TALKATIVE_TOKENS = 6000, 200
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. A chat sends the numbers of `prompt` as the text of its message."""
+    """One request. A chat sends the numbers of `prompt` as the text of its message. `fields` replace those of the body."""
 
     index: int
     prompt: tuple[int, ...]
@@ -36,6 +36,7 @@ class Ask:
     n: int = 1
     temperature: float = 0.0
     is_chat: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -46,8 +47,8 @@ class Ask:
         body |= {"temperature": self.temperature, "seed": self.index, "ignore_eos": True, "return_token_ids": True}
         if self.is_chat:
             words = " ".join(map(str, self.prompt))
-            return body | {"messages": [{"role": "user", "content": words}]}
-        return body | {"prompt": list(self.prompt)}
+            return body | {"messages": [{"role": "user", "content": words}]} | self.fields
+        return body | {"prompt": list(self.prompt)} | self.fields
 
 
 @lru_cache(maxsize=4096)
@@ -107,11 +108,15 @@ class Outcome:
     def gap_s(self) -> float:
         return (self.gap_ns[1] - self.gap_ns[0]) / 1e9
 
-    def check(self, answer: Callable[[tuple[int, ...], int], list[int]] = answer) -> None:
-        """Compare every token with the model's answer, and set `is_unequal` if one differs."""
+    def check(self, expected: list[list[int]]) -> None:
+        """Compare every token with the expected ones of each sample, and set `is_unequal` if one differs."""
         received = [self.tokens.get(index) for index in range(self.ask.n)]
-        is_prompt_equal = self.ask.is_chat or self.prompt == self.ask.prompt
-        self.is_unequal = received != [answer(self.prompt, self.ask.max_tokens)] * self.ask.n or not is_prompt_equal
+        self.is_unequal = received != expected or not (self.ask.is_chat or self.prompt == self.ask.prompt)
+
+
+def hash_answers(outcome: Outcome, groups: tuple[Group, ...] = UNIFORM) -> list[list[int]]:
+    """Return the expected tokens of each sample: the hash model's answer, which depends on the prompt alone."""
+    return [answer(outcome.prompt, outcome.ask.max_tokens, groups)] * outcome.ask.n
 
 
 def failures(outcomes: Iterable[Outcome]) -> list[str]:
@@ -179,11 +184,11 @@ class Load:
         share: float = 1.0,
         refusals: tuple[str, ...] = ("ConnectionRefusedError",),
         asks: Callable[[int], Ask] = ask,
-        answer: Callable[[tuple[int, ...], int], list[int]] = answer,
+        answers: Callable[[Outcome], list[list[int]]] = hash_answers,
     ) -> None:
         self.outcomes: list[Outcome] = []
         self._urls, self._model, self._least, self._share = urls, model, least, share
-        self._refusals, self._asks, self._answer = refusals, asks, answer
+        self._refusals, self._asks, self._answers = refusals, asks, answers
         self._next = 0
         self._is_over = False
         self._lock = threading.Lock()
@@ -200,7 +205,7 @@ class Load:
             thread.join()
         for outcome in self.outcomes:  # checked only now, because checks would disturb the timing of streams
             if not outcome.lost:
-                outcome.check(self._answer)
+                outcome.check(self._answers(outcome))
 
     def failures(self) -> list[str]:
         return failures(self.outcomes)

@@ -1,7 +1,5 @@
 """Test that clusters answer requests with images with the tokens of transformers, and encode each image once."""
 
-import base64
-import io
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from PIL import Image
 
 from shared.images import read_image_rules
 from tests.cluster.harness import FORK_SERVER, PRELOAD, Cluster, cluster
-from tests.engine.image_models import CONFIGS, GEMMA_NAMES, QWEN_NAMES, answer, is_qwen, picture, write
+from tests.engine.image_models import CONFIGS, GEMMA_NAMES, QWEN_NAMES, answer, data_url, is_qwen, picture, write
 
 COUNT = 48
 STORY = "Tell me of the king, of his sons and of the battle that they lost in the north. " * 2
@@ -33,12 +30,6 @@ def _transformers_imported() -> None:
     FORK_SERVER.set_forkserver_preload([*PRELOAD, "engine.foreign.vision"])
 
 
-def url(image: np.ndarray[Any, Any], kind: str = "PNG", **options: Any) -> str:
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, kind, **options)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
 def pictures(number: int) -> list[np.ndarray[Any, Any]]:
     sizes = [part for part in CASES[number] if not isinstance(part, str)]
     return [picture(10 * number + place, *size) for place, size in enumerate(sizes)]
@@ -48,7 +39,7 @@ def message(number: int) -> dict[str, Any]:
     images = iter(pictures(number))
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else
-        {"type": "image_url", "image_url": {"url": url(next(images))}}
+        {"type": "image_url", "image_url": {"url": data_url(next(images))}}
         for part in CASES[number]
     ]  # fmt: skip
     return {"role": "user", "content": content}

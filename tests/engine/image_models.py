@@ -1,5 +1,7 @@
 """Tiny random models of text and images, with a tokenizer, a chat template, an image processor and an oracle."""
 
+import base64
+import io
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import (
     Gemma3Config,
     PretrainedConfig,
@@ -110,6 +113,13 @@ def processor(name: str) -> Any:
 def picture(seed: int, width: int, height: int) -> np.ndarray[Any, Any]:
     """Return a random RGB image, uint8 [height, width, 3]."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def data_url(image: np.ndarray[Any, Any], kind: str = "PNG", **options: Any) -> str:
+    """Return an image as a URL that contains its file."""
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, kind, **options)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def answer(reference: Any, name: str, tokens: list[int], images: list[np.ndarray[Any, Any]], count: int) -> list[int]:

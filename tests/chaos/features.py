@@ -1,0 +1,106 @@
+"""Requests that speculate, are bound by a grammar, have images or use LoRA adapters, on a tiny model with real arithmetic.
+
+The expected answers are those of a single node without faults, drafts and handoffs. Other tests compare such answers
+with those of transformers and peft.
+"""
+
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.traffic import Ask, Outcome, run
+from tests.cluster.harness import FORK_SERVER, PRELOAD, Cluster, cluster, prompt_of
+from tests.engine import image_models
+from tests.engine.families import save
+from tests.engine.lora_files import save_adapter
+
+KIND = "features"
+MODEL = "qwen3 vl"
+ADAPTERS = ("sql", "poems")
+NUM_REQUESTS = 30  # distinct requests, which the clients repeat
+BUDGET = 24  # tokens per step, so that most prompts have many chunks
+VERSE = "And the LORD said unto Moses, Speak unto the children of Israel. "
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "ages": {"type": "array", "items": {"type": "integer"}, "maxItems": 9}},
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}  # fmt: skip
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}}
+PATTERN = {"structured_outputs": {"regex": "(And the LORD said unto Moses, ){4}[A-Z][a-z ]{9}"}}
+
+
+def prepare(directory: Path) -> dict[str, object]:
+    """Write a model of text and images and two adapters. Return the settings of a cluster that serves them."""
+    FORK_SERVER.set_forkserver_preload([*PRELOAD, "engine.foreign.vision"])  # without effect if the server already runs
+    model = directory / "model"
+    config = deepcopy(image_models.CONFIGS[MODEL])
+    config.text_config.max_position_embeddings = 4096
+    reference = save(config, model)
+    image_models.write_files(MODEL, model)
+    for seed, name in enumerate(ADAPTERS):
+        save_adapter(deepcopy(reference), directory / name, seed)
+    return {
+        "model": model, "runner": "torch", "num_blocks": 600, "max_num_batched_tokens": BUDGET,
+        "lora_modules": ",".join(f"{name}={directory / name}" for name in ADAPTERS), "speculative_config": "ngram",
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=NUM_REQUESTS)
+def _feature_ask(number: int) -> Ask:
+    """Return a request of one of six kinds: each feature alone, images and an adapter, and all features in one."""
+    sampled = {"temperature": 0.7, "ignore_eos": False}
+    match number % 6:
+        case 0:  # the guesses of prompt lookup are often right, because the prompt repeats itself
+            return Ask(number, tuple(prompt_of(number, 10) * 20), 120)
+        case 1:
+            return Ask(number, tuple(prompt_of(number, 60)), 160, n=2, fields=sampled | FORM)
+        case 2:
+            return _with_images(number, 60, [(60, 18), (30, 30)])
+        case 3:
+            return Ask(number, tuple(prompt_of(number, 150)), 60, n=2, temperature=0.7, fields={"model": "sql"})
+        case 4:
+            return _with_images(number, 40, [(40, 24)], model="poems")
+    return _with_images(number, 90, [(40, 24)], model="poems", **sampled, **PATTERN)
+
+
+def feature_ask(index: int) -> Ask:
+    return _feature_ask(index % NUM_REQUESTS)
+
+
+def _with_images(number: int, max_tokens: int, sizes: list[tuple[int, int]], **fields: Any) -> Ask:
+    # The picture of the first size is the same in requests of one kind, so nodes find it among those already encoded.
+    pictures = [image_models.picture(place * number, *size) for place, size in enumerate(sizes)]
+    content: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": image_models.data_url(picture)}} for picture in pictures
+    ]
+    content.insert(1, {"type": "text", "text": f"Chapter {number}. {VERSE * 4}"})
+    fields |= {"messages": [{"role": "user", "content": content}]}
+    return Ask(number, (), max_tokens, is_chat=True, fields=fields)
+
+
+def expected_answers(settings: dict[str, object]) -> list[list[list[int]]]:
+    """Return the tokens of each sample of each request, from one node without faults, drafts and handoffs."""
+    settings = settings | {"speculative_config": ""}
+    with cluster(0, 1, mode="colocated", **settings) as running, ThreadPoolExecutor(8) as pool:
+        outcomes = list(pool.map(lambda number: _answered(running, number), range(NUM_REQUESTS)))
+    return [[outcome.tokens[index] for index in range(outcome.ask.n)] for outcome in outcomes]
+
+
+def _answered(running: Cluster, number: int) -> Outcome:
+    outcome = run(running.url, running.model, Outcome(feature_ask(number)))
+    assert not outcome.lost, outcome.lost
+    return outcome
+
+
+def check_use(running: Cluster) -> None:
+    """Raise AssertionError if the nodes that run have not encoded an image, or not guessed a token right."""
+    assert sum(node["images_encoded"] for node in running.status()["nodes"]) > 0, "no image was encoded"
+    with urllib.request.urlopen(running.url + "/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    names = ("vllm:spec_decode_num_accepted_tokens_total{", "vllm:spec_decode_num_draft_tokens_total{")
+    accepted, guessed = (sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in names)
+    assert 0 < accepted < guessed, f"{accepted:g} of {guessed:g} guesses were right"

@@ -12,7 +12,7 @@ from engine.attention import AttentionBackend, plan_tables
 from engine.batch import Batch, BlockRows, build
 from engine.kernels import Kernels
 from engine.kv_pool import KVPool
-from engine.lora.linear import AdaptedRows
+from engine.lora.linear import ModelAdapters
 from engine.media import NO_IMAGE, ImageEncoder, images_of
 from engine.models.decoder import Decoder, LanguageModel
 from engine.pooling import Pooler
@@ -134,16 +134,16 @@ class TorchRunner(Runner):
         self._masks = MaskFiller()
         self._worker: ThreadPoolExecutor | None = None
         self._draws: list[DrawResult] | None = None  # draws of the last step; None if it failed
-        self._adapted: AdaptedRows | None = None
+        self.adapters: ModelAdapters | None = None  # None if the model takes no LoRA adapters
         self._pooler = Pooler()
         self.poolings = ("", "logits") if config.has_head else ()
         self.poolings += ("last", "mean") if isinstance(model, Decoder) else ()
         self._encoder: ImageEncoder | None = None
         self._head: DraftHead | None = None
 
-    def use_adapters(self, adapted: AdaptedRows) -> None:
-        """Compute requests with the adapters that `engine.lora.linear.adapt` added to the model."""
-        self._adapted = adapted
+    def use_adapters(self, adapters: ModelAdapters) -> None:
+        """Compute requests with these adapters of the model."""
+        self.adapters = adapters
 
     def use_encoder(self, encoder: ImageEncoder) -> None:
         """Use the features of images that this encoder keeps, for requests without them."""
@@ -203,8 +203,8 @@ class TorchRunner(Runner):
     def _computed(self, batch: Batch, *, needs_hidden: bool) -> tuple[Tensor, Tensor]:
         """Return the logits of the slices that sample, and the hidden states of all logit rows. The fused pass returns
         no hidden states."""
-        if self._adapted is not None:
-            self._adapted.select(batch, self._device)
+        if self.adapters is not None:
+            self.adapters.rows.select(batch, self._device)
         fuses = self._whole_pass is not None and not batch.adapters and batch.images is None and not needs_hidden
         if fuses and self._whole_pass is not None and self._whole_pass.takes(batch):
             return self._whole_pass.logits(batch), torch.empty(0)
@@ -215,8 +215,8 @@ class TorchRunner(Runner):
 
     def _observed(self, slices: Sequence[Slice], batch: Batch, head: "DraftHead") -> Tensor:
         """Return the hidden states of all logit rows, after the head has observed those of all rows."""
-        if self._adapted is not None:
-            self._adapted.select(batch, self._device)
+        if self.adapters is not None:
+            self.adapters.rows.select(batch, self._device)
         captured = {layer: torch.empty(0) for layer in head.model.captured}
         rows = torch.arange(len(batch.tokens), device=self._device)
         every = replace(batch, logit_rows=rows, captured=captured)

@@ -107,6 +107,10 @@ class ActiveRequests:
         entry = self._entries.get(request_id)
         return entry is not None and entry.router == router
 
+    def has_adapter(self, digest: str) -> bool:
+        """Return whether a request uses this LoRA adapter."""
+        return any(entry.request.adapter == digest for entry in self._entries.values())
+
     # ---- start --------------------------------------------------------------------------------------------------
 
     def register(

@@ -156,6 +156,23 @@ class Node:
     def update_info(self, **changes: Any) -> None:
         self.state.info = replace(self.state.info, **changes)
 
+    async def between_steps(self, work: Callable[[], object]) -> None:
+        """Run `work` on the engine's thread, between two steps. Raises what it raises. Returns if the engine fails."""
+        done: asyncio.Future[Exception | None] = self._loop.create_future()
+
+        def command(_: Scheduler) -> None:
+            failed = None
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - raised again by the coroutine that waits
+                failed = error
+            self._loop.call_soon_threadsafe(done.set_result, failed)
+
+        self.engine.post(command)
+        await asyncio.wait((done, self.fatal_error), return_when=asyncio.FIRST_COMPLETED)
+        if done.done() and (failed := done.result()) is not None:
+            raise failed
+
     async def _heartbeat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)

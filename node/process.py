@@ -22,10 +22,12 @@ from engine.cuda.kv.pool import NAME as POOL
 from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
 from engine.engine import Engine
+from engine.lora.loader import adapter_loader
 from engine.options import BuildOptions, check_channel
 from engine.runner import set_ahead
 from engine.startup import EngineComponents, stage
 from node.active_requests import RequestRules
+from node.adapters import RuntimeAdapters
 from node.emulated_link import EmulatedLink
 from node.identity import advertised
 from node.node import Node, RoleAdapter
@@ -49,7 +51,7 @@ from shared.lifecycle import ProcessLifetime, freeze_gc, listen, run
 from shared.registry import Announcer, announcer
 from shared.resolver import Resolver
 from shared.rpc import tls
-from shared.rpc.methods import ATTACH, SET_ROLE, RpcServer, unary
+from shared.rpc.methods import ATTACH, SET_ADAPTER, SET_ROLE, RpcServer, unary
 
 log = logging.getLogger("baton.node")
 EXIT_ENGINE_FAILED = 70
@@ -211,7 +213,10 @@ class NodeProcess:
         cleanup.push_async_callback(node.close_adapters)
         registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s, self.resolve)
         set_role = unary(partial(node.set_role, registry, lifetime.draining))
-        server = RpcServer({ATTACH: node.attach, SET_ROLE: set_role, **node.handlers()})
+        allowed = settings.allow_runtime_lora_updating
+        loader = adapter_loader(self.components.runner, settings.max_lora_rank) if allowed else None
+        set_adapter = unary(RuntimeAdapters(node, registry, loader).set_adapter)
+        server = RpcServer({ATTACH: node.attach, SET_ROLE: set_role, SET_ADAPTER: set_adapter, **node.handlers()})
         port = await listen(server.start, settings.host, settings.port, "--port")
         cleanup.push_async_callback(server.close)
         node.update_info(address=f"{settings.advertise}:{port}")
@@ -267,24 +272,15 @@ class NodeProcess:
 
         Raises ValueError with a one-line message if they fail.
         """
-        loop = asyncio.get_running_loop()
-        warm: asyncio.Future[Exception | None] = loop.create_future()
+        drafter = self.components.drafter
 
-        def command(_: Scheduler) -> None:
-            failed = None
-            try:
-                self.components.runner.warm_up()
-                if self.components.drafter is not None:
-                    self.components.drafter.warm_up()
-            except Exception as error:  # noqa: BLE001 - raised again by the coroutine that waits
-                failed = error
-            loop.call_soon_threadsafe(warm.set_result, failed)
+        def warm_up() -> None:
+            self.components.runner.warm_up()
+            if drafter is not None:
+                drafter.warm_up()
 
         with stage("running the first steps", "leave more memory free: lower --gpu-memory-utilization or --num-blocks"):
-            node.engine.post(command)
-            await asyncio.wait((warm, node.fatal_error), return_when=asyncio.FIRST_COMPLETED)
-            if warm.done() and (failed := warm.result()) is not None:
-                raise failed
+            await node.between_steps(warm_up)
 
     def _watchdog(self, node: Node) -> Watchdog:
         """Make the watchdog of the engine and the event loop. It has its own thread, because a blocked event loop could

@@ -30,6 +30,7 @@ from router.http.whole_router import WholeRouter
 from router.metrics.node_metrics import MetricSource, NodeMetrics
 from router.metrics.scaling import ScalingSignals
 from router.models import ModelFiles, connect, load_models
+from router.nodes.adapters import AdapterSync
 from router.nodes.load import slo_targets
 from router.observer import RouterObserver
 from router.rebalance import Rebalancer
@@ -90,6 +91,7 @@ async def _serve(
     ]
     admin = Admin([each.pool for each in served], settings.drain_timeout_s)
     first, *more = (each.parts for each in served)
+    adapters = AdapterSync(served[0].pool, first.dispatcher.adapter_requests)
     app = build_app(
         first.dispatcher,
         first.tokenizer,
@@ -108,6 +110,7 @@ async def _serve(
         max_concurrent_requests=share.of(settings.max_concurrent_requests),
         request_timeout_s=settings.request_timeout_s,
         workers=WholeRouter(share.sockets, share.number) if share.sockets else None,
+        adapters=adapters if settings.allow_runtime_lora_updating else None,
     )
     apps = [app.state.api, app.state.admin] if settings.admin_port else [app]
     if share.sockets:
@@ -122,6 +125,9 @@ async def _serve(
         except OSError as error:
             print(f"router: cannot listen on registry port {settings.registry_port}: {error}", file=sys.stderr)
             return 2
+        if settings.allow_runtime_lora_updating:
+            adapters.start()
+            cleanup.push_async_callback(adapters.close)
         if settings.rebalance == "on":
             for each in served:
                 cleanup.push_async_callback(Rebalancer(each.pool, each.signals, admin).start().close)

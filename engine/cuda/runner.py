@@ -149,8 +149,8 @@ class CudaRunner(TorchRunner):
         self._arrivals.reverse()
         self._events.reverse()
         buffers = self._buffers_for(built)
-        if self._adapted is not None:
-            self._adapted.select(built, self._device)
+        if self.adapters is not None:
+            self.adapters.rows.select(built, self._device)
         captures = buffers is self._buffers and not built.adapters  # a graph contains no updates of adapters
         shape, captured = self.passes.choose(built) if captures else (StepShape.of(built), None)
         batch, parameters = buffers.load(built, rows, shape, self._tokens)

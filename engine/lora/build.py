@@ -1,7 +1,8 @@
 """Loads the adapters of a node's settings."""
 
 from engine.linear import LinearFormat
-from engine.lora.linear import adapt
+from engine.lora.linear import ModelAdapters
+from engine.lora.loader import AdapterLoader
 from engine.models.decoder import Decoder, LanguageModel
 from engine.options import BuildOptions, lora_adapters
 from engine.runner import TorchRunner
@@ -9,9 +10,15 @@ from engine.startup import stage
 
 
 def use_adapters(options: BuildOptions, runner: TorchRunner, model: LanguageModel, linear: LinearFormat) -> None:
-    """Load the adapters of --lora-modules, and let the runner compute requests with them. Raises ValueError."""
-    adapters = {one.digest: one.directory for one in lora_adapters(options)}
-    if adapters:
-        assert isinstance(model, Decoder)
-        with stage(f"loading {len(adapters)} LoRA adapters", "give fewer --lora-modules"):
-            runner.use_adapters(adapt(model, adapters, linear, options.max_lora_rank))
+    """Let the runner compute requests with adapters, and load those of --lora-modules. Raises ValueError.
+
+    A model that transformers runs takes no adapters.
+    """
+    if not isinstance(model, Decoder):
+        return
+    runner.use_adapters(adapters := ModelAdapters(model, linear))
+    loader, given = AdapterLoader(adapters, options.max_lora_rank), lora_adapters(options)
+    if given:
+        with stage(f"loading {len(given)} LoRA adapters", "give fewer --lora-modules"):
+            for directory in {one.digest: one.directory for one in given}.values():
+                loader.add(loader.read(directory))

@@ -4,7 +4,6 @@ As in Punica and S-LoRA (2023), the base model's matrix multiplies all rows, and
 to the rows of its requests. A row's result does not depend on the other rows.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.kernels import StepKernels
 from engine.linear import Linear, LinearFormat, Lookup
-from engine.lora.files import LowRank, read_lora
+from engine.lora.files import LowRank
 from engine.models.decoder import AttentionDecoderLayer, Decoder, DecoderLayer
 from engine.models.families import FAMILIES
 from engine.models.load import qkv_rows
@@ -82,40 +81,52 @@ class AdaptedMlp(Mlp):
         return rows
 
 
-def adapt(model: Decoder, adapters: Mapping[str, Path], linear: LinearFormat, max_rank: int) -> AdaptedRows:
-    """Add the adapters, by digest, to the matrices of `model`. Return the object that selects the rows of a pass.
+@dataclass(slots=True)
+class ModelAdapters:
+    """The adapters of a model. They may be added and removed between two steps, on the thread that runs the steps."""
 
-    Matrices of attention and of MLPs are adapted. Raises ValueError, which names the module, for updates of other
-    modules: experts, latent attention, recurrent layers, embeddings and the output head.
-    """
-    rows = AdaptedRows()
-    for digest, directory in adapters.items():
-        left = read_lora(directory, max_rank)
-        adapter = _Adapter(model, linear, digest, left, rows)
-        for index in range(len(model.layers)):
-            adapter.update_layer(index)
-        if left:
-            raise ValueError(
-                f"{directory}: module {min(left)[:120]} of the adapter is not a matrix of attention or of an MLP of "
-                f"{model.config.architecture}, so it cannot be adapted"
-            )
-    return rows
+    model: Decoder
+    linear: LinearFormat
+    rows: AdaptedRows = field(default_factory=AdaptedRows)
+    matrices: list[AdaptedLinear] = field(default_factory=list)
+
+    def add(self, digest: str, updates: dict[str, LowRank], directory: Path) -> None:
+        """Add the adapter with these updates, which were read from `directory`.
+
+        Matrices of attention and of MLPs are adapted. Raises ValueError, which names the module, for updates of other
+        modules: experts, latent attention, recurrent layers, embeddings and the output head.
+        """
+        adapter = _Adapter(self, digest, updates)
+        try:
+            for index in range(len(self.model.layers)):
+                adapter.update_layer(index)
+            if adapter.left:
+                raise ValueError(
+                    f"{directory}: module {min(adapter.left)[:120]} of the adapter is not a matrix of attention or of "
+                    f"an MLP of {self.model.config.architecture}, so it cannot be adapted"
+                )
+        except ValueError:
+            self.remove(digest)
+            raise
+
+    def remove(self, digest: str) -> None:
+        """Remove the adapter. No request may use it."""
+        for matrix in self.matrices:
+            matrix.updates.pop(digest, None)
 
 
 @dataclass(slots=True)
 class _Adapter:
     """Adds one adapter to the layers of a model. `left` has the updates that no matrix has taken yet."""
 
-    model: Decoder
-    linear: LinearFormat
+    owner: ModelAdapters
     digest: str
     left: dict[str, LowRank]
-    rows: AdaptedRows
 
     def update_layer(self, index: int) -> None:
-        layer, spec = self.model.layers[index], self.model.config.layers[index]
-        names, prefix = FAMILIES[self.model.config.architecture].weights, f"model.layers.{index}."
-        is_last = index == len(self.model.layers) - 1
+        layer, spec = self.owner.model.layers[index], self.owner.model.config.layers[index]
+        names, prefix = FAMILIES[self.owner.model.config.architecture].weights, f"model.layers.{index}."
+        is_last = index == len(self.owner.model.layers) - 1
         if isinstance(spec.mixer, AttentionSpec) and isinstance(layer, AttentionDecoderLayer):
             self._update_attention(layer, spec.mixer, prefix, names.qkv, names.output, is_last)
         if isinstance(spec.mlp, MlpSpec) and isinstance(layer.mlp, Mlp):
@@ -130,7 +141,7 @@ class _Adapter:
         output: str,
         is_last: bool,
     ) -> None:
-        hidden, made = self.model.config.hidden_size, qkv_rows(spec, qkv)
+        hidden, made = self.owner.model.config.hidden_size, qkv_rows(spec, qkv)
         update = self._joined([prefix + name for name in made.names], made.sizes, hidden)
         if update is not None:
             layer.qkv = self._adapted(layer.qkv, update, made.order, False)
@@ -144,8 +155,8 @@ class _Adapter:
         self, layer: DecoderLayer, spec: MlpSpec, prefix: str, gate_up: tuple[str, ...], down: str, is_last: bool
     ) -> None:
         assert isinstance(layer.mlp, Mlp)
-        hidden, old = self.model.config.hidden_size, layer.mlp
-        mlp = old if isinstance(old, AdaptedMlp) else AdaptedMlp(old.gate_up, old.down, old.activation, self.rows)
+        hidden, old = self.owner.model.config.hidden_size, layer.mlp
+        mlp = old if isinstance(old, AdaptedMlp) else AdaptedMlp(old.gate_up, old.down, old.activation, self.owner.rows)
         sizes = [2 * spec.inner // len(gate_up)] * len(gate_up)
         update = self._joined([prefix + name for name in gate_up], sizes, hidden)
         if update is not None:
@@ -170,10 +181,12 @@ class _Adapter:
         return LowRank(torch.cat([part.down for part in parts if part]), torch.block_diag(*ups))  # type: ignore[no-untyped-call]
 
     def _adapted(self, base: Linear, update: LowRank, order: Tensor | None, is_last: bool) -> AdaptedLinear:
-        adapted = base if isinstance(base, AdaptedLinear) else AdaptedLinear(base, {}, self.rows, is_last)
-        up, dtype, device = update.up if order is None else update.up[order], self.model.dtype, self.model.device
+        adapted = base if isinstance(base, AdaptedLinear) else AdaptedLinear(base, {}, self.owner.rows, is_last)
+        if adapted is not base:
+            self.owner.matrices.append(adapted)
+        model, up = self.owner.model, update.up if order is None else update.up[order]
         adapted.updates[self.digest] = (
-            self.linear.make_exact(update.down.to(device, dtype).contiguous(), None),
-            self.linear.make_exact(up.to(device, dtype).contiguous(), None),
+            self.owner.linear.make_exact(update.down.to(model.device, model.dtype).contiguous(), None),
+            self.owner.linear.make_exact(up.to(model.device, model.dtype).contiguous(), None),
         )
         return adapted

@@ -109,6 +109,7 @@ class Dispatcher:
         self._inexact = Counter[str]()  # number of attempts that may continue with other tokens, by reason
         self._placements = Counter[str]()  # number of attempts for each reason of a placement
         self._retry_budget = RetryBudget()
+        self.adapter_requests = Counter[str]()  # number of requests in progress by digest of a LoRA adapter
         self.arrivals = SlidingCounts()  # for `ScalingSignals`; refused requests count too
 
     def ready(self, role: str = "") -> bool:
@@ -150,6 +151,7 @@ class Dispatcher:
                 raise deadline_error()
             await self._wait_for(lambda: self.ready() or None, min(WAIT_NEW_S, late_s))
             self._check_fits(request)
+            self._check_adapter(request)
             self.arrivals.add("prompt", len(request.prompt))
             self.arrivals.add("samples", request.n)
             entry = self._queue.enqueue(request)
@@ -160,6 +162,7 @@ class Dispatcher:
             self._counts[_outcome(error, request)] += request.n
             raise
         self._counts["running"] += request.n
+        self.adapter_requests[request.adapter] += 1
         self._retry_budget.requested()
         admitted = AdmittedRequest(request, entry, self._queue, self._counts)
         streams = [self.generate(admitted, sample) for sample in admitted.samples]
@@ -172,6 +175,7 @@ class Dispatcher:
                 raise
             raise deadline_error() from None
         finally:
+            self.adapter_requests[request.adapter] -= 1
             admitted.close("failed" if deadline.expired() else "cancelled")
             for stream in streams:
                 await stream.aclose()
@@ -250,6 +254,11 @@ class Dispatcher:
             "max_tokens",
             "request_too_large",
         )
+
+    def _check_adapter(self, request: GenerationRequest) -> None:
+        """Raise RequestError if the request's adapter was unloaded since the request arrived."""
+        if request.adapter and request.adapter not in self._pool.adapters.values():
+            raise RequestError("The model was unloaded.", "model", "model_not_found", 404)
 
     # ---- one attempt --------------------------------------------------------------------------------------------
 

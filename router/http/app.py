@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.requests import ModelCard
+from router.http.adapters import AdapterRoutes
 from router.http.anthropic import AnthropicApi, CountTokensBody, MessagesBody
 from router.http.asgi import ResponseWriter, deadline_of, read_body, to_response, while_connected
 from router.http.auth import ApiCors, ApiKeys, AuthMiddleware
@@ -34,6 +35,7 @@ from router.http.responses_api import ResponsesApi
 from router.http.whole_router import WholeRouter
 from router.metrics.merged import status_of_models
 from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
+from router.nodes.adapters import AdapterSync
 from router.observer import RouterObserver
 from router.responses_store import ResponsesStore
 from router.text.grammar_check import GrammarChecker
@@ -68,6 +70,7 @@ def build_app(
     body_timeout_s: float = 10.0,
     more_models: Sequence[ModelParts] = (),
     workers: WholeRouter | None = None,
+    adapters: AdapterSync | None = None,
 ) -> Starlette:
     """Build the whole REST API as an ASGI app.
 
@@ -75,7 +78,8 @@ def build_app(
     the node pool must report to the same `observer`. `slo` returns the latency targets of a request that arrives now.
     `more_routes` require an admin's key. Pages of `allowed_origins` may call the routes for tenants from a browser.
     `images` is None if the model takes none. With `workers`, routes whose answers differ between the workers cover all
-    of them, and `state.worker` is an app for the other workers, which covers only this worker.
+    of them, and `state.worker` is an app for the other workers, which covers only this worker. `adapters` is None if
+    LoRA adapters cannot be loaded while the router runs.
 
     `state.responses` is the ResponseRuns, which the caller opens and closes, or None without a store.
 
@@ -98,6 +102,7 @@ def build_app(
     ping = Route("/ping", handlers.health, methods=["GET", "POST"])
     health = [Route("/health", handlers.health), Route("/ready", handlers.ready), ping]
     own = [*handlers.admin_routes(), *observer.routes(handlers.whole_status), *more_routes]
+    own += AdapterRoutes(models, adapters).routes()
     admin = _of_all_workers(workers, own)
     guard = Middleware(AuthMiddleware, keys=keys, tenants_routes=api, admin_routes=admin, metrics=models.first.metrics)
     cors = [Middleware(ApiCors, origins=allowed_origins, routes=api)] if allowed_origins else []

@@ -62,7 +62,8 @@ class NodePool:
         self._observer = observer
         self._on_capacity = on_capacity
         self.connections: dict[str, NodeConnection] = {}  # by node
-        self.adapters: dict[str, str] = {}  # name -> digest of the LoRA adapters that nodes have or had
+        self.adapters: dict[str, str] = {}  # name -> digest of the LoRA adapters that nodes have, or had when lost
+        self.unloaded: set[str] = set()  # names of adapters that no request may use, although nodes may have them
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
         self._changed = asyncio.Event()
@@ -126,7 +127,8 @@ class NodePool:
             if connection is not None and connection.info is info and connection.is_listed:
                 continue
             if connection is not None and connection.info.incarnation_id == info.incarnation_id:
-                connection.info = info
+                before, connection.info = connection.info, info
+                self._read_adapters(info, before)
                 connection.is_listed = True
                 self.journal.changed(connection)
                 continue
@@ -149,9 +151,16 @@ class NodePool:
             self.router, info, self._timeout_s, self.connection_changed, self._observer, self._wants_records
         )
         self.connections[info.id] = connection
-        self.adapters |= info.adapters
+        self._read_adapters(info)
         self.journal.joined(connection)
         self._runs[info.id] = self._tasks.start(connection.run())
+
+    def _read_adapters(self, info: NodeInfo, before: NodeInfo | None = None) -> None:
+        """Add the adapters of a node, and remove those that it has unloaded, unless other nodes have them."""
+        for name in (before.adapters if before is not None else {}).keys() - info.adapters.keys():
+            if not any(name in each.info.adapters for each in self.connections.values()):
+                self.adapters.pop(name, None)
+        self.adapters |= {name: digest for name, digest in info.adapters.items() if name not in self.unloaded}
 
     def _wants_records(self, name: str) -> bool:
         return self._observer.wants_records(name, len(self.connections))

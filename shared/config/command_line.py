@@ -45,7 +45,7 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "advertise health_port heartbeat_s node_timeout_s stuck_s",
     "Logs": "log_level log_format",
     "Ray": "placement",
-    "Switches": "enable_prefix_caching enforce_eager dashboard exact_retries",
+    "Switches": "enable_prefix_caching enforce_eager dashboard exact_retries allow_runtime_lora_updating",
 }
 NOT_SUPPORTED = (
     "tensor-parallel-size tp pipeline-parallel-size pp swap-space cpu-offload-gb "

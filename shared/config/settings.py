@@ -22,6 +22,7 @@ from shared.errors import ConfigError
 from shared.resolver import is_host_and_port
 
 PREFIX = "BATON_"
+VLLM_VARIABLES = {"allow_runtime_lora_updating": "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}  # also read, as in vLLM
 CLIENTS = ("url", "api_key")  # settings of the commands that call a router
 MAX_CPU = 4095
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECASE | re.ASCII)
@@ -254,6 +255,9 @@ class CommonSettings(Settings):
         0,
         "Maximum tokens of a prompt and its completion together; 16k is 16,000, 16K is 16,384.",
         "the limit of the model",
+    )
+    allow_runtime_lora_updating: bool = setting(
+        False, "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, for admins."
     )
     cluster: Label = setting("default", "Name of the cluster. Clusters with different names can share a Redis.")
     drain_timeout_s: Seconds = setting(30.0, "On shutdown, seconds to wait for requests in progress.")
@@ -542,8 +546,9 @@ def resolve(kind: type[S], flags: Mapping[str, object], environment: Mapping[str
     _refuse_misspelt(kind, environment)
     given = {name: (f"flag {flag_of(name)}", value) for name, value in flags.items() if value is not None}
     for name in kind.model_fields:
-        if name not in given and (text := environment.get(variable_of(name))):
-            given[name] = (f"environment {variable_of(name)}", text)
+        for variable in (variable_of(name), VLLM_VARIABLES.get(name, "")):
+            if name not in given and (text := environment.get(variable)):
+                given[name] = (f"environment {variable}", text)
     try:
         settings = kind(**{name: value for name, (_, value) in given.items()})
     except ValidationError as error:

@@ -369,6 +369,17 @@ class SetRoleRequest:
 
 
 @dataclass(slots=True)
+class SetAdapterRequest:
+    """Router to node: load the LoRA adapter in `directory`, or unload it if `directory` is empty.
+
+    The reply is sent when the node has announced the change. Requests that use an unloaded adapter continue.
+    """
+
+    name: str
+    directory: str = ""
+
+
+@dataclass(slots=True)
 class Ack:
     error: str = ""
     again: bool = False  # with `error`: whether the sender may repeat the last push once

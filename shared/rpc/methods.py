@@ -29,6 +29,7 @@ from shared.rpc.messages import (
     ReserveReply,
     ReserveRequest,
     RouterCommand,
+    SetAdapterRequest,
     SetRoleRequest,
     StopRequest,
 )
@@ -90,6 +91,7 @@ JOIN = Rpc("/baton.Registry/Join", NodeInfo, Ack, streams=True)
 FOLLOW = Rpc("/baton.Registry/Follow", Ack, NodeListChange, streams=True)
 ATTACH = Rpc("/baton.Node/Attach", RouterCommand, NodeUpdate, streams=True)
 SET_ROLE = Rpc("/baton.Node/SetRole", SetRoleRequest, Ack)
+SET_ADAPTER = Rpc("/baton.Node/SetAdapter", SetAdapterRequest, Ack)
 RESERVE = Rpc("/baton.Decode/Reserve", ReserveRequest, ReserveReply)
 PUSHED = Rpc("/baton.Decode/Pushed", PushedNotice, Ack)
 COMMIT = Rpc("/baton.Decode/Commit", CommitRequest, Ack)

@@ -1,7 +1,9 @@
 """Test that clusters answer requests of the model and of two LoRA adapters at once with the tokens of peft."""
 
+import json
 import shutil
 import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cluster.harness import DEMO, DEMO_VOCABULARY, cluster, prompt_of
+from tests.cluster.harness import DEMO, DEMO_VOCABULARY, START_S, Cluster, cluster, prompt_of, wait_for
 from tests.engine.families import CONFIGS, save
 from tests.engine.lora_files import save_adapter
 
@@ -83,3 +85,62 @@ def test_a_node_without_the_adapter_gets_no_request_for_it(tmp_path: Path) -> No
         found = pool.map(lambda case: running.complete(PROMPTS[case[1]], COUNT, model=case[0]), cases)
         assert list(found) == [expected[adapter][index] for adapter, index in cases]
         assert running.settled()["requests"]["moved"] == 0
+
+
+def change(running: Cluster, action: str, **fields: object) -> tuple[int, str]:
+    """Load or unload an adapter. Return the status and the text of the answer."""
+    url = f"{running.url}/v1/{action}_lora_adapter"
+    request = urllib.request.Request(url, json.dumps(fields).encode(), running.headers)
+    try:
+        with urllib.request.urlopen(request, timeout=START_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("prefill", [1, 0], ids=["disaggregated", "co-located"])
+def test_adapters_are_loaded_and_unloaded_while_the_cluster_serves(prefill: int, tmp_path: Path) -> None:
+    """A request in progress survives the unloading of its adapter, and a node that joins later gets the adapter."""
+    modules, expected = made("llama", tmp_path)
+    paths = dict(module.split("=") for module in modules)
+    settings = {"model": tmp_path, "runner": "torch", "allow_runtime_lora_updating": True, "log_level": "info"}
+    with cluster(prefill, 1, **settings) as running, ThreadPoolExecutor(9) as pool:
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            running.complete(PROMPTS[0], 1, model="sql")
+        assert change(running, "load", lora_name="sql", lora_path=paths["sql"]) == (
+            200,
+            "Success: LoRA adapter 'sql' added successfully.",
+        )
+        assert change(running, "load", lora_name="sql", lora_path=paths["sql"])[0] == 400
+        assert change(running, "load", lora_name="poems", lora_path=str(tmp_path / "none"))[0] == 400
+        assert change(running, "load", lora_name="poems", lora_path=paths["poems"])[0] == 200
+        assert {card["id"] for card in running.get("/v1/models")["data"]} == expected.keys()
+        cases = [(adapter, index) for index in range(len(PROMPTS)) for adapter in expected]
+        found = pool.map(lambda case: running.complete(PROMPTS[case[1]], COUNT, model=case[0]), cases)
+        assert list(found) == [expected[adapter][index] for adapter, index in cases]
+
+        long = pool.submit(running.complete, PROMPTS[0], 90, model="sql")
+        wait_for(lambda: running.status()["totals"]["running"] > 0, "the request runs")
+        assert change(running, "unload", lora_name="sql") == (
+            200,
+            "Success: LoRA adapter 'sql' removed successfully.",
+        )
+        assert change(running, "unload", lora_name="sql")[0] == 404
+        with pytest.raises(urllib.error.HTTPError, match="404") as refused:
+            running.complete(PROMPTS[0], 1, model="sql")
+        assert "model_not_found" in refused.value.read().decode()
+        assert long.result()[:COUNT] == expected["sql"][0]
+        wait_for(lambda: "was unloaded" in running.log("decode-0"), "the node unloads it")
+
+        running.start("decode-1")
+        running.ready()
+        running.processes["decode-0"].kill()
+        assert running.complete(PROMPTS[0], COUNT, model="poems") == expected["poems"][0]
+        assert change(running, "load", lora_name="sql", lora_path=paths["sql"])[0] == 200
+        assert running.complete(PROMPTS[0], COUNT, model="sql") == expected["sql"][0]
+
+
+def test_without_the_flag_adapters_cannot_change() -> None:
+    with cluster(0, 1) as running:
+        status, text = change(running, "load", lora_name="sql", lora_path="/none")
+        assert (status, "--allow-runtime-lora-updating" in text) == (404, True)

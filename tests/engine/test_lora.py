@@ -14,7 +14,7 @@ from engine.attention import plan_tables
 from engine.batch import BlockRows, build
 from engine.linear import Plain
 from engine.lora.files import CONFIG, WEIGHTS, lora_digest, read_lora
-from engine.lora.linear import AdaptedRows, adapt
+from engine.lora.linear import AdaptedRows, ModelAdapters
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.mlp import MLP_ROWS
@@ -38,6 +38,13 @@ ATTENTION = EVERY[:4]
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads it
 __all__ = ["every_backend"]  # applies to every test here
+
+
+def adapted_rows(model: Decoder, adapters: dict[str, Path], max_rank: int = 8) -> AdaptedRows:
+    added = ModelAdapters(model, Plain(torch.float32))
+    for digest, directory in adapters.items():
+        added.add(digest, read_lora(directory, max_rank), directory)
+    return added.rows
 
 
 @torch.inference_mode()
@@ -86,7 +93,7 @@ def test_a_batch_of_several_adapters_gives_the_logits_of_peft(
         references[lora_digest(directory)] = model
     model = load_model(tmp_path, torch.float32, CPU)
     directories = {digest: tmp_path / f"adapter {seed}" for seed, digest in enumerate(list(references)[1:])}
-    adapted = adapt(model, directories, Plain(torch.float32), max_rank=8)
+    adapted = adapted_rows(model, directories)
     random = Random(name)
     # With the last row, a step is longer than the batch that an MLP multiplies at once.
     lengths = [9, 17, 4, 30, 11, *([MLP_ROWS // 3] * 3 if name == "llama" else [])]
@@ -107,7 +114,7 @@ def test_base_rows_are_unchanged_by_company_and_by_loaded_adapters(tmp_path: Pat
     plain, adaptable = (load_model(tmp_path, torch.float32, CPU) for _ in range(2))
     row = [5, 9, 2, 44, 17, 60]
     alone = logits_of(plain, AdaptedRows(), [("", row)])[0]
-    adapted = adapt(adaptable, {"d": tmp_path / "adapter"}, Plain(torch.float32), 8)
+    adapted = adapted_rows(adaptable, {"d": tmp_path / "adapter"})
     for rows in ([("", row)], [("", row), ("d", row)], [("d", [1, 2, 3, 4]), ("", row)]):
         found = logits_of(adaptable, adapted, rows)[[name for name, _ in rows].index("")]
         assert float((found - alone).abs().max()) <= 1e-5
@@ -123,7 +130,7 @@ def refused(directory: Path, change: Any, says: str, max_rank: int = 8) -> None:
     save_file(tensors, directory / WEIGHTS)
     model = load_model(directory.parent, torch.float32, CPU)
     with pytest.raises(ValueError, match=says):
-        adapt(model, {"d": directory}, Plain(torch.float32), max_rank)
+        adapted_rows(model, {"d": directory}, max_rank)
 
 
 LAYER = "base_model.model.model.layers.0"

@@ -18,6 +18,7 @@ from shared.rpc.messages import (
     ReserveRequest,
     RouterCommand,
     SamplingParams,
+    SetAdapterRequest,
     SetRoleRequest,
     StepRecord,
     StopRequest,
@@ -80,6 +81,7 @@ EXAMPLES: list[tuple[object, str]] = [
         AcceptRequest(SUBMIT, b"{}", 24_000, 7),
         "94dc0011a172a6726f75746572c408010000000200000002059ecb3fe0000000000000cb3ff000000000000000cb000000000000000003cb3ff0000000000000cb0000000000000000cb00000000000000008107cbbff0000000000000c0c0c40090a000c400c40000a0c3a0a167c3a090c4027b7dcd5dc007",
     ),
+    (SetAdapterRequest("a", "/d"), "92a161a22f64"),
     (SetRoleRequest("decode"), "92a66465636f6465cb403e000000000000"),
     (Ack(), "92a0c2"),
 ]

@@ -1,0 +1,108 @@
+"""Loads and unloads LoRA adapters on all nodes of a model while they serve."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from math import inf
+
+from router.nodes.connection import NodeConnection
+from router.nodes.pool import NodePool
+from shared.errors import RequestError, UnavailableError
+from shared.lifecycle import TaskGroup, wait_until
+from shared.rpc.connection import RpcChannel
+from shared.rpc.messages import SetAdapterRequest
+from shared.rpc.methods import SET_ADAPTER, PeerError
+
+log = logging.getLogger("baton.router")
+LOAD_S = 120.0  # how long a node may take to read an adapter
+REGISTRY_S = 5.0  # how long the registry may take to report a node's adapters
+POLL_S = 0.1
+
+
+class AdapterSync:
+    """Gives every node of a pool the adapters that were loaded at run time, and takes away those that were unloaded.
+
+    Nodes that join later get them too, as long as this router runs. All methods run on the router's event loop.
+    `num_requests` is the number of requests in progress for each digest; they continue when their adapter is unloaded.
+    """
+
+    def __init__(self, pool: NodePool, num_requests: Mapping[str, int]) -> None:
+        self._pool = pool
+        self._num_requests = num_requests
+        self._directories: dict[str, str] = {}  # by name, of the adapters that were loaded
+        self._changing: set[tuple[str, str]] = set()  # node and adapter of the calls in progress
+        self._unloading: dict[str, asyncio.Task[None]] = {}  # by name
+        self._tasks = TaskGroup()
+
+    def start(self) -> None:
+        self._tasks.start(self._follow())
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def load(self, name: str, directory: str) -> None:
+        """Load the adapter on all nodes. If a node refuses, unload it again.
+
+        Raises RequestError with a node's reason, or UnavailableError if there is no node.
+        """
+        if (unloading := self._unloading.pop(name, None)) is not None:
+            await unloading
+        nodes = [each for each in self._pool.connections.values() if each.is_alive]
+        if not nodes:
+            raise UnavailableError("No node is ready to load an adapter; try again soon.", code="starting")
+        errors = await asyncio.gather(*(self._set(each, name, directory) for each in nodes))
+        if failed := [f"Node {node.info.id}: {text}." for node, text in zip(nodes, errors, strict=True) if text]:
+            await asyncio.gather(*(self._set(each, name) for each, text in zip(nodes, errors, strict=True) if not text))
+            raise RequestError(failed[0], "lora_path")
+        self._directories[name] = directory
+        self._pool.unloaded.discard(name)
+        for each in nodes:
+            self._pool.adapters |= {own: digest for own, digest in each.info.adapters.items() if own == name}
+
+    def unload(self, name: str) -> None:
+        """Let no new request use the adapter. Nodes unload it when the requests in progress have ended. Raises KeyError
+        if no node has it."""
+        digest = self._pool.adapters.pop(name)
+        self._directories.pop(name, None)
+        self._pool.unloaded.add(name)
+        self._unloading[name] = self._tasks.start(self._unload_unused(name, digest))
+
+    async def _unload_unused(self, name: str, digest: str) -> None:
+        await wait_until(lambda: not self._num_requests.get(digest, 0), inf, POLL_S)
+        if name in self._pool.unloaded:
+            nodes = [each for each in self._pool.connections.values() if each.is_alive and name in each.info.adapters]
+            await asyncio.gather(*(self._set(each, name) for each in nodes))
+
+    async def _follow(self) -> None:
+        """Change the adapters of nodes that join."""
+        while True:
+            for connection in self._pool.connections.values():
+                if connection.is_ready:
+                    for name in self._directories.keys() - connection.info.adapters.keys():
+                        self._tasks.start(self._catch_up(connection, name))
+                    for name in self._pool.unloaded & connection.info.adapters.keys():
+                        self._tasks.start(self._unload_unused(name, connection.info.adapters[name]))
+            await self._pool.change()
+
+    async def _catch_up(self, connection: NodeConnection, name: str) -> None:
+        if error := await self._set(connection, name, self._directories.get(name, "")):
+            log.warning("node %s cannot load the LoRA adapter %s: %s", connection.info.id, name, error)
+
+    async def _set(self, connection: NodeConnection, name: str, directory: str = "") -> str:
+        """Load the adapter on a node, or unload it without a directory. Wait until the registry reports the change.
+        Return the reason if the node refuses."""
+        key = connection.info.id, name
+        if key in self._changing:
+            return ""
+        self._changing.add(key)
+        channel = RpcChannel(connection.info.address)
+        try:
+            error = (await SET_ADAPTER.call(channel, SetAdapterRequest(name, directory), LOAD_S)).error
+            if not error:
+                await wait_until(lambda: (name in connection.info.adapters) == bool(directory), REGISTRY_S)
+        except PeerError as failure:
+            return f"it does not answer ({failure})"
+        finally:
+            channel.close()
+            self._changing.discard(key)
+        return error

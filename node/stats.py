@@ -89,6 +89,7 @@ def _attributes(settings: NodeSettings, components: EngineComponents, budget: Bu
     return {
         **components.attributes,
         **{name: str(getattr(settings, name)) for name in ATTRIBUTES},
+        "images": str(components.images is not None).lower(),
         "cpus": str(len(os.sched_getaffinity(0))),
         "max_step_tokens": str(budget.ceiling),
         "tbt_slo_ms": f"{settings.tbt_slo_ms:g}",

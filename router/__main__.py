@@ -28,8 +28,7 @@ from router.http.auth import ApiKeys
 from router.http.connection import ConnectionLimits, HttpConnection, IdleConnections, raise_fd_limit
 from router.http.whole_router import WholeRouter
 from router.metrics.node_metrics import MetricSource, NodeMetrics
-from router.metrics.scaling import ScalingSignals
-from router.models import ModelFiles, connect, load_models
+from router.models import ConnectedModel, ModelFiles, connect, load_models
 from router.nodes.adapters import AdapterSync
 from router.nodes.load import slo_targets
 from router.observer import RouterObserver
@@ -85,10 +84,6 @@ async def _serve(
     dashboard = Dashboard() if settings.dashboard else None
     observer = dashboard or RouterObserver()
     served = connect(settings, models, _identity(), _registry(settings, share), share, observer)
-    sources = [
-        MetricSource(each.parts.card.name, each.pool.journal.metric_rows, each.parts.dispatcher.status)
-        for each in served
-    ]
     admin = Admin([each.pool for each in served], settings.drain_timeout_s)
     first, *more = (each.parts for each in served)
     adapters = AdapterSync(served[0].pool, first.dispatcher.adapter_requests)
@@ -96,7 +91,7 @@ async def _serve(
         first.dispatcher,
         first.tokenizer,
         first.card,
-        registry=_metrics(sources, dashboard, [each.signals for each in served]),
+        registry=_metrics(served, dashboard),
         observer=observer,
         slo=lambda: slo_targets(
             settings.ttft_slo_ms, (info for each in served for info, _, alive in each.pool.nodes() if alive)
@@ -126,8 +121,7 @@ async def _serve(
             print(f"router: cannot listen on registry port {settings.registry_port}: {error}", file=sys.stderr)
             return 2
         if settings.allow_runtime_lora_updating:
-            adapters.start()
-            cleanup.push_async_callback(adapters.close)
+            cleanup.push_async_callback(adapters.start().close)
         if settings.rebalance == "on":
             for each in served:
                 cleanup.push_async_callback(Rebalancer(each.pool, each.signals, admin).start().close)
@@ -158,13 +152,15 @@ async def _serve_http(lifetime: ProcessLifetime, servers: "list[HttpServer]", ob
     await serving
 
 
-def _metrics(
-    sources: Sequence[MetricSource], dashboard: Dashboard | None, signals: Sequence[ScalingSignals]
-) -> CollectorRegistry:
-    """Return a registry with the metrics of nodes, including step metrics if there is a dashboard."""
+def _metrics(served: Sequence[ConnectedModel], dashboard: Dashboard | None) -> CollectorRegistry:
+    """Return a registry with the metrics of nodes, which include those of steps if there is a dashboard."""
+    sources = [
+        MetricSource(each.parts.card.name, each.pool.journal.metric_rows, each.parts.dispatcher.status)
+        for each in served
+    ]
     metrics = CollectorRegistry()
-    for each in signals:
-        metrics.register(each)
+    for each in served:
+        metrics.register(each.signals)
     if dashboard is None:
         metrics.register(NodeMetrics(sources))
     else:

@@ -15,7 +15,7 @@ from router.nodes.model_registry import DividedRegistry
 from router.nodes.placement import PoolCapacity
 from router.nodes.pool import NodePool
 from router.observer import RouterObserver
-from router.text.images import ImageReader
+from router.text.images import ImageLimits, ImageReader
 from router.text.model_files import read_model
 from router.text.pooling_rule import read_pooling
 from router.text.tokenizer import Tokenizer
@@ -78,12 +78,13 @@ def connect(
     ttft_slo_s = settings.ttft_slo_ms / 1000  # also limits the wait in the queue: a longer wait would miss it
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s, settings.exact_retries)
     served = []
+    limits = ImageLimits(settings.limit_mm_per_prompt, settings.max_image_pixels, settings.max_images_size)
     for files, part in zip(models, DividedRegistry(registry, names).parts if names[1:] else [registry], strict=True):
         queue = AdmissionQueue(min(settings.max_queue_s, ttft_slo_s or inf), share.of(settings.max_queued_tokens))
         resize = partial(_resize, queue, share)
         pool = NodePool(identity, part, settings.mode, settings.node_timeout_s, observer, resize)
         dispatcher = Dispatcher(pool, queue, files.card.name, rules, observer)
-        images = None if files.images is None else ImageReader(files.images)
+        images = None if files.images is None else ImageReader(files.images, limits)
         parts = ModelParts(dispatcher, files.tokenizer, files.card, images)
         signals = ScalingSignals(pool, queue, dispatcher.arrivals, files.card.name, ttft_slo_s)
         served.append(ConnectedModel(pool, parts, signals))

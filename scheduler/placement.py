@@ -12,6 +12,7 @@ from scheduler.disaggregate import LatencyEstimate, NodeView, choose, local_esti
 # Mitzenmacher 2001), so that the cost of a decision does not grow with the cluster.
 SCAN_LIMIT = 16
 NO_NODES: tuple[str, ...] = ()
+NOTHING: Mapping[str, int] = {}
 Node = TypeVar("Node")
 
 
@@ -106,22 +107,25 @@ def place(
     decode_nodes: Sequence[NodeView],
     cached_tokens: Mapping[str, int],
     disaggregate: str = "always",
+    encoded_tokens: Mapping[str, int] = NOTHING,
 ) -> Placement | None:
     """Choose the prefill node with the least work and the decode node with the most room. Return None without nodes.
 
     All given nodes are considered; see `candidates`. `cached_tokens` maps a node id to the number of prefix tokens that
     this node probably has cached. `disaggregate` is "always", "never" or "auto". "auto" compares the chosen pair with a
     decode node that computes the prompt itself: the chosen one, or the one with the longest prefix match.
+    `encoded_tokens` maps a node id to the work that it saves because it has encoded images of the prompt, in tokens.
     """
     generating = decode_nodes or prefill_nodes
     if not generating:
         return None
-    decode = min(generating, key=lambda node: _decode_load(node, num_tokens, cached_tokens))
+    saved = encoded_tokens.get
+    decode = min(generating, key=lambda node: _decode_load(node, num_tokens, cached_tokens, saved(node.id, 0)))
     prefill_nodes = [node for node in prefill_nodes if node.shared_pool_owner in {"", decode.incarnation_id}]
     if not decode_nodes or not prefill_nodes or disaggregate == "never":
         reason = "no_decode_node" if not decode_nodes else "never" if prefill_nodes else "no_prefill_node"
         return Placement(None, decode.id, reason, _local(decode, None, num_tokens, cached_tokens))
-    prefill = min(prefill_nodes, key=lambda node: _prefill_work(node, num_tokens, cached_tokens))
+    prefill = min(prefill_nodes, key=lambda node: _prefill_work(node, num_tokens, cached_tokens, saved(node.id, 0)))
     cached = cached_tokens.get(prefill.id, 0)
     remote = remote_estimate(prefill, num_tokens, cached, cached_tokens.get(decode.id, 0))
     prefix_match = max(generating, key=lambda node: cached_tokens.get(node.id, 0))
@@ -148,16 +152,20 @@ def _total(estimate: LatencyEstimate | None) -> float:
     return estimate.total_s if estimate is not None else inf
 
 
-def _prefill_work(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int]) -> tuple[int, int, int]:
+def _prefill_work(
+    node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int], saved_tokens: int
+) -> tuple[int, int, int]:
     """Return the sort key of a prefill node. It begins with the number of tokens to compute until this prompt ends."""
-    work = node.outstanding_tokens + num_tokens - min(num_tokens, cached_tokens.get(node.id, 0))
+    work = node.outstanding_tokens + num_tokens - min(num_tokens, cached_tokens.get(node.id, 0)) - saved_tokens
     return work, node.running, node.placed
 
 
-def _decode_load(node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int]) -> tuple[float, int, int]:
+def _decode_load(
+    node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int], saved_tokens: int
+) -> tuple[float, int, int]:
     """Return the sort key of a decode node. It begins with the share of KV memory or of batch slots that would be in
     use with this request, whichever is larger."""
     new_tokens = num_tokens - min(num_tokens, cached_tokens.get(node.id, 0))
     memory = (node.kv_tokens + node.outstanding_tokens + new_tokens) / node.kv_capacity_tokens
     places = (node.running + 1) / node.max_num_seqs
-    return max(memory, places), node.outstanding_tokens, node.placed
+    return max(memory, places), node.outstanding_tokens - saved_tokens, node.placed

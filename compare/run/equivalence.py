@@ -13,6 +13,7 @@ MAX_DIFFERENCE = 0.01  # tolerated difference of answers, as a share of tokens, 
 UNKNOWN = "unknown"  # the value of a fact that an arm does not publish
 # The settings that determine each fact. A fact that has the name of a setting is also determined by that setting.
 SETTINGS_OF = {
+    "adapters": ("lora_modules",),
     "prefix_caching": ("enable_prefix_caching",),
     "num_blocks": ("kv_cache_memory", "block_size"),
     "block_tokens": ("block_size",),

@@ -305,6 +305,7 @@ class Dispatcher:
             self.arrivals.add("cached", candidate.cached_tokens)
         self._record_placement(attempt, placement)
         self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
+        self._pool.images.record([one.digest for one in spans], placement.prefill or placement.decode)
         request.version = decode.version
         attempt.begin(prefill, decode, candidate.cached_tokens)
 

@@ -46,7 +46,6 @@ from shared.errors import RequestError, UnavailableError
 from shared.version import package_version
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
-IMAGES_BYTES = 32 << 20  # added to the limit of a body if the model takes images
 MAX_PATH, MAX_LISTED = 64, 7  # in the error for an unknown path: its characters, and the paths to list
 PARSED_AT_ONCE = 64 << 10  # bytes; a larger body is parsed on a thread
 Handler = Callable[[Body, ResponseWriter], Awaitable[None]]
@@ -355,7 +354,7 @@ class JsonEndpoint:
         reply, services, slots = ResponseWriter(scope, send), self.shared.models.services, self.shared.slots
         max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * max(each.model.max_model_len for each in services)
         max_body_bytes += self.kind.more_bytes
-        max_body_bytes += IMAGES_BYTES if any(each.images is not None for each in services) else 0
+        max_body_bytes += max(each.images.limits.body_bytes if each.images is not None else 0 for each in services)
         slots.used += 1
         try:
             if slots.used > slots.limit:

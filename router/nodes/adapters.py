@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from math import inf
+from typing import Self
 
 from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool
@@ -34,8 +35,9 @@ class AdapterSync:
         self._unloading: dict[str, asyncio.Task[None]] = {}  # by name
         self._tasks = TaskGroup()
 
-    def start(self) -> None:
+    def start(self) -> Self:
         self._tasks.start(self._follow())
+        return self
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -56,6 +58,8 @@ class AdapterSync:
             raise RequestError(failed[0], "lora_path")
         self._directories[name] = directory
         self._pool.unloaded.discard(name)
+        if not any(name in each.info.adapters for each in nodes):
+            raise UnavailableError("No node has loaded the adapter; try again soon.", code="node_lost")
         for each in nodes:
             self._pool.adapters |= {own: digest for own, digest in each.info.adapters.items() if own == name}
 
@@ -101,7 +105,9 @@ class AdapterSync:
             if not error:
                 await wait_until(lambda: (name in connection.info.adapters) == bool(directory), REGISTRY_S)
         except PeerError as failure:
-            return f"it does not answer ({failure})"
+            # A node that is lost gets the adapter when it joins again.
+            is_lost = await wait_until(lambda: not connection.is_alive, REGISTRY_S)
+            return "" if is_lost else f"it does not answer ({failure})"
         finally:
             channel.close()
             self._changing.discard(key)

@@ -149,11 +149,12 @@ def node_status(info: NodeInfo, stats: NodeStats, alive: bool) -> dict[str, Any]
     shown: dict[str, Any] = {name: getattr(info, name) for name in INFO} | {
         name: getattr(stats, name) for name in STATS
     }
+    adapters = ",".join(f"{name}={digest[:12]}" for name, digest in sorted(info.adapters.items()))
     return shown | {
         "state": stats.state if alive else "lost",
         "alive": alive,
         "blocks": {name: getattr(stats, f"blocks_{name}") for name in BLOCKS},
-        "facts": info.attributes,
+        "facts": info.attributes | {"adapters": adapters or "none"},
         "cost": stats.cost or None,
         "breach": stats.ledger_error,
     }

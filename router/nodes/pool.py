@@ -7,7 +7,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from random import Random
 from typing import Any
@@ -27,6 +27,7 @@ from shared.rpc.messages import NodeInfo, NodeStats
 log = logging.getLogger("baton.fleet")
 SLOW_START_S = 10.0  # during this time, a node that joins busy nodes gets less than its share of requests
 MAX_DETECTORS = 1024
+MAX_IMAGES = 20_000
 Allowed = tuple[RoutableNodes[NodeConnection], list[NodeConnection], list[NodeConnection]]
 FEW_NODES = 64  # with at most this many nodes, each change of a node is processed at once
 NOTIFY_S = 0.1
@@ -56,6 +57,7 @@ class NodePool:
         self.mode = mode
         self.journal = NodeJournal()
         self.prefixes = PrefixIndex()
+        self.images = PrefixIndex(MAX_IMAGES)  # the nodes to which each image was sent, by digest
         self.outliers = defaultdict[str, OutlierDetector](OutlierDetector)  # by node; all its incarnations share one
         self._registry = registry
         self._timeout_s = timeout_s
@@ -210,6 +212,7 @@ class NodePool:
         self.notify()
         if not connection.is_alive:
             self.prefixes.forget(connection.info.id)
+            self.images.forget(connection.info.id)
             if not connection.is_listed and self.connections.get(connection.info.id) is connection:
                 self._drop(connection.info.id)
 
@@ -317,8 +320,16 @@ class NodePool:
             return None
         group, prefill, decode = _drawn(identity, allowed)
         hashes = block_hashes(row, (prefill or decode)[0].info.block_tokens, salt, media)
+        among, encoded = (prefill, decode), self._encoded(media)
         return group.choose(
-            identity, len(row), hashes, self.prefixes, disaggregate, among=(prefill, decode), avoid=avoid
+            identity, len(row), hashes, self.prefixes, disaggregate, among=among, avoid=avoid, encoded=encoded
+        )
+
+    def _encoded(self, media: Sequence[MediaSpan]) -> Counter[str]:
+        """Return the number of tokens of the images that each node has encoded, or will encode for another request."""
+        return sum(
+            (Counter(dict.fromkeys(self.images.overlap([one.digest]), one.rows * one.columns)) for one in media),
+            Counter[str](),
         )
 
     def _eligible(

@@ -16,21 +16,30 @@ import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from router.text.child_process import ChildProcess
 from shared.errors import RequestError
 from shared.images import ImageRules
-from shared.limits import MAX_IMAGE_BYTES, MAX_IMAGES
+from shared.limits import MAX_IMAGE_BYTES
 from shared.rpc.messages import Media
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_PIXELS = 50_000_000  # limit of pixels of an image as it is sent; Pillow needs up to 8 bytes for each
-MEMORY_BYTES = 2 << 30  # address space of the child
+MEMORY_BYTES = 2 << 30  # address space of the child, or 16 bytes for each pixel that an image may have if that is more
+BYTES_PER_PIXEL = 16  # Pillow needs up to 8, and twice as much while it converts
 DECODE_S = 10  # time limit for one image, after which the child is killed
 DATA_URL = "data:image/"
 DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """The number of images of a request, the pixels of each as it is sent, and the bytes of all in the body."""
+
+    count: int = 16
+    pixels: int = 50_000_000
+    body_bytes: int = 32 << 20
 
 
 class ImageReader:
@@ -41,8 +50,9 @@ class ImageReader:
     the router.
     """
 
-    def __init__(self, rules: ImageRules) -> None:
+    def __init__(self, rules: ImageRules, limits: ImageLimits = ImageLimits()) -> None:
         self.rules = rules
+        self.limits = limits
         self.thread = ThreadPoolExecutor(1, "images")
         self._child: ChildProcess | None = None
 
@@ -52,8 +62,8 @@ class ImageReader:
         Raises RequestError, naming the parameter, if one is not an image that the model takes, or if they are too many
         or too large.
         """
-        if len(urls) > MAX_IMAGES:
-            text = f"`messages` has {len(urls)} images; at most {MAX_IMAGES} are allowed in a request."
+        if len(urls) > self.limits.count:
+            text = f"`messages` has {len(urls)} images; at most {self.limits.count} are allowed in a request."
             raise RequestError(text, "messages", "invalid_value")
         media: list[Media] = []
         for param, url in urls:
@@ -80,12 +90,13 @@ class ImageReader:
         return Media(0, *self.rules.grid(width, height), digest, width, height, pixels)
 
     def _ask(self, data: str) -> dict[str, Any] | None:
+        settings = {"rules": asdict(self.rules), "max_pixels": self.limits.pixels}
         if self._child is None:
             self._child = ChildProcess("router.text.images")
-            self._child.ask(asdict(self.rules))
+            self._child.ask(settings)
         elif not self._child.is_running:
             self._child.start()
-            self._child.ask(asdict(self.rules))
+            self._child.ask(settings)
         return self._child.ask(data)
 
 
@@ -113,7 +124,7 @@ def placed(tokens: Sequence[int], media: Sequence[Media], rules: ImageRules) -> 
 # The rest of this module runs in the child process.
 
 
-def decoded(data: str, rules: ImageRules) -> dict[str, Any]:
+def decoded(data: str, rules: ImageRules, max_pixels: int) -> dict[str, Any]:
     """Return the width, height and RGB pixels, in base64, of an image in the size that the model takes, or {"failed":
     why it is refused}."""
     from PIL import Image, ImageOps, UnidentifiedImageError
@@ -124,9 +135,9 @@ def decoded(data: str, rules: ImageRules) -> dict[str, Any]:
         return {"failed": "is not valid base64"}
     try:
         image: Any = Image.open(file, formats=FORMATS)
-        if image.width * image.height > MAX_PIXELS:
+        if image.width * image.height > max_pixels:
             size = f"{image.width} x {image.height}"
-            return {"failed": f"has {size} pixels: at most {MAX_PIXELS:,} are allowed; send a smaller image"}
+            return {"failed": f"has {size} pixels: at most {max_pixels:,} are allowed; send a smaller image"}
         if getattr(image, "is_animated", False) and image.format in FORMATS:
             return {"failed": "is animated: send one frame as an image without animation"}
         wide, high = rules.size(*_upright(image))
@@ -156,15 +167,17 @@ def main() -> None:
     """Decode images from standard input until it ends."""
     from PIL import Image
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C also reaches the router, which may still need this process
-    Image.MAX_IMAGE_PIXELS = None  # `decoded` has its own limit
-    rules = ImageRules(**json.loads(sys.stdin.readline()))
+    Image.MAX_IMAGE_PIXELS = None  # `decoded` has a limit of its own
+    settings = json.loads(sys.stdin.readline())
+    rules, max_pixels = ImageRules(**settings["rules"]), settings["max_pixels"]
+    memory_bytes = max(MEMORY_BYTES, BYTES_PER_PIXEL * max_pixels)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     print("{}", flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, DECODE_S)  # SIGPROF kills the process
-        print(json.dumps(decoded(json.loads(line), rules)), flush=True)
+        print(json.dumps(decoded(json.loads(line), rules, max_pixels)), flush=True)
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 

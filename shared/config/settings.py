@@ -4,6 +4,7 @@ A flag overrides `BATON_<FIELD>` in the environment, which overrides the default
 """
 
 import difflib
+import json
 import os
 import re
 import tempfile
@@ -19,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from shared.config.speculation import SpeculativeConfig, check_speculation, parse_speculation
 from shared.errors import ConfigError
+from shared.limits import MAX_IMAGES
 from shared.resolver import is_host_and_port
 
 PREFIX = "BATON_"
@@ -29,6 +31,7 @@ SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECAS
 MAX_SIZE = 10**18  # processes pass sizes to each other in bytes, of which SIZE accepts at most 18 digits
 COUNT = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)([kmgKMG])", re.ASCII)
 SIZE_FORMS = "bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in 512MiB"
+DEFAULT_IMAGES = 16
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -61,6 +64,27 @@ def parse_count(value: int | str) -> int | str:
     elif re.fullmatch(r"[-+]?\d+", text, re.ASCII):
         return value
     raise ValueError("must be a whole number, as in 16384, 16k (16,000) or 16K (16,384)")
+
+
+def parse_image_limit(value: str | int) -> int | str:
+    """Return the number of images in vLLM's --limit-mm-per-prompt, such as '{"image": 4}' or image=4, or a plain number
+    unchanged. Raises ValueError if it is malformed, or allows videos or audio."""
+    text = str(value).strip()
+    if re.fullmatch(r"\d+", text, re.ASCII):
+        return value
+    words = 'must be the number of images, as in 4, image=4 or {"image": 4}; video and audio must be 0'
+    try:
+        if not text.startswith("{"):
+            text = json.dumps({name: int(count) for name, count in (part.split("=") for part in text.split(","))})
+        limits = {
+            name: limit.get("count") if isinstance(limit, dict) else limit for name, limit in json.loads(text).items()
+        }
+    except (ValueError, RecursionError):
+        raise ValueError(words) from None
+    count = limits.pop("image", DEFAULT_IMAGES)
+    if type(count) is not int or limits.keys() - {"video", "audio"} or any(limits.values()):
+        raise ValueError(words)
+    return count
 
 
 def parse_cpus(value: str | Iterable[int]) -> tuple[int, ...]:
@@ -205,6 +229,7 @@ Policy = Literal[
     "static",
 ]
 Size = Annotated[int, BeforeValidator(parse_size)]
+ImageLimit = Annotated[int, BeforeValidator(parse_image_limit), Field(ge=0, le=MAX_IMAGES)]
 Cpus = Annotated[tuple[int, ...], BeforeValidator(parse_cpus), AfterValidator(_check_cpus)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_parse_list), AfterValidator(_check_origins)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_parse_list)]
@@ -291,6 +316,13 @@ class ServingSettings(CommonSettings):
     reasoning_parser: str = setting(
         "auto", "Syntax of reasoning in answers, as in vLLM; none: it is content.", "found from the chat template"
     )
+    limit_mm_per_prompt: ImageLimit = setting(
+        DEFAULT_IMAGES, 'Maximum images of a request, as in vLLM: 4, image=4 or {"image": 4}.'
+    )
+    max_image_pixels: Annotated[int, Field(ge=1, le=500_000_000)] = setting(
+        50_000_000, "Maximum pixels of an image as it is sent."
+    )
+    max_images_size: Size = setting(32 << 20, "Maximum size of the images of a request as they are sent, in base64.")
     responses_store: Annotated[str, AfterValidator(_check_store)] = setting(
         "", "Store of /v1/responses: memory, or redis://host:port, for several routers.", "responses are not stored"
     )

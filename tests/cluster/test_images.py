@@ -129,6 +129,28 @@ def test_a_request_with_an_image_survives_the_death_of_a_node(killed: str, tmp_p
         assert requests["failed"] == 0
 
 
+@pytest.mark.parametrize("prefill", [2, 0], ids=["disaggregated", "co-located"])
+def test_a_cluster_encodes_an_image_once(prefill: int, tmp_path: Path) -> None:
+    """The prompts have no common prefix, so only the image attracts them to a node. Many at once use all nodes."""
+    write("qwen3 vl", tmp_path)
+    image = {"type": "image_url", "image_url": {"url": data_url(picture(1, 40, 24))}}
+
+    def ask(number: int) -> int:
+        content = [{"type": "text", "text": f"{number} {'Tell me. ' * number}"}, image]
+        messages = [{"role": "user", "content": content}]
+        found = running.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2, "temperature": 0})
+        return int(found["usage"]["completion_tokens"])
+
+    def encoded() -> list[int]:
+        return sorted(node["images_encoded"] for node in running.settled()["nodes"])
+
+    with cluster(prefill, 2, model=tmp_path, runner="torch") as running, ThreadPoolExecutor(20) as pool:
+        assert [ask(number) for number in range(6)] == [2] * 6
+        assert encoded() == [0] * (prefill + 1) + [1]
+        list(pool.map(ask, range(6, 40)))
+        assert max(encoded()) == 1
+
+
 @pytest.mark.exhaustive
 def test_a_decode_node_that_preempts_requests_encodes_no_image(tmp_path: Path) -> None:
     """It does not have the pixels. It recomputes the tokens after the images, or gives the request back."""

@@ -19,7 +19,7 @@ from router.http.bodies import ChatBody, parse_body, validated
 from router.http.parsing import build_requests
 from router.http.response_bodies import ResponsesBody
 from router.http.responses_api import named_parameters as of_responses
-from router.text.images import ImageReader
+from router.text.images import ImageLimits, ImageReader
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.images import ImageRules, read_image_rules
@@ -124,6 +124,17 @@ async def test_bad_requests_with_images_are_refused(fields, param: str, fix: str
         await request_of(qwen, fields)
     assert (refused.value.status, refused.value.param) == (400, param)
     assert fix in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("limits", "fix"),
+    [(ImageLimits(count=1), "at most 1 are"), (ImageLimits(count=0), "at most 0 are"), (ImageLimits(pixels=959), "at most 959 are")],
+)  # fmt: skip
+async def test_the_limits_of_images_are_those_of_the_settings(limits: ImageLimits, fix: str, qwen) -> None:
+    tokenizer, reader = qwen
+    with pytest.raises(RequestError, match=fix):
+        await request_of((tokenizer, ImageReader(reader.rules, limits)), content(GOOD, GOOD))
+    await request_of((tokenizer, ImageReader(reader.rules, ImageLimits(2, 960))), content(GOOD, GOOD))
 
 
 async def test_images_with_too_many_pixels_for_a_message_are_refused(tmp_path: Path, qwen) -> None:

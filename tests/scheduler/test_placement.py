@@ -32,6 +32,14 @@ def test_a_cached_prefix_outweighs_a_shorter_queue() -> None:
     assert placed(prefill, [node("d")], p0=50) == ("p1", "d")
 
 
+def test_an_image_that_a_node_has_encoded_outweighs_a_shorter_queue() -> None:
+    prefill = [node("p0", "prefill", outstanding_tokens=60), node("p1", "prefill")]
+    for saved, chosen in ((80, "p0"), (50, "p1")):
+        found = place(100, prefill, [node("d")], {}, encoded_tokens={"p0": saved})
+        assert found is not None
+        assert found.prefill == chosen
+
+
 def test_a_cluster_with_one_kind_of_node_uses_that_kind() -> None:
     assert placed([], [node("d0"), node("d1")]) == (None, "d0")
     assert placed([node("p0", "prefill")], []) == (None, "p0")

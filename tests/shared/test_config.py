@@ -254,6 +254,30 @@ def test_an_invalid_count_is_refused(text: str) -> None:
         resolve(NodeSettings, {"max_model_len": text}, {})
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("4", 4), ("image=4", 4), ('{"image": 4}', 4), ('{"image": {"count": 2, "width": 9}, "video": 0}', 2), ("video=0", 16)],
+)  # fmt: skip
+def test_the_limit_of_images_has_the_forms_of_vllm(text: str, count: int) -> None:
+    settings = resolve(RouterSettings, {"limit_mm_per_prompt": text}, {})[0]
+    assert settings.limit_mm_per_prompt == count
+    assert resolve(RouterSettings, {}, settings.environment())[0] == settings
+
+
+@pytest.mark.parametrize(
+    "text", ["-1", "999", "image", "image=x", "video=1", '{"image": "4"}', '{"image"', "{}}", '{"x": 0}']
+)
+def test_an_invalid_limit_of_images_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--limit-mm-per-prompt"):
+        resolve(RouterSettings, {"limit_mm_per_prompt": text}, {})
+
+
+def test_adapters_may_be_updated_with_the_variable_of_vllm() -> None:
+    settings, sources = resolve(RouterSettings, {}, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"})
+    assert settings.allow_runtime_lora_updating
+    assert sources["allow_runtime_lora_updating"] == "environment VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+
+
 SIZES = {"1": 1, "512MiB": 512 << 20, "512 mib": 512 << 20, "2GB": 2 * 10**9, "1.5GiB": 3 << 29, "0.5kB": 500, "7B": 7}
 
 

@@ -94,11 +94,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
     if not rows:
         return []
     compiled = compiled_draw() if logits.device.type == "cpu" else None
-    adjusted = adjust(logits, rows, masks)
     if compiled is not None:
-        tokens = compiled(logits, adjusted, torch.from_numpy(parameters_of(rows)))
+        tokens = compiled(logits, adjust(logits, rows), torch.from_numpy(parameters_of(rows)), masks)
     else:
-        tokens = draw(logits, adjusted, rows)
+        tokens = draw(logits, adjust(logits, rows, masks), rows)
     draws = [_draw_of(token) for token in tokens]
     _describe(logits, rows, draws)
     return draws
@@ -125,7 +124,7 @@ def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[SamplingRow]) -> list[
 
 
 @cache
-def compiled_draw() -> Callable[[Tensor, Tensor, Tensor], list[int]] | None:
+def compiled_draw() -> Callable[[Tensor, Tensor, Tensor, TokenMasks | None], list[int]] | None:
     """Return the compiled draw function for CPUs, or None if this machine cannot compile it."""
     if why_not_compiled():
         return None

@@ -84,13 +84,8 @@ class TokenMasks:
 
 
 def _limits(words: IntArray, device: torch.device) -> Tensor:
-    """Return inf for each bit of `words` [R, W] that is set, and -inf for the others, float32 [R, 32 W].
-
-    On a CPU, a table of bytes and `torch.minimum` take a tenth of the time of `masked_fill`.
-    """
+    """Return inf for each bit of `words` [R, W] that is set, and -inf for the others, float32 [R, 32 W]."""
     octets = words.view(np.uint8)
-    if device.type == "cpu":
-        return torch.from_numpy(LIMITS.take(octets, axis=0).reshape(len(words), -1))
     return torch.from_numpy(LIMITS).to(device)[torch.from_numpy(octets).to(device).int()].flatten(1)
 
 

@@ -37,6 +37,7 @@ from engine.cpu.simd import (
     where_less,
     written,
 )
+from engine.token_masks import TokenMasks
 from shared.limits import GREEDY_BELOW
 
 WORK = 4  # elementary operations per logit, for `engine.cpu.jit.PARALLEL_WORK`
@@ -197,19 +198,48 @@ def nth_score(area, scores, ranked, count, nth):
 
 
 @inlined
-def draw_one(row, count, parameters, area):
-    temperature = _parameter(parameters)
+def allowed(row, count, words, by, scores, tokens):
+    """Store the scores of the tokens whose bits are set, divided by `by`, and these tokens. Return their number."""
+    kept = 0
+    for index in range(min(len(words), (count + 31) >> 5)):
+        word, first = words[index], 32 * index
+        if word:
+            for at in range(first, min(count, first + 32)):
+                scores[kept], tokens[kept] = row[at] / by, at
+                kept += (word >> np.uint32(at - first)) & np.uint32(1)
+    end(scores, kept)
+    return kept
+
+
+@inlined
+def gather(row, count, mask, num_words, by, area):
+    """Store the scores, which are logits divided by `by`, and their tokens. Return their number."""
+    room = count + LANES
+    tokens = carray(_pointer(area + 4 * room), room, np.int32)
+    if mask:
+        words, scores = carray(_pointer(mask), num_words, np.uint32), carray(_pointer(area), room, np.float32)
+        return allowed(carray(_pointer(row), count, np.float32), count, words, by, scores, tokens)
+    divide(row, count, by, area)
+    for token in range(count):
+        tokens[token] = token
+    return count
+
+
+@inlined
+def draw_one(row, count, parameters, area, mask, num_words):
+    temperature = np.float32(_parameter(parameters))
+    is_greedy = _parameter(parameters) < GREEDY_BELOW
     top_p, min_p, top_k = _parameter(parameters + 8), _parameter(parameters + 16), address_at(parameters + 24)
-    divide(row, count, np.float32(temperature), area)
     room = count + LANES
     scores = carray(_pointer(area), room, np.float32)
     tokens = carray(_pointer(area + 4 * room), room, np.int32)
     ranked = carray(_pointer(area + 8 * room), room, np.float32)
-    for token in range(count):
-        tokens[token] = token
-    best, token = most_likely(area, count)
-    if not math.isfinite(best):  # division by a tiny penalty or temperature overflowed, so weights are undefined
-        return token
+    count = gather(row, count, mask, num_words, np.float32(1) if is_greedy else temperature, area)
+    best, at = most_likely(area, count)
+    if mask and best == -math.inf:  # also if no token is allowed
+        return NOTHING_ALLOWED
+    if is_greedy or not math.isfinite(best):  # not finite: a tiny penalty or temperature made the division overflow
+        return tokens[at]
     least, held = np.float32(-math.inf), 0.0  # `held`: the total weight of the top_k tokens
     if min_p > 0:
         least = best + np.float32(math.log(np.float32(min_p)))
@@ -235,7 +265,8 @@ def draw_one(row, count, parameters, area):
 @kernel
 def _draw(values):
     """`values` contains a counter, the number of rows, the size of the vocabulary, the addresses of logits, adjusted
-    logits, parameters, result and areas, and an area's size in bytes. Threads take rows in order; each has one area."""
+    logits, parameters, result and areas, an area's size in bytes, the address of the addresses of the rows' masks (0:
+    none), and the number of words of a mask. Threads take rows in order; each has one area."""
     area = values[7] + values[8] * np.int64(thread_number())
     rows, vocab = values[1], values[2]
     while True:
@@ -243,28 +274,34 @@ def _draw(values):
         if index >= rows:
             return
         row, parameters = values[4] + 4 * vocab * index, values[5] + 8 * WORDS * index
+        mask = address_at(values[9] + 8 * index)
         best, token = most_likely(row, vocab)
         if not math.isfinite(sum_of(values[3] + 4 * vocab * index, vocab)):
             token = BROKEN
         elif best == -math.inf:
             token = NOTHING_ALLOWED
-        elif _parameter(parameters) >= GREEDY_BELOW:
-            token = draw_one(row, vocab, parameters, area)
+        elif mask or _parameter(parameters) >= GREEDY_BELOW:
+            token = draw_one(row, vocab, parameters, area, mask, values[10])
         put_address(np.int64(token), values[6] + 8 * index)
 
 
-def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor) -> list[int]:
+def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor, masks: TokenMasks | None = None) -> list[int]:
     """Return for each row a token, `BROKEN` or `NOTHING_ALLOWED`.
 
     `logits` and `adjusted` are float32 [R, vocab]. `adjusted` has the logits after bans, bias and penalties, and may be
-    the tensor `logits`. `parameters` is int64 [R, WORDS], as packed by `engine.sampling.parameters_of`.
+    the tensor `logits`. `parameters` is int64 [R, WORDS], as packed by `engine.sampling.parameters_of`. `masks` has
+    the only tokens that some rows may draw. It is applied here, because the draw then reads only these tokens.
     """
     rows, vocab = logits.shape
     logits, adjusted = logits.contiguous(), adjusted.contiguous()
     chosen = torch.empty(rows, dtype=torch.int64)
+    addresses, num_words = torch.zeros(rows, dtype=torch.int64), 0
+    if masks is not None:
+        words, num_words = np.ascontiguousarray(masks.words), masks.words.shape[1]
+        addresses[masks.rows] = words.ctypes.data + 4 * num_words * torch.arange(len(masks.rows))
     areas = torch.empty((torch.get_num_threads(), 3, vocab + LANES), dtype=torch.float32)
     _draw(
         rows * vocab * WORK, 0, rows, vocab, logits.data_ptr(), adjusted.data_ptr(), parameters.data_ptr(),
-        chosen.data_ptr(), areas.data_ptr(), areas.stride(0) * 4,
+        chosen.data_ptr(), areas.data_ptr(), areas.stride(0) * 4, addresses.data_ptr(), num_words,
     )  # fmt: skip
     return chosen.tolist()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from engine.counter_rng import GOLDEN, MASK, gumbel, key_of
 from engine.sampling import CANDIDATES, SamplingRow, adjust, compiled_draw, draw, parameters_of, restrict, sample
+from engine.token_masks import TokenMasks
 from shared.rpc.messages import SamplingParams, pack_ids
 from tests.gpu_less.draws import FILTERS as COMMON
 
@@ -277,13 +278,20 @@ def test_the_compiled_draw_equals_the_reference(vocab: int, scale: float) -> Non
     logits = random_logits(40, vocab, vocab, scale)
     banned = logits.clone()
     banned[::3, vocab // 2] = -math.inf
+    words = np.random.default_rng(vocab).integers(-(2**31), 2**31, (20, -(-vocab // 32)), np.int32)
+    words[::4] &= words[1::4] & words[2::4]
+    words[0], words[1], words[2, :-1] = 0, -1, 0
+    masks = TokenMasks(list(range(0, 40, 2)), words)
     spoilt = logits.clone()
     spoilt[7, vocab - 1], spoilt[8, 0], spoilt[9, vocab // 2] = math.nan, math.inf, -math.inf
     for sampling in [*FILTERS, GREEDY, SamplingParams(top_k=900, top_p=0.8), SamplingParams(top_k=60, top_p=0.99)]:
         rows = rows_of(sampling, 40)
         parameters = torch.from_numpy(parameters_of(rows))
         for raw, adjusted in ((logits, logits), (logits, banned), (spoilt, spoilt), (logits[:, :vocab:2],) * 2):
-            assert compiled(raw, adjusted, parameters) == draw(raw, adjusted, rows), sampling
+            assert compiled(raw, adjusted, parameters, None) == draw(raw, adjusted, rows), sampling
+            masked = adjusted.clone()
+            masks.apply_(masked)
+            assert compiled(raw, adjusted, parameters, masks) == draw(raw, masked, rows), sampling
 
 
 @pytest.mark.timeout(60, method="thread")  # compiled code does not handle signals
@@ -305,7 +313,7 @@ def test_scores_that_overflow_are_drawn_like_the_reference(low: float) -> None:
         adjusted = adjust(logits, rows)
         assert adjusted[0, 5] == math.inf
         adjusted[0] = torch.where(adjusted[0] > low, math.inf, adjusted[0])
-        assert compiled(logits, adjusted, torch.from_numpy(parameters_of(rows))) == draw(logits, adjusted, rows)
+        assert compiled(logits, adjusted, torch.from_numpy(parameters_of(rows)), None) == draw(logits, adjusted, rows)
 
 
 def test_threads_share_the_rows_of_a_compiled_draw() -> None:

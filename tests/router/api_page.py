@@ -45,6 +45,12 @@ names an invalid parameter, 401 and 403 a missing or insufficient key, 404 an un
 that did not arrive in time, 413 a body that is too large. 429 (the cluster is full) and 503 (no node is ready) have the
 header `retry-after`. In a stream, an error is the last event.
 
+## LoRA adapters
+
+With `--allow-runtime-lora-updating`, an admin can load and unload adapters ([operations](operations.md#lora-adapters)).
+`POST /v1/load_lora_adapter` takes `lora_name` and `lora_path`; `load_inplace` is refused unless it is false.
+`POST /v1/unload_lora_adapter` takes `lora_name`; `lora_int_id` is accepted without effect.
+
 ## Reading endpoints
 
 | path | query parameters |

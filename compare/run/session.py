@@ -265,9 +265,9 @@ class Session:
 
     async def _greedy_answers(self, arm: Arm, endpoint: Endpoint) -> list[list[int]]:
         """Return an arm's answers to the prompts. On vLLM servers, add a problem if KV did not move as required."""
+        if (meter := self._experiment.engines) is None:  # the salt decides the words of prompts that are sent as text
+            return await equivalence.greedy_answers(endpoint, self._experiment.prompts, salt="preflight")
         salt = f"{self._started_ns} preflight {arm.name}"
-        if (meter := self._experiment.engines) is None:
-            return await equivalence.greedy_answers(endpoint, self._experiment.prompts, salt)
         await endpoint.until_idle(COOL_DOWN_S)  # the nodes have just sent their own requests
         before = await meter.read()
         answers = await equivalence.greedy_answers(endpoint, self._experiment.prompts, salt)

@@ -260,10 +260,6 @@ EARLY: dict[str, tuple[dict[str, object], Callable[[Path], object], str]] = {
     "a tiny pool": ({"kv_cache_memory": 100}, Path.exists, "--kv-cache-memory 100 holds 0 blocks"),
     "no keys": ({"api_keys_file": "/no/keys"}, Path.exists, "--api-keys-file /no/keys: cannot be read"),
     "no secret": ({"cluster_secret_file": "/no/secret"}, Path.exists, "--cluster-secret-file /no/secret"),
-    "guesses with states": (
-        {"speculative_config": "ngram"}, configure(**QWEN3_NEXT),
-        "--speculative-config: Qwen3NextForCausalLM has recurrent layers, .*omit it",
-    ),
     "another vocabulary": (
         {"speculative_config": json.dumps({"model": str(DATA / "stories260K")})}, Path.exists,
         "--speculative-config: the draft model .*stories260K has another vocabulary than {model}",

@@ -174,7 +174,7 @@ def test_the_status_shows_the_activity_of_nodes_and_latencies():
     assert (decode["steps_per_s"], decode["tokens_per_s"], decode["busy"]) == (0.1, 10.0, 0.02)
     assert decode["batch"] == {"tokens": 100, "prefills": 2, "decodes": 4}
     assert (decode["budget"], decode["budget_reason"], decode["records_dropped"]) == (256, "tbt", 3)
-    assert (prefill["busy"], prefill["facts"], prefill["cost"]) == (0.0, {}, None)
+    assert (prefill["busy"], prefill["facts"], prefill["cost"]) == (0.0, {"adapters": "none"}, None)
     assert whole["latency"]["window_s"] == 60
     assert isinstance(whole["summary"], str)
     json.dumps(whole, allow_nan=False)

@@ -27,7 +27,7 @@ imports:
 	$(BIN)/lint-imports --no-cache
 
 # More workers than cores: tests with clusters mostly wait. Each file runs in one worker: its tests share clusters.
-WORKERS ?= $(shell echo $$(($$(nproc) + 3)))
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 unit:
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(PYTEST)
 

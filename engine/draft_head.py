@@ -61,7 +61,7 @@ class DraftHead(TimedDrafter):
         features = torch.zeros(1, self.model.config.hidden_size)
         self._pass([slice_], features)
 
-    # ---- beside the model's steps -----------------------------------------------------------------------------
+    # ---- before and after the model's steps -------------------------------------------------------------------
 
     def extended(self, step: Step) -> Step:
         """Return the step with slices that begin one token earlier where the state before them is not known."""

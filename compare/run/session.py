@@ -489,7 +489,7 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
     if counts["bytes_moved"] != expected_bytes:
         problems.append(f"{counts['bytes_moved']} bytes of KV were moved, but the moved blocks hold {expected_bytes}")
     shared_pool = {"pool"} == {channel for node in now.values() for channel in node.get("channels", {}).values()}
-    is_counted = shared_pool or any(map(is_external, now.values()))  # counted elsewhere; see `check_moved`
+    is_counted = shared_pool or any(map(is_external, now.values()))  # `check_moved` counts vLLM's
     if splits and not (counts["handoffs"] and (counts["bytes_moved"] or is_counted)):
         problems.append("disaggregated, but no KV was handed off")
     if splits is False and counts["handoffs"]:

@@ -79,9 +79,9 @@ class EagleDecoder(HeadDecoder):
     """An EAGLE-3 head ("EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
     Li et al. 2025).
 
-    A product makes one vector of three of the model's states. The input of attention is the normed embedding beside the
-    normed vector, and the residual is the vector. The head has its own vocabulary: its logits are those of the tokens
-    `targets`, int64 [n], and others get no probability.
+    A linear layer projects three of the model's hidden states to one vector. The input of attention concatenates the
+    normed embedding and the normed vector; the residual is the vector. The head has its own vocabulary: its logits are
+    those of the tokens `targets`, int64 [n]. Other tokens are never guessed.
     """
 
     def __init__(

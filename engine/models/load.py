@@ -114,7 +114,7 @@ def load_eagle(path: Path, model: Decoder, linear: LinearFormat | None = None) -
         draft_layers=0, embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0, logit_softcap=0.0,
     )  # fmt: skip
     size, count = eagle.hidden_size, eagle.vocab_size
-    root = "model." if checkpoint.is_headless else ""  # as `Checkpoint` names tensors beside an embedding
+    root = "model." if checkpoint.is_headless else ""  # the prefix that `Checkpoint` expects
     loader = _Loader(checkpoint.take, config, model.dtype, linear or Plain(model.dtype), LLAMA, None)
     prefix = f"{root}midlayer."
     if checkpoint.dtype_of(f"{prefix}hidden_norm.weight") is None:

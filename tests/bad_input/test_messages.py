@@ -10,6 +10,7 @@ import msgpack
 import pytest
 
 from node.validation import RANGES, check_submit
+from shared.limits import MAX_IMAGES
 from shared.registry import check_node
 from shared.rpc.codec import MAX_ITEMS, MAX_MESSAGE_BYTES, DecodeError, decode, encode
 from shared.rpc.messages import (
@@ -181,7 +182,7 @@ WRONG_SUBMITS: list[tuple[SubmitRequest, str]] = [
     (replace(SUBMIT, decode_node="file:///etc/passwd"), "decode_node is 'file"),
     (replace(SUBMIT, decode_node="host"), "decode_node is 'host'"),
     (replace(SUBMIT, stop_tokens=b"\xff" * 4), "negative"),
-    (replace(SUBMIT, media=[IMAGE] * 17), "number of media is 17"),
+    (replace(SUBMIT, media=[IMAGE] * (MAX_IMAGES + 1)), "number of media is 257"),
     (replace(SUBMIT, media=[replace(IMAGE, rows=0)]), "media.rows is 0"),
     (replace(SUBMIT, media=[replace(IMAGE, columns=-1)]), "media.columns is -1"),
     (replace(SUBMIT, media=[replace(IMAGE, offset=1)]), "media.offset is 1: it must be from 0 to 0"),

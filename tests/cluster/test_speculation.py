@@ -87,7 +87,7 @@ def test_answers_are_the_same_with_and_without_guesses(prefill: int, drafter: st
         assert counted(running, "draft_tokens") == 0
         assert list(pool.map(lambda one: answer(running, *one), asked)) == plain
         after = running.settled()
-        assert counted(running, "accepted_tokens") > 20
+        assert counted(running, "accepted_tokens") > 5  # how many are guessed depends on measured step times
         is_right = counted(running, "accepted_tokens") / counted(running, "draft_tokens")
         # The drafter does not know which tokens a grammar forbids.
         assert least < is_right < most

@@ -100,8 +100,8 @@ class EagleFiles:
     def logits(self, text: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the head's last state and its logits, from all tokens and the vectors before the last token.
 
-        As published: the normed embedding of each token from the second on stands beside the normed vector before it,
-        as the input of attention. The vector is the residual. A gated MLP, a norm and the output head follow.
+        As published, the input of attention is the concatenation of the normed embedding of each token, from the second
+        on, and the normed vector before it. The vector is the residual. A gated MLP, a norm and the output head follow.
         """
         config, count = self.base.config, len(states)
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StoppingCriteria, S
 from benchmarks.peers.worker import serve
 
 
-class TokenTimes(StoppingCriteria):
+class TokenTimes(StoppingCriteria):  # type: ignore[misc]
     """A stopping criterion that never stops generation, but records the time of each token."""
 
     def __init__(self) -> None:

@@ -91,7 +91,7 @@ def parsed(directory: Path, release: str) -> Any:
     from transformers import AutoConfig
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:

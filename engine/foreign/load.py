@@ -81,7 +81,7 @@ def checked(decoder: ForeignDecoder, backend: Callable[[KVPool], AttentionBacken
 
 def read_module(path: Path, config: ModelConfig) -> Any:
     """Return transformers' model in float32. Raises ValueError if tensors are missing, too many or of other sizes."""
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     module, found = getattr(transformers, config.architecture).from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False,
         use_safetensors=True, output_loading_info=True,

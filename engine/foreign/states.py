@@ -73,13 +73,13 @@ class ModuleStates:
 def kept(cache: DynamicCache, part: StatePart) -> Tensor:
     """Return a state of a cache. Raises ValueError if there is none."""
     get = cache.get_conv_state if part.is_conv else cache.get_recurrent_state
-    found = get(part.layer, state_idx=part.number)
+    found: Tensor | None = get(part.layer, state_idx=part.number)
     if found is None:
         raise ValueError(f"layer {part.layer} keeps its state in a different place than in the first pass")
     return found
 
 
-class StateProbe(DynamicCache):
+class StateProbe(DynamicCache):  # type: ignore[misc]
     """The cache of a probe pass, which detects the modules that keep states."""
 
     def __init__(self, config: Any, module: nn.Module) -> None:
@@ -107,13 +107,13 @@ class StateProbe(DynamicCache):
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Tensor:
         self._parts.setdefault(self._calls[-1], {})[layer_idx, state_idx, True] = None
-        return super().update_conv_state(conv_states, layer_idx, state_idx, **options)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **options)  # type: ignore[no-any-return]
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
     ) -> Tensor:
         self._parts.setdefault(self._calls[-1], {})[layer_idx, state_idx, False] = None
-        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **options)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **options)  # type: ignore[no-any-return]
 
     def found(self) -> list[ModuleStates]:
         """Return the states of each module that has any."""

@@ -95,7 +95,7 @@ def _modules(config: Any, rules: ImageRules) -> nn.ModuleDict:
     """Return modules with random weights, by their names in a checkpoint."""
     config.vision_config._attn_implementation = "sdpa"
     if rules.model_type == GEMMA3:
-        tower = transformers.AutoModel.from_config(config.vision_config)  # type: ignore[no-untyped-call]
+        tower = transformers.AutoModel.from_config(config.vision_config)
         made = {"vision_tower": tower, "multi_modal_projector": Gemma3MultiModalProjector(config)}
     else:
         made = {"visual": QWEN_MODULES[rules.model_type](config.vision_config)}

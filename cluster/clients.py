@@ -156,7 +156,7 @@ def head(status: Document) -> list[str]:
         f"handoffs: {status.get('handoffs', 0)}, {size_text(status.get('bytes_moved', 0))} moved",
         f"now: {totals.get('running', requests.get('running', 0))} running, "
         f"{totals.get('queued', (status.get('queue') or {}).get('requests', 0))} queued; "
-        f"since the start: {requests.get('total', 0)} requests",
+        f"requests since the start: {requests.get('total', 0)}",
     ]
     if totals:
         rates = [totals.get(f"{name}_per_s") or 0 for name in ("requests", "prompt_tokens", "generated_tokens")]

@@ -48,6 +48,7 @@ class Client:
     program: str = ""
     command: str = ""  # {url}, {model}, {tokenizer} and {directory} are replaced
     says: str = ""  # what the output of the command must contain
+    result: str = "ok"  # the result of a command without failures, before what `says` finds
     left_out: tuple[str, ...] = ()  # optional dependencies that are not installed
     without_dependencies: tuple[str, ...] = ()  # packages whose dependencies are not installed
 
@@ -87,7 +88,7 @@ CLIENTS = [
     Client("llm", ("llm",), command="llm -m baton -o max_tokens 8 Hello && llm -m baton --no-stream -o max_tokens 8 -s x Hello "
            "&& llm -m baton-text -o max_tokens 8 Once && llm -m baton --schema '" + LLM_SCHEMA + "' -o max_tokens 200 x "
            "| python3 -m json.tool && llm -m baton-tools --functions 'def multiply(a: int, b: int) -> int: return a * b' "
-           "'What is 3 * 3?' | grep 'answer is 9'"),
+           "'What is 3 * 3?' | grep 'answer is 9'", result="ok: chat, no-stream, completion, system, schema, functions"),
     Client("guidellm", ("guidellm",), command="guidellm run --backend kind=openai_http,target={url} --disable-progress "
            "--profile kind=throughput,max_concurrency=4 --constraint kind=max_requests,count=12 "
            "--tokenizer kind=hf_auto,model={tokenizer} --data kind=synthetic_text,prompt_tokens=30,output_tokens=8 "
@@ -198,7 +199,8 @@ def use(client: Client, url: str, tools_url: str, model: str, directory: Path) -
         parts = client.command.count(" && ") + 1
         if ended.returncode or (client.says and len(found) < parts):
             return False, f"FAILED with status {ended.returncode}: {' '.join(output.split())[-300:]}"
-        return True, "; ".join(["ok", *(" ".join(re.sub("[│|]", " ", text).split()) for text in found[-parts:])])
+        shown = [" ".join(re.sub("[│|]", " ", text).split()) for text in found[-parts:]]
+        return True, "; ".join([client.result, *shown])
     lines = ended.stdout.splitlines()
     kinds = [(kind, [line[len(kind) + 1 :] for line in lines if line.startswith(kind + " ")]) for kind in KINDS]
     is_ok = ended.returncode == 0 and any(names for _, names in kinds)

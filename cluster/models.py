@@ -17,7 +17,7 @@ HEAD = ("models", "architecture", "layers contain")
 NOTES = """Each family is compared with transformers: logits, computed in random chunks, differ by less than 10⁻⁴ (4 ·
 10⁻⁴ with recurrent layers), and whole clusters give the same tokens in both modes, over each KV channel and with
 preemption. Checkpoints may be [quantized](operations.md#quantized-checkpoints). GGUF files of Llama, Mistral, Qwen2 and
-Qwen3 are read. On a GPU (experimental), all of these layers have Triton kernels, which no GPU has run.
+Qwen3 are read. On a GPU (experimental), all of these layers have Triton kernels.
 
 On a CPU, other decoders run through transformers' own modules over Baton's KV pool, if they pass a comparison when they
 are loaded; see [operations](operations.md#models-without-a-native-family). `--model-impl` selects one of the two. A

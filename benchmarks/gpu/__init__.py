@@ -1,1 +1,1 @@
-"""Benchmarks of the GPU code (experimental). No GPU has run them yet; tests run them at toy size on a CPU."""
+"""Benchmarks of the GPU code (experimental). Tests run them at toy size on a CPU."""

@@ -29,6 +29,7 @@ from shared.kv.layout import KVLayout
 POINTS = [(batch, context) for context in (1024, 8192, 32768) for batch in (1, 8, 64, 256)]
 FA3_DECODE_TBS = {(1, 1024): 0.31, (1, 8192): 1.8, (64, 1024): 3.3, (256, 1024): 3.9, (64, 8192): 4.4}
 FA3_PREFILL_TFS = {512: 99.0, 1024: 244.0, 2048: 393.0, 4096: 513.0, 8192: 586.0, 16384: 652.0}
+CHUNKS = [(32704, 32768), (32256, 32768), (30720, 32768)]
 PREFILL_GOAL_TFS, PREFILL_GOAL_AT = 400, 8192
 OURS, LAYER_MAJOR = "ours", "ours, LBNHC"  # Baton's own layout is BHLNC
 KV_SHARE = 0.6  # the share of the free GPU memory that the KV takes
@@ -223,9 +224,9 @@ def decode(scene: GpuScene) -> GpuSection:
 
 
 def prefill(scene: GpuScene) -> GpuSection:
-    """Measure the TFLOP/s of attention for whole prompts, and for a chunk of 2048 tokens after 30720 tokens."""
+    """Measure the TFLOP/s of attention for whole prompts, and for chunks after a long context."""
     flat = RandomKV(scene, (max(scene.tokens(32768), 64) + 1024) * scene.token_bytes)
-    spans = [(0, length) for length in list(FA3_PREFILL_TFS)[: 1 if scene.toy else None]] + [(30720, 32768)]
+    spans = [(0, length) for length in list(FA3_PREFILL_TFS)[: 1 if scene.toy else None]] + CHUNKS
 
     def teraflops_s(arm: str, span: Point) -> float:
         start, end = map(scene.tokens, span) if span[0] else (0, scene.tokens(span[1]))

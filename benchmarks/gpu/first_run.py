@@ -5,8 +5,9 @@
 
 The results file is written after each section, so an interrupted run keeps the results of finished sections. A run of
 some sections (`--only`) replaces only these in the file of an earlier run. If a section fails, its table shows the
-error, and the next section runs. The only packages needed are torch, Triton, numpy, safetensors, msgpack, httpx, xxhash
-and, for the checks, pytest. `--device cpu --toy --out FILE` tests the script itself under Triton's interpreter.
+error, and the next section runs. The only packages needed are torch, Triton, numpy, safetensors, msgpack, httpx,
+xxhash, llguidance, tokenizers and, for the checks, pytest and hypothesis; with pytest-xdist, kernels are compiled in
+parallel. `--device cpu --toy --out FILE` tests the script itself under Triton's interpreter.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from benchmarks.result import RESULTS, Cell, Result, Table, versions
 
 NAME = "gpu_first_run"
 PYTEST = "[pytest]\naddopts = --import-mode=importlib\nmarkers = gpu: needs a CUDA device\n"
-SUITES = ("test_kernels.py", "test_runner.py")
+SUITES = {"test_kernels.py": 8, "test_runner.py": 1}  # the number of processes; one test measures the free memory
 CHECKS_S = 900.0  # timeout of one suite
 LAST_LINES = 6
 
@@ -47,11 +49,12 @@ def checks(scene: GpuScene) -> GpuSection:
     with tempfile.TemporaryDirectory() as directory:
         settings = Path(directory) / "pytest.ini"
         settings.write_text(f"{PYTEST}pythonpath = {ROOT}\n")
-        for suite in SUITES:
+        for suite, processes in SUITES.items():
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(settings)]
             command += ["--rootdir", str(ROOT), "-m", "gpu", "-rfE", "--tb=short", str(ROOT / "tests" / "gpu" / suite)]
+            command += ["-n", str(processes)] if processes > 1 and find_spec("xdist") else []
             run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CHECKS_S, check=False)
-            printed[suite] = (run.stdout + run.stderr)[-6000:]
+            printed[suite] = (run.stderr + run.stdout)[-6000:]
             counts = [_count(printed[suite], words) for words in ("passed", "failed|errors?", "skipped")]
             failures = re.findall(r"^(?:FAILED|ERROR) (.+)$", printed[suite], re.MULTILINE)
             rows.append([suite, *counts, "; ".join(failures)[:400] or "none"])

@@ -1,8 +1,9 @@
-"""Benchmark recurrent layers and experts on a GPU, in the shapes of Qwen3.5 9B and gpt-oss-20b.
+"""Benchmark recurrent layers, experts and sampling on a GPU, in the shapes of Qwen3.5 9B, gpt-oss-20b and Llama 3.
 
 A decode should take the time to read and write its states, or to read the weights of the experts that its tokens chose.
 """
 
+from itertools import product
 from random import Random
 
 import torch
@@ -16,13 +17,20 @@ from engine.linear import PlainLinear
 from engine.models.kv_places import kv_places
 from engine.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelConfig, unit_sizes
 from engine.recurrence import RecurrentLayer
+from engine.sampling import SamplingRow, parameters_of
 from scheduler.request import Request, Slice, StateUse
 from shared.kv.layout import KVLayout
+from shared.rpc.messages import SamplingParams
 
 DELTA, TOY_DELTA = DeltaSpec(16, 32, 128, 128, 4), DeltaSpec(1, 2, 16, 16, 4)
 STEPS = {"1 decode": [1], "64 decodes": [1] * 64, "a chunk of 512": [512], "a chunk of 4096": [4096]}
 EXPERTS, HIDDEN, INNER, TOP_K = 32, 2880, 5760, 4
 TOKENS = (1, 64, 4096)
+VOCABULARY, ROWS = 128_256, (1, 64, 256)
+FILTERS = {
+    "none": SamplingParams(seed=1), "top_p 0.9": SamplingParams(seed=1, top_p=0.9),
+    "top_k 20, top_p 0.8": SamplingParams(seed=1, top_k=20, top_p=0.8),
+}  # fmt: skip
 
 
 def recurrent_layer(scene: GpuScene, name: str) -> list[Cell]:
@@ -78,6 +86,18 @@ def experts(scene: GpuScene, tokens: int) -> list[Cell]:
     return [f"{tokens} tokens", 1e3 * seconds, read / seconds / 1e9, 2 * rows.numel() * inner / seconds / 1e12]
 
 
+def sampled(scene: GpuScene, name: str, rows: int) -> list[Cell]:
+    """Return the milliseconds to draw a token for each row: of a random model, in which tens of thousands of tokens are
+    likely, and of a certain one, in which a few hundred are."""
+    from engine.cuda.draw import draw
+
+    count, vocab = (2, 300) if scene.toy else (rows, VOCABULARY)
+    parameters = torch.from_numpy(parameters_of([SamplingRow(FILTERS[name], (), 0, n) for n in range(count)]))
+    parameters, logits = parameters.to(scene.device), torch.randn(count, vocab, device=scene.device)
+    certain = logits * 4
+    return [name, rows, *(1e3 * scene.seconds(lambda _, of=of: draw(of, parameters)) for of in (logits, certain))]  # type: ignore[misc]
+
+
 def layers(scene: GpuScene) -> GpuSection:
     recurrent: list[list[Cell]] = []
     products: list[list[Cell]] = []
@@ -85,8 +105,12 @@ def layers(scene: GpuScene) -> GpuSection:
         scene.attempt(name, lambda name=name: recurrent.append(recurrent_layer(scene, name)))  # type: ignore[misc]
     for tokens in TOKENS:
         scene.attempt(f"{tokens} tokens", lambda tokens=tokens: products.append(experts(scene, tokens)))  # type: ignore[misc]
+    draws: list[list[Cell]] = []
+    for name, rows in product(FILTERS, ROWS):
+        scene.attempt(f"{name}, {rows}", lambda name=name, rows=rows: draws.append(sampled(scene, name, rows)))  # type: ignore[misc]
     tables = [
         Table("A delta rule, 32 heads of 128 x 128", ["step", "ms", "states, GB/s"], recurrent, scene.failures),
         Table("A product of 4 of 32 experts, 2,880 x 5,760", ["step", "ms", "weights, GB/s", "TFLOP/s"], products),
+        Table(f"Sampling from {VOCABULARY:,} tokens", ["filters", "rows", "random, ms", "certain, ms"], draws),
     ]
-    return GpuSection(tables, {"recurrent": recurrent, "experts": products})
+    return GpuSection(tables, {"recurrent": recurrent, "experts": products, "sampling": draws})

@@ -1,6 +1,6 @@
 """Attention on a GPU by Triton kernels, for any block size and GQA group and for float32, float16 and bfloat16 pools.
 
-For short slices (decodes), several GPU programs share each context. Chunks are cut into tiles of queries. Tests run the
+Several GPU programs share a long context, if there are few slices. Chunks are cut into tiles of queries. Tests run the
 same code under Triton's interpreter, without a GPU.
 """
 
@@ -57,12 +57,16 @@ def large_tile(dtype: torch.dtype) -> Tile:
     return Tile(16, 16, 8, 2) if dtype == torch.float32 else Tile(32, 32, 8, 2)
 
 
-def decode_tile(head_dim: int, dtype: torch.dtype, rows: int) -> Tile:
-    """Return the tile for decodes with `rows` rows (queries times GQA group size). Tensor cores need at least 16."""
+def decode_tile(head_dim: int, dtype: torch.dtype, rows: int, few: bool) -> Tile:
+    """Return the tile for decodes with `rows` rows (queries times GQA group size). Tensor cores need at least 16.
+
+    `few` is true if the decodes leave most processors without a program of their own. Then their programs load ahead;
+    otherwise, more programs per processor hide the latency better, and a buffer less leaves memory for them.
+    """
     block_m = max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:
         return Tile(block_m, 16, 8, 2)
-    return Tile(block_m, 64, 4, 3) if head_dim <= 128 else Tile(block_m, 32, 4, 2)
+    return Tile(block_m, 64 if head_dim <= 128 else 32, 4, 3 if few else 2)
 
 
 def chunk_tile(head_dim: int, dtype: torch.dtype, few: bool) -> Tile:
@@ -70,7 +74,7 @@ def chunk_tile(head_dim: int, dtype: torch.dtype, few: bool) -> Tile:
     if dtype == torch.float32:
         return Tile(16, 16, 8, 2)
     if head_dim > 128:
-        return Tile(64, 32, 4, 2) if few else Tile(128, 32, 8, 2)
+        return Tile(64, 32, 4, 3) if few else Tile(128, 32, 8, 3)
     return Tile(64, 64, 4, 3) if few else Tile(128, 64, 8, 3)
 
 
@@ -109,10 +113,10 @@ class TritonAttention:
         """
         return TritonPlan(self, batch)
 
-    def splits(self, num_decodes: int, most_tokens: int, programs: int = 0) -> int:
-        """Return the number of programs per context: enough to fill the device twice, unless contexts are too short."""
-        programs = programs or self.pool.layout.kv_heads
-        wanted = -(-PROGRAMS_PER_PROCESSOR * self.processors // (num_decodes * programs))
+    def splits(self, programs: int, most_tokens: int) -> int:
+        """Return by how many programs to replace each of `programs`, which read up to `most_tokens` of a context each:
+        enough to fill the device twice, unless contexts are too short."""
+        wanted = -(-PROGRAMS_PER_PROCESSOR * self.processors // programs)
         return max(1, min(wanted, -(-most_tokens // self._split_tokens), MAX_SPLITS))
 
 
@@ -159,8 +163,16 @@ class TritonPlan:
             if heads not in self._tiles:
                 self._tiles[heads] = self._cut(heads, q.dtype)
             queries, tile, work = self._tiles[heads]
-            self._launch(layer, q, out, None, work, queries, tile, 1, heads)
+            splits = self._chunk_splits(layer, len(work) * heads.programs, queries)
+            self._compute(layer, q, out, work, queries, tile, splits, heads)
         return out
+
+    def _chunk_splits(self, layer: AttentionLayer, programs: int, queries: int) -> int:
+        """Return the programs per context, for chunks: several if `programs` leave most of the device idle."""
+        if 2 * programs > PROGRAMS_PER_PROCESSOR * self._backend.processors:
+            return 1
+        most = max(self._batch.starts[index] + count for index, count in self._chunks)
+        return self._backend.splits(programs, min(most, layer.window + queries) if layer.window else most)
 
     def _heads(self, layer: AttentionLayer, q: Tensor, queries: int) -> Heads:
         """Return the division of heads for items with this number of queries. With large heads, the sums of more rows
@@ -198,19 +210,27 @@ class TritonPlan:
         heads = self._heads(layer, q, queries)
         group = heads.group
         most = self._batch.block_table.shape[1] * layout.block_tokens
-        splits = self._backend.splits(len(work), min(most, layer.window) if layer.window else most, heads.programs)
-        own = large_tile(q.dtype) if heads.is_large else decode_tile(heads.size, q.dtype, queries * group)
-        tile = self._backend.decode or own
+        programs = len(work) * heads.programs
+        splits = self._backend.splits(programs, min(most, layer.window) if layer.window else most)
+        few = 2 * programs < self._backend.processors
+        own = large_tile(q.dtype) if heads.is_large else decode_tile(heads.size, q.dtype, queries * group, few)
+        self._compute(layer, q, out, work, queries, self._backend.decode or own, splits, heads)
+
+    def _compute(
+        self, layer: AttentionLayer, q: Tensor, out: Tensor, work: Tensor, queries: int, tile: Tile, splits: int,
+        heads: Heads,
+    ) -> None:  # fmt: skip
+        """Compute the items of `work`, and merge the parts if several programs share a context."""
         if splits == 1:
             self._launch(layer, q, out, None, work, queries, tile, 1, heads)
             return
-        shape = (len(work), heads.programs, splits, queries * group)
+        shape = (len(work), heads.programs, splits, queries * heads.group)
         parts = q.new_empty((*shape, heads.size), dtype=torch.float32)
         weight_of = q.new_empty(shape, dtype=torch.float32)
         self._launch(layer, q, parts, weight_of, work, queries, tile, splits, heads)
         merge[(len(work), q.shape[1], queries)](
             out, parts, weight_of, work, self._batch.cu_q, out.stride(0), out.stride(1), splits,
-            GROUP=group, HEAD_DIM=heads.size, BLOCK_S=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
+            GROUP=heads.group, HEAD_DIM=heads.size, BLOCK_S=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
             BLOCK_D=triton.next_power_of_2(heads.size), num_warps=4,
         )  # fmt: skip
 

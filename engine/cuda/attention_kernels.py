@@ -11,12 +11,22 @@ import triton.language as tl
 
 
 @triton.jit
+def _blocks(table, first, context, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the block of each of the BLOCK_N positions from `first`: one number if all are in the same block."""
+    seen = first
+    if PAGE % BLOCK_N > 0:
+        seen = first + tl.arange(0, BLOCK_N)
+    return tl.load(table + seen // PAGE, mask=seen < context, other=0).to(tl.int64)
+
+
+@triton.jit
 def _absorb(
     acc,  # float32 [BLOCK_M, BLOCK_D]: sum of the weighted values so far
     peak,  # float32 [BLOCK_M]: highest score so far; scores are log2 of weights
     total,  # float32 [BLOCK_M]: sum of the weights
     q, keys, values,
     table,  # this slice's row of the block table
+    blocks,  # the result of `_blocks` for `first`
     first,  # the first of the BLOCK_N positions to process
     at,  # int32 [BLOCK_M]: positions of the queries
     context, window, scale, softcap, block_stride, token_stride,
@@ -28,12 +38,12 @@ def _absorb(
     dims = tl.arange(0, BLOCK_D)
     span = tl.arange(0, BLOCK_N)
     seen = first + span
-    if PAGE % BLOCK_N == 0:  # one KV block holds all BLOCK_N positions, in evenly spaced rows
-        block = tl.load(table + first // PAGE).to(tl.int64)
-        rows = block * block_stride + (first % PAGE + span) * token_stride
-    else:
-        blocks = tl.load(table + seen // PAGE, mask=seen < context, other=0).to(tl.int64)
-        rows = blocks * block_stride + (seen % PAGE) * token_stride
+    # The next blocks are read one iteration ahead, so that the loads of keys and values, whose addresses depend on
+    # them, can be pipelined.
+    following = _blocks(table, first + BLOCK_N, context, PAGE, BLOCK_N)
+    rows = blocks * block_stride + (seen % PAGE) * token_stride
+    if PAGE % BLOCK_N == 0:  # evenly spaced rows
+        rows = blocks * block_stride + (first % PAGE + span) * token_stride
     places = rows[:, None] + dims[None, :]
     # Never load memory beyond the context: it may contain a NaN, and 0 * NaN is NaN.
     if MASKED:
@@ -53,20 +63,20 @@ def _absorb(
         known = (seen < context)[:, None] & (turned < ROPE)[None, :]
         r = tl.load(keys + HEAD_DIM + rows[:, None] + turned[None, :], mask=known, other=0.0)
         scores += tl.dot(q_rope, tl.trans(r.to(q.dtype)), input_precision="ieee")
-    scores *= scale
     if CAPPED:  # tanh
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scale * scores) - 1.0)
     if MASKED:
         allowed = seen[None, :] <= at[:, None]
         if WINDOWED:
             allowed = allowed & (seen[None, :] > at[:, None] - window)
         scores = tl.where(allowed, scores, float("-inf"))
-    higher = tl.maximum(peak, tl.max(scores, 1))
+    factor = 1.0 if CAPPED else scale  # positive, so the maximum can be scaled instead of every score
+    higher = tl.maximum(peak, tl.max(scores, 1) * factor)
     shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-    weights = tl.exp2(scores - shift[:, None])
+    weights = tl.exp2(scores * factor - shift[:, None])
     fade = tl.exp2(peak - shift)
     acc = acc * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
-    return acc, higher, total * fade + tl.sum(weights, 1)
+    return acc, higher, total * fade + tl.sum(weights, 1), following
 
 
 @triton.jit
@@ -119,9 +129,7 @@ def attend(
     table = block_table + which.to(tl.int64) * table_stride
 
     lowest = context - count + first_query  # position of the item's first query, which sees the fewest positions
-    low = 0
-    if WINDOWED:
-        low = tl.maximum(0, lowest + 1 - window) // BLOCK_N * BLOCK_N
+    low = tl.maximum(0, lowest + 1 - window) // BLOCK_N * BLOCK_N if WINDOWED else 0
     high = tl.minimum(context, lowest + QUERIES)
     if SPLIT:
         share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits) * BLOCK_N
@@ -136,15 +144,18 @@ def attend(
     if SINKS:
         sink = tl.load(sinks + head, mask=real, other=0.0) * 1.4426950408889634
         peak, total = tl.where(split == 0, sink, peak), tl.where(split == 0, 1.0, total)
+    blocks = _blocks(table, low, context, PAGE, BLOCK_N)
     for first in range(low, whole, BLOCK_N):
-        acc, peak, total = _absorb(
-            acc, peak, total, rows, keys, values, table, first, at, context, window, scale, softcap, block_stride,
-            token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, False, WINDOWED, CAPPED, turned, ROPE, BLOCK_R,
+        acc, peak, total, blocks = _absorb(
+            acc, peak, total, rows, keys, values, table, blocks, first, at, context, window, scale, softcap,
+            block_stride, token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, False, WINDOWED, CAPPED, turned, ROPE,
+            BLOCK_R,
         )  # fmt: skip
     for first in range(whole, high, BLOCK_N):
-        acc, peak, total = _absorb(
-            acc, peak, total, rows, keys, values, table, first, at, context, window, scale, softcap, block_stride,
-            token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, True, WINDOWED, CAPPED, turned, ROPE, BLOCK_R,
+        acc, peak, total, blocks = _absorb(
+            acc, peak, total, rows, keys, values, table, blocks, first, at, context, window, scale, softcap,
+            block_stride, token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, True, WINDOWED, CAPPED, turned, ROPE,
+            BLOCK_R,
         )  # fmt: skip
 
     # For an empty context (a row of padding), store zeros instead of NaN.
@@ -168,9 +179,9 @@ def merge(
 ):  # fmt: skip
     """Merge the splits of each query and head, weighted by their sums. The grid is items x heads x queries."""
     item, head, query, queries = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    which = tl.load(work + 2 * item)
-    start = tl.load(cu_q + which)
-    if query < tl.load(cu_q + which + 1) - start:
+    which, first_query = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)
+    start = tl.load(cu_q + which) + first_query
+    if start + query < tl.load(cu_q + which + 1):
         split, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
         first = (item * (tl.num_programs(1) // GROUP) + head // GROUP) * splits
         row = (first + split) * (queries * GROUP) + query * GROUP + head % GROUP

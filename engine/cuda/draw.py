@@ -1,9 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: N803 (Triton's compile-time constants have capital letters)
-"""Draws tokens like `engine.sampling`, but on a GPU: in three launches, without sorting or waiting for the device.
+"""Draws tokens like `engine.sampling`, but on a GPU: in four launches, without sorting or waiting for the device.
 
 The filters of a row keep all scores from a lowest one on. A search over all float32 values finds this lowest score:
-each round counts and weighs the scores above a few pivots. Gumbel noise is then added to the scores that are kept.
+each round counts and weighs the scores above a few pivots. It reads only the parts of the vocabulary whose highest
+score is above the lowest possible result so far, which are few if a model is certain. Gumbel noise is then added to the
+scores that are kept.
 """
 
 import torch
@@ -21,7 +23,8 @@ GOLDEN_RATIO = tl.constexpr(GOLDEN)
 BROKEN = tl.constexpr(counter_rng.BROKEN)
 NOTHING_ALLOWED = tl.constexpr(counter_rng.NOTHING_ALLOWED)
 LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
-PART = 4096  # tokens per program
+PART = 4096  # tokens per program of the draw
+SEARCHED = 2048  # tokens whose scores the search reads at once
 
 
 def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> Tensor:
@@ -37,7 +40,13 @@ def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> 
     if not rows:
         return chosen
     least = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    find_least[(rows,)](scores, parameters, least, scores.stride(0), vocab, BLOCK=1024, PIVOTS=4, num_warps=8)
+    searched = triton.cdiv(vocab, SEARCHED)
+    highest = torch.empty((rows, searched), dtype=torch.float32, device=logits.device)
+    find_highest[(rows, searched)](scores, parameters, highest, scores.stride(0), vocab, BLOCK=SEARCHED, num_warps=8)
+    find_least[(rows,)](
+        scores, parameters, highest, least, scores.stride(0), vocab, searched,
+        PARTS=triton.next_power_of_2(searched), BLOCK=SEARCHED, PIVOTS=4, num_warps=16,
+    )  # fmt: skip
     parts = triton.cdiv(vocab, PART)
     best = torch.empty((rows, parts), dtype=torch.float64, device=logits.device)
     tokens = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
@@ -69,9 +78,16 @@ def _ordered(scores):
 
 
 @triton.jit
+def _next(highest, after, low, PARTS: tl.constexpr):
+    """Return the first part after `after` that has a key above `low`, or PARTS. `highest` has the parts' keys."""
+    part = tl.arange(0, PARTS)
+    return tl.min(tl.where((part > after) & (highest > low), part, PARTS), 0)
+
+
+@triton.jit
 def _search(
-    logits, vocab, temperature, best, low, high, top_k, mass,
-    BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WEIGHS: tl.constexpr,
+    logits, vocab, temperature, best, highest, low, high, top_k, mass,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
     """Return the lowest key in [low, high] such that fewer than top_k scores are above it. With WEIGHS, the sum of
     these scores' weights must also be less than `mass`."""
@@ -81,12 +97,14 @@ def _search(
         pivots = (low + span * number // (PIVOTS + 1)).to(tl.int32)
         counts = tl.zeros([BLOCK, PIVOTS], tl.int32)
         weights = tl.zeros([BLOCK, PIVOTS], tl.float64)
-        for first in range(0, vocab, BLOCK):
-            scores = _scores(logits, first, vocab, temperature, BLOCK)
+        part = _next(highest, -1, low, PARTS)
+        while part < PARTS:
+            scores = _scores(logits, part * BLOCK, vocab, temperature, BLOCK)
             above = _ordered(scores)[:, None] > pivots[None, :]
             counts += above.to(tl.int32)
             if WEIGHS:
                 weights += tl.where(above, tl.exp(scores - best)[:, None], 0.0)
+            part = _next(highest, part, low, PARTS)
         misses = ((tl.sum(counts, 0) >= top_k) | (tl.sum(weights, 0) >= mass)).to(tl.int32)
         missed = tl.sum(misses, 0)  # pivots ascend, so those that are too low are the first ones
         high = tl.where(missed < PIVOTS, low + span * (missed + 1) // (PIVOTS + 1), high)
@@ -95,48 +113,78 @@ def _search(
 
 
 @triton.jit
+def _has_filters(parameters, row, vocab):
+    top_k = tl.load(parameters + row * WORDS + 3)
+    chooses = (top_k > 0) & (top_k < vocab) | (_number(parameters, row, 1) < 1.0) | (_number(parameters, row, 2) > 0.0)
+    return chooses & (_number(parameters, row, 0) >= GREEDY)
+
+
+@triton.jit
+def find_highest(logits, parameters, highest, row_stride, vocab, BLOCK: tl.constexpr):
+    """Grid: rows x parts of BLOCK tokens. Store each part's highest score, if the row has filters."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if _has_filters(parameters, row, vocab):
+        divisor = _number(parameters, row, 0).to(tl.float32)
+        scores = _scores(logits + row * row_stride, part * BLOCK, vocab, divisor, BLOCK)
+        tl.store(highest + row * tl.num_programs(1) + part, tl.max(scores, 0))
+
+
+@triton.jit
 def find_least(
-    logits, parameters, least, row_stride, vocab, BLOCK: tl.constexpr, PIVOTS: tl.constexpr
+    logits, parameters, highest, least, row_stride, vocab, parts,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows. Store the lowest score that min_p, top_k and top_p keep, or -inf for a row without filters."""
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_p, min_p = _number(parameters, row, 0), _number(parameters, row, 1), _number(parameters, row, 2)
-    top_k = tl.load(parameters + row * WORDS + 3)
-    top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
     floor = tl.full([], float("-inf"), tl.float32)
-    if (temperature >= GREEDY) & ((min_p > 0.0) | (top_k < vocab) | (top_p < 1.0)):
-        divisor = temperature.to(tl.float32)
+    if _has_filters(parameters, row, vocab):
+        divisor, min_p = _number(parameters, row, 0).to(tl.float32), _number(parameters, row, 2)
+        top_p, top_k = _number(parameters, row, 1), tl.load(parameters + row * WORDS + 3)
+        top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
         logits += row * row_stride
-        highest = tl.full([BLOCK], float("-inf"), tl.float32)
-        for first in range(0, vocab, BLOCK):
-            highest = tl.maximum(highest, _scores(logits, first, vocab, divisor, BLOCK))
+        part = tl.arange(0, PARTS)
+        peaks = tl.load(highest + row * parts + part, mask=part < parts, other=float("-inf"))
         # Keep `best` finite, so that the search also ends in rows that are broken or have no allowed token.
-        best = tl.minimum(tl.maximum(tl.max(highest, 0), -LARGEST), LARGEST)
+        best = tl.minimum(tl.maximum(tl.max(peaks, 0), -LARGEST), LARGEST)
+        peaks = _ordered(peaks)
         if min_p > 0.0:
             floor = best + tl.log(min_p).to(tl.float32)
         low, high = _ordered(floor).to(tl.int64), _ordered(best).to(tl.int64)
         if top_k < vocab:
-            low = _search(logits, vocab, divisor, best, low, high, top_k, float("inf"), BLOCK, PIVOTS, False)
+            # At least top_k scores are as high as the top_k-th highest of the parts' highest scores.
+            descending = tl.sort(peaks, descending=True)
+            bound = tl.sum(tl.where(part == top_k - 1, descending, 0), 0).to(tl.int64)
+            low = tl.where(top_k <= parts, tl.minimum(tl.maximum(low, bound), high), low)
+            low = _search(
+                logits, vocab, divisor, best, peaks, low, high, top_k, float("inf"), PARTS, BLOCK, PIVOTS, False
+            )
         if top_p < 1.0:
-            total = _mass(logits, vocab, divisor, best, low, top_k, BLOCK)
-            low = _search(logits, vocab, divisor, best, low, high, vocab + 1, top_p * total, BLOCK, PIVOTS, True)
+            total = _mass(logits, vocab, divisor, best, peaks, low, top_k, PARTS, BLOCK)
+            # Even together, all scores below this one weigh too little to let a score above it be left out.
+            bound = best + tl.log(tl.maximum((1.0 - top_p) * total / vocab, 1e-300)).to(tl.float32) - 1e-3
+            low = tl.minimum(tl.maximum(low, _ordered(bound).to(tl.int64)), high)
+            low = _search(
+                logits, vocab, divisor, best, peaks, low, high, vocab + 1, top_p * total, PARTS, BLOCK, PIVOTS, True
+            )
         bits = low.to(tl.int32)
         floor = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     tl.store(least + row, floor)
 
 
 @triton.jit
-def _mass(logits, vocab, temperature, best, least, top_k, BLOCK: tl.constexpr):
+def _mass(logits, vocab, temperature, best, highest, least, top_k, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the mass of the scores at or above the key `least`, but of at most the top_k largest scores."""
     above, count = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
     alike, weight = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
-    for first in range(0, vocab, BLOCK):
-        scores = _scores(logits, first, vocab, temperature, BLOCK)
+    part = _next(highest, -1, least - 1, PARTS)
+    while part < PARTS:
+        scores = _scores(logits, part * BLOCK, vocab, temperature, BLOCK)
         key, share = _ordered(scores), tl.exp(scores - best)
         above += tl.where(key > least, share, 0.0)
         count += (key > least).to(tl.int32)
         alike += (key == least).to(tl.int32)
         weight = tl.maximum(weight, tl.where(key == least, share, 0.0))
+        part = _next(highest, part, least - 1, PARTS)
     let_in = tl.minimum(tl.sum(alike, 0), top_k - tl.sum(count, 0))
     return tl.sum(above, 0) + let_in.to(tl.float64) * tl.max(weight, 0)
 

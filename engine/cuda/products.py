@@ -1,7 +1,7 @@
 """Products on a GPU by our own kernel, which reads the codes of grouped 4-bit weights and multiplies a layer's experts
 at once.
 
-Experimental: no GPU has run the kernel, and its tiles are not tuned.
+Experimental: the tiles of codes are not tuned.
 """
 
 from dataclasses import dataclass

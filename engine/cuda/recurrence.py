@@ -1,4 +1,4 @@
-"""Recurrent layers on a GPU: three launches for a layer and all slices of a step. Experimental: no GPU has run them."""
+"""Recurrent layers on a GPU: four launches for a layer and all slices of a step."""
 
 import torch
 import triton
@@ -10,7 +10,10 @@ from engine.kv_pool import KVPool
 from engine.models.spec import DeltaSpec
 from engine.recurrence import RecurrentLayer, states_of
 
-COLUMNS = 16  # columns of a recurrent matrix that a program keeps in the registers of one warp
+STAGES = 4  # tokens whose inputs a program loads ahead
+# The columns of a recurrent matrix that a program keeps in the registers of one warp. With fewer, a token of a chunk
+# takes less time; with more, a step of decodes moves its states faster.
+COLUMNS_OF_CHUNKS, COLUMNS_OF_DECODES = 8, 16
 CHUNK = 16  # tokens that a program of the convolution computes at once
 PROGRAMS = 4  # programs of the convolution for a slice and a head, if there are chunks
 
@@ -34,7 +37,9 @@ def recur(
         pool.layout.block_bytes // 4, states.rows.shape[2], batch.cu_q, spec.channels,
     )  # fmt: skip
     (heads_0, size_0), (heads_1, size_1), (_, size_2) = spec.parts
-    chunk, programs, warps = (1, 1, 1) if max(batch.counts, default=CHUNK) == 1 else (CHUNK, PROGRAMS, 8)
+    decodes = max(batch.counts, default=CHUNK) == 1
+    chunk, programs, warps = (1, 1, 1) if decodes else (CHUNK, PROGRAMS, 8)
+    columns = COLUMNS_OF_DECODES if decodes else COLUMNS_OF_CHUNKS
     triton_states.convolve[(layer.num_inputs, programs, slices)](
         mixed, inputs, inputs.stride(0), layer.conv, layer.conv if layer.conv_bias is None else layer.conv_bias, *given,
         layer.first_unit, HEADS_0=heads_0, SIZE_0=size_0, HEADS_1=heads_1, SIZE_1=size_1, SIZE_2=size_2,
@@ -42,12 +47,18 @@ def recur(
         BLOCK_C=triton.next_power_of_2(max(size_0, size_1, size_2)), BLOCK_K=triton.next_power_of_2(spec.conv - 1),
         num_warps=warps,
     )  # fmt: skip
+    factors = torch.empty(rows, spec.value_heads, 2, dtype=torch.float32, device=device)
+    triton_states.factors[(triton.cdiv(rows * spec.value_heads, 256),)](
+        factors, steps, steps.stride(0), layer.rates, layer.step_bias, rows, HEADS=spec.value_heads, DELTA=is_delta,
+        BLOCK=256, num_warps=4,
+    )  # fmt: skip
     query_at, key_at, value_at = spec.columns
-    triton_states.recur[(spec.value_heads, triton.cdiv(spec.value_dim, COLUMNS), slices)](
-        out, mixed, steps, steps.stride(0), layer.rates, layer.step_bias, layer.skip, *given,
+    triton_states.recur[(spec.value_heads, triton.cdiv(spec.value_dim, columns), slices)](
+        out, mixed, factors, layer.skip, *given,
         layer.first_unit + layer.num_inputs, HEADS=spec.value_heads, SHARED=spec.value_heads // spec.key_heads,
         KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim, QUERY_AT=query_at, KEY_AT=key_at, VALUE_AT=value_at,
-        DELTA=is_delta, BLOCK_K=triton.next_power_of_2(spec.key_dim), BLOCK_V=COLUMNS, num_warps=1,
+        DELTA=is_delta, BLOCK_K=triton.next_power_of_2(spec.key_dim), BLOCK_V=columns, STAGES=STAGES,
+        num_warps=1,
     )  # fmt: skip
     block = triton.next_power_of_2(layer.group)
     triton_states.norm_gated[(rows, spec.inner // layer.group)](

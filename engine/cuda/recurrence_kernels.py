@@ -1,11 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: N803 (Triton's compile-time constants have capital letters)
-"""Triton kernels for recurrent layers: the convolution, the recurrence, and the norm of its result.
+"""Triton kernels for recurrent layers: the convolution, the factors of each token, the recurrence, and its norm.
 
 A program computes the tokens of a slice one after another, with its part of the state in registers. The result does not
 depend on how a prompt is chunked, but a long chunk uses few multiprocessors. The chunked forms of the delta rule (Yang
-et al. 2024) and of Mamba-2 (Dao and Gu 2024) would be faster for prompts, but are not implemented until a GPU can run
-and time them.
+et al. 2024) and of Mamba-2 (Dao and Gu 2024) would be faster for prompts; they are not implemented.
 """
 
 import triton
@@ -98,15 +97,35 @@ def _softplus(x):
     return tl.where(x > 20.0, x, tl.where(power < 0.01, small, tl.log(1.0 + power)))
 
 
+@triton.jit
+def factors(
+    result,  # float32 [T, HEADS, 2]
+    steps,  # [T, HEADS], or [T, 2 * HEADS] if DELTA
+    step_stride, rates, step_bias, num_tokens, HEADS: tl.constexpr, DELTA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute by what each token multiplies the state and its update. Grid: tiles of tokens and heads."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token, head = place // HEADS, place % HEADS
+    held = token < num_tokens
+    steps += token.to(tl.int64) * step_stride + head
+    step = tl.load(steps + (HEADS if DELTA else 0), mask=held, other=0.0).to(tl.float32)
+    size = _softplus(step + tl.load(step_bias + head))
+    tl.store(result + 2 * place, tl.exp(size * tl.load(rates + head)), mask=held)
+    if DELTA:
+        size = tl.sigmoid(tl.load(steps, mask=held, other=0.0).to(tl.float32))
+    tl.store(result + 2 * place + 1, size, mask=held)
+
+
 @triton.jit(do_not_specialize=["which_stride", "first_unit"])
 def recur(
     out,  # float32 [T, HEADS * VALUE_DIM]
     mixed,  # float32 [T, channels]: the result of `convolve`
-    steps, step_stride, rates, step_bias, skips, pool, rows, which_stride, save_at, units, num_units, row_size,
+    given,  # float32 [T, HEADS, 2]: the result of `factors`
+    skips, pool, rows, which_stride, save_at, units, num_units, row_size,
     state_rows, cu_q, channels, first_unit,
     HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gated delta rule or the selective state space. Grid: value heads x tiles of columns x slices.
 
@@ -125,27 +144,21 @@ def recur(
     saved = tl.where(save >= 0, tl.load(save_at + index), 0)
     known = (row < tl.where(read < 0, 0, KEY_DIM))[:, None] & in_columns[None, :]
     state = tl.load(pool + read + cells, mask=known, other=0.0)
-    rate, bias, skip = tl.load(rates + head), tl.load(step_bias + head), tl.load(skips + head)
-    mixed += start * channels
-    steps += start * step_stride + head
-    out += (start * HEADS + head) * VALUE_DIM
-    for token in tl.range(0, count, num_stages=2):
-        query = tl.load(mixed + QUERY_AT + head // SHARED * KEY_DIM + row, mask=in_rows, other=0.0)
-        key = tl.load(mixed + KEY_AT + head // SHARED * KEY_DIM + row, mask=in_rows, other=0.0)
-        value = tl.load(mixed + VALUE_AT + head * VALUE_DIM + column, mask=in_columns, other=0.0)
-        size = _softplus(tl.load(steps + (HEADS if DELTA else 0)).to(tl.float32) + bias)
-        state *= tl.exp(size * rate)
-        if DELTA:
-            update = (value - tl.sum(state * key[:, None], 0)) * tl.sigmoid(tl.load(steps).to(tl.float32))
-        else:
-            update = value * size
-        state += key[:, None] * update[None, :]
-        tl.store(out + column, tl.sum(state * query[:, None], 0) + skip * value, mask=in_columns)
+    skip, one = tl.load(skips + head), tl.arange(0, 1)
+    # The loads of the next tokens are issued while a token is computed. They have the types that can be pipelined.
+    for token in tl.range(0, count, num_stages=STAGES):
+        place = (start + token) * HEADS + head
+        inputs, factor = mixed + (start + token) * channels, given + 2 * place
+        query = tl.load(inputs + QUERY_AT + head // SHARED * KEY_DIM + row, mask=in_rows, other=0.0)
+        key = tl.load(inputs + KEY_AT + head // SHARED * KEY_DIM + row, mask=in_rows, other=0.0)
+        value = tl.load(inputs + VALUE_AT + head * VALUE_DIM + column, mask=in_columns, other=0.0)
+        state *= tl.load(factor + one)[:, None]
+        update = value - tl.sum(state * key[:, None], 0) if DELTA else value
+        state += key[:, None] * (update * tl.load(factor + 1 + one))[None, :]
+        result = tl.sum(state * query[:, None], 0) + skip * value
+        tl.store(out + place * VALUE_DIM + column, result, mask=in_columns)
         if token + 1 == saved:
             tl.store(pool + save + cells, state, mask=held)
-        mixed += channels
-        steps += step_stride
-        out += HEADS * VALUE_DIM
     if write >= 0:
         tl.store(pool + write + cells, state, mask=held)
 

@@ -50,7 +50,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_section_measures_without_a_failure(report: dict[str, Any]) -> None:
     names = ["decode", "prefill", "layers", "model", "handoff"]
     assert [name for name in script.SECTIONS if name in report["runs"]] == names
-    assert len(report["tables"]) == 6
+    assert len(report["tables"]) == 7
     for table in report["tables"]:
         assert table["rows"]
         assert "ailed" not in table["title"] + table["note"]

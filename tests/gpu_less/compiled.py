@@ -80,6 +80,7 @@ def report(label: str, kernel_name: str, launched: dict[str, object], compiled: 
         "mma": ptx.count("mma.sync"),
         "tf32": ptx.count("tf32"),
         "copies": len(re.findall(r"cp\.async\.cg\.shared\.global [^;]*0x10,", ptx)),
+        "ahead": max(map(int, re.findall(r"async_wait[^{]*\{num = (\d+)", compiled.asm["ttgir"])), default=0),
         **usage(compiled.asm["cubin"]),
     }
     print(json.dumps(line), flush=True)

@@ -77,6 +77,15 @@ def test_16_bits_run_on_tensor_cores_with_wide_asynchronous_copies(kernels: list
         assert kernel["copies"] > 0, kernel
 
 
+def test_loops_load_ahead(kernels: list[dict[str, Any]]) -> None:
+    """Tiles of prompts and tokens of recurrent layers are loaded while earlier ones are computed."""
+    prompts = [kernel for kernel in kernels if kernel["label"] == "attention bf16 128" and kernel["rows"] == 128]
+    recurrent = [kernel for kernel in kernels if kernel["kernel"] == "recur"]
+    assert prompts
+    assert recurrent
+    assert all(kernel["ahead"] > 0 for kernel in prompts + recurrent), prompts + recurrent
+
+
 def test_float32_is_never_rounded_to_19_bits(kernels: list[dict[str, Any]]) -> None:
     found = [kernel for kernel in kernels if kernel["kernel"] == "attend" and "fp32" in kernel["label"]]
     assert len(found) >= 2
@@ -85,6 +94,6 @@ def test_float32_is_never_rounded_to_19_bits(kernels: list[dict[str, Any]]) -> N
 
 def test_every_kernel_was_compiled(kernels: list[dict[str, Any]]) -> None:
     assert {kernel["kernel"] for kernel in kernels} == {
-        "attend", "merge", "norm_rows", "rotate_and_store", "gated", "find_least", "draw_part", "choose_part",
-        "product", "route", "sort_by_expert", "combine", "convolve", "recur", "norm_gated",
+        "attend", "merge", "norm_rows", "rotate_and_store", "gated", "find_highest", "find_least", "draw_part",
+        "choose_part", "product", "route", "sort_by_expert", "combine", "convolve", "factors", "recur", "norm_gated",
     }  # fmt: skip

@@ -28,9 +28,9 @@ from router.http.auth import ApiKeys
 from router.http.connection import ConnectionLimits, HttpConnection, IdleConnections, raise_fd_limit
 from router.http.whole_router import WholeRouter
 from router.metrics.node_metrics import MetricSource, NodeMetrics
+from router.metrics.request_metrics import slo_targets
 from router.models import ConnectedModel, ModelFiles, connect, load_models
 from router.nodes.adapters import AdapterSync
-from router.nodes.load import slo_targets
 from router.observer import RouterObserver
 from router.rebalance import Rebalancer
 from router.responses_store import open_store

@@ -7,8 +7,9 @@ from functools import partial
 from math import inf
 
 from router.dispatch.admission import AdmissionQueue
-from router.dispatch.dispatcher import Dispatcher, DispatchRules
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.requests import ModelCard
+from router.dispatch.rules import DispatchRules
 from router.http.generation import ModelParts
 from router.metrics.scaling import ScalingSignals
 from router.nodes.model_registry import DividedRegistry

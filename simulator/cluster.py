@@ -4,14 +4,11 @@ import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from engine.emulation import Emulation
 from router.dispatch.admission import AdmissionQueue, AdmissionRefusedError, QueueEntry
-from router.dispatch.dispatcher import DispatchRules
+from router.dispatch.rules import DispatchRules
 from router.nodes.load import LoadCharge, kv_capacity_tokens
 from router.nodes.placement import RoutableNodes, capacity_of
 from scheduler.budget import budget_of
@@ -21,12 +18,14 @@ from scheduler.placement import Placement, PrefixIndex
 from scheduler.policy import POLICIES
 from scheduler.request import Request, Step
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
-from shared.config.settings import ComputingSettings, ServingSettings
 from shared.rpc.messages import NodeInfo, NodeStats
 from simulator.events import EventQueue
 from simulator.handoff import LINK, SimulatedHandoff
 from simulator.node import SimulatedNode, StepTimes, Stretch
 from simulator.routed import RoutedNode, SimulatedRequest, TransferLink
+
+if TYPE_CHECKING:  # pydantic is not available in a browser
+    from shared.config.settings import ComputingSettings, ServingSettings
 
 ATTRIBUTES = ("policy", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold")  # facts of a node
 TIMEOUT, REFUSED, TOO_LARGE = "timeout", "refused", "the request does not fit into the KV cache"
@@ -38,8 +37,8 @@ class ClusterPlan:
 
     prefill: int
     decode: int
-    serving: ServingSettings
-    computing: ComputingSettings
+    serving: "ServingSettings"
+    computing: "ComputingSettings"
     device: Emulation
 
     @property
@@ -142,7 +141,7 @@ class SimulatedCluster:
             if is_collecting:
                 gc.enable()
 
-    def ends(self) -> dict[SimulatedNode, NDArray[np.float64]]:
+    def ends(self) -> dict[SimulatedNode, list[float]]:
         """Return the ends of all steps of each node, in seconds."""
         return {node.node: node.node.times.ends(node.node.log) for node in self.nodes}
 

@@ -12,9 +12,6 @@ from itertools import accumulate
 from random import Random
 from typing import NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from scheduler.cost import CostModel, StepWork
 from scheduler.request import Request, RequestState, Step
 from scheduler.scheduler import Scheduler, SchedulerCounters, StepOutput
@@ -60,7 +57,9 @@ class StepTimes:
         self.varies = any(quantile != 1 for quantile in quantiles)
         random = Random(seed)
         places = [random.random() * (len(quantiles) - 1) for _ in range(PERIOD)] if self.varies else []
-        self._factors = np.interp(places, range(len(quantiles)), quantiles).tolist()
+        self._factors = [
+            quantiles[int(place)] + place % 1 * (quantiles[int(place) + 1] - quantiles[int(place)]) for place in places
+        ]
         self._sums = list(accumulate(self._factors, initial=0.0))
         self._moments = list(accumulate((i * each for i, each in enumerate(self._factors)), initial=0.0))
 
@@ -86,22 +85,9 @@ class StepTimes:
         moments = self._moments[first + count] - self._moments[first] - first * factors
         return steps.begin_s + steps.first_s * factors + steps.slope_s * moments
 
-    def ends(self, log: Sequence[Stretch]) -> NDArray[np.float64]:
+    def ends(self, log: Sequence[Stretch]) -> list[float]:
         """Return the end times of all steps of a node's log, by number."""
-        lengths = [steps.length for steps in log]
-        rows = np.array(log, np.float64).reshape(-1, 5).repeat(lengths, axis=0)
-        begin_s, number, _, first_s, slope_s = rows.T
-        ends: NDArray[np.float64]
-        count = np.arange(1, len(rows) + 1) - number
-        if not self.varies:
-            ends = begin_s + count * first_s + slope_s * (count * (count - 1) // 2)
-            return ends
-        first = number.astype(np.int64) % PERIOD
-        last = first + count.astype(np.int64)
-        sums, moments = np.array(self._sums), np.array(self._moments)
-        factors = sums[last] - sums[first]
-        ends = begin_s + first_s * factors + slope_s * (moments[last] - moments[first] - first * factors)
-        return ends
+        return [self.end(steps, count) for steps in log for count in range(1, steps.length + 1)]
 
 
 class NodeListener(Protocol):

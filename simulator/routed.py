@@ -4,9 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-import numpy as np
-from numpy.typing import NDArray
-
 from engine.emulation import LinkSpeed
 from router.dispatch.admission import QueueEntry
 from router.nodes.load import LoadCharge, NodeLoad
@@ -48,13 +45,14 @@ class SimulatedRequest:
         """The id of the request on nodes."""
         return f"{self.id}.0.0"
 
-    def token_s(self, answer_s: float, ends: dict[SimulatedNode, NDArray[np.float64]]) -> NDArray[np.float64]:
+    def token_s(self, answer_s: float, ends: dict[SimulatedNode, list[float]]) -> list[float]:
         """Return when the client received each token. `ends` has the ends of each node's steps."""
         lasts = [first for *_, first in self.spans[1:]] + [self.num_generated]
-        parts = [
-            ends[node][step : step + last - first] for (node, step, first), last in zip(self.spans, lasts, strict=False)
+        return [
+            end_s + answer_s
+            for (node, step, first), last in zip(self.spans, lasts, strict=False)
+            for end_s in ends[node][step : step + last - first]
         ]
-        return np.concatenate(parts) + answer_s if parts else np.empty(0)
 
 
 class RoutedNode:

@@ -217,7 +217,7 @@ def block_names(row: TraceRow, index: int, block_tokens: int) -> Iterator[bytes]
         yield name
 
 
-def _latencies(at_s: float, token_s: Latencies) -> tuple[float, float]:
+def _latencies(at_s: float, token_s: Sequence[float]) -> tuple[float, float]:
     """Return a request's TTFT, and the 99th percentile of its times between tokens, interpolated linearly."""
     if len(token_s) < 2:
         return float(token_s[0]) - at_s, 0.0

@@ -42,7 +42,7 @@ def outcomes_of(
     """Return the outcomes that the clients of a simulated cluster saw, after its run."""
     ends, found = cluster.ends(), []
     for index, (request, slo) in enumerate(zip(requests, slos, strict=False)):
-        token_s = request.token_s(cluster.times.answer_s, ends).tolist()
+        token_s = request.token_s(cluster.times.answer_s, ends)
         found.append(
             Outcome(
                 index,

@@ -11,10 +11,13 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from math import exp, inf
+from typing import TYPE_CHECKING
 
-from router.dispatch.requests import GenerationRequest
 from router.nodes.placement import PoolCapacity
 from shared.errors import UnavailableError
+
+if TYPE_CHECKING:  # the connections of a live router, which a simulation in a browser lacks
+    from router.dispatch.requests import GenerationRequest
 
 RATE_S = 10.0  # seconds; time constant of the average of the nodes' throughput
 BEGUN = 0.25  # share of the tokens held by a node's request that counts as finished when a queue forms
@@ -140,7 +143,7 @@ class AdmissionQueue:
 
     # ---- one request --------------------------------------------------------------------------------------------
 
-    def enqueue(self, request: GenerationRequest) -> QueueEntry:
+    def enqueue(self, request: "GenerationRequest") -> QueueEntry:
         """Return the request's entry, which is granted or waits. Raises AdmissionRefusedError as `offer` does."""
         now = time.monotonic()
         entry = self.entry(

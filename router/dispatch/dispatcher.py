@@ -13,11 +13,11 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import Any, TypeVar
 
-from router.dispatch.admission import AdmissionQueue, AdmissionRefusedError, deadline_error
+from router.dispatch.admission import AdmissionQueue, deadline_error
 from router.dispatch.attempt import (
     HANDOFF,
     AdmittedRequest,
@@ -28,6 +28,7 @@ from router.dispatch.attempt import (
 )
 from router.dispatch.failover import Failover, RetryBudget, inexact_reason
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal
+from router.dispatch.rules import DispatchRules
 from router.metrics.request_metrics import SlidingCounts
 from router.nodes.connection import ANY_VERSION, NodeConnection
 from router.nodes.load import kv_capacity_tokens
@@ -54,38 +55,6 @@ COUNTS = (
     "paused",  # attempts that ended because their client did not read
 )
 Found = TypeVar("Found")
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchRules:
-    """The settings of the dispatcher. `scheduler.placement.place` documents `disaggregate`. A request is refused if its
-    first token is predicted later than `ttft_slo_s` seconds; 0 means no limit. With `exact_retries`, a request fails if
-    its next attempt might continue with different tokens."""
-
-    max_attempts: int = 5
-    disaggregate: str = "auto"
-    ttft_slo_s: float = 0.0
-    exact_retries: bool = False
-
-    def check_exact(self, why: str) -> None:
-        if self.exact_retries:
-            text = "A node was lost, and another one would continue the answer with other tokens"
-            raise UnavailableError(f"{text} ({why}); send the request again.", code="not_resumable")
-
-    def check_slo(self, placement: Placement, *, is_stale: bool) -> None:
-        """Raise AdmissionRefusedError if the first token is predicted later than the SLO.
-
-        A request without a prediction, or with a stale one, is admitted. If stale predictions counted, a node that was
-        once measured as too slow would get no more requests, and would never be measured again.
-        """
-        slo_s, estimate = self.ttft_slo_s, placement.estimate
-        if not slo_s or estimate is None or estimate.first_token_s <= slo_s or is_stale:
-            return
-        raise AdmissionRefusedError(
-            f"The predicted time to the first token is {estimate.first_token_s * 1000:.0f} ms, over the limit of "
-            f"{slo_s * 1000:.0f} ms (--ttft-slo-ms); try again later.",
-            estimate.first_token_s - slo_s,
-        )
 
 
 class Dispatcher:

@@ -15,7 +15,9 @@ from typing import Any
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.nodes.load import attribute
 from shared.metrics import metric_family
+from shared.rpc.messages import NodeInfo
 
 WINDOW_S, SLICE_S = 60.0, 5.0  # the period that percentiles and counts in `/v1/status` cover, and its slices
 RATE_S = 10  # the period that rates in `/v1/status` cover
@@ -172,6 +174,12 @@ class SloTargets:
 
     ttft_s: float = 0.0
     tbt_s: float = 0.0
+
+
+def slo_targets(ttft_slo_ms: float, nodes: Iterable[NodeInfo]) -> SloTargets:
+    """Return the router's SLO for the first token and, for the other tokens, the strictest SLO of any decode node."""
+    tbt_ms = [slo for info in nodes if info.role == "decode" and (slo := attribute(info, "tbt_slo_ms", 0.0)) > 0]
+    return SloTargets(ttft_slo_ms / 1000, min(tbt_ms, default=0.0) / 1000)
 
 
 @dataclass(slots=True)

@@ -1,10 +1,9 @@
 """The load and the speed of one node as placement sees them, and the node's status for `/v1/status`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.metrics.request_metrics import SloTargets
 from scheduler.cost import MAX_COEFFICIENT, CostModel, pairs_of
 from scheduler.disaggregate import NodeView
 from shared.rpc.messages import NodeInfo, NodeStats
@@ -158,9 +157,3 @@ def node_status(info: NodeInfo, stats: NodeStats, alive: bool) -> dict[str, Any]
         "cost": stats.cost or None,
         "breach": stats.ledger_error,
     }
-
-
-def slo_targets(ttft_slo_ms: float, nodes: Iterable[NodeInfo]) -> SloTargets:
-    """Return the router's SLO for the first token and, for the other tokens, the strictest SLO of any decode node."""
-    tbt_ms = [slo for info in nodes if info.role == "decode" and (slo := attribute(info, "tbt_slo_ms", 0.0)) > 0]
-    return SloTargets(ttft_slo_ms / 1000, min(tbt_ms, default=0.0) / 1000)

@@ -10,8 +10,9 @@ import pytest
 
 from router.dispatch import dispatcher as dispatcher_module
 from router.dispatch.admission import AdmissionQueue
-from router.dispatch.dispatcher import Dispatcher, DispatchRules
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.requests import GenerationRequest, TokenStream, merge
+from router.dispatch.rules import DispatchRules
 from router.nodes import health
 from router.nodes.connection import NodeConnection
 from router.nodes.pool import NodePool

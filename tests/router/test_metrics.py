@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from router.http.asgi import ANONYMOUS, SCOPE_KEY, ResponseWriter
-from router.metrics.request_metrics import RequestMetrics, SlidingCounts, SlidingPercentiles, SloTargets
-from router.nodes.load import slo_targets
+from router.metrics.request_metrics import RequestMetrics, SlidingCounts, SlidingPercentiles, SloTargets, slo_targets
 from shared.errors import UnavailableError
 from shared.rpc.messages import NodeInfo
 from tests.router.scrape import samples_of

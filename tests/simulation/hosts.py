@@ -17,7 +17,8 @@ from node.node import Node
 from node.process import NodeProcess
 from prefill_node.sender import HandoffSender
 from router.dispatch.admission import AdmissionQueue
-from router.dispatch.dispatcher import Dispatcher, DispatchRules
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.rules import DispatchRules
 from router.nodes.pool import NodePool
 from router.observer import RouterObserver
 from scheduler.geometry import Geometry

@@ -19,7 +19,9 @@ BENCHMARKS = {
     "fleet": "the router's CPU time, loop turns and join time with up to 1,000 emulated nodes",
     "policies": "batching policies on a virtual clock; writes docs/policies.md",
     "recording": "live runs that tests replay in the simulator",
+    "step_times": "the demo model's steps, measured in CPU time, for a test of the cost model",
     "simulator": "requests that the simulator serves in a CPU second",
+    "agreement": "verdicts of simulated and of measured comparisons",
     "validation": "the simulator, compared with published measurements",
     "gpu_first_run": "experimental: checks, kernels, a whole model and handoffs on a GPU",
     "document": "write the tables of docs/results/ from the results",
@@ -53,8 +55,12 @@ def load(name: str) -> Callable[[], None]:  # noqa: C901, PLR0912 - one case for
             from benchmarks.policies import main
         case "recording":
             from benchmarks.recording import main
+        case "step_times":
+            from benchmarks.step_times import main
         case "simulator":
             from benchmarks.simulator import main
+        case "agreement":
+            from benchmarks.agreement import main
         case "validation":
             from benchmarks.validation import main
         case "gpu_first_run":

@@ -6,7 +6,7 @@ BIN := .venv/bin
 TORCH ?= $(shell $(PYTHON) -c 'import platform; print("torch==2.13.0" if platform.system() == "Linux" else "torch")')
 
 .PHONY: serve test check lint types imports unit \
-  nightly chaos cancels soak simulate mutations properties kernels sweep fuzz schemathesis clients scale lock sbom clean
+  nightly chaos cancels soak simulate mutations properties kernels sweep fuzz schemathesis clients scale playground lock sbom clean
 
 serve: .venv/installed
 	$(BIN)/baton up $(if $(MODEL),--model "$(MODEL)") $(ARGS)
@@ -95,6 +95,10 @@ clients: .venv/tested
 # Run clusters under the installed orchestrators of docs/scale.md, and kill processes, hosts and routers.
 scale: .venv/tested
 	$(BIN)/python -m pytest -q -rs -m "exhaustive or not exhaustive" tests/deploy $(PYTEST)
+
+# Write the simulator's page as one HTML file, playground.html, which needs no server. Needs npm.
+playground: .venv/installed
+	$(BIN)/python deploy/playground.py $(ARGS)
 
 # Lock the versions and hashes of the libraries that the image installs.
 lock: .venv/installed .venv/tools

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from dashboard.bottleneck import bottleneck
 from dashboard.chrome_trace import trace_events
 from dashboard.history import MAX_REQUESTS, RequestHistory
+from dashboard.simulate import Simulations
 from dashboard.step_ring import CAPACITY, FIELDS, StepRing
 from router.http.asgi import ResponseWriter, while_connected
 from router.http.responses import dump
@@ -193,7 +194,10 @@ def page_routes() -> list[BaseRoute]:
     async def index(request: Request) -> Response:
         return await files.get_response("index.html", request.scope)
 
-    return [Route("/", index), Mount("/page", files)]
+    async def simulator(request: Request) -> Response:
+        return await files.get_response("simulator.html", request.scope)
+
+    return [Route("/", index), Route("/simulator", simulator), Mount("/page", files)]
 
 
 class PageFiles(StaticFiles):
@@ -230,6 +234,7 @@ class Dashboard(RequestHistory):
             Route("/v1/steps/{node}/{number}", self.step),
             Route("/events", stream, methods=["GET"]),
             Route("/trace", self.trace),
+            Route("/v1/simulate", Simulations().__call__, methods=["POST"]),
             *page_routes(),
         ]
 

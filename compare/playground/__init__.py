@@ -1,0 +1,1 @@
+"""The interactive simulator: the Python that runs behind `/simulator`, in a process or in a browser."""

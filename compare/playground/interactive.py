@@ -1,0 +1,271 @@
+"""One simulated run for the page `/simulator`. Uses only the standard library, so that it also runs in a browser."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from math import exp, log
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from compare.load.traces import read_trace
+from engine.emulation import COSTS, load_emulation
+from scheduler.policy import POLICIES
+from scheduler.request import Request, Step
+from shared.errors import ConfigError
+from simulator.cluster import ClusterPlan, SimulatedCluster
+from simulator.handoff import SimulatedHandoff
+from simulator.node import SimulatedNode, Stretch
+from simulator.routed import RoutedNode, SimulatedRequest
+
+SPREAD = 0.8  # standard deviation of the logarithm of the lengths
+MOST_REQUESTS, MOST_NODES = 2000, 16
+MOST_TOKENS = 1_000_000
+MAX_TRACE = 200_000  # characters of a pasted trace
+MS = 1000.0
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PlayQuery:
+    """The settings of a run, as the page sends them. Lengths are means. `trace` replaces the rate and the lengths."""
+
+    device: str = "h200-llama-3.1-8b"
+    prefill: int = 0
+    decode: int = 1
+    policy: str = "stall_free"
+    budget: int = 512
+    rate: float = 8.0
+    prompt: int = 1000
+    answer: int = 200
+    requests: int = 300
+    seed: int = 1
+    ttft_slo_ms: float = 500.0
+    tbt_slo_ms: float = 50.0
+    trace: str = ""
+
+    @classmethod
+    def read(cls, given: object) -> "PlayQuery":
+        """Return the query in a JSON object. Raises ConfigError, which names the field and its limits."""
+        if not isinstance(given, Mapping):
+            raise ConfigError("the query must be a JSON object")
+        if unknown := sorted(map(str, set(given) - {each.name for each in fields(cls)})):
+            raise ConfigError(f"{unknown[0][:40]}: is not a setting of the simulator")
+        values = {
+            each.name: _value(each.name, given.get(each.name, each.default), type(each.default)) for each in fields(cls)
+        }
+        query = cls(**values)
+        if query.prefill + query.decode > MOST_NODES:
+            raise ConfigError(f"prefill, decode: must add up to at most {MOST_NODES} nodes")
+        return query
+
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "prefill": (0, MOST_NODES - 1),
+    "decode": (1, MOST_NODES),
+    "budget": (16, 65536),
+    "rate": (0.01, 1000),
+    "prompt": (1, 32768),
+    "answer": (1, 4096),
+    "requests": (1, MOST_REQUESTS),
+    "seed": (0, 10**9),
+    "ttft_slo_ms": (1, 10**6),
+    "tbt_slo_ms": (1, 10**6),
+}
+
+
+def _value(name: str, value: Any, kind: type) -> Any:
+    choices = {"policy": POLICIES, "device": devices()}.get(name)
+    if choices is not None:
+        if value not in choices:
+            raise ConfigError(f"{name}: must be {', '.join(choices)}")
+        return value
+    if kind is str:
+        if not isinstance(value, str) or len(value) > MAX_TRACE:
+            raise ConfigError(f"{name}: must be a text of at most {MAX_TRACE} characters")
+        return value
+    low, high = LIMITS[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or (kind is int and value != int(value)):
+        raise ConfigError(f"{name}: must be {'a whole number' if kind is int else 'a number'} from {low:g} to {high:g}")
+    return kind(value)
+
+
+def devices() -> list[str]:
+    return sorted(path.stem for path in COSTS.glob("*.json"))
+
+
+@dataclass(frozen=True, slots=True)
+class PlaySettings:
+    """The settings of the router and the nodes, with the defaults of `shared.config.settings`."""
+
+    policy: str
+    max_num_batched_tokens: int
+    max_num_seqs: int = 64
+    long_prefill_token_threshold: int = 0
+    max_num_partial_prefills: int = 1
+    tbt_slo_ms: float = 0.0
+    num_blocks: int = 0
+    block_size: int = 0
+    max_model_len: int = 0
+    heartbeat_s: float = 0.5
+    disaggregate: str = "always"
+    ttft_slo_ms: float = 0.0
+    max_queue_s: float = 600.0  # requests wait instead of being refused, so that the page shows the queue
+    max_queued_tokens: int = 1 << 40
+
+
+def traffic(query: PlayQuery, block_tokens: int) -> list[SimulatedRequest]:
+    """Return the requests of a query, whose prompts share nothing. Raises ConfigError for an invalid trace."""
+    random, found, at_s = Random(query.seed), [], 0.0
+    lengths = [(log(mean) - SPREAD**2 / 2, mean) for mean in (query.prompt, query.answer)]
+    rows = _pasted(query.trace)[: query.requests] if query.trace.strip() else None
+    for number in range(len(rows) if rows is not None else query.requests):
+        if rows is None:
+            at_s += random.expovariate(query.rate)
+            prompt, answer = (max(1, min(round(exp(random.gauss(mu, SPREAD))), 8 * mean)) for mu, mean in lengths)
+        else:
+            at_s, prompt, answer = rows[number]
+        names = [b"%d %d" % (number, block) for block in range(prompt // block_tokens)]
+        found.append(SimulatedRequest(f"r{number + 1}", at_s, prompt, answer, names))
+    if sum(each.max_tokens for each in found) > MOST_TOKENS:
+        raise ConfigError(f"requests: their answers have over {MOST_TOKENS} tokens together; give fewer requests")
+    return found
+
+
+def _pasted(text: str) -> list[tuple[float, int, int]]:
+    with tempfile.NamedTemporaryFile("w", suffix=".trace", encoding="utf-8") as file:
+        file.write(text.strip() + "\n")
+        file.flush()
+        try:
+            return [(row.at_s, row.prompt_len, row.max_tokens) for row in read_trace(Path(file.name))]
+        except ConfigError as error:
+            raise ConfigError("trace" + str(error).removeprefix(file.name)) from None
+        except UnicodeError:
+            raise ConfigError("trace: is not a text") from None
+
+
+class PlayedCluster(SimulatedCluster):
+    """A simulated cluster that keeps what the page shows. `work` has the prompt tokens and decodes of each entry of a
+    node's log, and `spans` the chunks and transfers of each request."""
+
+    def __init__(self, plan: ClusterPlan) -> None:
+        super().__init__(plan)
+        self.work: dict[SimulatedNode, list[tuple[int, int]]] = {node.node: [] for node in self.nodes}
+        self.spans: dict[str, list[Document]] = {}
+
+    def on_scheduled(self, node: SimulatedNode, step: Step) -> None:
+        self.work[node].append((step.work.prefill_tokens, step.work.num_decodes))
+        steps = node.log[-1]
+        end_ms = MS * node.times.end(steps, 1)
+        for slice_ in step.slices:
+            if slice_.count > 1 or slice_.start < slice_.request.num_prompt - 1:
+                self._span(slice_.request, "chunk", node.name, MS * steps.begin_s, end_ms, slice_.count)
+        super().on_scheduled(node, step)
+
+    def on_stretch(self, node: SimulatedNode, steps: Stretch) -> None:
+        self.work[node].append((0, len(node.scheduler.running)))
+        super().on_stretch(node, steps)
+
+    def on_handoff(self, handoff: SimulatedHandoff, kind: str, began_s: float, **fields: Any) -> None:
+        if kind == "transfer":
+            rows = self.spans.setdefault(handoff.request.id, [])
+            end_ms = MS * self.events.now
+            rows.append(_span("transfer", handoff.prefill.info.id, MS * began_s, end_ms, fields["count"]))
+
+    def _span(self, row: Request, *of: Any) -> None:
+        self.spans.setdefault(row.sampling[0].id, []).append(_span(*of))
+
+
+def _span(kind: str, node: str, start_ms: float, end_ms: float, tokens: int) -> Document:
+    times = {"start_ms": round(start_ms, 2), "end_ms": round(end_ms, 2)}
+    return {"kind": kind, "node": node, **times, "tokens": tokens}
+
+
+def simulate(given: object) -> Document:
+    """Run a query (see `PlayQuery`), and return the steps of each node, the requests, and the figures. Raises
+    ConfigError, which names the field and the fix."""
+    query = PlayQuery.read(given)
+    device = load_emulation(query.device)
+    settings = PlaySettings(query.policy, query.budget)
+    plan = ClusterPlan(query.prefill, query.decode, settings, settings, device)  # type: ignore[arg-type]
+    requests = traffic(query, plan.block_tokens)
+    if (longest := max(each.num_prompt + each.max_tokens for each in requests)) > device.kv_tokens:
+        raise ConfigError(f"trace: a request has {longest} tokens, but {device.name} holds {device.kv_tokens}")
+    cluster = PlayedCluster(plan)
+    cluster.run(requests)
+    ends, answer_s = cluster.ends(), cluster.times.answer_s
+    rows = [_row(each, each.token_s(answer_s, ends), cluster) for each in requests]
+    return {
+        "nodes": [_node(node, cluster) for node in cluster.nodes],
+        "requests": rows,
+        "figures": figures(rows, query, plan),
+        "devices": devices(),
+        "policies": list(POLICIES),
+    }
+
+
+def _node(node: RoutedNode, cluster: PlayedCluster) -> Document:
+    """Return the steps of a node. A row is (start, duration of all, prompt tokens, decodes, number of steps)."""
+    times, work = node.node.times, cluster.work[node.node]
+    steps = [
+        (round(MS * each.begin_s, 2), round(MS * (times.end(each, each.length) - each.begin_s), 2), *own, each.length)
+        for each, own in zip(node.node.log, work, strict=True)
+    ]
+    return {"name": node.info.id, "role": node.info.role, "steps": steps}
+
+
+def _row(request: SimulatedRequest, token_s: Sequence[float], cluster: PlayedCluster) -> Document:
+    spans = cluster.spans.get(request.id, [])
+    row: Document = {
+        "id": request.id,
+        "at_ms": round(MS * request.at_s, 2),
+        "prompt": request.num_prompt,
+        "answer": request.max_tokens,
+        "error": request.error,
+        "begun_ms": min((each["start_ms"] for each in spans), default=round(MS * request.finish_s, 2)),
+    }
+    if request.error or not token_s:
+        return row
+    gaps = sorted(after - before for before, after in pairwise(token_s))
+    end_ms, first_ms = MS * token_s[-1], MS * token_s[0]
+    decoding = _span("decode", request.nodes[-1].info.id, first_ms, end_ms, len(token_s))
+    return row | {
+        "end_ms": round(end_ms, 2),
+        "ttft_ms": round(first_ms - MS * request.at_s, 2),
+        "tbt_ms": round(MS * percentile(gaps, 0.99), 2),
+        "spans": [*spans, decoding] if len(token_s) > 1 else spans,
+    }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return a percentile of sorted values, interpolated linearly; 0 if there are none."""
+    if not values:
+        return 0.0
+    place = share * (len(values) - 1)
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (place - low) * (values[high] - values[low])
+
+
+def figures(rows: Sequence[Document], query: PlayQuery, plan: ClusterPlan) -> Document:
+    """Return the figures of a run. They leave out the first tenth of the requests, which meet an empty cluster."""
+    counted = rows[len(rows) // 10 :]
+    done = [row for row in counted if "ttft_ms" in row]
+    good = [row for row in done if row["ttft_ms"] <= query.ttft_slo_ms and row["tbt_ms"] <= query.tbt_slo_ms]
+    late = sum(row["ttft_ms"] > query.ttft_slo_ms for row in done)
+    stalled = sum(row["tbt_ms"] > query.tbt_slo_ms for row in done)
+    found: Document = {
+        "attainment": len(good) / len(counted),
+        "late": late,
+        "stalled": stalled,
+        "counted": len(counted),
+    }
+    for name in ("ttft_ms", "tbt_ms"):
+        values = sorted(row[name] for row in done)
+        found[name] = {f"p{share}": round(percentile(values, share / 100), 1) for share in (50, 90, 99)}
+    last_ms = max((row.get("end_ms", 0.0) for row in rows), default=0.0)
+    gpus = plan.prefill + plan.decode
+    tokens = sum(row["answer"] for row in rows if "end_ms" in row)
+    return found | {"span_s": last_ms / MS, "tokens_per_s_per_gpu": tokens / max(last_ms, 1.0) * MS / gpus}

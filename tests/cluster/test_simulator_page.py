@@ -1,0 +1,151 @@
+"""Test the simulator's page in a real browser: from a router, and from the single file without any server."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.harness import cluster, wait_for
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
+ROOT = Path(__file__).parents[2]
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser here (looked for {', '.join(NAMES)})")
+FORBIDDEN = "Failed to load resource"  # the browser logs this line for an error status
+NOT_FETCHED = 3  # exit status without npm or its registry
+PLACES = ("router", "file")
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The page's URL from a running router, and from the built file if Pyodide can be fetched."""
+    with cluster(prefill=0, decode=1) as running:
+        found = {"router": f"{running.url}/simulator"}
+        path = tmp_path_factory.mktemp("playground") / "playground.html"
+        built = subprocess.run([sys.executable, ROOT / "deploy" / "playground.py", "--out", path], check=False)
+        assert built.returncode in {0, NOT_FETCHED}
+        yield found | ({"file": path.as_uri()} if not built.returncode else {})
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def opened(browser: Any, urls: dict[str, str]) -> Iterator[Callable[..., Any]]:
+    """Return a function that opens a page. No page may log an error or a warning before the end of the test."""
+    contexts, problems = [], []
+
+    def open_page(place: str, fragment: str = "", width: int = 1400, scheme: str = "light") -> Any:
+        if place not in urls:
+            pytest.skip("Pyodide could not be fetched from npm")
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(200_000)
+        page.on("console", lambda line: problems.append(line.text) if line.type in {"error", "warning"} else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(urls[place] + fragment)
+        done(page)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert [each for each in problems if FORBIDDEN not in each] == []
+
+
+def until(page: Any, condition: str) -> None:
+    """Wait for a condition in JavaScript. Playwright's own function would need `eval`, which the page forbids."""
+    wait_for(lambda: page.evaluate(condition), condition, 200.0)
+
+
+def done(page: Any) -> None:
+    until(page, "['done', 'failed'].includes(document.getElementById('state').dataset.state)")
+
+
+def row(page: Any) -> list[str]:
+    """Return the cells of the latest run."""
+    cells: list[str] = page.locator("#runs tr").first.locator("td").all_text_contents()
+    return cells
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_is_shown_and_follows_the_settings(opened: Callable[..., Any], place: str) -> None:
+    page = opened(place, "#requests=60&prefill=1")
+    assert "of 54 requests met the limits" in page.text_content("#summary")
+    assert row(page)[:3] == ["1 prefill, 1 decode", "stall_free", "512"]
+    assert page.locator("#lanes .lane").count() == 2
+    assert page.locator("#figures dd").first.text_content().endswith("%")
+    page.fill("[name=tbt_slo_ms]", "1")
+    until(page, "document.getElementById('summary').textContent.startsWith('0%')")
+    assert "waited over 1 ms between tokens" in page.text_content("#summary")
+    assert page.evaluate("location.hash") == "#prefill=1&requests=60&tbt_slo_ms=1"
+    page.fill("[name=rate]", "-2")
+    until(page, "document.getElementById('state').dataset.state === 'failed'")
+    assert page.text_content("#summary").startswith("Requests/s: ")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_trace_that_makes_no_sense_is_named(opened: Callable[..., Any], place: str) -> None:
+    page = opened(place, "#requests=10&trace=nonsense")
+    assert page.text_content("#summary").startswith("trace: its first line matches no known format")
+    page.locator("details summary").first.click()
+    page.fill("[name=trace]", '{"t": 0, "prompt_len": 10, "max_tokens": 3}')
+    until(page, "document.getElementById('summary').textContent.startsWith('100%')")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_best_budget_is_found_by_keyboard(opened: Callable[..., Any], place: str) -> None:
+    page = opened(place, "#requests=60&rate=4&prompt=4000&budget=8192")
+    page.focus("#best")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelectorAll('#runs tr').length === 11")
+    done(page)
+    shares = [int(text.rstrip("%")) for text in page.locator("#runs td:nth-child(7)").all_text_contents()]
+    assert shares[0] == max(shares) > shares[-1]
+    page.focus("[name=budget]")
+    page.keyboard.press("ArrowRight")
+    until(page, "document.querySelectorAll('#runs tr').length === 12")
+
+
+def test_the_tour_goes_through_its_steps(opened: Callable[..., Any]) -> None:
+    page = opened("router", "#requests=10")
+    page.click("#tour-open")
+    for number in range(1, 9):
+        assert page.text_content("#tour-title").startswith(f"{number}. ")
+        until(page, f"document.querySelectorAll('#runs tr').length === {number + 1}")
+        if number < 8:
+            page.click("#tour-next")
+    assert page.locator("#tour-next").is_disabled()
+    page.click("#tour-close")
+    assert not page.locator("#tour").is_visible()
+
+
+def test_playing_shows_figures_as_they_form(opened: Callable[..., Any]) -> None:
+    page = opened("router", "#requests=60")
+    whole = page.text_content("#ttft-shown")
+    page.click("#play")
+    until(page, "Number(document.getElementById('time').value) > 100")
+    page.click("#play")
+    assert page.text_content("#ttft-shown") != whole
+    assert page.text_content("#play") == "Play"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_screen_does_not_scroll_sideways(opened: Callable[..., Any], scheme: str) -> None:
+    page = opened("router", "#requests=60&prefill=1", 360, scheme)
+    page.click("#tour-open")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme

@@ -102,5 +102,5 @@ def main() -> None:
         rows.append([*(getattr(work, name) for name in COLUMNS[:-1]), round(us)])
     about = {"machine": machine()["processor"], "repeats": given.repeats, "columns": COLUMNS, "steps": rows}
     FILE.write_text(json.dumps(about, separators=(",", ":")) + "\n")
-    what = "Errors of the cost model for steps of the demo model that it was not fitted to: every other step of recordings."
+    what = "Errors of the cost model for every other step of the recordings, to which it was not fitted."
     Result("step_times", what, [held_out()[0]]).finish(given.out)

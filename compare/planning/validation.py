@@ -16,7 +16,7 @@ from compare.run.session import run_session
 from compare.stats.capacity import CapacityPoint
 
 SEEDS = 2
-MIN_S, REQUESTS = 20.0, 300  # minimum seconds of traffic in each period
+MIN_S, REQUESTS, ANSWERS = 20.0, 300, 4  # minimum of each period: seconds, requests, and durations of an answer
 
 
 async def validate(
@@ -35,7 +35,7 @@ async def validate(
         preset=options.preset or ("" if options.trace else DEFAULT_TRAFFIC),
         scale_tokens=options.scale_tokens,
         burstiness=options.burstiness,
-        duration=max(MIN_S, REQUESTS / min(rates.values())),
+        duration=max(MIN_S, REQUESTS / min(rates.values()), ANSWERS * simulations.request_s(slo_of(options))[2]),
         too_long="cut",
         find_capacity=True,
         rate=None,

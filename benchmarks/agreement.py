@@ -1,0 +1,102 @@
+"""Compare ten pairs of clusters by simulation and by measurement, and count how often the verdicts agree.
+
+The pairs, their traffic and their limits were chosen before any was measured. Nodes that are emulated sleep for the
+times of --cost; everything else of them is real. --trace is a file such as azure2023_conv_first_half.csv.
+"""
+
+import asyncio
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.result import Cell, Result, Table, parser
+from compare.main import run_compare
+from compare.options import CompareOptions
+
+DURATION_S = 20.0
+TIE = "too close to call"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two arms, the rate in requests/s, and the limits in milliseconds."""
+
+    one: str
+    two: str
+    rate: float
+    ttft_ms: float
+    tbt_ms: float
+
+
+PAIRS = (
+    Pair("colocated:2", "disaggregated:1p1d", 4.0, 1000.0, 50.0),
+    Pair("colocated:2", "disaggregated:1p1d", 5.0, 1000.0, 30.0),
+    Pair(
+        "colocated:2@max_num_batched_tokens=2048", "disaggregated:1p1d@max_num_batched_tokens=2048", 4.0, 1000.0, 60.0
+    ),
+    Pair("colocated:2", "colocated:2@prefill_first", 5.0, 1000.0, 60.0),
+    Pair("colocated:2", "colocated:2@static", 3.0, 2000.0, 100.0),
+    Pair("colocated:2", "colocated:2@decode_first", 4.0, 1000.0, 100.0),
+    Pair("colocated:2@max_num_batched_tokens=256", "colocated:2@max_num_batched_tokens=2048", 4.0, 1000.0, 60.0),
+    Pair("colocated:2@max_num_seqs=8", "colocated:2@max_num_seqs=64", 5.0, 1000.0, 60.0),
+    Pair("disaggregated:2p1d", "disaggregated:1p2d", 8.0, 1000.0, 60.0),
+    Pair("colocated:3", "disaggregated:1p2d", 7.0, 1000.0, 35.0),
+)
+
+
+def verdict(pair: Pair, on: str, cost: str, trace: Path, seeds: int) -> tuple[str, dict[str, float]]:
+    """Return the better arm, TIE, or "" if there is no verdict; and the mean attainment of each arm in percent."""
+    with tempfile.TemporaryDirectory(prefix="agreement-") as directory:
+        options = CompareOptions(
+            arms=[pair.one, pair.two],
+            on=on,
+            emulate="" if on == "live" else cost,
+            trace=trace,
+            rate=pair.rate,
+            duration=DURATION_S,
+            seeds=seeds,
+            ttft_slo_ms=pair.ttft_ms,
+            tbt_slo_ms=pair.tbt_ms,
+            too_long="cut",
+            out=Path(directory),
+        )
+        asyncio.run(run_compare(options))
+        report: dict[str, Any] = json.loads((Path(directory) / "report.json").read_text())
+    values: dict[str, list[float]] = {}
+    for run in report["runs"]:
+        if run["valid"]:
+            values.setdefault(run["arm"], []).append(100 * run["attainment"])
+    means = {arm: sum(own) / len(own) for arm, own in values.items()}
+    sentence: str = report["verdict"]["sentence"]
+    if not report["valid"]:
+        return f"none: {sentence}", means
+    return TIE if sentence.lower().startswith(TIE) else max(means, key=means.__getitem__), means
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--trace", type=Path, required=True)
+    options.add_argument("--cost", default="h200-qwen3-32b")
+    options.add_argument("--on", default="emulated", choices=("emulated", "live"))
+    options.add_argument("--seeds", type=int, default=4)
+    given = options.parse_args()
+    rows: list[list[Cell]] = []
+    for number, pair in enumerate(PAIRS, 1):
+        found = [verdict(pair, on, given.cost, given.trace, given.seeds) for on in ("sim", given.on)]
+        (simulated, ours), (measured, theirs) = found
+        shares = [
+            f"{means.get(pair.one, float('nan')):.1f}, {means.get(pair.two, float('nan')):.1f}"
+            for means in (ours, theirs)
+        ]
+        limits = f"{pair.ttft_ms:g}, {pair.tbt_ms:g}"
+        rows.append(
+            [number, pair.one, pair.two, pair.rate, limits, *shares, simulated, measured, simulated == measured]
+        )
+        print(rows[-1], flush=True)
+    columns = ["pair", "first", "second", "requests/s", "TTFT, TBT ms", "simulated: % within", "measured: % within"]
+    columns += ["simulated verdict", "measured verdict", "agree"]
+    num = sum(row[-1] is True for row in rows)
+    what = f"Verdicts of `baton compare --on sim` and `--on {given.on}` on the same pairs: {num} of {len(rows)} agree."
+    Result("agreement", what, [Table("Ten pairs", columns, rows)]).finish(given.out)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from dashboard.bottleneck import bottleneck
 from dashboard.chrome_trace import trace_events
 from dashboard.history import MAX_REQUESTS, RequestHistory
-from dashboard.simulate import Simulations
+from dashboard.simulate import SimulateHandler
 from dashboard.step_ring import CAPACITY, FIELDS, StepRing
 from router.http.asgi import ResponseWriter, while_connected
 from router.http.responses import dump
@@ -234,7 +234,7 @@ class Dashboard(RequestHistory):
             Route("/v1/steps/{node}/{number}", self.step),
             Route("/events", stream, methods=["GET"]),
             Route("/trace", self.trace),
-            Route("/v1/simulate", Simulations().__call__, methods=["POST"]),
+            Route("/v1/simulate", SimulateHandler().__call__, methods=["POST"]),
             *page_routes(),
         ]
 

@@ -18,7 +18,7 @@ LIMIT_S = 120.0
 JSON = "application/json; charset=utf-8"
 
 
-class Simulations:
+class SimulateHandler:
     """Runs queries in processes of low priority. At most MAX_RUNS run at once; further ones are refused. A run that
     takes longer than LIMIT_S is killed."""
 

@@ -257,8 +257,7 @@ def _traffic_of(
 ) -> tuple[dict[str, object], Callable[[int], Ask], Callable[[Outcome], list[list[int]]]]:
     """Write a model of this kind to `directory`. Return settings, requests and expected answers."""
     if kind == features.KIND:
-        settings = features.prepare(directory)
-        expected = features.expected_answers(settings)
+        settings, expected = features.scene()
         return settings, features.feature_ask, lambda outcome: expected[outcome.ask.index]
     model, groups = model_of(kind, directory)
     return {"model": model}, ask, partial(hash_answers, groups=groups)

@@ -4,6 +4,9 @@ The expected answers are those of a single node without faults, drafts and hando
 with those of transformers and peft.
 """
 
+import atexit
+import shutil
+import tempfile
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.traffic import Ask, Outcome, run
-from tests.cluster.harness import FORK_SERVER, PRELOAD, Cluster, cluster, prompt_of
+from tests.cluster.harness import Cluster, cluster, prompt_of
 from tests.engine import image_models
 from tests.engine.families import save
 from tests.engine.lora_files import save_adapter
@@ -33,9 +36,18 @@ FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "pers
 PATTERN = {"structured_outputs": {"regex": "(And the LORD said unto Moses, ){4}[A-Z][a-z ]{9}"}}
 
 
+@lru_cache(maxsize=1)
+def scene() -> tuple[dict[str, object], list[list[list[int]]]]:
+    """Write a model of text and images and two adapters, which are removed when this process ends. Return the settings
+    of a cluster that serves them, and the expected answers."""
+    directory = Path(tempfile.mkdtemp(prefix="baton-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    settings = prepare(directory)
+    return settings, expected_answers(settings)
+
+
 def prepare(directory: Path) -> dict[str, object]:
-    """Write a model of text and images and two adapters. Return the settings of a cluster that serves them."""
-    FORK_SERVER.set_forkserver_preload([*PRELOAD, "engine.foreign.vision"])  # without effect if the server already runs
+    """Write the models. Return the settings."""
     model = directory / "model"
     config = deepcopy(image_models.CONFIGS[MODEL])
     config.text_config.max_position_embeddings = 4096

@@ -37,8 +37,7 @@ START_S = 300.0  # time limit for a start; many times the usual duration, for bu
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # because threads do not survive a fork of the fork server
 FORK_SERVER = multiprocessing.get_context("forkserver")
-PRELOAD = ["tests.cluster.preload"]
-FORK_SERVER.set_forkserver_preload(PRELOAD)
+FORK_SERVER.set_forkserver_preload(["tests.cluster.preload"])
 
 
 class ForkedProcess(multiprocessing.context.ForkServerProcess):

@@ -21,7 +21,7 @@ from engine.components import build
 from engine.models.families import FAMILIES
 from engine.options import BuildOptions
 from scheduler.geometry import UNIFORM, Geometry
-from tests.cluster.harness import DEMO, DEMO_VOCABULARY, FORK_SERVER, PRELOAD, cluster
+from tests.cluster.harness import DEMO, DEMO_VOCABULARY, cluster
 from tests.engine.build import thinned
 from tests.engine.families import CONFIGS, MULTIMODAL, SIZES, save
 from tests.sweep.tiny_configs import tiny_model
@@ -112,12 +112,6 @@ def every_way(directory: Path, model_impl: str = "auto") -> tuple[list[Way], boo
     return ways, components.groups == UNIFORM
 
 
-@pytest.fixture
-def _transformers_imported() -> None:
-    """Start nodes from a process that has imported transformers, unless the fork server already runs."""
-    FORK_SERVER.set_forkserver_preload([*PRELOAD, "transformers.models.llama.modeling_llama"])
-
-
 @pytest.mark.parametrize("name", thinned(NAMES, 1000))
 def test_a_family_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     expected = written(CONFIGS[name], tmp_path)
@@ -131,7 +125,6 @@ def test_a_model_of_each_kind_gives_the_tokens_of_transformers(name: str, tmp_pa
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("_transformers_imported")
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_decoder_without_a_family_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     expected = written_tiny(name, tmp_path)
@@ -139,7 +132,6 @@ def test_a_decoder_without_a_family_gives_the_tokens_of_transformers(name: str, 
     assert (check(tmp_path, expected, ways, "transformers") > 0) >= preempts
 
 
-@pytest.mark.usefixtures("_transformers_imported")
 @pytest.mark.parametrize(
     "name", thinned(["qwen3 next", *(name for name in NAMES if name != "qwen3 next"), *FOREIGN], 66)
 )

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from shared.images import read_image_rules
-from tests.cluster.harness import FORK_SERVER, PRELOAD, Cluster, cluster
+from tests.cluster.harness import Cluster, cluster
 from tests.engine.image_models import CONFIGS, GEMMA_NAMES, QWEN_NAMES, answer, data_url, is_qwen, picture, write
 
 COUNT = 48
@@ -22,12 +22,6 @@ CASES: list[list[str | tuple[int, int]]] = [
     ["No image. " + STORY],
     [(40, 24), STORY],
 ]
-
-
-@pytest.fixture(autouse=True)
-def _transformers_imported() -> None:
-    """Start nodes from a process that has imported transformers, unless the fork server already runs."""
-    FORK_SERVER.set_forkserver_preload([*PRELOAD, "engine.foreign.vision"])
 
 
 def pictures(number: int) -> list[np.ndarray[Any, Any]]:

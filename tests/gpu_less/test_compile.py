@@ -13,7 +13,7 @@ import pytest
 from tests.engine.build import thinned
 
 ROOT = Path(__file__).parent.parent.parent
-PROCESSES = 2
+PROCESSES = {"few": 1, "all": 2}
 SHARED_BYTES = 227 * 1024  # the limit for a thread block on sm_90
 SPILLS = "attention fp32 in a tile too large"  # a kernel that spills, to check that the test detects it
 # Sine and cosine of angles over 105,615 radians use a table on the stack in Triton before 3.7. This is not a spill.
@@ -27,18 +27,19 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=thinned(["few", "all"], 2))
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    processes = PROCESSES[request.param]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_DEFAULT_FP_FUSION": "1"}
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu_less.compiled", str(part), str(PROCESSES), request.param],
+            [sys.executable, "-m", "tests.gpu_less.compiled", str(part), str(processes), request.param],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for part in range(PROCESSES)
+        for part in range(processes)
     ]
     found = []
     try:

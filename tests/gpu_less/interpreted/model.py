@@ -15,7 +15,7 @@ from tests.engine.build import Blocks, generate, thinned
 from tests.gpu_less.contract import TensorMemory, config_of
 
 CPU = torch.device("cpu")
-PROMPTS = [list(range(3, 24)), [7, 9], list(range(40, 53))]
+PROMPTS = [list(range(3, 15)), [7, 9], list(range(40, 47))]
 
 
 def generated(triton: bool, model: Decoder, budget: int) -> list[list[int]]:
@@ -29,7 +29,7 @@ def generated(triton: bool, model: Decoder, budget: int) -> list[list[int]]:
         Blocks(64, 4),
         [SamplingParams(temperature=0.0), SamplingParams(seed=3), SamplingParams(temperature=0.0)],
     )
-    requests = [blocks.request(prompt, one, max_tokens=5) for prompt, one in zip(PROMPTS, sampling, strict=True)]
+    requests = [blocks.request(prompt, one, max_tokens=3) for prompt, one in zip(PROMPTS, sampling, strict=True)]
     return generate(TorchRunner(model, pool, attention, kernels, CPU), requests, budget)
 
 

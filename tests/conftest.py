@@ -3,6 +3,7 @@
 A profile sets the number of examples only for tests without their own `max_examples`.
 """
 
+import gc
 import importlib.util
 import logging
 import os
@@ -16,12 +17,24 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # because test workers and nodes share the cores
 
+gc.disable()  # until the tests are collected, because collections take a third of the time of their imports
+
 # Environments created before Pillow became a dependency lack it until `make` installs it.
 collect_ignore_glob = [] if importlib.util.find_spec("PIL") else ["*/test_images.py"]
 UNCHECKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # no example changes a fixture
 settings.register_profile("short", settings(), max_examples=40, deadline=None, suppress_health_check=UNCHECKED)
 settings.register_profile("nightly", settings.get_profile("short"), max_examples=1000)
 settings.load_profile("short")
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what the tests import from garbage collections."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ TOOL = {"name": "get_weather", "input_schema": FUNCTION["parameters"], "cache_co
 HELLO: dict[str, Any] = {"max_tokens": 500, "messages": [{"role": "user", "content": "Weather?"}]}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hermes() -> Tokenizer:
     return hermes_tokenizer()
 

@@ -14,7 +14,7 @@ from tests.router.answering import ANSWER, BOTH, FUNCTION, SAID, THOUGHT, Connec
 TOOL = {"type": "function", **FUNCTION}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hermes() -> Tokenizer:
     return hermes_tokenizer()
 

@@ -51,7 +51,7 @@ async def make_store(request: pytest.FixtureRequest) -> MakeStore:
     return lambda: RedisStore(f"redis://127.0.0.1:{server.port}", "test")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hermes() -> Tokenizer:
     return hermes_tokenizer()
 

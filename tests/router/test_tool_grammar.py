@@ -40,6 +40,7 @@ PING = {"type": "object", "properties": {}, "additionalProperties": False}
 WEATHER = {"city": 'Rome "x" </a>', "unit": "c", "days": 2}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}}
 FREE = {"type": "function", "function": {"name": "ping", "parameters": PING}}
+GRAMMARS = GrammarChecker()  # shared, because each one starts a process
 # The families, and whether their markers are special tokens.
 FAMILIES = [(name, is_special) for name in TOOLS for is_special in (False, True)]
 
@@ -63,7 +64,7 @@ class Model:
         """Return the body, and the grammar of its answer."""
         raw = json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": [TOOL, FREE]} | fields)
         body = parse_body(ChatBody, raw.encode(), ["m"])
-        (request,) = await build_requests(body, MODEL, self.tokenizer, "id", grammars=GrammarChecker())
+        (request,) = await build_requests(body, MODEL, self.tokenizer, "id", grammars=GRAMMARS)
         return body, request.grammar
 
     def accepts(self, grammar: str, text: str) -> bool:
@@ -99,9 +100,9 @@ class Model:
         return content, [(name, json.loads(given[call])) for call, name in names.items()]
 
 
-@pytest.fixture(params=FAMILIES, ids=lambda each: f"{each[0]}{' special' * each[1]}")
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
-    return Model(tmp_path, *request.param)
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda each: f"{each[0]}{' special' * each[1]}")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"), *request.param)
 
 
 VALID = {"get_weather": jsonschema_rs.validator_for(SCHEMA), "ping": jsonschema_rs.validator_for(PING)}

@@ -25,7 +25,7 @@ from tests.router.answering import (
 from tests.router.conftest import CHATML
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hermes() -> Tokenizer:
     return hermes_tokenizer()
 

@@ -158,7 +158,8 @@ def measure(
 
 
 def acceptance(engine: SpeculatingEngine, kind: str, batch: int) -> list[Cell]:
-    """Return a row: the share of right guesses if the KV of prompts arrives, and if prompts are computed."""
+    """Return a row with two shares of right guesses: one if the KV of prompts arrives, and one if prompts are
+    computed."""
     shares: list[Cell] = []
     for receives in (True, False):
         before = engine.acceptance()

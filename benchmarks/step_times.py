@@ -74,7 +74,7 @@ class StepTimer:
 
 
 def held_out() -> tuple[Table, Any]:
-    """Return a table of the errors for every other step of FILE, and these relative errors."""
+    """Predict every other step of FILE. Return a table of the errors, and the relative errors."""
     data = json.loads(FILE.read_text())
     works = [StepWork(*row[:-1]) for row in data["steps"]]
     seconds = np.array([row[-1] / 1e6 for row in data["steps"]])

@@ -82,7 +82,7 @@ class EngineExaminer:
         return f"{self.engine.url}: vLLM {facts.version}, {facts.model}, {facts.max_model_len} positions, {blocks}"
 
     async def tokens(self) -> str:
-        """Check that the server's tokenizer is that of the router, which encodes the prompts."""
+        """Check that the server has the same tokenizer as the router, which encodes the prompts."""
         for text in TEXTS:
             if (found := await self.engine.tokenize(text)) != self._tokenizer.encode(text):
                 raise ValueError(f"{text!r} is {found[:8]}… on the server and not in --model: give the same model")
@@ -147,8 +147,8 @@ CONFIG = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 
 
 async def hands_over(prefill: EngineExaminer, decode: EngineExaminer) -> str:
-    """Check that KV moves from one server to the other, and that the tokens are the same as those of one server
-    alone."""
+    """Check that KV moves from one server to the other, and that the answer has the same tokens as an answer of one
+    server alone."""
     request, prompt = prefill.request(4)
     before = await decode.value("nixl_bytes_transferred_sum")
     _, params = await prefill.engine.prefill(request, prompt)

@@ -48,7 +48,7 @@ def _finding(status: Status) -> str:
 
 
 class Pool:
-    """The queue and the load of the nodes of one role, or of all nodes."""
+    """How many requests wait and how busy the nodes are, for the nodes of one role or for all nodes."""
 
     def __init__(self, nodes: list[Node]) -> None:
         self.nodes = nodes

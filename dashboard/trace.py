@@ -261,7 +261,7 @@ class RequestTrace:
 
     @property
     def state(self) -> str:
-        """The state by the reports of nodes, or by the tokens that arrived before these reports."""
+        """The state that follows from the nodes' reports, or from the tokens that arrived before these reports."""
         attempt = self.last_attempt
         if self.ended_ns is not None:
             return STATES.get(self.finish, "failed")

@@ -18,7 +18,8 @@ from engine.kv_pool import KVPool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """The attention of a layer, apart from its products (see `AttentionSpec`). `sinks` is float32 [heads] or None.
+    """The parameters of a layer's attention, without the weights of its products (see `AttentionSpec`). `sinks` is
+    float32 [heads] or None.
 
     If `latent` is not 0, the layer has latent attention (see `LatentSpec`): a token's key and value in the pool are one
     vector of twice the size, which is the key of all heads, and whose first `latent` dimensions are their value.
@@ -27,7 +28,7 @@ class AttentionLayer:
     layout's first heads, and their values in the places of the following heads.
     """
 
-    index: int  # among the layers that keep KV
+    index: int  # number of this layer among the layers that keep KV
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
@@ -63,10 +64,10 @@ class AttentionBackend(Protocol):
 
 
 class TablesPlan:
-    """The attention of one step with several block tables: a plan for each table."""
+    """Attention of one step if layers use several block tables. There is one plan for each table."""
 
     def __init__(self, plans: list[AttentionPlan], tables: Sequence[int]) -> None:
-        """`tables` are the tables of the layers."""
+        """`tables[i]` is the number of the table that layer i uses."""
         self.plans = plans
         self._tables = tables
 
@@ -142,7 +143,7 @@ class TorchPlan:
         return out
 
     def attend_images(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> Tensor:
-        """Replace the results in `out` of the slices that have tokens of images, and return `out`."""
+        """Compute again, in `out`, the results of slices with image tokens that attend to each other. Return `out`."""
         reaches = self._reaches_of(layer.window)
         for index in self._batch.spans:
             out[reaches[index].queries] = self._attend(layer, q[reaches[index].queries], reaches[index])

@@ -24,8 +24,8 @@ KEPT_ROWS = 1024  # number of cached rows beyond which the rows of ended request
 class StateBatch:
     """The rows of the KV pool with the recurrent states of S slices, R rows for each state.
 
-    A slice that continues the one before it (see `Slice.continues`) is a part of that one here. `cu_q` are then the
-    first tokens of slices, int32 [S + 1], which otherwise are those of the batch.
+    A slice that continues the slice before it (see `Slice.continues`) is merged with it here. `cu_q`, int32 [S + 1],
+    then has the index of each merged slice's first token; otherwise it is None, and `Batch.cu_q` is used.
 
     `rows` is int64 [3, S, R]: the states that are read, written and saved, or -1 for none. A state that is not read
     begins with zeros. A state that is read is not written in the same step.
@@ -34,12 +34,12 @@ class StateBatch:
     rows: Tensor
     save_at: Tensor  # int64 [S]: number of the slice's tokens after which its state is also saved, or 0 for never
     cu_q: Tensor | None = None
-    places: Tensor | None = None  # `KVPool.state_places` of the rows, once a layer needed it
+    places: Tensor | None = None  # `KVPool.state_places` of the rows, or None until a layer needs it
 
 
 @dataclass(slots=True)
 class KVTable:
-    """The blocks of the slices in one table of a model with several, and the slots of the tokens (see `Batch`)."""
+    """A further block table, for a model whose layers use several, with the slots of the tokens in it (see `Batch`)."""
 
     block_table: Tensor
     slots: Tensor
@@ -78,7 +78,8 @@ class Batch:
     images: BatchImages | None = None  # set by the runner
     # The images in each slice whose tokens attend to each other, by the slice's index: positions [start, end).
     spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    # States before layers, [T, hidden_size]: the pass sets those of the layers that are keys, for a draft head.
+    # Hidden states that a draft head reads, by layer: for each layer that is a key, the pass stores the states before
+    # it, [T, hidden_size].
     captured: dict[int, Tensor] = field(default_factory=dict)
     first_key: int = 0  # the first position that queries see, at most their own: 1 for a draft head
 

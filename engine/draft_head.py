@@ -26,7 +26,7 @@ def head_places(places: KVPlaces) -> KVPlaces:
 
 @dataclass(slots=True)
 class KeptFeatures:
-    """The features of a request's last positions, by position; those of the latest step come last."""
+    """The features of a request's last positions, by position. The positions of the latest step come last."""
 
     request: Request
     epoch: int
@@ -46,10 +46,10 @@ class DraftHead(TimedDrafter):
     def __init__(
         self, model: HeadDecoder, pool: KVPool, kernels: Kernels, attention: AttentionBackend, num_tokens: int
     ) -> None:
-        """`pool` is a view of the model's pool that has the places of the head alone. At most `num_tokens` tokens of a
+        """`pool` is a view of the model's pool in which the head is the only layer. At most `num_tokens` tokens of a
         request are guessed in one step."""
         self.model = model
-        self._num_kept = num_tokens + 2  # positions of a request: those that its last step computed
+        self._num_kept = num_tokens + 2  # kept positions of a request: as many as a step may compute for it
         self._pool, self._kernels, self._attention = pool, kernels, attention
         self._block_rows = BlockRows(pool.places)
         self._kept: dict[str, KeptFeatures] = {}
@@ -80,7 +80,8 @@ class DraftHead(TimedDrafter):
         return replace(step, slices=slices)
 
     def observe(self, slices: Sequence[Slice], normed: Tensor, states: Mapping[int, Tensor]) -> None:
-        """Store the head's KV of a step. For the arguments, of all rows of its slices, see `HeadDecoder.features`."""
+        """Store the head's KV of a step. The arguments cover all rows of the step's slices; see
+        `HeadDecoder.features`."""
         if not self.has_failed:
             with self.guarded():
                 self._observe(slices, self.model.features(normed, states))
@@ -116,7 +117,7 @@ class DraftHead(TimedDrafter):
 
     def _store(self, slices: Sequence[Slice], features: Tensor, ends: Sequence[int]) -> None:
         """Store the features of the last tokens of states that the slices write or save."""
-        first: Slice | None = None  # that of which the slices after it are a part
+        first: Slice | None = None  # the slice that the following slices continue
         for slice_, end in zip(slices, ends, strict=True):
             first = slice_ if not slice_.continues else first
             if first is None or first.state is None:
@@ -181,7 +182,7 @@ class DraftHead(TimedDrafter):
 
 
 def _row_of(slice_: Slice) -> SamplingRow:
-    """Return the draw of a guess: with the noise of the request, but without its grammar."""
+    """Return the inputs of a guess's draw. It uses the request's noise, but not its grammar."""
     request, sampling = slice_.request, replace(slice_.request.sampling, logprobs=None, prompt_logprobs=None)
     kinds = request.stop_tokens, request.min_tokens
     return SamplingRow(sampling, slice_.tokens, request.num_prompt, slice_.end, *kinds)

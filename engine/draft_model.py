@@ -18,30 +18,31 @@ CATCH_UP = 256  # maximum number of text tokens that a draft model computes in a
 
 @dataclass(slots=True)
 class DraftedRequest:
-    """A request, and its mirror in the draft model: the same text with guesses, and the KV of the text so far."""
+    """A request and its mirror. The mirror is a request to the draft model: its tokens are the text followed by the
+    guesses, and its `num_computed` counts those that have KV in the draft model's pool."""
 
     request: Request
     mirror: Request
     epoch: int
     num_known: int = 0  # tokens of the text at the last call
-    num_named: int = 0  # blocks of the mirror that have names
+    num_named: int = 0  # number of the mirror's blocks whose hash is recorded in `DraftModel._names`
 
 
 @dataclass
 class DraftModel(TimedDrafter):
     """A draft model, on the engine's thread.
 
-    Its KV of a block is in its own pool, in the row with the number of the target's block (the first row of its first
-    group). No further allocation is needed: the KV lives as long as the target's, and is found with the target's cached
-    prefix. It is not sent in a handoff: the node that receives a request computes it from the text, at most `CATCH_UP`
-    tokens in a step, and does not guess until it is complete.
+    Its KV is in its own pool. The KV of a block is in the row with the same number as the first row of the target's
+    block in the target's first group. No further allocation is needed: the KV lives as long as the target's, and is
+    found with the target's cached prefix. It is not sent in a handoff: the node that receives a request computes it
+    from the text, at most `CATCH_UP` tokens in a step, and does not guess until it is complete.
     """
 
-    runner: Runner  # of the draft model, over its own pool
+    runner: Runner  # runs the draft model over its own pool
     block_tokens: int
     block_rows: int  # rows of a block in the target's first group
     _drafted: dict[str, DraftedRequest] = field(default_factory=dict)
-    _names: dict[int, bytes] = field(default_factory=dict)  # by row: the hash of the block whose KV the row has
+    _names: dict[int, bytes] = field(default_factory=dict)  # hash of the block whose KV is in a row, by row
 
     def warm_up(self) -> None:
         self.runner.warm_up()
@@ -86,7 +87,7 @@ class DraftModel(TimedDrafter):
             slice_.request.num_computed = slice_.end
             slice_.request.tokens += output.tokens
             if output.error:
-                slice_.request.finish = "error"  # of this guess
+                slice_.request.finish = "error"  # ends this guess only
 
     def _synchronized(self, request: Request) -> Request:
         """Return the request's mirror, with the tokens that the request now has."""

@@ -11,7 +11,7 @@ from torch.nn.functional import embedding, linear
 
 from engine.formats.forms import QuantizedWeight
 
-Lookup = Callable[[Tensor], Tensor]  # from indices of outputs, int64 [R], to their weights, [R, in]
+Lookup = Callable[[Tensor], Tensor]  # maps indices of outputs, int64 [R], to their weights, [R, in]
 
 
 class Linear(Protocol):

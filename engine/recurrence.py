@@ -50,7 +50,7 @@ def states_of(batch: Batch) -> StateBatch:
 
 
 def starts_of(batch: Batch) -> Tensor:
-    """Return the first tokens of the slices of states, int32 [S + 1]."""
+    """Return the index of each slice's first token, int32 [S + 1], for recurrent layers (see `StateBatch`)."""
     own = states_of(batch).cu_q
     return batch.cu_q if own is None else own
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # numba may not be installed
     from engine.cpu.fused_decode import FusedDecode
     from engine.draft_head import DraftHead
 
-MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once (64 MiB); those of a whole chunk could take several GiB
+MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once (64 MiB); a whole chunk's could take several GiB
 WARM_TOKENS = 128  # prompt length in the warm-up: enough for all kernels to be compiled
 
 
@@ -214,7 +214,7 @@ class TorchRunner(Runner):
         return self._model.logits(hidden[: len(batch.sampled)]), hidden
 
     def _observed(self, slices: Sequence[Slice], batch: Batch, head: "DraftHead") -> Tensor:
-        """Return the hidden states of all logit rows, after the head has observed those of all rows."""
+        """Compute the hidden states of all rows, pass them to the draft head, and return those of the logit rows."""
         if self.adapters is not None:
             self.adapters.rows.select(batch, self._device)
         captured = {layer: torch.empty(0) for layer in head.model.captured}

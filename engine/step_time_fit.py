@@ -94,7 +94,7 @@ class CostFit:
         self._ratios: deque[float] = deque(maxlen=WATCHED)  # measured time / predicted time of the last steps
         self._model: CostModel | None = None
         self._known: set[Kind] = set()  # kinds of steps that the model was fitted to
-        self._steps = 0  # since the last fit
+        self._steps = 0  # number of steps since the last fit
         self._seconds = 0.0
         self._challenger = 0
 
@@ -185,7 +185,8 @@ WEIGHTS = [DECAY ** (age / 2) for age in range(FITTED)]  # square roots, because
 def _fit(
     samples: Sequence[StepObservation], weights: Sequence[float], before: CostModel, knee: float
 ) -> tuple[float, tuple[float, ...]]:
-    """Return (weighted sum of squared relative errors, the fields of a CostModel except `margin`) for one knee.
+    """Fit the model for one knee. Return the weighted sum of squared relative errors, and the fields of a CostModel
+    except `margin`.
 
     Solves one non-negative least squares problem with a row for each sample. One more row for each coefficient (weight
     INERTIA) pulls it towards its value in `before`. Raises RuntimeError if the solver does not converge.

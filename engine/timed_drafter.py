@@ -43,7 +43,7 @@ class TimedDrafter(Drafter):
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count the block's duration as that of a pass."""
+        """Measure the duration of a pass, which the block computes, and update the mean `pass_s`."""
         began_s = time.perf_counter()
         yield
         self.pass_s += (SMOOTHING if self.pass_s else 1.0) * (time.perf_counter() - began_s - self.pass_s)

@@ -25,7 +25,8 @@ log = logging.getLogger("baton.node")
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """The state after a step of a request whose KV is sent: its first `num_computed` tokens have KV."""
+    """The progress of a request whose KV is sent, after a step. The KV of its first `num_computed` tokens is
+    computed."""
 
     request: Request
     num_computed: int

@@ -17,8 +17,8 @@ OK: Answer = (HTTPStatus.OK, "ok\n")
 class NodeProbes(Collector):
     """Reports the state of a node to an orchestrator. Runs on the event loop.
 
-    `stats` returns the node's description and statistics, or None while it has none; `failure` why its process must be
-    restarted; and `refusal` why it takes no requests. These are "" while all is well.
+    `stats` returns the node's description and statistics, or None while it has none. `failure` returns the reason why
+    its process must be restarted, and `refusal` the reason why it takes no requests; both return "" if there is none.
     """
 
     def __init__(

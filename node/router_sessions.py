@@ -23,8 +23,8 @@ MAX_UNREAD_DELTAS = 100_000
 MAX_ROUTERS = 64
 RECORDS_S = 0.1  # seconds between two deliveries of records to the routers
 FLUSH_S = 0.2  # how long an ending node waits for its last messages to be sent
-MAX_DELTAS = 1000  # per message, which is far below the size limit even with 20 logprobs for each delta
-MAX_STEPS = 64  # per message, which is far below the size limit even with 4,096 members for each step
+MAX_DELTAS = 1000  # limit per message; such a message is far below the size limit even with 20 logprobs for each delta
+MAX_STEPS = 64  # limit per message; such a message is far below the size limit even with 4,096 members for each step
 MAX_EVENTS = 2000
 MAX_RECORDS = 8192  # limit of the unsent records of each kind
 
@@ -201,6 +201,6 @@ class RouterSessions:
 
 
 def _load(stats: NodeStats) -> tuple[object, ...]:
-    """Return the parts of the stats whose changes are sent to routers at once."""
+    """Return the values in the stats that are sent to routers at once when they change."""
     requests = stats.running, stats.waiting
     return stats.state, stats.ledger_error, *requests, stats.blocks_reserved, stats.blocks_quarantined

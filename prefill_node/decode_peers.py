@@ -1,4 +1,4 @@
-"""The decode nodes to which a prefill node sends KV: the connection, the KV channel and the reservations of each.
+"""The decode nodes to which a prefill node sends KV. Each has a connection, a KV channel and reservations.
 
 A timer, which does not wait for the model's steps, renews the leases of all reservations at a peer with one message. A
 peer that does not answer a renewal in time is disconnected, which fails every handoff that waits for it. After repeated
@@ -65,7 +65,7 @@ class DecodePeer:
     is_settled: bool = False  # the peer reported that it holds no reservations, and no handoff has begun since then
     failed_at: deque[float] = field(default_factory=lambda: deque(maxlen=FAILURES))  # failures since a success
     num_waiting: int = 0  # number of handoffs that wait for blocks
-    used_at: float = field(default_factory=time.monotonic)  # when a handoff or a stop last began
+    used_at: float = field(default_factory=time.monotonic)  # time at which a handoff or a stop last began
 
     @property
     def is_idle(self) -> bool:

@@ -83,7 +83,7 @@ class OutgoingHandoff:
     num_held: int = 0  # the prompt's first blocks, which the decode node has in its prefix cache
     order: list[RowPlace] = field(default_factory=list)  # the rows to push
     targets: list[int] = field(default_factory=list)  # the reserved rows of the decode node, in the same order
-    num_pushed: int = 0  # rows
+    num_pushed: int = 0  # number of rows
     channel: KVChannel | None = None  # not changed after the grant, like `descriptor`, because the grant refers to it
     descriptor: bytes = b""
     checksums: bytes = b""  # checksums of pushed rows that the peer does not have yet
@@ -128,7 +128,8 @@ class OutgoingHandoff:
         self.changed.clear()
 
     def next_targets(self) -> list[int]:
-        """Return the reserved rows to fill now: those for complete rows that were not pushed yet."""
+        """Return the peer's reserved rows that can be filled now, because the rows for them are complete and not pushed
+        yet."""
         if self.request.borrows_blocks:  # an empty push only checks whether the reservation is still open
             ready = len(self.targets) * self.num_computed // self.num_prompt
         else:

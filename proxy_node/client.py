@@ -35,7 +35,7 @@ class EngineFacts:
     max_model_len: int
     block_tokens: int
     num_blocks: int
-    block_bytes: int  # 1: not known
+    block_bytes: int  # 1 if not known
     cache_dtype: str
     kind: str = "vllm"
 

@@ -8,7 +8,8 @@ from typing import Any
 
 MAX_PARAMS_BYTES = 256 << 10
 NIXL = "nixl"
-# With these, an engine keeps the blocks of a prompt for its lease, and answers with the parameters to read them.
+# With these parameters, an engine keeps the blocks of a prompt for its lease, and answers with the parameters to read
+# them.
 PREFILL_PARAMS: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

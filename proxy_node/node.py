@@ -1,4 +1,4 @@
-"""One incarnation of a proxy node: the requests that routers send, and the engine that computes them."""
+"""One incarnation of a proxy node. Routers send it requests, and an engine outside of Baton computes them."""
 
 import asyncio
 import itertools

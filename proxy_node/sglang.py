@@ -146,7 +146,8 @@ class GenerateReader(EventReader):
             output.finish = finish["type"]
 
     def _logprobs(self, tokens: list[int], rows: list[Any], tops: list[Any]) -> list[Logprobs]:
-        """Return the logprobs of `tokens`, whose rows are [logprob, id, text]; so are those of the likeliest tokens."""
+        """Return the logprobs of `tokens`. `rows` has [logprob, id, text] for each token, and `tops` has a list of such
+        rows for the likeliest tokens of each position."""
         tops = tops[-len(tokens) :] or [[]] * len(tokens)
         return [
             likeliest(token, float(row[0]), {int(each[1]): float(each[0]) for each in top or []}, self.num_logprobs)

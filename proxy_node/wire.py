@@ -1,6 +1,6 @@
 """Translates a router's request into a request of vLLM's `/v1/completions`, and the events of its answer back.
 
-Everything here is pure. The fields are those of vLLM 0.19 and newer; `return_token_ids` makes its answers carry ids.
+Everything here is pure. The fields are named as in vLLM 0.19 and newer; `return_token_ids` makes its answers carry ids.
 """
 
 import json
@@ -26,8 +26,8 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class EngineFailure(Exception):
     """The engine did not compute a request.
 
-    `retry`: whether another node may succeed. `is_suspicious`: the engine may be gone. `is_garbage`: its answer
-    violates the protocol. `status`: the HTTP status, if it refused the request.
+    `retry` is true if another node may succeed, `is_suspicious` if the engine may be gone, and `is_garbage` if its
+    answer violates the protocol. `status` is the HTTP status if the engine refused the request, and otherwise 0.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ def completion_body(
     """
     check_supported(submit)
     sampling, done = submit.sampling, len(tokens) - submit.num_prompt
-    body: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}  # all, as the model has own defaults
+    body: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}  # all: the model may have defaults
     body |= {
         "model": model,
         "prompt": list(tokens),

@@ -39,7 +39,7 @@ class StoredResponse:
     is_admin: bool
     created: int  # Unix time in seconds
     body: bytes  # the request's body, as JSON
-    context: bytes  # the items of the conversation before the body's input, as a JSON list
+    context: bytes  # JSON list of the conversation's items that precede the body's input
     prompt: bytes  # token ids, packed
     max_tokens: int
     seed: int

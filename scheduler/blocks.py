@@ -46,8 +46,8 @@ class BlockPool:
         # each time.
         self._cached: OrderedDict[int, None] = (
             OrderedDict()
-        )  # first rows of bundles without owners, in the order of last use
-        self._num_cached = 0  # rows
+        )  # the first row of each bundle without an owner, in the order of last use
+        self._num_cached = 0  # number of cached rows
         self._references = [0] * num_rows
         self._name_of: list[Hashable | None] = [None] * num_rows  # the name of the bundle that a row belongs to
         self._bundles: dict[Hashable, tuple[int, ...]] = {}

@@ -51,7 +51,7 @@ class DraftCandidate:
 
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
-    """Limits of a step with guesses: its tokens, and its predicted seconds."""
+    """Limits on the number of tokens and the predicted seconds of a step with guesses."""
 
     tokens: int
     seconds: float = inf

@@ -113,10 +113,10 @@ class Geometry:
         return places + [RowPlace(len(self.attention), 0, row) for row in range(self.state_rows)]
 
     def lent_rows(self, num_prompt: int, held: int) -> tuple[int, int]:
-        """Return how many rows a node lends to a peer that computes a prompt in its pool: the rows of the first `held`
-        blocks and their state, and the rows for the other blocks and two states.
-
-        Blocks of every group are lent until the end of the prompt, because the peer releases none.
+        """Return how many rows of two kinds a node lends to a peer that computes a prompt in its pool. Rows of the
+        first kind have the KV of the first `held` blocks and their state. Rows of the second kind are for the other
+        blocks and two states. Blocks of every group are lent until the end of the prompt, because the peer releases
+        none.
         """
         held_rows, rest = self.state_rows if held else 0, -(-num_prompt // self.block_tokens) - held
         for group in self.attention:
@@ -126,9 +126,8 @@ class Geometry:
     def borrow(
         self, held: int, held_rows: list[int], rows: list[int]
     ) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """Return the tables, the two states and the snapshot of a request that has the rows of `lent_rows`.
-
-        The rows are in the order of groups, blocks and rows, followed by the rows of states.
+        """Return the block tables, the two states and the snapshot of a request that computes in lent rows (see
+        `lent_rows`). The rows are in the order of groups, blocks and rows, followed by the rows of states.
         """
         before, after, tables = iter(held_rows), iter(rows), []
         blocks = (len(rows) - 2 * self.state_rows) // self.block_rows if self.block_rows else 0

@@ -31,7 +31,7 @@ class Placement:
 
     @property
     def estimate(self) -> LatencyEstimate | None:
-        """The estimate of the chosen alternative."""
+        """The estimate for the alternative that was chosen, local or remote."""
         return self.local if self.prefill is None else self.remote
 
 

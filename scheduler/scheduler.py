@@ -128,7 +128,7 @@ class Scheduler:
         self._arrivals = 0
         self._steps = 0
         self._parked: deque[tuple[int, list[int]]] = deque()  # (step, freed rows that this step still uses)
-        self._saves: dict[int, tuple[int, ...]] = {}  # by id of the slice in flight: the rows that get its state
+        self._saves: dict[int, tuple[int, ...]] = {}  # by the id of a slice in flight: rows to which its state is saved
         self._growth_counted = (-1, 0)  # the step of the last count, and the count
         self._state_interval = state_interval
         self._undrafted = 0  # successive steps without a verified guess

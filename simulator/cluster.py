@@ -1,4 +1,4 @@
-"""A simulated cluster: the router's real admission and placement, simulated nodes, and the times between them."""
+"""A simulated cluster. Admission and placement are the real router's; nodes and transfer times are simulated."""
 
 import gc
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,8 @@ TIMEOUT, REFUSED, TOO_LARGE = "timeout", "refused", "the request does not fit in
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """A cluster to simulate: the numbers of its nodes, the settings of its router and its nodes, and its devices."""
+    """A cluster to simulate. It has `prefill` and `decode` nodes. `serving` has the settings of its router, and
+    `computing` has those of its nodes, which all emulate `device`."""
 
     prefill: int
     decode: int

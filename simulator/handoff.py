@@ -1,4 +1,4 @@
-"""Simulated handoffs: the calls of `prefill_node.sender.HandoffSender`."""
+"""Simulated handoffs. They reserve, push and commit in the same order as `prefill_node.sender.HandoffSender`."""
 
 from collections.abc import Callable
 from functools import partial

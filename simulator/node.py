@@ -100,8 +100,8 @@ class NodeListener(Protocol):
         """Called when a step has been decided and begins. Not called for steps that are skipped."""
 
     def on_outputs(self, node: "SimulatedNode", step: Step, outputs: Sequence[StepOutput]) -> None:
-        """Called when a step has ended, with the outputs of its slices, and of the `decodes` that have ended.
-        Not called for steps that are skipped."""
+        """Called when a step has ended. `outputs` has an output for each slice, and for each of the step's `decodes`
+        that has ended its request. Not called for steps that are skipped."""
 
     def on_stretch(self, node: "SimulatedNode", steps: Stretch) -> None:
         """Called before a stretch of steps is skipped. Each of them decodes every running request."""

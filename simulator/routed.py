@@ -36,8 +36,8 @@ class SimulatedRequest:
     entry: QueueEntry | None = None
     charge: LoadCharge | None = None
     nodes: "tuple[RoutedNode, ...]" = ()  # the prefill node if there is one, and the decode node
-    rows: dict[str, Request] = field(default_factory=dict)  # by the name of a node: the request in its scheduler
-    shift: int = -(2**62)  # length of the sequence minus number of the step, which is constant within a span
+    rows: dict[str, Request] = field(default_factory=dict)  # the request in each node's scheduler, by the node's name
+    shift: int = -(2**62)  # the sequence's length minus the step's number; this difference is constant within a span
     is_over: bool = False
 
     @property

@@ -87,8 +87,8 @@ def experts(scene: GpuScene, tokens: int) -> list[Cell]:
 
 
 def sampled(scene: GpuScene, name: str, rows: int) -> list[Cell]:
-    """Return the milliseconds to draw a token for each row: of a random model, in which tens of thousands of tokens are
-    likely, and of a certain one, in which a few hundred are."""
+    """Return how many milliseconds a draw of a token for each row takes, for two models: a random one, which considers
+    tens of thousands of tokens likely, and a certain one, which considers a few hundred likely."""
     from engine.cuda.draw import draw
 
     count, vocab = (2, 300) if scene.toy else (rows, VOCABULARY)

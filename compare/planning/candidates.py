@@ -58,7 +58,7 @@ class Run:
     """
 
     ttft_ms: Latencies
-    tbt_ms: Latencies  # the 99th percentile of each request's times between tokens
+    tbt_ms: Latencies  # of each request, the 99th percentile of its times between tokens
 
     def attainment(self, slo: LatencySlo) -> float:
         """Return the share of requests that met the SLO."""
@@ -137,7 +137,7 @@ class Simulations:
 
 
 def miss_counts(simulations: Simulations, arm: str, rate: float, count: int, slo: LatencySlo) -> dict[str, int]:
-    """Return how many of the last half of `count` requests miss the SLO for each main cause."""
+    """Simulate `count` requests. For each main cause, return how many of the last half miss the SLO because of it."""
     plan = simulations.plan(arm)
     history = RequestHistory(now=lambda: round(1e9 * cluster.events.now), limits=UNLIMITED)
     cluster = RecordedCluster(plan, history, epoch_ns=0)

@@ -35,8 +35,8 @@ def document(
     causes: Mapping[str, Mapping[str, int]],
     varied: RunsByArm,
 ) -> Document:
-    """Return the plan. `found` are the finalists, best first; `causes` has their miss causes at the capacity of the
-    best one; and `varied` has runs of the best of each mode at rates around its capacity."""
+    """Return the plan. `found` has the finalists, best first. `causes` says why each finalist misses the SLO at the
+    best one's capacity. `varied` has runs of the best finalist of each mode at rates around its capacity."""
     slo = slo_of(options)
     ranking = rank(CAPACITY, paired_capacities({one.arm: one.points for one in found}, options.attainment))
     requests = simulations.requests(64, REFERENCE_RATE, 0, SHOWN)

@@ -151,7 +151,7 @@ class Findings:
     different: list[Document] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
-    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # those of completed searches
+    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # of the arms whose search is complete
 
 
 def main_problem(periods: Iterable[Period]) -> str:

@@ -28,7 +28,8 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The shape of a program: rows (queries times the GQA group size), tokens of context, warps, pipeline stages."""
+    """The shape of a program. It computes `block_m` rows (queries times the GQA group size) and reads `block_n` tokens
+    of context at a time, with `warps` warps and `stages` pipeline stages."""
 
     block_m: int
     block_n: int
@@ -38,8 +39,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How the heads of a layer are divided: programs per item, query heads per program, sizes of parts of a key, and
-    programs per key head."""
+    """How a layer's query heads are divided among GPU programs. Each item of the work list has `programs` programs,
+    each for `group` query heads; `share` of them use the same key head. A key has `size` dimensions. With latents,
+    `rope` rotated dimensions follow; otherwise, `rope` is 0."""
 
     programs: int
     group: int
@@ -121,7 +123,7 @@ class TritonAttention:
 
 
 class TritonPlan:
-    """The attention of one step on a GPU: the kernel launches for its slices. Experimental.
+    """Launches the attention kernels for the slices of one step on a GPU. Experimental.
 
     `TritonAttention.plan` creates it for one batch, and each layer uses it on the engine's thread. The plan owns the
     lists of slices on the device, splits the long contexts of decodes, merges the parts, and cuts prompts into tiles.
@@ -168,15 +170,16 @@ class TritonPlan:
         return out
 
     def _chunk_splits(self, layer: AttentionLayer, programs: int, queries: int) -> int:
-        """Return the programs per context, for chunks: several if `programs` leave most of the device idle."""
+        """Return how many programs share the context of a chunk: more than one if `programs` leave most of the device
+        idle."""
         if 2 * programs > PROGRAMS_PER_PROCESSOR * self._backend.processors:
             return 1
         most = max(self._batch.starts[index] + count for index, count in self._chunks)
         return self._backend.splits(programs, min(most, layer.window + queries) if layer.window else most)
 
     def _heads(self, layer: AttentionLayer, q: Tensor, queries: int) -> Heads:
-        """Return the division of heads for items with this number of queries. With large heads, the sums of more rows
-        than a tile has would not fit into a program, so several programs share a key head."""
+        """Return how heads are divided if each item of the work list has this number of queries. With large heads, the
+        sums of more rows than a tile has would not fit into a program, so several programs share a key head."""
         kv_heads, count, size = layer.wide or self._backend.pool.layout.kv_heads, q.shape[1], layer.latent or q.shape[2]
         whole = Heads(kv_heads, count // kv_heads, size, q.shape[2] - size)
         if not whole.is_large:

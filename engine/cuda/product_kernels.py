@@ -32,10 +32,10 @@ def product(
     zeros,
     order,  # int64 [experts, WIDTH]: the input that each column multiplies, if ORDERED
     bias,  # [experts, out]
-    counts,  # int64 [experts]: the number of rows of each; rows are sorted by expert
+    counts,  # int64 [experts]: how many rows each expert has; rows are sorted by expert
     result, count, out,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, ORDERED: tl.constexpr,
-    EXPERTS: tl.constexpr,  # 0: a single matrix for all rows
+    EXPERTS: tl.constexpr,  # 0 if all rows use a single matrix
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of outputs, tiles of rows. BLOCK_K divides GROUP. A weight is rounded to the dtype of `rows`.
@@ -53,7 +53,7 @@ def product(
     in_columns, in_rows = column < out, row < end
     place = tl.arange(0, BLOCK_K)
     half = tl.arange(0, BLOCK_K // 2)
-    output = tl.cast(expert, tl.int64) * out + column  # among those of all experts
+    output = tl.cast(expert, tl.int64) * out + column  # row of the weights of all experts
     inputs = rows + row.to(tl.int64)[:, None] * row_stride
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, WIDTH, BLOCK_K):

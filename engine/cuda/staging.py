@@ -172,7 +172,7 @@ def _carried(step: Batch) -> Tensor:
 
 
 def _own(padded: Batch, step: Batch) -> Batch:
-    """Return the step with its own part of the padded tensors on the device, without the padding."""
+    """Return the step on the device: its tensors are the padded ones, cut to the step's size."""
     width = step.block_table.shape[1]
     tensors = ("tokens", "positions", "slots", "logit_rows", "cu_q", "kv_len")
     own = {name: getattr(padded, name)[: len(getattr(step, name))] for name in tensors}

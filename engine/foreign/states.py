@@ -29,7 +29,7 @@ class StatePart:
     state."""
 
     layer: int
-    number: int  # index of the state in its layer, in transformers
+    number: int  # index that transformers gives the state in its layer
     is_conv: bool
     shape: tuple[int, ...] = ()
 
@@ -162,7 +162,7 @@ class StatePass:
     def __init__(self, config: Any, batch: Batch, pool: KVPool, stepwise: bool) -> None:
         self._floats = pool.floats
         self._places, saves = places_of(pool, batch)
-        self._groups: list[tuple[list[int], list[Tensor]]] = []  # slices, and the rows of each run of their module
+        self._groups: list[tuple[list[int], list[Tensor]]] = []  # for each run of a module: its slices, and their rows
         self._save_at = saves.tolist()
         first = batch.cu_q.tolist()
         begins = (self._places[0, :, 0] < 0).tolist()

@@ -12,10 +12,11 @@ E2M1 = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1
 
 @dataclass(slots=True)
 class GroupedWeight:
-    """A matrix [out, in] of 4-bit codes: scale * (table[code] - zero), with a scale and a zero per group of inputs.
+    """A matrix [out, in] of 4-bit codes. A weight is scale * (table[code] - zero); a group of inputs shares a scale and
+    a zero.
 
     `codes` is uint8 [out, in / 2], with the code of the even input in the low bits. `scales` and `zeros` are float32
-    [out, groups]; without `zeros`, they are 0. With `order`, int64 [in], column i multiplies input order[i].
+    [out, groups]; without `zeros`, they are 0. If `order` (int64 [in]) is given, column i multiplies input order[i].
     """
 
     codes: Tensor
@@ -34,7 +35,7 @@ class GroupedWeight:
         return self.shape[1] // self.scales.shape[1]
 
     def rows(self, which: Tensor) -> Self:
-        """Return the matrix of the outputs `which`."""
+        """Return a matrix that has only the outputs `which`."""
         zeros = None if self.zeros is None else self.zeros[which]
         return type(self)(self.codes[which], self.table, self.scales[which], zeros, self.order)
 
@@ -51,7 +52,7 @@ class GroupedWeight:
 
 @dataclass(slots=True)
 class ChannelWeight:
-    """A matrix of int8 [out, in] with a scale per output, float32 [out], for activations rounded to 8 bits."""
+    """A matrix of int8 [out, in]. Each output has a scale, float32 [out]. Activations are rounded to 8 bits."""
 
     levels: Tensor
     scales: Tensor

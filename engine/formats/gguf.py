@@ -25,7 +25,7 @@ NAMES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-# Types of tensors, by number: the name, and the numbers of values and of bytes in a block.
+# Maps the number of a tensor type to its name and to the numbers of values and bytes in a block.
 TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 8: ("Q8_0", 32, 34),
     12: ("Q4_K", 256, 144), 14: ("Q6_K", 256, 210),
@@ -210,7 +210,8 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    """Eight groups of 32 values, each with a scale and a minimum of 6 bits."""
+    """Return the weights of blocks that have eight groups of 32 values. Each group has a scale and a minimum of 6
+    bits."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1) * _halves(blocks[:, :2])
     least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1) * _halves(blocks[:, 2:4])
@@ -220,7 +221,8 @@ def _q4_k(blocks: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    """Sixteen groups of 16 values, each with a scale of 8 bits. The upper two bits of the codes are stored apart."""
+    """Return the weights of blocks that have sixteen groups of 16 values. Each group has a scale of 8 bits. The upper
+    two bits of the codes are stored separately."""
     low = blocks[:, :128].view(-1, 2, 1, 2, 32)
     low = torch.cat((low & 15, low >> 4), 2).view(-1, 2, 4, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)

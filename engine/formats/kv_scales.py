@@ -15,8 +15,8 @@ Scales = list[tuple[float, float]]
 def read_kv_scales(path: Path, config: ModelConfig) -> Scales:
     """Return the scales of keys and values of each layer that keeps KV, or 1 if the checkpoint has none.
 
-    The stored numbers are keys and values divided by their scale. Raises ValueError, with the name of the tensor, if
-    a scale is not one positive number.
+    The pool stores keys and values after they are divided by their scale. Raises ValueError, with the name of the
+    tensor, if a scale is not one positive number.
     """
     scales = [(1.0, 1.0)] * config.num_kv_layers
     if weight_files(path)[0].suffix == GGUF:

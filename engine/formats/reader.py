@@ -7,7 +7,7 @@ from engine.formats.forms import E2M1, INTEGERS, ChannelWeight, GroupedWeight, W
 from engine.formats.scheme import Scheme
 from engine.weights import Checkpoint
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, within eight, of each nibble of an AWQ integer, low bits first
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # an AWQ integer has eight nibbles; this is the column of each, low bits first
 UNUSED = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
     ".kv_scale", ".activation_scale", "_proj_activation_scale", ".activation_scale_ub", ".input_scale_ub",
@@ -40,7 +40,7 @@ class QuantizedReader:
         return self._grouped(name, out, width)
 
     def stacked(self, name: str, count: int, width: int, out: int) -> list[Weight]:
-        """Return the matrices [out, width] of all experts, stored in one tensor (gpt-oss)."""
+        """Return the matrices [out, width] of all experts, which the checkpoint stores in one tensor (gpt-oss)."""
         if self._files.dtype_of(name) is not None or self._scheme.layout != "mxfp4":
             return [one.T.contiguous() for one in self._files.take(name, count, width, out)]
         self._divisible(name, width, 32)
@@ -49,7 +49,8 @@ class QuantizedReader:
         return [GroupedWeight(codes.flatten(1), E2M1, own) for codes, own in zip(blocks, scales, strict=True)]
 
     def fused(self, name: str, count: int, out: int, width: int) -> list[Tensor]:
-        """Return the matrices [out, width] of all experts, stored in one tensor (Mistral Small 4)."""
+        """Return the matrices [out, width] of all experts, which the checkpoint stores in one tensor (Mistral Small
+        4)."""
         if self._scheme.layout != "fp8" or self._files.dtype_of(name) in {"F32", "BF16", "F16"}:
             return list(self._files.take(name, count, out, width))
         stored = self._files.codes(name, torch.float8_e4m3fn, count, out, width)

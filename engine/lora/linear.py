@@ -23,9 +23,9 @@ from engine.models.spec import AttentionSpec, MlpSpec
 
 @dataclass(slots=True)
 class AdaptedRows:
-    """The rows of the current pass that each adapter changes: of all tokens, and of the logit rows."""
+    """The rows of the current pass that each adapter changes, among all tokens and among the logit rows."""
 
-    tokens: dict[str, Tensor] = field(default_factory=dict)  # by digest, int64
+    tokens: dict[str, Tensor] = field(default_factory=dict)  # row numbers, int64, by the adapter's digest
     logit_rows: dict[str, Tensor] = field(default_factory=dict)
     begin: int = 0  # first row of the current product, because MLPs divide large batches
 

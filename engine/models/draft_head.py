@@ -14,17 +14,16 @@ from engine.models.decoder import AttentionDecoderLayer, Decoder, store_kv
 from engine.models.draft_layers import EagleSpec
 from engine.models.spec import ModelConfig
 
-NO_LOGIT = -1e9  # of a token that is not in the vocabulary of a head; finite, since other logits are an error
+NO_LOGIT = -1e9  # logit of a token outside of the head's vocabulary; finite, because sampling refuses other logits
 
 
 class HeadDecoder(Decoder):
-    """A draft head: a decoder of one layer, whose input is a token and a hidden state of the model.
-
-    The hidden state is that of the position before the token: the pair describes the text up to the token, and the
-    head's result guesses the next one. For a further guess, the head's own state takes the place of the model's.
+    """A draft head is a decoder of one layer. Its input is a token and the model's hidden state at the position before
+    the token. This pair describes the text up to the token, and the head's result guesses the next one. For a further
+    guess, the head's own state takes the place of the model's.
 
     This is an MTP layer ("DeepSeek-V3 Technical Report", 2024, section 2.2): the normed embedding and the normed state
-    are joined by a product. Embedding and output head are the model's.
+    are joined by a product. The head uses the model's embedding and output head.
     """
 
     captured: tuple[int, ...] = ()  # the model's layers before which the head reads the states

@@ -11,7 +11,7 @@ from engine.weights import tensor_files
 
 @dataclass(frozen=True, slots=True)
 class MtpNames:
-    """The names of an MTP layer's tensors, without ".weight", and the prefix of those of its decoder layer."""
+    """The names of an MTP layer's tensors, without ".weight". `layer` is a prefix of the names in its decoder layer."""
 
     layer: str
     embedding_norm: str
@@ -50,14 +50,15 @@ def with_mtp(config: ModelConfig, path: Path) -> ModelConfig:
 def with_head(config: ModelConfig, size: int) -> ModelConfig:
     """Return the config of a model whose pool has room for a draft head that reads vectors of `size` numbers.
 
-    If there are recurrent states, the vector of the last token is a part of them: a slice that begins with a state
-    cannot compute it from the token before.
+    If the model has recurrent states, they include the vector of their last token, because a slice that begins with a
+    state cannot compute this vector from the token before.
     """
     return replace(config, draft_layers=1, units=(*config.units, size) if state_units(config) else ())
 
 
 def mtp_layer(config: ModelConfig) -> LayerSpec:
-    """Return the MTP layer's spec: that of the model's last layer with attention, with experts if any has them."""
+    """Return the MTP layer's spec. It equals the spec of the model's last layer with attention, but has experts if any
+    layer has them."""
     experts = [one.mlp for one in config.layers if isinstance(one.mlp, MoeSpec)]
     last = next(one for one in reversed(config.layers) if isinstance(one.mixer, AttentionSpec | LatentSpec))
     return replace(last, mlp=experts[-1]) if experts else last
@@ -68,8 +69,8 @@ class EagleSpec:
     """What an EAGLE-3 checkpoint computes.
 
     `layer` is its one decoder layer, and `hidden_size` the width of its states. The head reads the states of its model
-    before the layers `captured`. It has logits for `vocab_size` tokens, which are tokens of the model by the tensor d2t
-    if the model has more. The residual is normed if `norms_residual`.
+    before the layers `captured`. It has logits for `vocab_size` tokens. If the model has more, the tensor d2t maps them
+    to the model's tokens. The residual is normed if `norms_residual`.
     """
 
     layer: LayerSpec

@@ -36,8 +36,8 @@ class HeadProducts:
 class LatentProducts:
     spec: LatentSpec
     queries: Linear  # [heads * (nope_dim + rope_dim), q_rank or hidden_size]
-    absorb: HeadProducts  # from the unrotated part of a query to a query against latents
-    values: HeadProducts  # from weighted latents to weighted values
+    absorb: HeadProducts  # maps the unrotated part of a query to a query that is compared with latents
+    values: HeadProducts  # maps weighted latents to weighted values
 
     def derive(
         self, rows: Tensor, down: Tensor, q_norm: Tensor | None, kv_norm: Tensor | None

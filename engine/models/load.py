@@ -425,7 +425,8 @@ def rotated_first(spec: AttentionSpec) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class QkvRows:
-    """The parts of a matrix of queries, keys and values in a checkpoint, and which of their rows are multiplied."""
+    """The parts in which a checkpoint stores the matrix of queries, keys and values, and the rows of them that are
+    used."""
 
     names: tuple[str, ...]
     sizes: list[int]

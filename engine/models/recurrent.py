@@ -14,8 +14,8 @@ from engine.recurrence import RecurrentLayer
 class InnerRows:
     """Rows of the joined projections of a recurrent layer.
 
-    `inputs` are the rows of the convolution's inputs and then of the gate, and `steps` the others, in the order of
-    `StepKernels.recur`. `sizes` are the numbers of rows of the parts.
+    `inputs` selects the rows of the convolution's inputs and then the rows of the gate. `steps` selects the other rows,
+    in the order in which `StepKernels.recur` takes them. `sizes` has the number of rows of each part.
     """
 
     sizes: list[int]

@@ -134,7 +134,8 @@ class DeltaSpec:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The heads and the size of a head of queries, keys and values, in the order of the convolution's channels."""
+        """(Number of heads, size of a head) for queries, keys and values, in the order of the convolution's
+        channels."""
         return (self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
 
     @property
@@ -158,9 +159,9 @@ class DeltaSpec:
 class SsmSpec:
     """A selective state space (Mamba-2, Dao and Gu 2024) of one layer, after a short causal convolution.
 
-    The fields are named as those of `DeltaSpec`: the vectors C and B of a group are a query and a key of `key_dim`
-    dimensions (the state's size), and the inputs x of a head are its value. The projections have biases if `bias`, and
-    the convolution if `conv_bias`.
+    The fields have the same names as in `DeltaSpec`. A group's vector C takes the place of a query, its vector B that
+    of a key, each with `key_dim` dimensions (the state's size). A head's inputs x take the place of its value. The
+    projections have biases if `bias` is true, and the convolution has one if `conv_bias` is true.
     """
 
     key_heads: int
@@ -173,7 +174,7 @@ class SsmSpec:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The heads and the size of a head of x, B and C, in the order of the convolution's channels."""
+        """(Number of heads, size of a head) for x, B and C, in the order of the convolution's channels."""
         return (self.value_heads, self.value_dim), (self.key_heads, self.key_dim), (self.key_heads, self.key_dim)
 
     @property
@@ -276,7 +277,7 @@ class ModelConfig:
     draft_layers: int = 0
     transformers: str = ""
     has_head: bool = True  # whether the checkpoint has an output head; embedding models may have none
-    units: tuple[int, ...] = ()  # sizes of more units of states (see `state_units`): of transformers or a draft head
+    units: tuple[int, ...] = ()  # sizes of units that transformers or a draft head add (see `state_units`)
 
     @property
     def num_layers(self) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the connections of a live router, which a simulation in a b
     from router.dispatch.requests import GenerationRequest
 
 RATE_S = 10.0  # seconds; time constant of the average of the nodes' throughput
-BEGUN = 0.25  # share of the tokens held by a node's request that counts as finished when a queue forms
+BEGUN = 0.25  # when a queue forms, this share of the tokens that requests hold on nodes counts as finished
 CAUTION = 2.0  # safety factor: a request is refused if CAUTION times its predicted wait is too long
 FORGET = 0.98  # each sample that ends multiplies the weight of earlier samples by this factor
 QUEUED_KV = 4  # default limit of the queue, as a multiple of the nodes' KV capacity
@@ -144,7 +144,8 @@ class AdmissionQueue:
     # ---- one request --------------------------------------------------------------------------------------------
 
     def enqueue(self, request: "GenerationRequest") -> QueueEntry:
-        """Return the request's entry, which is granted or waits. Raises AdmissionRefusedError as `offer` does."""
+        """Offer the request, and return its entry, which is granted or waits. Raises AdmissionRefusedError as `offer`
+        does."""
         now = time.monotonic()
         entry = self.entry(
             len(request.prompt),
@@ -169,7 +170,7 @@ class AdmissionQueue:
         num_samples: int = 1,
         deadline: float = inf,
     ) -> QueueEntry:
-        """Return the entry of a request that arrives now, to be passed to `offer`."""
+        """Create an entry for a request that arrives now. The caller passes it to `offer`."""
         return QueueEntry(
             tenant=tenant,
             priority=priority,

@@ -52,7 +52,7 @@ COUNTS = (
     "refused",  # samples of requests that were refused before any node received them
     "moved",  # attempts that failed, after which another may follow
     "retried",  # attempts in `moved` that failed although no node was lost
-    "paused",  # attempts that ended because their client did not read
+    "paused",  # attempts that ended because their client did not read fast enough
 )
 Found = TypeVar("Found")
 

@@ -15,7 +15,8 @@ MERGED_ITEMS = 16  # number of items buffered between the streams and their read
 
 @dataclass(slots=True, frozen=True)
 class PoolingRule:
-    """How a model produces a vector: `kind` is a value of `SamplingParams.pooling`, or "" with the reason in `refusal`.
+    """How a model produces a vector. `kind` is a value of `SamplingParams.pooling`. If it is "", the model produces
+    none, and `refusal` says why.
 
     A reranker ("logits") has one or two `tokens`. Its score is the logit of the first one, minus that of the second
     one.

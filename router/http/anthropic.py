@@ -40,7 +40,7 @@ Event = dict[str, Any]
 
 
 class ContentBlock(BaseModel):
-    """The base of the blocks of a message."""
+    """The base class of the blocks in a message."""
 
     model_config = Strict
     cache_control: dict[str, Any] | None = None
@@ -103,7 +103,7 @@ class ImageBlock(ContentBlock):
     source: ImageSource
 
     def part(self) -> dict[str, Any]:
-        """Return the part of a message of a chat."""
+        """Return the block as a part of a chat message."""
         url = f"data:{self.source.media_type};base64,{self.source.data}"
         return {"type": "image_url", "image_url": {"url": url}}
 
@@ -305,7 +305,7 @@ class MessageEvents:
         self._num_prompt = num_prompt
         self._num_generated = 0
         self._id_form = id_form
-        self._inputs: list[str] = []  # the pieces of the input of the current call
+        self._inputs: list[str] = []  # pieces of the current call's input
 
     def start(self, cached_tokens: int) -> list[Event]:
         usage = {"input_tokens": self._num_prompt - cached_tokens, "output_tokens": 0}

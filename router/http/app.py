@@ -46,7 +46,7 @@ from shared.errors import RequestError, UnavailableError
 from shared.version import package_version
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
-MAX_PATH, MAX_LISTED = 64, 7  # in the error for an unknown path: its characters, and the paths to list
+MAX_PATH, MAX_LISTED = 64, 7  # the error for an unknown path shows at most so many of its characters and known paths
 PARSED_AT_ONCE = 64 << 10  # bytes; a larger body is parsed on a thread
 Handler = Callable[[Body, ResponseWriter], Awaitable[None]]
 
@@ -125,7 +125,7 @@ def _services(
     observer: RouterObserver,
     slo: Callable[[], SloTargets],
 ) -> list[GenerationService]:
-    """Return the service of each model, with its metrics in `registry`."""
+    """Create a service for each model, register its metrics in `registry`, and return the services."""
     grammars = GrammarChecker()
     registry.register(grammars)
     services: list[GenerationService] = []
@@ -150,7 +150,7 @@ def _body_routes(handlers: "ApiHandlers", runs: ResponseRuns | None, body_timeou
 
 
 def _posts(service: GenerationService, responses: ResponsesApi) -> dict[str, tuple[type[Body], Handler]]:
-    """Return the kind of the body and the handler of a model, by path."""
+    """Return a model's routes: a path has a kind of body, and a handler."""
     generate, messages, pooling = CompletionsApi(service), AnthropicApi(service), PoolingApi(service)
     return {
         "/v1/completions": (CompletionBody, generate.completions),

@@ -63,7 +63,7 @@ UNSUPPORTED |= {"thinking_token_budget": (-1,)}
 UNSUPPORTED |= dict.fromkeys(("compaction", "container", "diagnostics", "inference_geo", "thread"), ())
 UNSUPPORTED |= {"fallbacks": ([],), "previous_input_messages": (), "previous_response": ()}
 UNSUPPORTED |= {"enable_response_messages": (False,), "mcp_servers": ([],), "prompt": (), "speed": ("standard",)}
-# The replacements of vLLM's older names, which vLLM no longer accepts.
+# vLLM no longer accepts these older names of parameters; each is followed by its replacement.
 REPLACED = {f"guided_{name}": f"structured_outputs.{name}" for name in ("choice", "grammar", "json", "regex")}
 REPLACED["prompt"] = "messages"
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -92,7 +92,7 @@ NESTED = {
     "output_config": 3,
     "text": 3,
     "reasoning": 2,
-}  # number of parts of an error's location that form the parameter's name
+}  # how many parts of an error's location form the parameter's name
 
 
 def _finite(text: str) -> float:
@@ -165,8 +165,8 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """The base of all bodies, with strict types and the model's name. The limit of a body's size is that of one prompt
-    as long as the model's context, plus `more_bytes`."""
+    """The base class of all bodies, with strict types and the model's name. A body may be as large as a prompt that
+    fills the model's context, plus `more_bytes`."""
 
     model_config = Strict
     more_bytes: ClassVar[int] = 0

@@ -19,7 +19,7 @@ from router.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The router's own parts of a model."""
+    """What the router has for one model."""
 
     dispatcher: Dispatcher
     tokenizer: Tokenizer
@@ -29,7 +29,7 @@ class ModelParts:
 
 @dataclass(frozen=True)
 class GenerationService:
-    """The parts that the handlers of all APIs need to generate an answer."""
+    """What a handler of any API needs to generate an answer."""
 
     dispatcher: Dispatcher
     tokenizer: Tokenizer

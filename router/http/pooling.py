@@ -202,7 +202,7 @@ class PoolingApi:
         return [_sigmoid(one) if body.use_activation else one for one in logits], prompts
 
     async def _paired(self, query: str, document: str, body: PairBody) -> list[int]:
-        """Return the prompt of a reranker: its chat template with the roles `query` and `document`."""
+        """Return the prompt of a reranker, whose chat template takes messages with the roles `query` and `document`."""
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         if body.instruction is not None:
             messages.insert(0, {"role": "system", "content": body.instruction})

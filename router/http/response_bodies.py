@@ -110,7 +110,7 @@ def text_of(content: str | Sequence[InputText | RefusalPart | InputImage]) -> st
 
 
 def content_of(content: str | Sequence[InputText | RefusalPart | InputImage]) -> str | list[dict[str, Any]]:
-    """Return the content of a message of a chat: its text or, with images, its parts."""
+    """Return the content as a chat message has it: one text, or a list of parts if there are images."""
     if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
         return text_of(content)
     return [
@@ -122,7 +122,8 @@ def content_of(content: str | Sequence[InputText | RefusalPart | InputImage]) ->
 
 
 class ResponseItem(BaseModel):
-    """The base of the items of `input`. `id` and `status` of an earlier answer have no effect."""
+    """The base class of the items in `input`. Clients may send back an item of an earlier answer; its `id` and `status`
+    have no effect."""
 
     model_config = Strict
     id: Id | None = None

@@ -15,7 +15,7 @@ Marker = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class StructuralTag(BaseModel):
-    """A tag: the text before its content, the schema of the content, and the text after it."""
+    """A tag begins with the text `begin` and ends with the text `end`. The content in between matches `schema`."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
     begin: Marker
@@ -43,14 +43,14 @@ class StructuralTags(BaseModel):
             raise RequestError(f"`{param}`: no tag begins with the trigger {json.dumps(unused)} alone.", param)
 
     def _tags_of(self, trigger: str) -> list[StructuralTag]:
-        """Return the tags whose first trigger is this one: the shortest trigger that they begin with, because it ends
-        first."""
+        """Return the tags that this trigger starts. A tag that begins with several triggers is started by the shortest,
+        because it ends first."""
         others = tuple(other for other in self.triggers if trigger.startswith(other) and other != trigger)
         return [tag for tag in self.structures if tag.begin.startswith(trigger) and not tag.begin.startswith(others)]
 
     def grammar(self, tokenizer: Tokenizer) -> str:
-        """Return the grammar of the answers. The name of a special token in a marker stands for the token, not for its
-        text."""
+        """Return a grammar that allows the tags in an answer. If a marker contains the name of a special token, the
+        token itself must match, not its text."""
         rules = ["TEXT: /(.|\\n)*/", f"start: ({' | '.join(f'tag_{n}' for n in range(len(self.triggers)))})* TEXT"]
         for number, trigger in enumerate(self.triggers):
             marker = lark_of(trigger, tokenizer)

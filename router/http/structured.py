@@ -31,9 +31,9 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_BYTES)]
 
 @dataclass(frozen=True)
 class Constraint:
-    """An unchecked constraint of an answer: a grammar of llguidance, or the text of a Lark or GBNF grammar.
-
-    `param` is the parameter that an error names, and `schema` the JSON schema, if it is one. `tags` replace the text.
+    """An unchecked constraint of an answer. `text` is a grammar in llguidance's format or, if `is_source`, in Lark or
+    GBNF. `param` is the parameter that an error names. `schema` is set if the client gave a JSON schema. If `tags` are
+    set, `text` is not used.
     """
 
     param: str
@@ -88,7 +88,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's `structured_outputs`: one of the first six fields, and options of JSON."""
+    """vLLM's `structured_outputs`. Exactly one of the first six fields is set; the others are options for JSON."""
 
     model_config = Strict
     # The names are vLLM's; `json` would hide a method of the base class.

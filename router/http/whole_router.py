@@ -20,7 +20,7 @@ from router.metrics.merged import MergedMetrics, merged_requests, merged_status
 
 ANSWER_S = 5.0
 logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs each request
-DEFAULT_LIMIT = 100  # of `/v1/requests`
+DEFAULT_LIMIT = 100  # number of requests that `/v1/requests` returns by default
 
 
 class WholeRouter:

@@ -17,7 +17,7 @@ from shared.rpc.messages import NodeInfo
 
 ROLES, STATES = ("prefill", "decode"), ("ready", "draining", "breached", "stuck", "lost")
 MAX_REASONS = 64  # maximum number of placement reasons that are exported as labels
-# Metrics from the request counts in the dispatcher's status: the name and the help text, by the key of the count.
+# Maps a request count in the dispatcher's status to the name and the help text of its metric.
 COUNTS = {
     "moved": ("baton_request_migrations_total", "Attempts migrated to another node."),
     "refused": ("baton_requests_rejected_total", "Requests refused before any node received them."),

@@ -15,7 +15,7 @@ log = logging.getLogger("baton.fleet")
 MAX_EVENTS = 50
 MAX_GONE = 256  # maximum number of nodes that are kept after they left or were lost
 KEPT_NS = {"lost": 600 * 10**9, "left": 60 * 10**9}  # how long such nodes are kept, by state
-# By the new state of a node: the kind of the event, its level, and the reason. A lost connection has its own reason.
+# Maps the new state of a node to the kind, the level and the reason of its event. A lost connection has its own reason.
 CHANGES = {
     "ready": ("ready", logging.INFO, ""),
     "draining": ("draining", logging.INFO, "It takes no new requests and finishes those in progress."),
@@ -97,7 +97,8 @@ class NodeJournal:
         self._record(kind, info.id, f"Node {info.id} {what}. {node.reason}".rstrip() + moved, level)
 
     def dropped(self, name: str) -> None:
-        """Record that the pool dropped the connection of a node that is gone."""
+        """Limit the nodes that are kept, after the pool dropped a connection. Forget the node if it never connected,
+        and forget the oldest of the nodes that are gone if there are more than MAX_GONE."""
         if name in self._presences and not self._presences[name].was_alive:
             del self._presences[name]
         gone = sorted((each.since_ns, name) for name, each in self._presences.items() if each.state in KEPT_NS)

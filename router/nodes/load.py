@@ -95,7 +95,8 @@ class NodeLoad:
 
 
 class LoadCharge:
-    """The load of one attempt on its nodes: its prompt until it is computed, and its KV until the end."""
+    """The load of one attempt on its nodes. The prompt counts until it is computed, and the KV until the attempt
+    ends."""
 
     def __init__(self, prefill: NodeLoad | None, decode: NodeLoad, num_tokens: int, cached: int, may_add: int) -> None:
         """Charge a sequence of `num_tokens` tokens, of which the computing node probably has `cached`. `may_add` is the

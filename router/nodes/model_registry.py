@@ -43,7 +43,8 @@ class ModelRegistry(Registry):
 
 
 class DividedRegistry:
-    """A registry whose nodes belong to several models. It is started and closed with its first part."""
+    """A registry whose nodes belong to several models. It starts when the first of its parts starts, and closes when
+    the first of them closes."""
 
     def __init__(self, registry: Registry, models: Sequence[str]) -> None:
         self.registry = registry

@@ -12,7 +12,7 @@ LEXEMES = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,4}/\n"
 
 
 def prompt_end(tokenizer: Tokenizer, prompt: list[int]) -> str:
-    """Return the text of the end of a prompt, which may begin or end the reasoning."""
+    """Return the last text of a prompt. It shows whether the reasoning has begun or ended."""
     return tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False).rstrip()
 
 

@@ -33,7 +33,7 @@ MEMORY_BYTES = 512 << 20  # address space of the child; an interpreter with Jinj
 MAX_CHARACTERS = 8 << 20  # limit of a rendered prompt; no model's context has room for more
 RENDER_S = 2  # CPU time limit for one conversation, after which the child is killed
 
-# One message of a conversation: `role`, `content` and further fields, whose values are those of JSON.
+# One message of a conversation: `role`, `content` and further fields, with JSON values.
 Message = dict[str, Any]
 Argument = bool | int | float | str | None
 

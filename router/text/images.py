@@ -35,7 +35,8 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """The number of images of a request, the pixels of each as it is sent, and the bytes of all in the body."""
+    """Limits on the images of a request: their number, the pixels of each before it is resized, and their bytes in the
+    body."""
 
     count: int = 16
     pixels: int = 50_000_000

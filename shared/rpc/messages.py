@@ -119,9 +119,9 @@ class TokenDelta:
     cached_tokens: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    retry: bool = False  # with `error`: whether another node may succeed
+    retry: bool = False  # if `error` is set: whether another node may succeed
     vector: bytes = b""  # float32 in little-endian order: the result of a pooled request
-    version: list[str] = field(default_factory=list)  # in the log of a stored response: what determined its tokens
+    version: list[str] = field(default_factory=list)  # in stored responses: the `ModelVersion` that drew the tokens
 
 
 @dataclass(slots=True)
@@ -304,12 +304,13 @@ class PushedNotice:
 @dataclass(slots=True)
 class CommitRequest:
     """All rows of the reservation are written. `checksums` has the checksums of the rows that no `PushedNotice`
-    covered."""
+    covered. `current_state` is the index of the reserved recurrent state that holds the state after the prompt: 0 or 1
+    with a shared pool, otherwise 0."""
 
     reservation_id: bytes
     first_token: int
     checksums: bytes
-    current_state: int = 0  # which of the two lent recurrent states is that of the prompt's end
+    current_state: int = 0
 
 
 @dataclass(slots=True)

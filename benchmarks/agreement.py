@@ -1,7 +1,7 @@
 """Compare ten pairs of clusters by simulation and by measurement, and count how often the verdicts agree.
 
 The pairs, their traffic and their limits were chosen before any was measured. Nodes that are emulated sleep for the
-times of --cost; everything else of them is real. --trace is a file such as azure2023_conv_first_half.csv.
+times of --cost; everything else about them is real. --trace is a file such as azure2023_conv_first_half.csv.
 """
 
 import asyncio

@@ -51,7 +51,8 @@ class Table:
 
 @dataclass(slots=True)
 class Result:
-    """The results file of one benchmark. `runs` is any JSON value. `versions` are those of the compared software."""
+    """The results file of one benchmark. `runs` is any JSON value. `versions` has the versions of the compared
+    software."""
 
     name: str
     what: str  # one or two sentences for the page

@@ -23,7 +23,7 @@ from scheduler.request import Request, Slice, Step, cdiv
 from shared.model_files import DEMO_MODEL
 
 FILE = DIRECTORY / "step_times.json"
-STEPS = 150  # of each recording
+STEPS = 150  # number of steps that are measured of each recording
 COLUMNS = ("num_prefills", "prefill_tokens", "prefill_pairs", "num_decodes", "decode_context", "us")
 Members = list[tuple[int, int, int]]
 
@@ -74,7 +74,7 @@ class StepTimer:
 
 
 def held_out() -> tuple[Table, Any]:
-    """Predict every other step of FILE. Return a table of the errors, and the relative errors."""
+    """Predict every other step of FILE. Return a table that summarizes the relative errors, and these errors."""
     data = json.loads(FILE.read_text())
     works = [StepWork(*row[:-1]) for row in data["steps"]]
     seconds = np.array([row[-1] / 1e6 for row in data["steps"]])

@@ -200,7 +200,8 @@ class AttemptSpan:
 class RequestTrace:
     """One request as its client sees it. Metrics, timelines and the Chrome trace are derived from it.
 
-    The history owns and updates it on the event loop. The first and second token are those of the first sample.
+    The history owns and updates it on the event loop. The times of the first and second token belong to the first
+    sample.
     """
 
     id: str

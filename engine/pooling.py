@@ -18,11 +18,11 @@ KEPT_SUMS = 64  # if there are sums of more requests, the sums of ended requests
 
 
 class Pooler:
-    """Computes the vectors of a runner's steps. Its state is the sums over the chunks of prompts whose mean is
+    """Computes the vectors of a runner's steps. It keeps the sums over the chunks of prompts whose mean is
     requested."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[Request, dict[int, Tensor]]] = {}  # by request id; sums by the number of tokens
+        self._sums: dict[str, tuple[Request, dict[int, Tensor]]] = {}  # by request; sums by number of tokens
 
     def vectors(
         self, slices: Sequence[Slice], batch: Batch, logits: Tensor, hidden: Tensor

@@ -171,7 +171,8 @@ class CostFit:
         self._model = replace(model, margin=self._margin(model))
 
     def _margin(self, model: CostModel) -> float:
-        """Return the QUANTILE of the relative excess of the recent steps' durations over their predictions."""
+        """Return the margin for predictions: a share QUANTILE of the recent steps exceeded their prediction by at most
+        this relative amount."""
         samples = [sample for sample in self._recent if sample.work.prefill_tokens]
         if len(samples) < ENOUGH:
             samples = list(self._recent)

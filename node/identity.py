@@ -26,7 +26,7 @@ def advertised(settings: JoiningSettings) -> str:
     """Return the host at which others reach this node.
 
     A node that listens on every address advertises the local address from which it reaches the registry, or the first
-    router that it reaches. The address family is the same as that of `settings.host`. Waits until a name of the
+    router that it reaches. The address has the same family as `settings.host`. Waits until a name of the
     registry resolves, because the routers may start later. Raises ValueError if there is no route to the registry.
     """
     if settings.advertise or settings.host not in EVERY_ADDRESS:

@@ -56,7 +56,7 @@ class DecodePeer:
     address: str
     rpc: RpcChannel
     reserving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RESERVING))
-    channel: KVChannel | None = None  # the channel chosen last, one of those in `descriptors`
+    channel: KVChannel | None = None  # the channel that was chosen last; its name is a key of `descriptors`
     descriptors: dict[str, bytes] = field(default_factory=dict)
     failed: dict[str, bytes] = field(default_factory=dict)  # by channel name, the descriptor with which it last failed
     # Reservations whose leases are renewed, each with a function that cancels its handoff.

@@ -153,7 +153,7 @@ async def _serve_http(lifetime: ProcessLifetime, servers: "list[HttpServer]", ob
 
 
 def _metrics(served: Sequence[ConnectedModel], dashboard: Dashboard | None) -> CollectorRegistry:
-    """Return a registry with the metrics of nodes, which include those of steps if there is a dashboard."""
+    """Return a registry with the metrics of nodes. If there is a dashboard, they include the metrics of steps."""
     sources = [
         MetricSource(each.parts.card.name, each.pool.journal.metric_rows, each.parts.dispatcher.status)
         for each in served

@@ -29,8 +29,8 @@ POLL_S = 0.5
 class WorkerShare:
     """One worker's part of its router: worker `number` of `count`.
 
-    The workers divide the limits of the router. `sockets` are those at which each worker answers the others, and
-    `registry` is the address of the registry process; both are empty for a router without workers.
+    The workers divide the limits of the router. Each worker answers the others at one of `sockets`. `registry` is the
+    address of the registry process. Both are empty for a router without workers.
     """
 
     number: int = 0

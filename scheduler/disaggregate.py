@@ -156,7 +156,7 @@ def _room(node: NodeView, alone_s: float, cost: CostModel, decodes: StepWork, st
 def choose(remote: LatencyEstimate | None, local: LatencyEstimate | None) -> tuple[bool, str]:
     """Return whether the decode node computes the prompt itself, and the reason (a metric label).
 
-    If the decode node has a TBT SLO, it computes the prompt if that keeps the SLO and is faster. Without an SLO, the
+    A decode node with a TBT SLO computes the prompt if it still keeps the SLO and is faster. Without an SLO, the
     delay that the chunks add to running decodes is included in the local time. A tie favours the prefill node.
     """
     if remote is None or local is None:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers with the same lifetime of KV, or all layers with a recurrent state.
+    """Layers whose KV is kept for the same time, or all layers with a recurrent state.
 
     `rows` is the number of rows of one block, or of one state. `size` is the number of tokens that a query of a
     "window" group sees, itself included, or the number of tokens in each part of a "chunk" group, whose queries see

@@ -394,8 +394,7 @@ class Scheduler:
 
     def _gather_decodes(self, step: Step) -> list[Request] | None:
         """Add all decodes to `step.decodes`, and return the other running requests. Return None, and change nothing, if
-        the decision might differ from that with slices: if blocks are short, or if slices differ in more than their
-        requests."""
+        slices might lead to another decision: if blocks are short, or if slices differ in more than their requests."""
         if self.speculation or not self.policy.mixed or self.policy.prompts_first or not self.geometry.is_uniform:
             return None
         size, context, missing = self.block_tokens, 0, 0

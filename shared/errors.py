@@ -2,7 +2,7 @@
 
 
 class BatonError(Exception):
-    """An error whose text a client may read. `status` and `code` are those of the HTTP response."""
+    """An error whose text a client may read. The HTTP response has `status` and `code`."""
 
     def __init__(self, message: str, status: int, code: str | None) -> None:
         super().__init__(message)

@@ -27,7 +27,7 @@ class ImageRules:
     """
 
     model_type: str
-    token: int  # token of a part of an image
+    token: int  # the token that stands for each part of an image
     marker: int  # the token that the chat template writes for an image
     end: int  # Gemma 3: the token after an image
     resample: int

@@ -37,7 +37,7 @@ from benchmarks.result import RESULTS, Cell, Result, Table, versions
 
 NAME = "gpu_first_run"
 PYTEST = "[pytest]\naddopts = --import-mode=importlib\nmarkers = gpu: needs a CUDA device\n"
-SUITES = {"test_kernels.py": 8, "test_runner.py": 1}  # the number of processes; one test measures the free memory
+SUITES = {"test_kernels.py": 8, "test_runner.py": 1}  # processes; a test of the second measures the free memory
 CHECKS_S = 900.0  # timeout of one suite
 LAST_LINES = 6
 

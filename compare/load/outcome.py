@@ -101,7 +101,7 @@ def worst_count(counts: Iterable[str]) -> str:
 
 
 class CompletionReader:
-    """Fills an outcome from the bytes of its stream. With `exact`, the request forbids an early stop."""
+    """Fills an outcome from the bytes of its stream. `exact` is true if the request forbids an early stop."""
 
     def __init__(self, outcome: Outcome, *, exact: bool) -> None:
         self.counted = "ids"

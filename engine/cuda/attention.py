@@ -63,7 +63,8 @@ def decode_tile(head_dim: int, dtype: torch.dtype, rows: int, few: bool) -> Tile
     """Return the tile for decodes with `rows` rows (queries times GQA group size). Tensor cores need at least 16.
 
     `few` is true if the decodes leave most processors without a program of their own. Then their programs load ahead;
-    otherwise, more programs per processor hide the latency better, and a buffer less leaves memory for them.
+    otherwise, a program has one buffer less, which leaves memory for more programs on each processor; these hide the
+    latency better.
     """
     block_m = max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:
@@ -116,8 +117,8 @@ class TritonAttention:
         return TritonPlan(self, batch)
 
     def splits(self, programs: int, most_tokens: int) -> int:
-        """Return by how many programs to replace each of `programs`, which read up to `most_tokens` of a context each:
-        enough to fill the device twice, unless contexts are too short."""
+        """Return how many programs share the work of each of `programs` programs, which would read up to `most_tokens`
+        tokens of a context alone. Together, they fill the device twice, unless contexts are too short."""
         wanted = -(-PROGRAMS_PER_PROCESSOR * self.processors // programs)
         return max(1, min(wanted, -(-most_tokens // self._split_tokens), MAX_SPLITS))
 

@@ -101,7 +101,7 @@ def attend(
     ROPE: tl.constexpr,  # rotated dimensions after the HEAD_DIM dimensions of a latent; 0 without latents
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for the grid items x groups of heads x splits.
+    """Compute attention. Grid: items of the work list x groups of heads x splits.
 
     The grid depends only on shapes, so a CUDA graph may contain the launch. The number of splits is not a compile-time
     constant, because requests would have to wait for the compilation of the kernel for each number.
@@ -173,11 +173,11 @@ def attend(
 @triton.jit(do_not_specialize=["splits"])
 def merge(
     out,  # [T, heads, HEAD_DIM]
-    parts,  # this and `weight_of`: `out` and `weight_of` of `attend`
+    parts,  # `parts` and `weight_of` are the results of `attend`
     weight_of, work, cu_q, out_token_stride, out_head_stride, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of each query and head, weighted by their sums. The grid is items x heads x queries."""
+    """Merge the splits of each query and head, weighted by their sums. Grid: items x heads x queries."""
     item, head, query, queries = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which, first_query = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)
     start = tl.load(cu_q + which) + first_query

@@ -72,7 +72,7 @@ class TritonGroupedLinear:
 
 @dataclass(slots=True)
 class TritonExperts:
-    """The matrices of a layer's experts, multiplied by one launch."""
+    """The matrices of a layer's experts, all of which one launch multiplies."""
 
     weight: Tensor | GroupedWeight
     table: Tensor
@@ -83,7 +83,7 @@ class TritonExperts:
 
 
 class TritonFormat(Plain):
-    """The format of plain tensors, and of 4-bit codes if the kernel supports the size of their groups."""
+    """Keeps weights as plain tensors, or as 4-bit codes if the kernel supports the size of their groups."""
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         if not isinstance(weight, GroupedWeight) or gcd(weight.group, MOST_DEPTH) < LEAST_DEPTH:

@@ -37,7 +37,7 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
             "--attention-backend triton: the package triton is not installed, or cannot launch kernels here; use torch"
         )
     ours: AttentionBackend = TorchAttention(pool)
-    # With one head, a size over the limit may be that of latents, for which there is also a kernel.
+    # With one head, a size over the limit may belong to latents, for which there is also a kernel.
     fits = pool.layout.head_dim <= MAX_HEAD_DIM or pool.layout.kv_heads == 1
     if triton and name != "torch" and (name == "triton" or fits):
         from engine.cuda.attention import TritonAttention

@@ -109,7 +109,7 @@ class Decoder:
         self, hidden: Tensor, normed: Tensor, batch: Batch, kernels: StepKernels, attention: AttentionPlan,
         last: AttentionPlan | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Run all layers. `normed` is the input of the first layer's attention, and `hidden` that of its residual.
+        """Run all layers. The attention of the first layer reads `normed`, and `hidden` is its residual.
 
         Return the hidden states of the batch's logit rows before and after the last norm, [R, hidden_size].
         """

@@ -36,12 +36,13 @@ class HeadDecoder(Decoder):
         self._layer, self._pair = layer, pair
 
     def features(self, normed: Tensor, states: Mapping[int, Tensor]) -> Tensor:
-        """Return what the head reads of the model's last normed states, [T, hidden_size], and of the states before the
-        layers `captured`."""
+        """Return the vectors that the head reads, one for each position. `normed` has the model's last normed states,
+        [T, hidden_size], and `states` the states before the layers `captured`."""
         return normed
 
     def inputs(self, tokens: Tensor, features: Tensor, kernels: StepKernels) -> tuple[Tensor, Tensor]:
-        """Return the residual and the input of attention, for pairs of tokens, int64 [T], and features."""
+        """Return the residual and the input of attention. Position i is a pair of tokens[i], int64 [T], and
+        features[i]."""
         embedded = kernels.norm(self.embedded(tokens), self._pair.embedding_norm)
         states = kernels.norm(features, self._pair.hidden_norm)
         hidden = self._pair.joined(torch.cat((embedded, states), dim=-1))
@@ -49,14 +50,15 @@ class HeadDecoder(Decoder):
 
     @torch.inference_mode()
     def store(self, batch: Batch, features: Tensor, kernels: StepKernels) -> None:
-        """Store the KV of pairs."""
+        """Store the KV of pairs of tokens and features."""
         store_kv(self._layer, self.inputs(batch.tokens, features, kernels)[1], kernels)
 
     @torch.inference_mode()
     def guess(
         self, batch: Batch, features: Tensor, kernels: StepKernels, attention: AttentionPlan
     ) -> tuple[Tensor, Tensor]:
-        """Store the KV of pairs. Return the features for the next guess, and the logits of this one."""
+        """Store the KV of pairs of tokens and features. Return the features for the next guess, and the logits of this
+        one."""
         hidden, normed = self.decode(*self.inputs(batch.tokens, features, kernels), batch, kernels, attention)
         return self.own_features(hidden, normed), self.logits(normed)
 

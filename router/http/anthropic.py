@@ -243,7 +243,7 @@ def _text(content: str | Sequence[TextBlock]) -> str:
 
 
 def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any]]:
-    """Return a message as messages of a chat: tool results become separate messages, before the text."""
+    """Convert a message to chat messages. Tool results become separate messages, which precede the text."""
     blocks = message.blocks()
     for place, block in enumerate(blocks):
         of_user = isinstance(block, ToolResultBlock | ImageBlock)

@@ -1,9 +1,9 @@
 """Request bodies of the REST API. Each body is parsed as strict JSON, and a Pydantic model validates the types and
 limits of its fields.
 
-The OpenAPI document is generated from these models. The names, defaults and limits of fields are those of OpenAI and
-vLLM. An unknown field is rejected with an error that names it, `null` means "not given", and fields that do not affect
-the tokens (`IGNORED`) are dropped.
+The OpenAPI document is generated from these models. Fields have the same names, defaults and limits as in OpenAI's API
+and vLLM. An unknown field is rejected with an error that names it, `null` means "not given", and fields that do not
+affect the tokens (`IGNORED`) are dropped.
 """
 
 import json

@@ -115,7 +115,7 @@ class ToolCall(BaseModel):
     id: Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)]
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: Annotated[int, Field(ge=0)] | None = None  # clients that join a stream's deltas may send it back
+    index: Annotated[int, Field(ge=0)] | None = None  # a field of stream deltas, which some clients send back
 
 
 class TextPart(BaseModel):

@@ -74,7 +74,7 @@ def optional_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_si
 
 
 class _Rules:
-    """The grammar rules of the calls of some tools. The first call follows `lead`, which begins the calls."""
+    """Builds grammar rules for calls of some tools. The first call follows `lead`, which begins the calls."""
 
     def __init__(self, tokenizer: Tokenizer, syntax: ToolSyntax, tools: Sequence[EnforcedTool]) -> None:
         assert syntax.form is not None
@@ -143,7 +143,7 @@ class _Rules:
         return " ".join(found)
 
     def _any_text(self, tags: XmlTags) -> str:
-        """Return the rule of a text that ends at its closing tag, with the tag."""
+        """Return a rule for a text and the closing tag that ends it."""
         end, line = self.text(tags.value[1]), self.text("\n")
         if tags.value[1] in self._tokenizer.special_ids:  # a special token is never part of a text
             return f"{self._value(TEXT, 'TEXT')} {end} {line}"

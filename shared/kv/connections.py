@@ -76,7 +76,7 @@ class Greeting(NamedTuple):
 def pack_greeting(
     descriptor: PeerDescriptor, incarnation_id: str, reservation_id: bytes = bytes(RESERVATION_ID_BYTES)
 ) -> bytes:
-    """Return the greeting of the writer `incarnation_id` to the owner of `descriptor`."""
+    """Return the greeting that the writer `incarnation_id` sends to the owner of `descriptor`."""
     names = incarnation_id.encode(), descriptor.incarnation_id.encode()
     return HELLO.pack(MAGIC, VERSION, descriptor.row_bytes, *names, reservation_id)
 

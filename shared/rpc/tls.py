@@ -37,7 +37,7 @@ class ServerContext(ssl.SSLContext):
     """A server's side of TLS, with a bound on the connections that have not completed their handshake."""
 
     def __init__(self, _protocol: int) -> None:
-        self.handshakes: dict[ServerHandshake, float] = {}  # start times of those in progress, oldest first
+        self.handshakes: dict[ServerHandshake, float] = {}  # start time of each handshake in progress, oldest first
         self.sslobject_class = ServerHandshake
 
 

@@ -65,7 +65,7 @@ def activation_of(keys: ConfigReader, key: str = "hidden_act", default: str = "s
 def layer_kinds(
     keys: ConfigReader, default: Callable[[int], str], supported: Sequence[str] = (FULL, SLIDING)
 ) -> list[str]:
-    """Return the kind of each layer: the entries of `layer_types`, or `default` of each layer's index."""
+    """Return the kind of each layer: its entry in `layer_types` or, if the key is missing, `default(index)`."""
     layers, kinds = keys.size("num_hidden_layers"), keys.values.get("layer_types")
     if kinds is None:
         return [default(index) for index in range(layers)]
@@ -77,7 +77,7 @@ def layer_kinds(
 
 
 def windowed(attention: AttentionSpec, kinds: Sequence[str], window: int) -> list[AttentionSpec]:
-    """Return the attention of each layer: with `window` where the kind is sliding attention."""
+    """Return the attention of each layer. Layers of the kind sliding attention have the window `window`."""
     return [replace(attention, window=window) if kind == SLIDING else attention for kind in kinds]
 
 

@@ -54,8 +54,8 @@ def delta_model(keys: ConfigReader, feeds: Sequence[MlpSpec | MoeSpec]) -> Model
 
 
 def granite_hybrid(keys: ConfigReader) -> ModelConfig:
-    """Granite 4: layers with a state space, some with attention; experts and a shared expert, or only the shared
-    expert."""
+    """Read Granite 4. Most layers have a state space, and the others have attention. In a model, all layers have
+    experts and a shared expert, or all have only the shared expert."""
     bias = keys.flag("attention_bias")
     attention = common.attention(keys, qkv_bias=bias, output_bias=bias, rope=None)
     if keys.values.get("position_embedding_type") == "rope":

@@ -20,7 +20,7 @@ from compare.stats.capacity import CapacityPoint, capacity_of, paired_capacities
 from compare.stats.verdict import CAPACITY, rank
 
 ONE, SPLIT = "colocated:2", "disaggregated:1p1d"
-SMALL: dict[str, Any] = {"gpus": 3, "budgets": [2048], "policies": ["stall_free"], "seeds": 3, "requests": 200}
+SMALL: dict[str, Any] = {"gpus": 3, "budgets": [2048], "policies": ["stall_free"], "seeds": 3, "requests": 100}
 
 
 def trace(path: Path, prompt: int, answer: int) -> Path:

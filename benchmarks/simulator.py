@@ -4,14 +4,17 @@ H200s.
 CPU time is measured, to reduce the effect of other processes. Each run is one process; the memory is its peak.
 """
 
+import argparse
 import resource
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.result import Cell, Result, Table, median, parser
-from compare.planning.candidates import prepare
+from compare.planning.candidates import REFERENCE_RATE, Simulations, block_names, prepare
 from compare.planning.options import PlanOptions
 from simulator.cluster import SimulatedCluster
+from simulator.routed import SimulatedRequest
 
 CASES = {  # arm, requests/s for each node, requests
     "one node, light load": ("colocated:1", 4.0, 5000),
@@ -20,6 +23,7 @@ CASES = {  # arm, requests/s for each node, requests
     "8 nodes, disaggregated": ("disaggregated:3p5d", 10.0, 5000),
 }
 CURVE = (1, 4, 16, 64, 250, 999)  # numbers of nodes of the curve, up to the maximum of an arm
+LONG_NODES = 999  # of the run with --long requests
 CURVE_RATE, CURVE_REQUESTS = 10.0, 3000  # requests/s for each node; requests of each run
 Figures = dict[str, float]
 
@@ -39,6 +43,28 @@ def simulate(arm: str, node_rate: float, count: int) -> Figures:
     return {"requests_per_cpu_s": len(requests) / cpu_s, "cpu_s": cpu_s, "peak_mib": peak, "steps": steps}
 
 
+def long_run(nodes: int, count: int) -> Figures:
+    """Run many requests, which are drawn as they arrive and not kept, in a separate process."""
+    simulations = prepare(PlanOptions(preset="chat"))
+    plan = simulations.plan(f"colocated:{nodes}")
+    cluster, began = SimulatedCluster(plan), time.process_time()
+    cluster.run(repeating(simulations, plan.block_tokens, CURVE_RATE * nodes, count))
+    cpu_s = time.process_time() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"cpu_s": cpu_s, "peak_mib": peak}
+
+
+def repeating(simulations: Simulations, block_tokens: int, rate: float, count: int) -> Iterator[SimulatedRequest]:
+    """Yield `count` requests, whose lengths and gaps repeat and whose prompts share nothing."""
+    rows = simulations.rows(1)
+    lap_s = rows[-1].at_s + 1 / REFERENCE_RATE
+    for number in range(count):
+        row = rows[number % len(rows)]
+        at_s = (number // len(rows) * lap_s + row.at_s) * REFERENCE_RATE / rate
+        names = list(block_names(row, number, block_tokens))
+        yield SimulatedRequest(f"r{number}", at_s, row.prompt_len, row.max_tokens, names)
+
+
 def repeated(arm: str, node_rate: float, count: int, repeats: int) -> Figures:
     runs = []
     for _ in range(repeats):
@@ -47,8 +73,22 @@ def repeated(arm: str, node_rate: float, count: int, repeats: int) -> Figures:
     return {name: median([run[name] for run in runs]) for name in runs[0]}
 
 
+def _long(given: argparse.Namespace) -> None:
+    command = f"python -m benchmarks simulator --long {given.long}"
+    with ProcessPoolExecutor(1) as pool:
+        found = pool.submit(long_run, LONG_NODES, given.long).result()
+    cells: list[Cell] = [LONG_NODES, given.long, found["cpu_s"], 1000 * found["cpu_s"] / given.long, found["peak_mib"]]
+    table = Table("A long run", ["nodes", "requests", "CPU s", "CPU ms per request", "peak MiB"], [cells])
+    Result("simulator_long", "One run of many requests on many nodes.", [table], command=command).finish(given.out)
+
+
 def main() -> None:
-    given = parser(__doc__, repeats=3).parse_args()
+    options = parser(__doc__, repeats=3)
+    options.add_argument("--long", type=int, default=0, help=f"only a run of so many requests on {LONG_NODES} nodes")
+    given = options.parse_args()
+    if given.long:
+        _long(given)
+        return
     rows: list[list[Cell]] = []
     for name, (arm, rate, count) in CASES.items():
         found = repeated(arm, rate, count, given.repeats)

@@ -75,7 +75,6 @@ class SimulatedCluster:
         self.routable = RoutableNodes(self.nodes[: plan.prefill], self.nodes[plan.prefill :])
         self.prefixes = PrefixIndex()
         self._waiting: dict[QueueEntry, SimulatedRequest] = {}
-        self._requests: dict[Request, SimulatedRequest] = {}
         self.num_open = 0  # requests that have not ended, with the next one to arrive
         self._timeout_s = inf
         infos = [[node.info for node in pool] for pool in (self.routable.prefill, self.routable.decode)]

@@ -71,7 +71,7 @@ class Simulations:
     def __init__(self, source: TrafficSource, device: Emulation, settings: Sequence[str]) -> None:
         self._source, self.device = source, device
         self._common = parse_settings("--set", ",".join(settings))
-        self._rows = lru_cache(maxsize=8)(self._draw)
+        self.rows = lru_cache(maxsize=8)(self._draw)
         self._hashes = lru_cache(maxsize=8)(lambda seed, block_tokens: list[list[bytes]]())  # hashes of the first rows
 
     def arm(self, name: str) -> Arm:
@@ -94,7 +94,7 @@ class Simulations:
 
     def requests(self, block_tokens: int, rate: float, seed: int, count: int) -> list[SimulatedRequest]:
         """Return the first `count` requests of a seed at a rate."""
-        rows, hashes = self._rows(seed)[:count], self._hashes(seed, block_tokens)
+        rows, hashes = self.rows(seed)[:count], self._hashes(seed, block_tokens)
         hashes += [list(block_names(rows[each], each, block_tokens)) for each in range(len(hashes), len(rows))]
         return [
             SimulatedRequest(f"r{index}", row.at_s * REFERENCE_RATE / rate, row.prompt_len, row.max_tokens, names)
@@ -104,13 +104,13 @@ class Simulations:
     @cached_property
     def mean_lengths(self) -> tuple[float, float]:
         """The mean numbers of tokens of a prompt and of an answer."""
-        rows = self._rows(0)
+        rows = self.rows(0)
         return fmean(row.prompt_len for row in rows), fmean(row.max_tokens for row in rows)
 
     @property
     def longest(self) -> int:
         """The maximum number of tokens of a request."""
-        return max(row.prompt_len + row.max_tokens for row in self._rows(0))
+        return max(row.prompt_len + row.max_tokens for row in self.rows(0))
 
     def request_s(self, slo: LatencySlo) -> tuple[float, float, float]:
         """Return estimates in seconds: the GPU time of a prompt; the GPU time of an answer, with as many decodes in a

@@ -77,7 +77,7 @@ class KVPool:
 
     def state_places(self, rows: Tensor) -> Tensor:
         """Return the offset in `floats` of each unit of states, int64 [..., units], from the rows of the states,
-        int64 [..., R]. Offsets of rows of -1 are -1."""
+        int64 [..., R]. If a row is -1, so is the offset."""
         own = rows[..., self.units[0]]
         return torch.where(own < 0, own, own * (self.layout.block_bytes // 4) + self.units[1])
 

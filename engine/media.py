@@ -68,7 +68,7 @@ class PromptImage:
 
 @dataclass(slots=True)
 class BatchImages:
-    """The image tokens of a batch: `rows`, int64 [N], are their indices in it, and the features are in their order."""
+    """The image tokens of a batch. `rows`, int64 [N], has their indices in the batch; `features` has the same order."""
 
     rows: Tensor
     features: ImageFeatures

@@ -27,7 +27,7 @@ NOT_TEXT = (  # prefixes of the other parts of multimodal models
     "vision_tower.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
     "vision_embedder.",
 )  # fmt: skip
-VOCABULARY_MAPS = ("d2t", "t2d")  # of EAGLE-3: integers and booleans
+VOCABULARY_MAPS = ("d2t", "t2d")  # tensors of EAGLE-3 that have integers and booleans
 CODE_DTYPES = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # codes and scales of quantized checkpoints
 
 

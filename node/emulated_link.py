@@ -16,7 +16,7 @@ class EmulatedLink:
         self._channel = channel
         self._latency_s = emulation.link.latency_s
         self._block_s = block_tokens * emulation.kv_bytes_per_token / emulation.link.bytes_per_s
-        self._free_at = 0.0  # time of the event loop
+        self._free_at = 0.0  # when the link becomes free, on the event loop's clock
 
     async def push(
         self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]

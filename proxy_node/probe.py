@@ -10,7 +10,7 @@ from proxy_node.vllm import NEEDS
 from proxy_node.wire import EngineFailure, probe_request
 from shared.errors import ConfigError
 
-LENGTH, RESUMED = 16, 8  # number of tokens of an answer, and of those that are requested again
+LENGTH, RESUMED = 16, 8  # number of tokens of an answer; it is resumed after this many of them
 SAMPLED = {"temperature": 2.0, "seed": 20_477}
 
 

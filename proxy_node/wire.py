@@ -209,8 +209,9 @@ def likeliest(token: int, logprob: float, top: dict[int, float], num_top: int) -
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """Values of `/metrics` by name, without a prefix such as "vllm:", and with the label `source` as in NAME:SOURCE;
-    and the labels of `cache_config_info`. `num_engines` counts the data-parallel engines of the server."""
+    """The contents of `/metrics`. `values` are by name, without a prefix such as "vllm:"; the label `source` follows
+    the name, as in NAME:SOURCE. `cache` has the labels of `cache_config_info`. `num_engines` counts the data-parallel
+    engines of the server."""
 
     values: dict[str, float]
     cache: dict[str, str]

@@ -151,7 +151,7 @@ class Slice:
     drafts: tuple[int, ...] = ()
     row: list[int] | None = None  # the tokens that the slice reads, if they differ from the request's tokens
     num_stored: int = 0  # leading tokens that are computed again, and whose KV is not stored again
-    continues: bool = False  # recurrent layers compute the slice as a part of the one before it
+    continues: bool = False  # recurrent layers compute the slice as a part of the slice before it
 
     @property
     def end(self) -> int:

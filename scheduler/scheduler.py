@@ -440,7 +440,7 @@ class Scheduler:
 
     def num_decode_only(self, most: int) -> int:
         """Return how many of the next steps, at most `most`, will consist of one decode of every running request if no
-        command arrives. Return 0 if that is not certain, or with drafts or groups of layers."""
+        command arrives. Return 0 if that is not certain, or if there are drafts or several groups of layers."""
         if not self.running or self.speculation or not self.geometry.is_uniform or not self._is_closed():
             return 0
         for request in self.running:

@@ -28,7 +28,8 @@ SPLIT = "disaggregated"
 
 
 class Round(NamedTuple):
-    """One round of halving: the runs' requests and seeds, the number of candidates to keep, the factor of the rate."""
+    """One round of halving. Its runs have `requests` requests each, and `seeds` seeds. `kept` candidates stay, and
+    `factor` is the factor by which the rate is changed."""
 
     requests: int
     seconds: float  # minimum seconds of traffic
@@ -41,7 +42,7 @@ class Round(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The result of a candidate in its last round: better scores are greater."""
+    """The result of a candidate in its last round. A greater score is better."""
 
     rate: float
     attainment: float

@@ -106,7 +106,7 @@ def _start(timeline: Document) -> float:
 def _range(rows: list[tuple[float, list[Any]]], whole: float) -> tuple[float, float]:
     """Return the range (since, until) of the STEPS steps with the most waiting, or of the whole run if it has fewer."""
     ordered = sorted(rows, key=lambda each: float(each[1][0]))
-    late = [0.0]  # for each step: the total time that decodes waited in earlier steps over the SLO
+    late = [0.0]  # per step: total duration of the earlier steps in which decodes waited over the SLO
     for slo_ms, row in ordered:
         late.append(late[-1] + (row[1] if row[3] and row[1] > slo_ms else 0.0))
     if len(ordered) <= STEPS:

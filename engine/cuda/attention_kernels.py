@@ -85,7 +85,7 @@ def attend(
     weight_of,  # float32 [items, kv_heads, splits, QUERIES * GROUP]: log2 of a split's sum of weights; used if SPLIT
     q,  # [T, heads, HEAD_DIM]
     keys, values,
-    sinks,  # float32 [heads]: the score of a term of the softmax without a value; used if SINKS
+    sinks,  # float32 [heads]: the score of a further softmax term that has no value; used if SINKS
     work,  # int32 [items, 2]: index of the slice, and first query that the item computes
     cu_q, kv_len, block_table, window,
     scale,  # head_dim ** -0.5 * log2(e), or head_dim ** -0.5 / soft cap if CAPPED

@@ -231,7 +231,7 @@ def draw_part(
         value = tl.where(better, ranked, value)
         token = tl.where(better, column, token)
     top = tl.max(value, 0)
-    chosen = tl.min(tl.where(value == top, token, vocab), 0)  # of equal scores the first, as in torch's argmax on a CPU
+    chosen = tl.min(tl.where(value == top, token, vocab), 0)  # the first of equal scores, as in torch's argmax on a CPU
     place = row * tl.num_programs(1) + part
     tl.store(best + place, top)
     tl.store(tokens + place, tl.where(tl.max(broken, 0) > 0, BROKEN, chosen))

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _tile_of(counts, number, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the expert of a tile of rows, its first row, and the end of the expert's rows.
+    """For a tile of rows, return its expert, its first row, and the end of the expert's rows.
 
     The tiles of all experts are numbered in order. If there are fewer tiles, the end is 0.
     """

@@ -47,9 +47,8 @@ def convolve(
     CONV: tl.constexpr, DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the convolution of a head of one part and its activation, and norm queries and keys if DELTA.
-
-    The last inputs become part of the new state. Grid: heads of all parts x programs per slice x slices.
+    """Compute the convolution for one head of one part, and its activation. If DELTA, norm queries and keys. The last
+    inputs become part of the new state. Grid: heads of all parts x programs per slice x slices.
     """
     unit, program, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, count = _span(cu_q, index)

@@ -54,7 +54,8 @@ class ModuleStates:
         return tuple(min(UNIT, count - start) for count in counts for start in range(0, count, UNIT))
 
     def numbers(self, places: Tensor) -> Tensor:
-        """Return the offsets in `KVPool.floats` of all numbers of states, from the offsets of the states' units."""
+        """Return the offset in `KVPool.floats` of each number in the states. `places` has the offsets of the states'
+        units."""
         own = places[..., self.first_unit : self.first_unit + len(self.sizes)]
         return own.repeat_interleave(self.sizes, dim=-1) + self.within
 

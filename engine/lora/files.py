@@ -31,7 +31,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # fields of adapter_config.json that chan
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The update of one module: its output grows by `down` and then `up`, which contains the scale."""
+    """The update of one module. The module's input is multiplied by `down` and then by `up`, which includes the scale;
+    the result is added to the module's output."""
 
     down: "Tensor"  # [rank, in]
     up: "Tensor"  # [out, rank]

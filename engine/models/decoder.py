@@ -46,7 +46,7 @@ class DecoderLayer:
 @dataclass(slots=True, kw_only=True)
 class AttentionDecoderLayer(DecoderLayer):
     attention: AttentionLayer
-    qkv: Linear  # weights of queries, keys and values of all heads, or of their sources, in one matrix
+    qkv: Linear  # one matrix, for queries, keys and values of all heads, or for their sources
     q_norm: Tensor | None
     k_norm: Tensor | None
     spec: AttentionSpec | LatentSpec
@@ -57,7 +57,7 @@ class AttentionDecoderLayer(DecoderLayer):
 @dataclass(slots=True, kw_only=True)
 class RecurrentDecoderLayer(DecoderLayer):
     recurrent: RecurrentLayer
-    inputs: Linear  # weights of the inputs of the convolution, and of the gate, in one matrix
+    inputs: Linear  # one matrix, for the inputs of the convolution and for the gate
     steps: Linear
 
 

@@ -114,7 +114,7 @@ class LatentSpec:
 
     @property
     def rotated(self) -> int:
-        """Return the number of dimensions of the part of a head that is rotated."""
+        """Return how many dimensions of a head are rotated."""
         return self.rope_dim
 
 

@@ -1,14 +1,10 @@
 """Compare ten pairs of clusters by simulation and by measurement, and count how often the verdicts agree.
 
 The pairs, their traffic and their limits were chosen before any was measured. Nodes that are emulated sleep for the
-<<<<<<< HEAD
 times of --cost; everything else about them is real. --trace is a file such as azure2023_conv_first_half.csv.
-=======
-times of --cost; everything else of them is real. --trace is a file such as azure2023_conv_first_half.csv.
 
 With --slow N, all times of the device and all limits are N times as long, and rates are divided by N, so that delays on
 a busy machine matter less.
->>>>>>> b59834a (Record verdicts of simulations against emulated nodes, and a long run)
 """
 
 import asyncio

@@ -10,8 +10,8 @@ transfer_exposed   until the KV had arrived on the decode node; pushes before th
 decode_queue       until the decode node's first step with the request began
 decode             until the last token was sampled, without the interference
 interference       the delay that prompts caused during the decode: the sum of `step_ring.interference_ns`
-retry              for a migrated request only: from its first placement to its last; the other phases are those of the
-                   last attempt
+earlier_attempts   for a migrated request only: from its first placement to its last, with the tokens that the client
+                   got then; the other phases are those of the last attempt
 
 The phases are differences between times that never decrease, so they sum to the duration even if clocks jump. A request
 has no phases if some of its nodes' records were lost.
@@ -326,10 +326,12 @@ class RequestTrace:
         before, *between, decode, after = (b - a for a, b in pairwise(cuts))
         ring = rings(attempt.decode)
         interference = min(decode, ring.sums(cuts[5], cuts[6])[3]) if ring is not None else 0
-        retry = min(before, attempt.placed_ns - next(iter(self.attempts.values())).placed_ns)
-        parts = (before + after - retry, *between, decode - interference, interference)
+        earlier = min(before, attempt.placed_ns - next(iter(self.attempts.values())).placed_ns)
+        parts = (before + after - earlier, *between, decode - interference, interference)
         named = {name: part / 1e6 for name, part in zip(PHASES, parts, strict=True)}
-        return named if len(self.attempts) == 1 else {"router": named["router"], "retry": retry / 1e6} | named
+        if len(self.attempts) == 1:
+            return named
+        return {"router": named["router"], "earlier_attempts": earlier / 1e6} | named
 
     def _cuts(self) -> list[int] | None:
         """Return the eight times that bound the phases, in order, or None if one of them is not known.

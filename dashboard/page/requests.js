@@ -3,7 +3,7 @@ import { get } from "./feed.js";
 import { bytes, fillBar, isOlder, keepNewest, make, ms, number, place, say, shortened } from "./text.js";
 
 const SHOWN = 100;
-const PHASES = ["router", "retry", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"];
+const PHASES = ["router", "earlier_attempts", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"];
 const UNDER_WAY = new Set(["queued", "prefill", "transfer", "decode"]);
 
 const since = (from, to) => (from == null || to == null ? null : to - from);

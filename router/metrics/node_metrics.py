@@ -21,7 +21,7 @@ MAX_REASONS = 64  # maximum number of placement reasons that are exported as lab
 COUNTS = {
     "moved": ("baton_request_migrations_total", "Attempts migrated to another node."),
     "refused": ("baton_requests_rejected_total", "Requests refused before any node received them."),
-    "retried": ("baton_requests_retried_total", "Attempts retried without the loss of a node."),
+    "retried": ("baton_requests_retried_total", "Attempts retried on a node that is still alive."),
     "paused": ("baton_client_backpressure_total", "Attempts ended because a client did not read."),
 }
 QUEUE = (

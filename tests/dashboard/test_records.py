@@ -109,7 +109,7 @@ def test_the_spans_of_a_lost_node_end_with_the_next_attempt() -> None:
     assert decodes == [("decode-0", 1), ("decode-1", 9)]
 
 
-def test_a_migrated_request_has_a_retry_phase() -> None:
+def test_a_migrated_request_has_a_phase_of_earlier_attempts() -> None:
     world = handed_off()
     world.at(41).placed("cmpl-a-0.0.1", None, "decode-1", "prefill pool gone")
     for kind, ms in (("queued", 42), ("admitted", 43), ("first", 50), ("ended", 70)):
@@ -117,7 +117,7 @@ def test_a_migrated_request_has_a_retry_phase() -> None:
     world.at(71).ended("cmpl-a", 0, "length")
     found = summary(world)
     phases = found["phases_ms"]
-    assert phases["retry"] == pytest.approx(40)
+    assert phases["earlier_attempts"] == pytest.approx(40)
     assert sum(phases.values()) == pytest.approx(71)
     assert (found["attempts"], found["decode"]) == (2, "decode-1")
     assert found["earlier_nodes"] == [["prefill-0", "decode-0"]]

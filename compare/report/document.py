@@ -55,7 +55,7 @@ MIN_INVALID = 2  # fewer invalid periods, all of a single arm, are attributed to
 
 @dataclass
 class Figures:
-    """The figures of a session's periods, each computed when it is first used. The findings are not changed.
+    """The figures of a session's periods, each computed when it is first used.
 
     A seed counts if its periods are valid in all arms. The periods of such a seed, one per arm, form a pair.
     """

@@ -68,8 +68,11 @@ def load_foreign(
 
 
 def checked(decoder: ForeignDecoder, backend: Callable[[KVPool], AttentionBackend]) -> list[Tensor]:
-    """Check the decoder and return the result of `check`. If its code does not continue a state in a chunk, it gets
-    single tokens."""
+    """Check the decoder and return the result of `check`.
+
+    If the check fails and the decoder has recurrent states, check again with one token at a time, because the code of
+    some models cannot process several tokens from an existing state.
+    """
     try:
         return check(decoder, backend)
     except ValueError:

@@ -12,9 +12,9 @@ class Rope:
     """The rotary embedding (Su et al. 2021). Some fields apply to only some kinds.
 
     `kind` is "default", "linear", "llama3", "yarn" (Peng et al. 2023), "longrope" (Ding et al. 2024) or "proportional"
-    (Gemma 4), in which only the first `pairs` of the pairs of a whole head are rotated. Otherwise, only the first
-    `dims` dimensions of a head are rotated, or all of them if `dims` is 0. Cosines and sines are multiplied by
-    `magnitude`. `factors` [dims / 2] divide the frequencies of longrope.
+    (Gemma 4). With "proportional", the whole head is divided into pairs, and only the first `pairs` of them rotate.
+    With the other kinds, only the first `dims` dimensions of a head rotate, or all of them if `dims` is 0. Cosines and
+    sines are multiplied by `magnitude`. `factors` [dims / 2] divide the frequencies of longrope.
 
     If there are `sections`, tokens have a temporal, a vertical and a horizontal position (M-RoPE, Wang et al. 2024),
     which rotate these numbers of pairs, one axis after the other. If `interleaved`, the axes alternate as long as there
@@ -277,7 +277,7 @@ class ModelConfig:
     draft_layers: int = 0
     transformers: str = ""
     has_head: bool = True  # whether the checkpoint has an output head; embedding models may have none
-    units: tuple[int, ...] = ()  # sizes of units that transformers or a draft head add (see `state_units`)
+    units: tuple[int, ...] = ()  # sizes of more parts of a state (see `state_units`)
 
     @property
     def num_layers(self) -> int:

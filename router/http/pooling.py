@@ -27,7 +27,7 @@ from shared.limits import INT32_MAX
 from shared.rpc.messages import SamplingParams, pack_ids
 
 MAX_INPUTS = 2048  # as in OpenAI's API
-AT_ONCE, AT_ONCE_TOKENS = 64, 65_536  # limits on one HTTP request's prompts, and tokens, in progress
+AT_ONCE, AT_ONCE_TOKENS = 64, 65_536  # how many prompts and tokens of one HTTP request are computed at once
 MORE_BYTES = 32 << 20
 ONE_TOKEN = CompletionBody(prompt=[0], max_tokens=1, temperature=0.0)
 

@@ -52,7 +52,8 @@ def checks(scene: GpuScene) -> GpuSection:
         for suite, processes in SUITES.items():
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(settings)]
             command += ["--rootdir", str(ROOT), "-m", "gpu", "-rfE", "--tb=short", str(ROOT / "tests" / "gpu" / suite)]
-            command += ["-n", str(processes)] if processes > 1 and find_spec("xdist") else []
+            parallel = processes > 1 and scene.device.type == "cuda" and find_spec("xdist")
+            command += ["-n", str(processes)] if parallel else []
             run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CHECKS_S, check=False)
             printed[suite] = (run.stderr + run.stdout)[-6000:]
             counts = [_count(printed[suite], words) for words in ("passed", "failed|errors?", "skipped")]

@@ -15,6 +15,8 @@ FULL = 0.97  # a node is full if requests hold at least this share of its KV blo
 RECENT_MS = 600_000
 FEW = 20  # with fewer requests in the last minute, the latency of handoffs is not judged
 SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a second token is late after at least 3 usual gaps and at least 50 ms
+GROUPED_MS = 1.0  # a smaller usual gap means that tokens reach the router in groups, so gaps cannot be compared
+UNEVEN = 0.2  # if the busy shares of the nodes differ by more than this, the sentence gives their range
 
 
 def bottleneck(status: Status) -> str:
@@ -57,6 +59,7 @@ class Pool:
         known = [float(share) for share in shares if share is not None]
         is_known = bool(known) and None not in shares  # every node has reported its share
         self.busy: float | None = sum(known) / len(known) if is_known else None
+        self.least: float | None = min(known) if is_known else None
         self.most: float | None = max(known) if is_known else None
 
     @property
@@ -134,11 +137,11 @@ def _pools(every: Pool, prefill: Pool, decode: Pool, latency: Latency) -> Iterat
 
 
 def _latencies(every: Pool, prefill: Pool, decode: Pool, latency: Latency) -> Iterator[str]:
-    """Yield the findings about late tokens. A usual gap of 0 ms means that tokens arrive in groups."""
+    """Yield the findings about late tokens."""
     is_handed_over = prefill.nodes and any(node.get("handoffs") for node in every.nodes)
     second, usual = latency.second or 0.0, latency.usual or 0.0
     is_late = second >= max(SLOW_SECOND * usual, SLOW_SECOND_MS) and second > latency.tbt_slo
-    if is_handed_over and not decode.queue and usual and is_late and latency.is_usual:
+    if is_handed_over and not decode.queue and usual >= GROUPED_MS and is_late and latency.is_usual:
         yield (
             f"The handoff is slow: the second token comes after {second:.0f} ms (p50), later ones after {usual:.3g} ms,"
             " and no decode node has a queue. Look at the KV transfers."
@@ -158,7 +161,10 @@ def _calm(every: Pool, requests: int, latency: Latency) -> str:
     nodes = f"{len(every.nodes)} node{'s' * (len(every.nodes) != 1)}"
     if not running:
         return f"Idle: {nodes} ready, no requests."
-    load = f", {every.busy:.0%} busy" if every.busy is not None else ""
+    load = ""
+    if every.busy is not None and every.most is not None and every.least is not None:
+        is_uneven = every.most - every.least > UNEVEN
+        load = f", {every.least:.0%} to {every.most:.0%} busy" if is_uneven else f", {every.busy:.0%} busy"
     met = " and within the SLO" if latency.is_measured else ""
     head = f"Keeping up{met}" if every.queue < len(every.nodes) else "At work"  # a long queue means delays
     return f"{head}: {running} request{'s' * (running != 1)} on {nodes}{load}, {every.queue or 'none'} queued."

@@ -26,7 +26,7 @@ def show(report: Document) -> None:
     verdict = report["verdict"]
     known = {name for metrics in report["summary"].values() for name, one in metrics.items() if one["mean"] is not None}
     columns = [column for column in COLUMNS if column[1] in known]
-    lines = [["arm", *(heading for heading, *_ in columns), "busy P/D %", "top miss cause"]]
+    lines = [["arm", *(heading for heading, *_ in columns), "busy with prompts/decodes %", "top miss cause"]]
     lines += [row_of(report, arm["name"], columns) for arm in report["arms"]]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     typer.echo()

@@ -294,8 +294,8 @@ class Session:
             num_valid += not any(problems)
             is_hopeless = num_valid + len(planned) - number - 1 < experiment.least_pairs
             if is_hopeless or (number == 0 and all(problems)):
-                had = f"{num_valid} of {number + 1} seeds had a valid period in every arm"
-                self._findings.problems.append(f"stopped early, as {had}: {main_problem(self._findings.periods)}")
+                had = f"{num_valid} of {number + 1} seeds so far had a valid period in every arm, too few for a verdict"
+                self._findings.problems.append(f"stopped early: {had}: {main_problem(self._findings.periods)}")
                 return
 
     async def _search_all(self) -> None:

@@ -1,5 +1,5 @@
 /* One card per node: its activity and its KV blocks, or, for a node that is lost or has left, the reason. */
-import { fillBar, inOrder, isGone, make, number, percent, say, span } from "./text.js";
+import { clock, fillBar, inOrder, isGone, make, number, percent, say, span } from "./text.js";
 import { term } from "./terms.js";
 
 const cards = new Map();
@@ -10,7 +10,7 @@ const FACTS = [
   ["Busy", "busy", (node) => percent(node.busy)],
   ["Passes/s", "passes", (node) => number(node.steps_per_s)],
   ["Tokens/s", "tokens", (node) => number(node.tokens_per_s)],
-  ["Budget", "budget", (node) => number(node.budget)],
+  ["Budget", "budget", (node) => number(node.budget || null)],
 ];
 
 function batchText(node) {
@@ -89,6 +89,6 @@ export function showEvents(place, events = []) {
   if (place.dataset.newest === String(events.at(-1)?.number)) return;
   place.dataset.newest = events.at(-1)?.number;
   place.replaceChildren(...events.toReversed().map((event) => make("li", { class: event.kind },
-    make("time", {}, new Date(event.time_ms).toLocaleTimeString()), event.text)));
+    make("time", {}, clock(new Date(event.time_ms))), event.text)));
   if (!events.length) place.append(make("li", {}, "No events yet."));
 }

@@ -6,7 +6,7 @@ import { Lanes } from "./lanes.js";
 import { Latency } from "./latency.js";
 import { showEvents, showNodes, showTotals } from "./nodes.js";
 import { Requests } from "./requests.js";
-import { inOrder, isGone, number, say, sayWithCode, span } from "./text.js";
+import { clock, inOrder, isGone, number, say, sayWithCode, span } from "./text.js";
 import { Transfers } from "./transfers.js";
 
 const place = (id) => document.getElementById(id);
@@ -30,7 +30,7 @@ listen("events", (kind, data) => {
   lanes.freeze(paused || state === "gone");
   if (state === "live") loadRequests();
   else {
-    say(place("summary"), `The router has not answered since ${heard.toLocaleTimeString()}. The data below is older.`);
+    say(place("summary"), `The router has not answered since ${clock(heard)}. The data below is older.`);
     document.title = "Baton · router gone";
   }
 });

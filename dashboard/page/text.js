@@ -26,6 +26,9 @@ export function span(duration) {
   return hours < 24 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
+/* The time of day as "17:05:09", as in the logs. */
+export const clock = (date) => date.toLocaleTimeString([], { hourCycle: "h23" });
+
 export const isGone = (node) => node.state === "lost" || node.state === "left";
 
 /* The nodes sorted: prefill nodes first, nodes that are gone last, and node-2 before node-10. */

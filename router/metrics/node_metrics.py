@@ -19,9 +19,9 @@ ROLES, STATES = ("prefill", "decode"), ("ready", "draining", "breached", "stuck"
 MAX_REASONS = 64  # maximum number of placement reasons that are exported as labels
 # Maps a request count in the dispatcher's status to the name and the help text of its metric.
 COUNTS = {
-    "moved": ("baton_request_migrations_total", "Attempts migrated to another node."),
+    "moved": ("baton_request_migrations_total", "Failed attempts. If the limits allow it, each is retried."),
     "refused": ("baton_requests_rejected_total", "Requests refused before any node received them."),
-    "retried": ("baton_requests_retried_total", "Attempts retried on a node that is still alive."),
+    "retried": ("baton_requests_retried_total", "Failed attempts that did not fail because a node was lost."),
     "paused": ("baton_client_backpressure_total", "Attempts ended because a client did not read."),
 }
 QUEUE = (

@@ -252,8 +252,8 @@ class ServedDeployments(UnreachableDeployments):
     ("bundling", "num_seeds", "problem"),
     [
         ((), 2, None),
-        ((ARMS[0].name, ARMS[1].name), 1, "stopped early, as 0 of 1 seeds had a valid period in every arm: in 1 requests"),
-        ((ARMS[1].name,), 2, "stopped early, as 0 of 2 seeds had a valid period in every arm: in 1 requests"),
+        ((ARMS[0].name, ARMS[1].name), 1, "stopped early: 0 of 1 seeds so far had a valid period in every arm, too few"),
+        ((ARMS[1].name,), 2, "stopped early: 0 of 2 seeds so far had a valid period in every arm, too few"),
     ],
 )  # fmt: skip
 async def test_a_session_stops_if_no_verdict_can_be_reached(

@@ -163,6 +163,11 @@ PREFILL_IS_FULL = node("prefill", waiting=14, busy=0.97)
             "At work: 33 requests on 2 nodes, 50% busy, 30 queued.",
         ),
         (
+            [node("decode", running=3, busy=0.95), node("decode", 1, busy=0.1)],
+            {"running": 3},
+            "Keeping up: 3 requests on 2 nodes, 10% to 95% busy, none queued.",
+        ),
+        (
             [PREFILL_IS_FULL, node("decode", busy=0.5), node("decode", 1, busy=0.3)],
             {},
             "The prefill pool is the bottleneck: 14 queued and 97% busy, while the decode pool is 60% idle. "
@@ -231,6 +236,7 @@ def test_the_sentence_names_the_bottleneck(nodes: list[dict[str, Any]], given: d
         ([node("decode", running=9, batch=MIXED)], {"running": 9, "tbt_ms": took(20, 40)}, "prompt chunks"),
         ([HANDED, WELL | {"waiting": 1}], LATE_SECOND, "handoff"),
         ([HANDED, WELL], {"tbt_ms": took(0, 30), "ttst_ms": took(60, 90)}, "handoff"),  # tokens arrive in groups
+        ([HANDED, WELL], {"tbt_ms": took(0.018, 30), "ttst_ms": took(56, 90)}, "handoff"),  # mostly in groups
         ([HANDED, WELL], {"tbt_ms": took(15, 30), "ttst_ms": took(45, 90)}, "handoff"),  # within the SLO
         ([HANDED, WELL], {"tbt_ms": took(0.2, 1), "ttst_ms": took(8, 20), "slo": {}}, "handoff"),  # 8 ms is not late
         ([WELL], LATE_SECOND, "handoff"),

@@ -76,12 +76,12 @@ class Batch:
     adapters: list[str] = field(default_factory=list)  # digest of each slice's adapter, or ""; empty if all have none
     on_axes: Tensor | None = None  # int64 [3, T]: positions on three axes, if a slice has images (see `Rope.sections`)
     images: BatchImages | None = None  # set by the runner
-    # The images in each slice whose tokens attend to each other, by the slice's index: positions [start, end).
+    # By the slice's index, the positions [start, end) of its images whose tokens attend to each other.
     spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    # Hidden states that a draft head reads, by layer: for each layer that is a key, the pass stores the states before
-    # it, [T, hidden_size].
+    # Hidden states for a draft head, by layer. For each layer that is a key, the pass stores the states before that
+    # layer, [T, hidden_size].
     captured: dict[int, Tensor] = field(default_factory=dict)
-    first_key: int = 0  # the first position that queries see, at most their own: 1 for a draft head
+    first_key: int = 0  # queries see positions from this one on, and always their own: 1 for a draft head
 
     @property
     def counts(self) -> list[int]:
@@ -133,8 +133,7 @@ def num_scored(slice_: Slice) -> int:
 class BlockRows:
     """Builds the block tables and the rows of states of a step's slices.
 
-    The lists of rows of requests are cached as int32 arrays, which are extended as the lists grow.
-    """
+    Each request's list of rows is cached as an int32 array, which is extended when the list grows."""
 
     def __init__(self, places: KVPlaces | None = None) -> None:
         places = places or all_in_one_row(1)

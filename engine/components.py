@@ -135,7 +135,7 @@ def _build_on_cpu(
 
 
 def _drafter_name(options: BuildOptions) -> str:
-    """Return what identifies a draft head for nodes that exchange its KV."""
+    """Return a name for the draft head. Nodes that exchange its KV must have the same name."""
     own = f" {fingerprint(resolve(options.draft_model))}" if options.draft_model else ""
     return f" {options.draft_method}{own}"
 
@@ -162,7 +162,8 @@ def _draft_model(
     theirs = model.config
     places = kv_places(theirs)
     own = replace(layout, kv_heads=theirs.num_kv_heads, layers=places.row_layers, head_dim=theirs.head_dim)
-    memory = PrivateMemory(np.zeros((own.num_blocks, own.block_bytes), np.uint8))  # uses memory only when written
+    # takes memory only once it is written
+    memory = PrivateMemory(np.zeros((own.num_blocks, own.block_bytes), np.uint8))
     runner, _ = _torch_runner(options, linear, model, KVPool(own, memory, places))
     return DraftModel(runner, layout.block_tokens, groups[0].rows)
 

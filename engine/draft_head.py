@@ -38,10 +38,9 @@ class DraftHead(TimedDrafter):
 
     The head's KV of position i derives from token i and the hidden state of position i - 1. It is stored in the rows of
     the model's KV, in the same step, so it is found again with a cached prefix and sent in a handoff. Position 0 has no
-    state before it, and the head does not see it. Where the state before a slice is not known, because the prefix was
-    cached or received, the slice begins one token earlier, whose KV is not stored again. With recurrent states, the
-    last of which has the features of its last token, this is not necessary.
-    """
+    state before it, and the head does not see it. If the state before a slice is not known, because the prefix was
+    cached or received, the slice begins one token earlier; the KV of that token is not stored again. A model with
+    recurrent states does not need this, because its states also contain the features of their last token."""
 
     def __init__(
         self, model: HeadDecoder, pool: KVPool, kernels: Kernels, attention: AttentionBackend, num_tokens: int
@@ -116,7 +115,7 @@ class DraftHead(TimedDrafter):
         return self._unit(slice_.state.read)
 
     def _store(self, slices: Sequence[Slice], features: Tensor, ends: Sequence[int]) -> None:
-        """Store the features of the last tokens of states that the slices write or save."""
+        """For each state that the slices write or save, store the features of its last token."""
         first: Slice | None = None  # the slice that the following slices continue
         for slice_, end in zip(slices, ends, strict=True):
             first = slice_ if not slice_.continues else first

@@ -41,8 +41,7 @@ class ServingTimes:
 class Emulation:
     """An emulated device that runs one model. Its memory holds the KV of `kv_tokens` tokens.
 
-    `residuals` are evenly spaced quantiles, from 0 to 1, of measured divided by predicted durations of steps.
-    """
+    `residuals` are evenly spaced quantiles, from 0 to 1, of the ratio of measured to predicted step durations."""
 
     name: str
     cost: CostModel

@@ -236,7 +236,7 @@ class Engine:
         return self._run_each(flight.step)
 
     def _discard_next(self) -> None:
-        """Discard the results of the step after a failed one, which read missing KV. That step will run again."""
+        """Discard the results of the step after a failed one, because that step read missing KV. It will run again."""
         if (behind := self._flight) is None:
             return
         if behind.pending is not None:

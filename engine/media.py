@@ -87,7 +87,7 @@ class BatchImages:
 def images_of(slices: Sequence[Slice], encoder: ImageEncoder | None) -> tuple[BatchImages | None, set[int]]:
     """Return the image tokens of the slices, and the indices of the slices whose images have no features.
 
-    `Request.images` is the list of a `PromptImage` for each span, or None if the node has no pixels.
+    `Request.images` has a `PromptImage` for each span, or is None if the node has no pixels.
     """
     if not any(slice_.request.media for slice_ in slices):
         return None, set()

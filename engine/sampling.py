@@ -247,7 +247,8 @@ def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
 
 
 def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the lowest score, [R, 1], among the top_k for which all likelier tokens have a mass below top_p."""
+    """Return the lowest score that top_k and top_p keep, [R, 1]: of the top_k scores, the lowest one for which all
+    likelier tokens together have a mass below top_p."""
     width = min(CANDIDATES, scores.shape[1])
     least, reached = _least_of(scores.topk(width, dim=1).values, scores, top_k, top_p)
     beyond = (~reached).nonzero()[:, 0]

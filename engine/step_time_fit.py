@@ -23,7 +23,7 @@ RECENT = 256  # number of latest steps that are kept; the margin is computed fro
 FITTED = 128  # number of latest steps that the model is fitted to
 DECAY = 0.98  # weight of a step relative to the next newer one; 34 steps halve it
 KINDS, PER_KIND, OLD_WEIGHT = 48, 2, 0.02  # older steps: kinds kept, steps per kind, and their weight
-INERTIA = 1e-4  # weight of the previous model; it determines the coefficients that the steps do not
+INERTIA = 1e-4  # weight of the previous model, which decides coefficients that the steps leave open
 KNEE_GAIN = 0.98  # the knee changes only if the squared error falls below this fraction of its current value
 FIRST_FIT = 8  # number of steps before the first fit
 REFIT_STEPS, REFIT_S = 16, 0.1  # minimum steps and seconds between fits; a fit takes less than a millisecond
@@ -132,8 +132,8 @@ class CostFit:
         return self._model
 
     def _keep(self, sample: StepObservation) -> None:
-        """Keep an observation, which is no longer recent, with others of its kind. If there are too many kinds, drop
-        the kind that was seen least recently."""
+        """Keep an observation that is no longer recent, together with others of its kind. If there are too many kinds,
+        drop the kind that was seen least recently."""
         kind = _kind(sample.work)
         self._old.setdefault(kind, deque(maxlen=PER_KIND)).append(sample)
         self._old.move_to_end(kind)

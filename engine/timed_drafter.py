@@ -34,7 +34,7 @@ class TimedDrafter(Drafter):
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Log an exception of the block, after which there are no more guesses. Does not raise it."""
+        """If the block raises an exception, log it, do not raise it, and guess nothing from then on."""
         try:
             yield
         except Exception:

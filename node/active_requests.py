@@ -26,7 +26,7 @@ log = logging.getLogger("baton.node")
 MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
 MAX_TOKENS = 1 << 23  # limit of the tokens of all requests, counted when submitted; 36 bytes a token, 300 MB in all
 PIXEL_BYTES_PER_TOKEN = 128  # this many bytes of images count as a token: at most 1 GiB of images
-MAX_POOLS = 16  # if this many KV pools hold more than MAX_TOKENS tokens, their total is the limit
+MAX_POOLS = 16  # the limit is at least the number of tokens that this many KV pools hold
 
 
 class OverloadedError(ValueError):
@@ -219,8 +219,8 @@ class ActiveRequests:
     def _encode(self, request: Request) -> None:
         """Encode the images whose KV is not completely in the prefix cache, and then give the request to the engine.
 
-        A thread encodes them, so that steps continue. It ends afterwards, and with it its OpenMP threads, which would
-        slow down those of the engine.
+        A thread encodes them, so that steps continue. The thread then ends, and its OpenMP threads with it; otherwise,
+        they would slow down those of the engine.
         """
         encoder = self._rules.images.encoder if self._rules.images is not None else None
         if encoder is None or request.images is None:
@@ -339,7 +339,8 @@ class ActiveRequests:
             is_handled = entry.abort_handoff is not None and entry.abort_handoff(request_id)
         except Exception:
             log.exception("aborting request %s failed", request_id)
-            # Another node may still write into the blocks: never reuse them, rather than reuse them too early.
+            # Another node may still write into the blocks, so it is safer never to reuse them than to reuse them too
+            # early.
             is_handled = writer_stopped = False
         if is_handled:
             self._recorder.event(request_id, "ended", at_ns, reason=reason)

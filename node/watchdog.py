@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TICK_S = 0.25
-PAGING_SLACK = 10.0  # a tick in which pages were read from disk counts for this fraction of its time: 1 / PAGING_SLACK
+PAGING_SLACK = 10.0  # only 1 / PAGING_SLACK of the time of a tick counts if pages were read from disk in it
 
 
 @dataclass(slots=True)

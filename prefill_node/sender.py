@@ -84,7 +84,7 @@ class OutgoingHandoff:
     order: list[RowPlace] = field(default_factory=list)  # the rows to push
     targets: list[int] = field(default_factory=list)  # the reserved rows of the decode node, in the same order
     num_pushed: int = 0  # number of rows
-    channel: KVChannel | None = None  # not changed after the grant, like `descriptor`, because the grant refers to it
+    channel: KVChannel | None = None  # fixed after the grant, as is `descriptor`, because the grant refers to both
     descriptor: bytes = b""
     checksums: bytes = b""  # checksums of pushed rows that the peer does not have yet
     reason: str = ""  # why the handoff was cancelled

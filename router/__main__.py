@@ -201,7 +201,7 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int, flag: str, count: int = 1) -> list[socket.socket]:
-    """Bind `count` listeners to one port, among which the kernel distributes the connections.
+    """Bind `count` listeners to one port. The kernel distributes new connections among them.
 
     Raises OSError, which names the flag, if the address cannot be used."""
     listeners = [_listener(host, port, flag, shares=count > 1)]
@@ -210,7 +210,7 @@ def listen(host: str, port: int, flag: str, count: int = 1) -> list[socket.socke
 
 
 def _listener(host: str, port: int, flag: str, *, shares: bool, joins: bool = False) -> socket.socket:
-    """Bind a listener. With `shares`, others can bind to the same port; they set `joins`."""
+    """Bind a listener. With `shares`, more listeners can bind to the same port; each of these has `joins`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # Accepted connections inherit these options, which close a connection whose client is unreachable or does not read.

@@ -65,4 +65,4 @@ class RouterObserver:
         return status
 
     def close(self) -> None:
-        """End those streams of the added routes that would otherwise never end. Called when the server drains."""
+        """End the streams of the added routes, which would otherwise never end. Called when the server drains."""

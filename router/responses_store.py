@@ -189,7 +189,8 @@ RENEW = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
-# Keys: lease, running. Arguments: owner, milliseconds, id. A response that has ended has no lease either.
+# Keys: lease, running. Arguments: owner, milliseconds, id. Check `running` first, because a response that has ended has
+# no lease either.
 ADOPT = """
 if redis.call('SISMEMBER', KEYS[2], ARGV[3]) == 0 then return 0 end
 return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2], 'NX') and 1 or 0

@@ -1,7 +1,7 @@
 """Computes how many nodes of each role a router's requests need, for autoscalers and for `--rebalance`.
 
-The functions are pure. A router knows only its own requests, so an autoscaler sums the numbers of all routers. Each
-router therefore decides from its share of the present nodes, not from all of them, whether fewer would be enough.
+The functions are pure. A router knows only its own requests, so an autoscaler sums the numbers of all routers. To
+decide whether fewer nodes would be enough, each router therefore looks at its share of the nodes, not at all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,8 @@ class Demand:
     requests: float = 0.0  # in progress
     queued_requests: float = 0.0
     request_kv_tokens: float = 0.0  # mean number that one request holds
-    expected_requests: float = 0.0  # in progress if the last minute's requests started when they arrived
+    # the number in progress if each of the last minute's requests had started at its arrival
+    expected_requests: float = 0.0
     recent_expected_requests: float = 0.0  # the same for the last RECENT_S
 
 
@@ -85,8 +86,8 @@ def recent_rate(total: float, count: int) -> float:
 def load_of_prefill(demand: Demand, node: NodeCapability, wait_s: float = QUEUE_S) -> float | None:
     """Return how many nodes compute the prompts, or None if the speed of the nodes is unknown.
 
-    A queue that is too long for the nodes shows a higher load before the mean of a minute does. It counts only up to
-    the recent rate, because it will be empty by the time that more nodes have started.
+    A long queue shows a higher load sooner than the mean of a minute does. The queue counts only up to the recent rate,
+    because it will be empty by the time that more nodes have started.
     """
     rate = node.prompt_tokens_per_s
     if not rate:
@@ -107,7 +108,7 @@ def load_of_decode(demand: Demand, node: NodeCapability) -> float:
 
 
 def needed(load: float | None, present: float, routers: int = 1) -> float:
-    """Return the number of nodes that a load needs, where `present` nodes are this router's share of them.
+    """Return the number of nodes that a load needs, where `present` is this router's share of the nodes.
 
     More nodes are needed as soon as the load exceeds those present. One fewer is needed only if the others would be
     used to at most SURVIVORS, so that the number does not alternate at a constant load.

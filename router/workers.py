@@ -39,8 +39,8 @@ class WorkerShare:
     registry: str = ""
 
     def of(self, limit: int) -> int:
-        """Return this worker's part of a limit, which is 0 only if the limit is 0. The parts of all workers add up to
-        the limit if it is at least `count`."""
+        """Return this worker's part of a limit. The part is 0 only if the limit is 0. The parts of all workers add up
+        to the limit if it is at least `count`."""
         return max(limit > 0, limit // self.count + (self.number < limit % self.count))
 
     def of_capacity(self, capacity: PoolCapacity) -> PoolCapacity:

@@ -15,10 +15,9 @@ from typing import Literal, NamedTuple
 class Group:
     """Layers whose KV is kept for the same time, or all layers with a recurrent state.
 
-    `rows` is the number of rows of one block, or of one state. `size` is the number of tokens that a query of a
-    "window" group sees, itself included, or the number of tokens in each part of a "chunk" group, whose queries see
-    only the earlier tokens of their own part (Llama 4).
-    """
+    `rows` is the number of rows of one block, or of one state. In a "window" group, a query sees `size` tokens, itself
+    included. In a "chunk" group (Llama 4), the sequence is divided into parts of `size` tokens, and a query sees only
+    the earlier tokens of its own part."""
 
     kind: Literal["full", "window", "chunk", "state"]
     rows: int = 1
@@ -113,10 +112,10 @@ class Geometry:
         return places + [RowPlace(len(self.attention), 0, row) for row in range(self.state_rows)]
 
     def lent_rows(self, num_prompt: int, held: int) -> tuple[int, int]:
-        """Return how many rows of two kinds a node lends to a peer that computes a prompt in its pool. Rows of the
-        first kind have the KV of the first `held` blocks and their state. Rows of the second kind are for the other
-        blocks and two states. Blocks of every group are lent until the end of the prompt, because the peer releases
-        none.
+        """Return how many rows a node lends to a peer that computes a prompt in the node's pool, as two numbers. The
+        first counts the rows that already have the KV of the first `held` blocks and their state. The second counts the
+        rows for the other blocks and two states. Blocks of every group are lent until the end of the prompt, because
+        the peer releases none.
         """
         held_rows, rest = self.state_rows if held else 0, -(-num_prompt // self.block_tokens) - held
         for group in self.attention:

@@ -114,7 +114,8 @@ def place(
     All given nodes are considered; see `candidates`. `cached_tokens` maps a node id to the number of prefix tokens that
     this node probably has cached. `disaggregate` is "always", "never" or "auto". "auto" compares the chosen pair with a
     decode node that computes the prompt itself: the chosen one, or the one with the longest prefix match.
-    `encoded_tokens` maps a node id to the work that it saves because it has encoded images of the prompt, in tokens.
+    `encoded_tokens` maps a node id to the work, in tokens, that this node saves because it has already encoded images
+    of the prompt.
     """
     generating = decode_nodes or prefill_nodes
     if not generating:

@@ -1,4 +1,4 @@
-"""Batching policies, as parameters of one scheduler. Each has the name that the system from which it comes uses.
+"""Batching policies, as parameters of one scheduler. Each is named as in the system that it comes from.
 
 docs/policies.md shows how each policy treats the same requests.
 """

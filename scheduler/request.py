@@ -68,7 +68,7 @@ class Request:
     released: list[int] = field(default_factory=list)  # for each group: leading blocks whose rows were released
     reserved: list[int] = field(default_factory=list)  # rows that a peer writes, in the order of transfer
     states: list[list[int]] = field(default_factory=list)  # rows of two or three states; the first is the current one
-    state_lag: int = 0  # tokens with KV that the current state lacks, because a guess after them was wrong
+    state_lag: int = 0  # number of tokens that have KV but are not in the current state, since a later guess was wrong
     snapshot: list[int] = field(default_factory=list)  # rows of the cached state from which the request starts
     junction: int = 0  # position at which to save a state, because cached KV matched further than any saved state
     latest_save: Any = None  # the name of the state that was last saved while decoding
@@ -163,7 +163,8 @@ class Slice:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the slice computes only the last token of its sequence and guesses, besides tokens with KV."""
+        """Whether the slice computes only the last token of its sequence and guesses after it, not counting tokens that
+        already have KV."""
         return self.samples and self.count == self.num_stored + 1 + len(self.drafts)
 
 

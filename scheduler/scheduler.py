@@ -128,7 +128,8 @@ class Scheduler:
         self._arrivals = 0
         self._steps = 0
         self._parked: deque[tuple[int, list[int]]] = deque()  # (step, freed rows that this step still uses)
-        self._saves: dict[int, tuple[int, ...]] = {}  # by the id of a slice in flight: rows to which its state is saved
+        # rows to which a slice in flight saves its state, by the slice's id
+        self._saves: dict[int, tuple[int, ...]] = {}
         self._growth_counted = (-1, 0)  # the step of the last count, and the count
         self._state_interval = state_interval
         self._undrafted = 0  # successive steps without a verified guess
@@ -394,7 +395,8 @@ class Scheduler:
 
     def _gather_decodes(self, step: Step) -> list[Request] | None:
         """Add all decodes to `step.decodes`, and return the other running requests. Return None, and change nothing, if
-        slices might lead to another decision: if blocks are short, or if slices differ in more than their requests."""
+        deciding with slices might give another result: if blocks are short, or if slices differ in more than their
+        requests."""
         if self.speculation or not self.policy.mixed or self.policy.prompts_first or not self.geometry.is_uniform:
             return None
         size, context, missing = self.block_tokens, 0, 0
@@ -612,7 +614,8 @@ class Scheduler:
         return 0, none
 
     def _prefix_rows(self, request: Request, blocks: int, only_full: bool = False) -> list[list[int]]:
-        """Return the rows of a cached prefix of `blocks` blocks, or [] if one that a later query sees is missing."""
+        """Return the rows of a cached prefix of `blocks` blocks, or [] if a block that a later query sees is
+        missing."""
         found: list[list[int]] = []
         for index, group in enumerate(self.geometry.attention):
             hidden = self.geometry.first_block(group, blocks * self.block_tokens)
@@ -699,8 +702,8 @@ class Scheduler:
         return count
 
     def _give_up_third_state(self) -> bool:
-        """Release the rows of a request's third state, in which no step in flight saves. Return whether there are
-        any."""
+        """Release the rows of one request's third state, unless a step in flight saves to them. Return whether any were
+        released."""
         spare = (one for one in self.running if len(one.states) > 2 and not one.num_in_flight)
         if self.speculation is None or (request := next(spare, None)) is None:
             return False

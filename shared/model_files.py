@@ -34,7 +34,7 @@ def text_values(config: dict[str, Any]) -> dict[str, Any]:
         return config
     defaults = GEMMA3 if nested.get("model_type") == "gemma3_text" else {}
     shared = {key: config[key] for key in SHARED if nested.get(key) is None and key in config}
-    if config.get("tie_word_embeddings") is not None:  # transformers uses this one
+    if config.get("tie_word_embeddings") is not None:  # overrides the value in `text_config`, as in transformers
         shared["tie_word_embeddings"] = config["tie_word_embeddings"]
     return defaults | nested | shared
 

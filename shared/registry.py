@@ -493,10 +493,10 @@ class RedisAnnouncer(Announcer):
 class RedisRegistry(Registry):
     """Reads all keys from Redis every half second, a few at a time, and decodes only values that have changed.
 
-    A node leaves the list only after every answer for the duration of a lease lacked its key, so a Redis that restarts
-    empty does not empty the list. After the same time, the node's name is removed from the index in Redis: only
-    `MAX_NODES` names are read, and the names of crashed nodes could displace those of all live nodes.
-    """
+    A node leaves the list only if no answer has contained its key for the duration of a lease. Nodes restore their keys
+    sooner, so a Redis that restarts empty does not empty the list. After that time, the node's name is also removed
+    from the index in Redis: only `MAX_NODES` names are read, and names of crashed nodes must not displace those of live
+    nodes."""
 
     kind = "redis"
 
@@ -578,7 +578,7 @@ class RedisRegistry(Registry):
         return info
 
     def _stale(self, absent: set[str]) -> set[str]:
-        """Return the names that every answer has lacked for the duration of a lease."""
+        """Return the names that no answer has contained for the duration of a lease."""
         now = time.monotonic()
         self._absent_since = {name: self._absent_since.get(name, now) for name in absent}
         return {name for name, since in self._absent_since.items() if now - since > LEASE_HEARTBEATS * self._interval_s}

@@ -75,7 +75,7 @@ class SimulatedCluster:
         self.routable = RoutableNodes(self.nodes[: plan.prefill], self.nodes[plan.prefill :])
         self.prefixes = PrefixIndex()
         self._waiting: dict[QueueEntry, SimulatedRequest] = {}
-        self.num_open = 0  # requests that have not ended, with the next one to arrive
+        self.num_open = 0  # requests that have not ended, including the next one to arrive
         self._timeout_s = inf
         infos = [[node.info for node in pool] for pool in (self.routable.prefill, self.routable.decode)]
         self.queue.resize(capacity_of(*infos), 0.0)

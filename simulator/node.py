@@ -1,8 +1,7 @@
 """A simulated node: the real scheduler on a virtual clock, with steps that take the time that a model predicts.
 
 While only decodes run, the duration of a step is an affine function of the step's number. The node then skips a stretch
-of steps at once: their end times have a closed form, and `Scheduler.skip_decodes` changes the state.
-"""
+of steps at once: a formula gives their end times, and `Scheduler.skip_decodes` changes the state."""
 
 from bisect import bisect_left
 from collections import deque
@@ -39,10 +38,9 @@ class Stretch(NamedTuple):
 class StepTimes:
     """The durations of a node's steps: the cost model's prediction and the time of the host, times a random factor.
 
-    The factors are drawn from `quantiles`, evenly spaced quantiles of measured divided by predicted durations. A step's
-    factor depends only on its number, so that skipping steps changes no time. With sums over the factors, the end of a
-    stretch has a closed form.
-    """
+    The factors are drawn from `quantiles`, evenly spaced quantiles of the ratio of measured to predicted durations. A
+    step's factor depends only on its number, so that skipping steps changes no time. Sums over the factors give the end
+    of a stretch by a formula."""
 
     def __init__(
         self,

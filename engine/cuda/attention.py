@@ -62,9 +62,8 @@ def large_tile(dtype: torch.dtype) -> Tile:
 def decode_tile(head_dim: int, dtype: torch.dtype, rows: int, few: bool) -> Tile:
     """Return the tile for decodes with `rows` rows (queries times GQA group size). Tensor cores need at least 16.
 
-    `few` is true if the decodes leave most processors without a program of their own. Then their programs load ahead;
-    otherwise, a program has one buffer less, which leaves memory for more programs on each processor; these hide the
-    latency better.
+    `few` is true if there are too few decodes to give most processors a program. Then each program loads data ahead.
+    Otherwise, a program has one buffer less, so that more programs fit on a processor, which hides latency better.
     """
     block_m = max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:
@@ -117,8 +116,8 @@ class TritonAttention:
         return TritonPlan(self, batch)
 
     def splits(self, programs: int, most_tokens: int) -> int:
-        """Return how many programs share the work of each of `programs` programs, which would read up to `most_tokens`
-        tokens of a context alone. Together, they fill the device twice, unless contexts are too short."""
+        """Return into how many programs to split each of `programs` programs, which reads up to `most_tokens` tokens of
+        a context. All programs together then fill the device twice, unless contexts are too short."""
         wanted = -(-PROGRAMS_PER_PROCESSOR * self.processors // programs)
         return max(1, min(wanted, -(-most_tokens // self._split_tokens), MAX_SPLITS))
 

@@ -160,7 +160,8 @@ def find_least(
             )
         if top_p < 1.0:
             total = _mass(logits, vocab, divisor, best, peaks, low, top_k, PARTS, BLOCK)
-            # Even together, all scores below this one weigh too little to let a score above it be left out.
+            # All scores below this bound together have less than the share 1 - top_p of the mass, so none of them is
+            # kept.
             bound = best + tl.log(tl.maximum((1.0 - top_p) * total / vocab, 1e-300)).to(tl.float32) - 1e-3
             low = tl.minimum(tl.maximum(low, _ordered(bound).to(tl.int64)), high)
             low = _search(

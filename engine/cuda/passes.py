@@ -129,8 +129,8 @@ class Passes:
 
     @property
     def _captures_attention(self) -> bool:
-        """Whether a graph may contain the attention of decodes. It may not contain the reference, which is planned on
-        the host, and which computes layers that flash-attn does not support if there is no Triton."""
+        """Whether a graph may contain the attention of decodes. It may not contain the reference attention, which is
+        planned on the host. Without Triton, the reference computes the layers that flash-attn does not support."""
         plain = all(one.attention.is_plain for one in self._model.layers if isinstance(one, AttentionDecoderLayer))
         return self._attention.name != TorchAttention.name and (plain or self._kernels.captures_states)
 

@@ -102,7 +102,7 @@ def factors(
     steps,  # [T, HEADS], or [T, 2 * HEADS] if DELTA
     step_stride, rates, step_bias, num_tokens, HEADS: tl.constexpr, DELTA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute by what each token multiplies the state and its update. Grid: tiles of tokens and heads."""
+    """Compute the two factors of each token: for its update, and for the state. Grid: tiles of tokens and heads."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, head = place // HEADS, place % HEADS
     held = token < num_tokens

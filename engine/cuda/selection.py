@@ -72,7 +72,7 @@ def kv_dtype_on_cuda(name: str, computed: torch.dtype, device: torch.device) -> 
 
 
 def usable_on_cuda(name: str, device: torch.device) -> str:
-    """Return `name`, or "own" if `name` is "auto" and would select FlashAttention 3, but that fails to load.
+    """Return `name`, or "own" if `name` is "auto" and FlashAttention 3, which it would select, fails to load.
 
     The failure is logged here once. Otherwise it would be logged for each pool.
     """

@@ -31,7 +31,8 @@ FAR = 4096  # a query at this position must see all earlier ones, unless the lay
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
-    """The mask of a layer, passed in place of a tensor: a query sees the last `window` tokens, or all if it is 0.
+    """The mask of a layer, passed in place of a tensor: a query sees the last `window` tokens, or all tokens if
+    `window` is 0.
 
     If `refusal` is not empty, it says why the mask is not supported.
     """

@@ -57,8 +57,8 @@ class VisionEncoder:
         self._cached_bytes = self.num_encoded = self.num_cached = 0
 
     def features(self, image: Media) -> ImageFeatures:
-        """Return the features of an image with pixels. Raises ValueError if their number is not the number of its
-        tokens."""
+        """Return the features of an image with pixels. Raises ValueError if the image does not have one feature for
+        each of its tokens."""
         with self._encoding:
             if (found := self.kept(image)) is not None:
                 self.num_cached += 1

@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # `lora_digest` runs before the computing processes start, an
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
-PLAIN: dict[str, tuple[Any, ...]] = {  # fields of adapter_config.json that change the formula, and their served values
+# fields of adapter_config.json that change the formula, and their supported values
+PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_dora": (False, None),

@@ -69,7 +69,8 @@ class HeadDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class PairWeights:
-    """The norms of an embedding and a hidden state, and the product that joins both, or the states of EAGLE-3."""
+    """The norms of an embedding and of a hidden state, and a product that joins the two. In EAGLE-3, the product joins
+    the states of several layers."""
 
     embedding_norm: Tensor
     hidden_norm: Tensor

@@ -114,7 +114,8 @@ def read_eagle(path: Path, config: ModelConfig) -> EagleSpec:
 
 
 def _captured(keys: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Return the layers before which states are read, in vLLM's numbering. SpecForge names the layers after which."""
+    """Return the layers before which states are read, as vLLM numbers them. SpecForge numbers the layers after which
+    they are read."""
     nested = keys.nested("eagle_config")
     key = "eagle_aux_hidden_state_layer_ids"
     for reader, offset in ((keys, 0), (nested, 1)):

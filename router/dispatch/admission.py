@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the connections of a live router, which a simulation in a b
     from router.dispatch.requests import GenerationRequest
 
 RATE_S = 10.0  # seconds; time constant of the average of the nodes' throughput
-BEGUN = 0.25  # when a queue forms, this share of the tokens that requests hold on nodes counts as finished
+BEGUN = 0.25  # when a queue has just formed, this share of the tokens held on nodes counts as finished
 CAUTION = 2.0  # safety factor: a request is refused if CAUTION times its predicted wait is too long
 FORGET = 0.98  # each sample that ends multiplies the weight of earlier samples by this factor
 QUEUED_KV = 4  # default limit of the queue, as a multiple of the nodes' KV capacity
@@ -51,7 +51,8 @@ class QueueEntry:
     num_left: int
     expires: float
     deadline: float = inf  # deadline of the whole answer
-    granted_at: float | None = None  # None before the grant, and after a pause, which would distort latencies
+    # None before the grant, and after a pause, because the time would include the pause
+    granted_at: float | None = None
     has_pending_prefill: bool = True
     granted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -78,8 +79,9 @@ class PriorityLevel:
 
 
 class ThroughputEstimator:
-    """Estimates how many tokens per second the nodes finish for each request that they can run at once. It measures
-    only while requests are queued, because otherwise the nodes are not fully used."""
+    """Estimates the nodes' throughput: the tokens that they finish per second and slot. The nodes have one slot for
+    each request that they can run at once. The estimator measures only while requests are queued, because otherwise the
+    nodes are not fully used."""
 
     def __init__(self) -> None:
         self._now = self._busy_s = 0.0
@@ -94,7 +96,7 @@ class ThroughputEstimator:
 
     def tokens_per_s(self, held: float) -> float:
         """Return the rate, or infinity before the first measurement. When a queue has just formed, few requests have
-        finished, so a share of the tokens that the nodes hold (`held`, for each slot) counts as finished."""
+        finished, so the share BEGUN of the tokens that the nodes hold (`held`, per slot) counts as finished."""
         begun = BEGUN * held * (1 - self._busy_s / RATE_S)
         return (self.finished_tokens + begun) / self._busy_s if self._busy_s else inf
 

@@ -14,7 +14,7 @@ from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
 HANDOFF = "handoff: "  # prefix of the errors by which nodes report a failed handoff
-UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas, without the buffers of the client's connection
+UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas, not counting the buffers of the client's connection
 FULL_S = 0.05  # how long the limit may be exceeded, so that a burst can be passed on to the client first
 SLOW_S = 30.0  # a paused request fails if its client reads nothing for this time
 
@@ -138,7 +138,7 @@ class AdmittedRequest:
         self._slow = asyncio.get_running_loop().call_later(SLOW_S, self._check_reads, self._num_reads)
 
     def _check_reads(self, num_reads: int) -> None:
-        """Fail the request if it is paused and the client has read nothing since there were `num_reads` reads."""
+        """Fail the request if it is paused and the client has read nothing since the count of reads was `num_reads`."""
         self._slow = None
         if not any(sample.is_paused for sample in self.samples):
             return
@@ -168,7 +168,8 @@ class Attempt:
         self.sample = sample
         self.id = f"{self.request.id}.{sample.index}.{number}"
         self.is_first = number == 0 and sample.index == 0  # the first attempt of the whole request
-        # Whether the node with the prompt's KV may be chosen. If it lost the KV of images, it lacks their pixels.
+        # Whether the attempt may run on the node that has the prompt's KV. A retry with images may not: that node has
+        # no pixels, so it could not compute lost KV again.
         self.may_use_sibling = sample.index > 0 and (number == 0 or not admitted.request.media)
         self.is_sibling = False
         self.prefill: NodeConnection | None = None

@@ -245,7 +245,7 @@ class Dispatcher:
             attempt.begin(None, sibling, 0)  # this node already has the prompt's KV
             return
 
-        has_tokens = any(each.tokens for each in admitted.samples)  # all tokens come from one version
+        has_tokens = any(each.tokens for each in admitted.samples)  # all tokens must come from the same version
         spans = [MediaSpan(one.offset, one.rows, one.columns, one.digest) for one in request.media]
 
         def choose() -> PlacementCandidate | None:

@@ -46,7 +46,7 @@ from shared.errors import RequestError, UnavailableError
 from shared.version import package_version
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
-MAX_PATH, MAX_LISTED = 64, 7  # the error for an unknown path shows at most so many of its characters and known paths
+MAX_PATH, MAX_LISTED = 64, 7  # the error for an unknown path shows at most so many characters, and known paths
 PARSED_AT_ONCE = 64 << 10  # bytes; a larger body is parsed on a thread
 Handler = Callable[[Body, ResponseWriter], Awaitable[None]]
 
@@ -76,9 +76,9 @@ def build_app(
     `more_models` are served too, each for the requests that name it. `/metrics` shows `registry`. The dispatcher and
     the node pool must report to the same `observer`. `slo` returns the latency targets of a request that arrives now.
     `more_routes` require an admin's key. Pages of `allowed_origins` may call the routes for tenants from a browser.
-    `images` is None if the model takes none. With `workers`, routes whose answers differ between the workers cover all
-    of them, and `state.worker` is an app for the other workers, which covers only this worker. `adapters` is None if
-    LoRA adapters cannot be loaded while the router runs.
+    `images` is None if the model takes none. With `workers`, each route whose answers differ between the workers merges
+    the answers of all workers. The other workers get this worker's own answers from the app `state.worker`. `adapters`
+    is None if LoRA adapters cannot be loaded while the router runs.
 
     `state.responses` is the ResponseRuns, which the caller opens and closes, or None without a store.
 
@@ -150,7 +150,7 @@ def _body_routes(handlers: "ApiHandlers", runs: ResponseRuns | None, body_timeou
 
 
 def _posts(service: GenerationService, responses: ResponsesApi) -> dict[str, tuple[type[Body], Handler]]:
-    """Return a model's routes: a path has a kind of body, and a handler."""
+    """Return a model's routes: for each path, the kind of body and the handler."""
     generate, messages, pooling = CompletionsApi(service), AnthropicApi(service), PoolingApi(service)
     return {
         "/v1/completions": (CompletionBody, generate.completions),

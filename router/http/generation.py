@@ -19,7 +19,7 @@ from router.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What the router has for one model."""
+    """The parts of the router that belong to one model."""
 
     dispatcher: Dispatcher
     tokenizer: Tokenizer
@@ -29,7 +29,7 @@ class ModelParts:
 
 @dataclass(frozen=True)
 class GenerationService:
-    """What a handler of any API needs to generate an answer."""
+    """Generates the answers of one model, for the handlers of all APIs."""
 
     dispatcher: Dispatcher
     tokenizer: Tokenizer
@@ -51,7 +51,7 @@ class GenerationService:
     async def requests(
         self, body: CompletionBody | ChatBody, request_id: str, reply: ResponseWriter
     ) -> list[GenerationRequest]:
-        """Name the reply, and return a request for each prompt of the body. Raises RequestError."""
+        """Set the id of the reply, and return a request for each prompt of the body. Raises RequestError."""
         reply.name(request_id)
         return await self.build(body, request_id, reply.identity, reply.traceparent, reply.deadline)
 

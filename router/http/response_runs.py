@@ -29,7 +29,8 @@ from shared.rpc.messages import SamplingParams, TokenDelta, pack_ids, unpack_ids
 
 log = logging.getLogger("baton.responses")
 Result = TypeVar("Result")
-STORE_PAUSE_S, STORE_PATIENCE_S = 0.2, 60.0  # how long a run waits for a store that does not answer
+# pause between calls to a store that does not answer, and how long a run repeats them
+STORE_PAUSE_S, STORE_PATIENCE_S = 0.2, 60.0
 
 
 @dataclass(slots=True)
@@ -193,7 +194,7 @@ class ResponseRuns:
             async with generation.deltas(output) as deltas:
                 async for choice, text in deltas:
                     delta = TokenDelta(stored.id, choice.num_tokens - len(text.tokens), pack_ids(text.tokens))
-                    # A stop string ends the replay at the same token by itself.
+                    # A replay finds the stop string itself, so the log does not contain this end.
                     delta.finish = "" if isinstance(text.stop_reason, str) else text.finish or ""
                     delta.logprobs, delta.cached_tokens = text.logprobs, choice.prompt.cached_tokens
                     delta.version = list(request.version)
@@ -246,7 +247,8 @@ class ResponseRuns:
             await self.store.delete(response_id)
             return
         known = await self.store.read(response_id, 0)
-        run_id = f"{response_id}-{token_hex(4)}"  # the nodes may still run the request of the router that died
+        # a new id, because nodes may still run the request of the router that died
+        run_id = f"{response_id}-{token_hex(4)}"
         body = body_of(stored)
         chat = body.to_chat(items_of(stored.context))
         chat.seed = stored.seed

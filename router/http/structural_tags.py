@@ -43,8 +43,8 @@ class StructuralTags(BaseModel):
             raise RequestError(f"`{param}`: no tag begins with the trigger {json.dumps(unused)} alone.", param)
 
     def _tags_of(self, trigger: str) -> list[StructuralTag]:
-        """Return the tags that this trigger starts. A tag that begins with several triggers is started by the shortest,
-        because it ends first."""
+        """Return the tags that this trigger starts. If a tag begins with several triggers, the shortest one starts it,
+        because it is complete first."""
         others = tuple(other for other in self.triggers if trigger.startswith(other) and other != trigger)
         return [tag for tag in self.structures if tag.begin.startswith(trigger) and not tag.begin.startswith(others)]
 

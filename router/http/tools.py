@@ -57,8 +57,8 @@ def is_single(body: ChatBody) -> bool:
 
 
 def call_grammar(body: ChatBody, tokenizer: Tokenizer, checker: GrammarChecker) -> str:
-    """Return the grammar of an answer whose calls are enforced, without reasoning. Blocks, so callers run it on a
-    thread.
+    """Return the grammar of an answer whose calls are enforced. It does not cover the reasoning. Blocks, so callers run
+    it on a thread.
 
     The arguments of a strict tool match its schema, or the request is refused. The arguments of other tools match their
     schemas if these can be enforced. Raises RequestError, which names the tool.

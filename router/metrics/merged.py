@@ -94,7 +94,7 @@ def merged_requests(documents: Sequence[dict[str, Any]], limit: int) -> dict[str
 
 
 def _sum(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sum of each number. Of other values, return the first."""
+    """Return the documents' sum of each number, and the first document's other values."""
     total: dict[str, Any] = {}
     for document in documents:
         for name, value in document.items():

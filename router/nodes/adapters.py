@@ -30,7 +30,7 @@ class AdapterSync:
     def __init__(self, pool: NodePool, num_requests: Mapping[str, int]) -> None:
         self._pool = pool
         self._num_requests = num_requests
-        self._directories: dict[str, str] = {}  # by name, of the adapters that were loaded
+        self._directories: dict[str, str] = {}  # the directory of each adapter that was loaded, by name
         self._changing: set[tuple[str, str]] = set()  # node and adapter of the calls in progress
         self._unloading: dict[str, asyncio.Task[None]] = {}  # by name
         self._tasks = TaskGroup()

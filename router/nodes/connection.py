@@ -163,7 +163,8 @@ class NodeConnection:
     async def _serve_stream(self) -> bool:
         """Serve one stream until it ends. Return whether the node sent its stats on the stream."""
         answer_s = max(ANSWER_S, self._timeout_s - PING_S)
-        channel = RpcChannel(self.info.address, answer_s=answer_s, pings_idle=True)  # the node's stats arrive anyway
+        # no pings are needed while the node's stats arrive
+        channel = RpcChannel(self.info.address, answer_s=answer_s, pings_idle=True)
         self._has_asked = self._wants_records(self.info.id)
         self._command = self._new_command()
         self._wake.clear()
@@ -186,7 +187,8 @@ class NodeConnection:
             channel.close()
 
     def pass_interval(self) -> None:
-        """End the stream if no message has arrived within the node's timeout. Called LIVENESS_INTERVALS times in it.
+        """End the stream if no message has arrived within the node's timeout. Called LIVENESS_INTERVALS times within
+        the timeout.
 
         The timeout consists of several intervals, so that a stall of this process counts as a single interval. Messages
         that arrived during the stall are processed before the next interval ends.

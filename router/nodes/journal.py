@@ -138,8 +138,7 @@ class NodeJournal:
         return [each.row() for each in self._kept()]
 
     def metric_rows(self) -> list[tuple[NodeInfo, NodeStats, bool]]:
-        """Return every node's info and latest stats, and whether it is alive, without the nodes that left as
-        planned."""
+        """Return the info and latest stats of every node except those that left as planned, and whether it is alive."""
         rows = (each.connection for each in self._kept() if each.state != "left")
         return [(each.info, each.stats, each.is_alive) for each in rows]
 

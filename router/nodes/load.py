@@ -33,7 +33,7 @@ class NodeLoad:
     outstanding_tokens: int = 0  # prompt tokens sent to the node that are not computed yet
     outstanding_pairs: int = 0  # query-key pairs of the outstanding tokens
     kv_tokens: int = 0  # tokens whose KV is, or will be, on the node
-    prefilling: int = 0  # requests that will generate on the node, but whose prompt is not computed yet
+    prefilling: int = 0  # requests that will generate on the node once their prompt is computed
     num_placed: int = 0  # number of attempts placed on the node so far
     cost: CostModel | None = None  # the step-time model of the node
     push_s: float = 0.0  # constant part of the time of a KV push, in seconds
@@ -99,8 +99,8 @@ class LoadCharge:
     ends."""
 
     def __init__(self, prefill: NodeLoad | None, decode: NodeLoad, num_tokens: int, cached: int, may_add: int) -> None:
-        """Charge a sequence of `num_tokens` tokens, of which the computing node probably has `cached`. `may_add` is the
-        maximum number of tokens that the attempt may generate."""
+        """Charge a sequence of `num_tokens` tokens. The computing node probably has `cached` of them in its prefix
+        cache. `may_add` is the maximum number of tokens that the attempt may generate."""
         self._computing, self._decode = prefill or decode, decode
         self.prompt_tokens = max(0, num_tokens - cached)
         self._pairs = pairs_of(num_tokens - self.prompt_tokens, self.prompt_tokens)

@@ -9,7 +9,7 @@ log = logging.getLogger("baton.fleet")
 
 
 class ModelRegistry(Registry):
-    """The nodes that serve one model under the router's name for it."""
+    """A registry that lists only the nodes of one model, found by the router's name for the model."""
 
     def __init__(self, whole: "DividedRegistry", model: str) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class ModelRegistry(Registry):
 
 
 class DividedRegistry:
-    """A registry whose nodes belong to several models. It starts when the first of its parts starts, and closes when
-    the first of them closes."""
+    """A registry whose nodes belong to several models. It has one part per model. It starts when the first part starts,
+    and closes when the first part closes."""
 
     def __init__(self, registry: Registry, models: Sequence[str]) -> None:
         self.registry = registry

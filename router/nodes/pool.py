@@ -195,7 +195,8 @@ class NodePool:
         num_alive = sum(each.is_alive for each in self.connections.values())
         if num_alive > max(FEW_NODES, self._num_frozen):
             # Exclude the connections and their streams from garbage collections, which would delay tokens: 1,000 nodes
-            # take 0.2 s. This is done only at record numbers, because frozen objects in cycles are never freed.
+            # take 0.2 s. This is done only when there are more nodes than ever before, because frozen objects in cycles
+            # are never freed.
             self._num_frozen = num_alive
             gc.freeze()
         self.journal.count_ready()
@@ -341,8 +342,9 @@ class NodePool:
         *,
         only_others: bool = False,
     ) -> list[Allowed]:
-        """Return the groups that `choose` may draw, with the nodes that it may choose. Groups that can generate only on
-        nodes in `avoid` are returned only if there are no others, and never if `only_others` is set."""
+        """Return the groups from which `choose` may draw one, each with the nodes that it may choose. Groups that can
+        generate only on nodes in `avoid` are returned only if there are no others, and never if `only_others` is
+        set."""
         allowed = [(each, *self._allowed(each, avoid, prefix_node, adapter)) for each in _generating(groups)]
         allowed = [each for each in allowed if each[1] or each[2]]
         others = [each for each in allowed if any(node.info.id not in avoid for node in each[2] or each[1])]

@@ -109,9 +109,9 @@ class Picker:
         return {METHOD: Handler(self._process, Cardinality.STREAM_STREAM, *types)}
 
     async def _process(self, stream: Any) -> None:
-        """Pick when the body is complete. In the mode BUFFERED, Envoy keeps the body, and the answer to it changes the
-        headers. In FULL_DUPLEX_STREAMED, the answer must return the body to Envoy. In other modes, only the headers are
-        used."""
+        """Pick when the body is complete. In the mode BUFFERED, Envoy keeps the body, and the answer to the body
+        changes the headers. In FULL_DUPLEX_STREAMED, the answer must return the body to Envoy. In other modes, only the
+        headers are used."""
         first = await stream.recv_message()
         if first is None or not first.HasField("request_headers"):
             raise GRPCError(Status.INVALID_ARGUMENT, "the first message must be request_headers")
@@ -203,7 +203,7 @@ REFUSALS = {
 
 
 def _refusal(status: HTTPStatus) -> Any:
-    """Return an answer with which Envoy ends the request, with an error in the form of OpenAI's API."""
+    """Return an answer that makes Envoy end the request with an error in the format of OpenAI's API."""
     kind, text = REFUSALS[status]
     answer = ext_proc.ProcessingResponse()
     immediate = answer.immediate_response

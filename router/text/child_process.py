@@ -32,7 +32,7 @@ class ChildProcess:
             [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],  # the package `router` is importable from this directory
+            cwd=Path(__file__).parents[2],  # the package `router` can be imported from this directory
             env=os.environ | {"PYTHONSAFEPATH": ""},  # otherwise Python may leave out that directory
         )
         self._stop = weakref.finalize(self, _kill, self._process)

@@ -26,7 +26,7 @@ from shared.limits import MAX_IMAGE_BYTES
 from shared.rpc.messages import Media
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-MEMORY_BYTES = 2 << 30  # address space of the child, or 16 bytes for each pixel that an image may have if that is more
+MEMORY_BYTES = 2 << 30  # address space of the child, unless BYTES_PER_PIXEL for the largest allowed image is more
 BYTES_PER_PIXEL = 16  # Pillow needs up to 8, and twice as much while it converts
 DECODE_S = 10  # time limit for one image, after which the child is killed
 DATA_URL = "data:image/"
@@ -47,9 +47,8 @@ class ImageReader:
     """Decodes the images of clients for one model.
 
     The router owns it. It owns a child process, started for the first image and after a kill, which decodes one image
-    at a time, each within DECODE_S. `read` blocks, so callers run it on `thread`, whose queue delays no other work of
-    the router.
-    """
+    at a time, each within DECODE_S. `read` blocks, so callers run it on `thread`, which does no other work of the
+    router."""
 
     def __init__(self, rules: ImageRules, limits: ImageLimits = ImageLimits()) -> None:
         self.rules = rules

@@ -1,9 +1,8 @@
 """The grammar of an answer whose tool calls are enforced: `tool_choice` with a function or "required", or strict tools.
 
 The grammar is in llguidance's dialect of Lark. It writes calls in the syntax of the model's family, so that the same
-parser reads them. Families whose syntax cannot express all values exactly write the form of Llama 3 instead, which is
-plain JSON; then calls cannot be mixed with text.
-"""
+parser reads them. If that syntax cannot express all values exactly, calls are written in the form of Llama 3, which is
+plain JSON; then calls cannot be mixed with text."""
 
 import json
 import re
@@ -74,7 +73,8 @@ def optional_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_si
 
 
 class _Rules:
-    """Builds grammar rules for calls of some tools. The first call follows `lead`, which begins the calls."""
+    """Builds grammar rules for calls of some tools. `lead` is the text that begins the calls; the first call follows
+    it."""
 
     def __init__(self, tokenizer: Tokenizer, syntax: ToolSyntax, tools: Sequence[EnforcedTool]) -> None:
         assert syntax.form is not None

@@ -3,9 +3,8 @@
 The result does not depend on how the text is divided into pieces. Text that breaks the syntax before a function's name
 is complete is content, so no text is lost. Whitespace next to reasoning and calls is dropped.
 
-The parser is a coroutine made of generators: each reader yields when it needs more text, so it reads like a parser of a
-whole text.
-"""
+The parser is a coroutine made of generators. Each reader yields when it needs more text, so its code looks like that of
+a parser that has the whole text."""
 
 import ast
 import hashlib
@@ -290,7 +289,7 @@ class AnswerParser:
                 return
             if reasoning is not None and marker == reasoning.start:
                 self._at += len(marker)
-                if self._has_content:  # the answer only mentions the marker
+                if self._has_content:  # after other content, the marker is ordinary text
                     self._say(marker)
                 else:
                     yield from self._reasoning(reasoning.end)

@@ -40,7 +40,7 @@ class XmlTags:
 @dataclass(frozen=True, slots=True)
 class CallForm:
     """How calls are written when a grammar enforces them: the texts around the calls, and around each call's name and
-    arguments. `begin` or, if it is empty, `before_name` starts with one of the markers in `opens`."""
+    arguments. Either `begin` starts with one of the markers in `opens` or, if `begin` is empty, `before_name` does."""
 
     begin: str
     before_name: str

@@ -308,13 +308,17 @@ class ServingSettings(CommonSettings):
     registry_host: HostOrNone = setting("", "Address that nodes join at.", "the same as --host")
     registry_port: Port = setting(8001, "Port that nodes join at; 0: any free port.")
     more_models: ModelDirectories = setting(
-        (), "Further models that the router serves, as NAME=DIRECTORY,NAME=DIRECTORY. Their nodes have this name."
+        (),
+        "Further models that the router serves, as NAME=DIRECTORY,NAME=DIRECTORY. Each name is the "
+        "--served-model-name of its nodes.",
     )
     tool_call_parser: str = setting(
         "auto", "Syntax of tool calls in answers, as in vLLM; none: no tool calls.", "found from the chat template"
     )
     reasoning_parser: str = setting(
-        "auto", "Syntax of reasoning in answers, as in vLLM; none: it is content.", "found from the chat template"
+        "auto",
+        "Syntax of reasoning in answers, as in vLLM; none: reasoning is content.",
+        "found from the chat template",
     )
     limit_mm_per_prompt: ImageLimit = setting(
         DEFAULT_IMAGES, 'Maximum images of a request, as in vLLM: 4, image=4 or {"image": 4}.'
@@ -371,7 +375,7 @@ class ServingSettings(CommonSettings):
         5, "Maximum attempts for a request, each on another node if possible, before it fails."
     )
     exact_retries: bool = setting(
-        False, "Fail a request, instead of continuing it with tokens that may differ, after the loss of a vLLM server."
+        False, "After the loss of a vLLM server, fail a request rather than continue it with tokens that may differ."
     )
 
     @model_validator(mode="after")
@@ -497,8 +501,8 @@ class JoiningSettings(CommonSettings):
     )
     registry: Annotated[str, AfterValidator(_check_registry)] = setting(
         "127.0.0.1:8001",
-        "host:port of the registry in the routers, all that the host resolves to; several, separated by commas; "
-        "file:/PATH of a file with one on each line; or redis://host:port.",
+        "Where the routers are: host:port (every address of the host is a router), several of these separated by "
+        "commas, file:/PATH of a file with one per line, or redis://host:port.",
     )
     health_port: Port = setting(0, "Port of GET /health, /ready and /metrics of this node.", "off")
 
@@ -542,7 +546,7 @@ class PickerSettings(Settings):
     needed: ClassVar[tuple[str, ...]] = ("routers",)
 
     routers: Annotated[str, AfterValidator(_check_routers)] = setting(
-        "", "host:port of the API of the routers, all that the host resolves to."
+        "", "host:port of the routers' API; every address of the host is used."
     )
     host: Host = setting("127.0.0.1", "Address that the picker listens on for ext_proc. Only the gateway may reach it.")
     port: Annotated[int, Field(ge=1, le=65535)] = setting(9002, "Port for ext_proc and grpc.health, in plain text.")

@@ -67,7 +67,8 @@ class LocalChannel(SocketChannel[Memory]):
     def _serve(self, connection: socket.socket) -> None:
         data, descriptors = self._offer()
         socket.send_fds(connection, [WELCOME + data], descriptors)
-        # Ignore unexpected bytes until the writer ends. To disconnect it would not stop its writes to our memory.
+        # Ignore unexpected bytes until the writer ends. Disconnecting the writer would not stop its writes to our
+        # memory.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bytes(16))
         while connection.recv(4096):
             pass

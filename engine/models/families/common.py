@@ -86,7 +86,8 @@ def rope(
 ) -> Rope:
     """Read `rope_parameters` (written by transformers 5), or `rope_theta` and `rope_scaling` (older versions).
 
-    If `default_share` is None, the family rotates whole heads; otherwise, this share of a head's dimensions by default.
+    If `default_share` is None, the family rotates whole heads. Otherwise, it is the share of a head's dimensions that
+    rotate by default.
     """
     name = "rope_parameters" if keys.values.get("rope_parameters") is not None else "rope_scaling"
     given = keys.nested(name)

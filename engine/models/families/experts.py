@@ -55,8 +55,8 @@ def gpt_oss(keys: ConfigReader) -> ModelConfig:
 
 
 def sigmoid_moe(keys: ConfigReader, num_experts: int = 128, top_k: int = 8) -> MoeSpec:
-    """Return the experts of DeepSeek V3 and of models that adopted them. The arguments apply if their keys are
-    missing."""
+    """Return the experts of DeepSeek V3 and of models that adopted them. The arguments are the defaults of missing
+    keys."""
     num_experts, top_k = choice_of(keys, "n_routed_experts", num_experts, top_k)
     groups, top_groups = keys.size("n_group", 1), keys.size("topk_group", 1)
     if num_experts % groups or top_groups > groups:
@@ -77,8 +77,8 @@ def _qwen(keys: ConfigReader, num_experts: int, top_k: int) -> MoeSpec:
 
 
 def choice_of(keys: ConfigReader, key: str, num_experts: int, top_k: int) -> tuple[int, int]:
-    """Return the number of experts, under `key`, and how many of them a token uses. The arguments apply if their keys
-    are missing."""
+    """Return the number of experts, under `key`, and how many of them a token uses. The numbers are the defaults of
+    missing keys."""
     key = key if key in keys.values else {"num_experts": "num_local_experts"}.get(key, key)
     found, chosen = keys.size(key, num_experts), keys.size("num_experts_per_tok", top_k)
     if chosen > found:

@@ -60,7 +60,7 @@ def mistral4(keys: ConfigReader) -> ModelConfig:
 
 
 def latent(keys: ConfigReader, q_rank: int, kv_rank: int, nope_dim: int, value_dim: int) -> LatentSpec:
-    """Return the latent attention of all layers. The arguments apply if their keys are missing."""
+    """Return the latent attention of all layers. The arguments are the defaults of missing keys."""
     if "index_topk" in keys.values:
         keys.refuse("index_topk", NO_INDEX)
     has_rank = keys.values.get("q_lora_rank", q_rank) is not None

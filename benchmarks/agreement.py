@@ -19,7 +19,7 @@ from compare.main import run_compare
 from compare.options import CompareOptions
 from engine.emulation import COSTS
 
-DURATION_S = 10.0  # of the traffic of each period
+DURATION_S = 10.0  # seconds of traffic in each period
 TIMES = ("overhead", "per_token", "per_pair", "per_context", "per_decode")
 TIE = "too close to call"
 

@@ -81,8 +81,8 @@ class IdleFleet:
             await sessions.close()
 
     async def _beat(self, sessions: RouterSessions) -> None:
-        """Report at fixed times from a random start, as nodes with separate clocks do: if each node waited since its
-        last report, nodes that were late in the same turn of this process would from then on report together."""
+        """Report at fixed times from a random start, as nodes with separate clocks do. If each node instead waited for
+        a fixed time after its last report, nodes that were delayed together would report together from then on."""
         steps, clock = 0, asyncio.get_running_loop().time
         next_s = clock() + random.random() * HEARTBEAT_S
         while True:

@@ -1,9 +1,8 @@
 """Run a router whose event loop measures its own turns: `python -m benchmarks.probed_router` takes the router's flags.
 
-Between SIGUSR1 and SIGUSR2, the loop never sleeps, and the probe measures the CPU time of each turn of the loop, which
-does not include time in which the kernel runs other processes. At SIGUSR2, the process prints the longest turn in
-seconds. Without SIGUSR1, the router runs normally.
-"""
+Between SIGUSR1 and SIGUSR2, the loop never sleeps, and the probe measures the CPU time of each turn of the loop. CPU
+time does not include the time in which the kernel runs other processes. At SIGUSR2, the process prints the longest turn
+in seconds. Without SIGUSR1, the router runs normally."""
 
 import asyncio
 import signal

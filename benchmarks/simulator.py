@@ -23,7 +23,7 @@ CASES = {  # arm, requests/s for each node, requests
     "8 nodes, disaggregated": ("disaggregated:3p5d", 10.0, 5000),
 }
 CURVE = (1, 4, 16, 64, 250, 999)  # numbers of nodes of the curve, up to the maximum of an arm
-LONG_NODES = 999  # of the run with --long requests
+LONG_NODES = 999  # number of nodes in the run with --long requests
 CURVE_RATE, CURVE_REQUESTS = 10.0, 3000  # requests/s for each node; requests of each run
 Figures = dict[str, float]
 

@@ -20,7 +20,7 @@ COLUMNS = (
     *("node", "role", "state", "running", "waiting", "batch", "KV blocks", "steps/s", "busy"),
     *("handoffs", "moved", "channels"),
 )
-NARROW, NUM_NARROW = 110, 9  # a terminal with fewer columns shows only the first columns of the table
+NARROW, NUM_NARROW = 110, 9  # a terminal narrower than NARROW shows only the first NUM_NARROW columns of the table
 NUM_EVENTS = 10
 LEGEND = (
     "steps/s, busy: means of the last 10 s. batch: tokens of prompts (p) and\n"

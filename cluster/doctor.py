@@ -229,8 +229,8 @@ def _fingerprints(status: Document) -> str:
     expected = max(sorted(set(prints)), key=prints.count, default="")
     if others := [f"{node['id']}: {node['fingerprint']}" for node in nodes if node["fingerprint"] != expected]:
         raise CheckWarning(
-            f"different: {'; '.join(others)}; the others: {expected}: no handoff between them; except during a change "
-            "of the model or of Baton, give all nodes one model, --model-impl, dtype and block size"
+            f"{'; '.join(others)}; the other nodes have {expected}, so there are no handoffs between them; unless you "
+            "are changing the model or Baton, give all nodes the same model, --model-impl, dtype and block size"
         )
     return f"all {expected}"
 

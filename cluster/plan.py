@@ -115,7 +115,7 @@ class LocalSettings(ServingSettings, ComputingSettings, EngineSettings):
             )
         if len(self.devices) > self.num_all_nodes():
             raise ValueError(
-                f"--devices {','.join(self.devices)}: are more than the {self.num_all_nodes()} nodes; name fewer, "
+                f"--devices {','.join(self.devices)}: there are only {self.num_all_nodes()} nodes; name fewer GPUs, "
                 "or give --prefill and --decode"
             )
         if self.kv_channel == "pool":
@@ -283,7 +283,7 @@ def _checked_model(text: str, settings: LocalSettings) -> str:
 
 
 def _check_nodes(settings: LocalSettings) -> None:
-    """Make those start-up checks of a node that do not need torch. Raises ConfigError."""
+    """Make the start-up checks of the nodes, except those that need torch. Raises ConfigError."""
     from engine.options import BuildOptions, check_channel, check_options
 
     places = settings.places()

@@ -32,7 +32,8 @@ from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, read_limits, resolve
 
 NO_VERDICT = 1
-MAX_SLOWDOWN = 3.0  # limit for estimates, because a load average also counts processes of lower priority
+# Limit of the slowdown that estimates assume: a load average also counts processes of lower priority.
+MAX_SLOWDOWN = 3.0
 BUSY = 0.5  # at a higher load average per core, other processes distort the figures
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated", "sim")

@@ -88,7 +88,7 @@ class Latency:
         p99 = {name: percentile(name, "p99") for name in ("ttft_ms", "tbt_ms") if slo.get(name)}
         self.is_measured = any(value is not None for value in p99.values())
         self.is_usual = (percentile("ttst_ms", "n") or 0) >= FEW
-        self.over = {  # by latency, a text such as "TTFT p99 812 ms (SLO 500)"
+        self.over = {  # a text for each latency over its SLO, such as "TTFT p99 812 ms (SLO 500)"
             name: f"{name[:-3].upper()} p99 {value:.0f} ms (SLO {slo[name]:.0f})"
             for name, value in p99.items()
             if value is not None and value > slo[name]

@@ -98,7 +98,7 @@ class RequestHistory(RouterObserver):
 
     def node_updated(self, info: NodeInfo, update: NodeUpdate) -> None:
         if info.id not in self._nodes and len(self._nodes) >= MAX_NODES and not (update.steps or update.events):
-            return  # do not drop the records of another node for it
+            return  # the history is full: do not replace another node by one without records
         node = self._node_history(info)
         if update.stats is not None:
             node.on_update(update.stats, self._now())

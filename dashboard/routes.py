@@ -129,7 +129,7 @@ class EventStream:
 
     def _messages(self) -> Iterator[bytes]:
         """Yield the first status and then, at each tick, the messages since the one before."""
-        sent = {ring: ring.num_ever for ring in self._history.rings().values()}  # by ring, the number of steps sent
+        sent = {ring: ring.num_ever for ring in self._history.rings().values()}  # the number of steps sent, by ring
         version = self._history.version
         yield b"retry: 1000\n\n" + _message("status", self._status())
         for tick in itertools.count(1):

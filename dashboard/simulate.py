@@ -13,7 +13,7 @@ from shared.lifecycle import python_path
 
 MODULE = "compare.playground"  # reads a query from its standard input; it computes for up to seconds
 MAX_QUERY = 300_000  # bytes
-MAX_RUNS = 2  # at the same time
+MAX_RUNS = 2  # maximum number of runs at the same time
 LIMIT_S = 120.0
 JSON = "application/json; charset=utf-8"
 

@@ -47,7 +47,8 @@ class StepRow(NamedTuple):
         return self.start_ns + self.duration_us * 1000
 
 
-COPIED = [name for name in StepRow._fields if name not in {"reason_code", "interference_ns"}]  # from a StepRecord
+# The fields that are copied from a StepRecord.
+COPIED = [name for name in StepRow._fields if name not in {"reason_code", "interference_ns"}]
 SUMMED = [
     StepRow._fields.index(name)
     for name in ("duration_us", "prefill_tokens", "num_decodes", "accepted_tokens", "interference_ns")

@@ -266,7 +266,8 @@ class RequestTrace:
         attempt = self.last_attempt
         if self.ended_ns is not None:
             return STATES.get(self.finish, "failed")
-        num_tokens = self.num_first_sample if len(self.attempts) <= self.num_samples else 0  # in the last attempt
+        # Number of tokens that the last attempt has sent.
+        num_tokens = self.num_first_sample if len(self.attempts) <= self.num_samples else 0
         if attempt is None or (not num_tokens and attempt.find("admitted") is None):
             return "queued"
         if not num_tokens and attempt.at("first") is None:
@@ -307,7 +308,8 @@ class RequestTrace:
     def spans(self, rings: Rings) -> list[Span]:
         """Return the spans, ordered by start. A "wait" span states the cause of a gap. An open span has no end."""
         spans: list[Span] = []
-        following: dict[str, tuple[int | None, int]] = {}  # by sample: when the next attempt began, and the tokens then
+        # For each sample, when the next attempt began, and the number of tokens sent until then.
+        following: dict[str, tuple[int | None, int]] = {}
         for attempt in reversed(list(self.attempts.values())):
             sample = attempt.id.rpartition(".")[0]
             until_ns, num_generated = following.get(sample, (self.ended_ns, self.num_generated))

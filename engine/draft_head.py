@@ -48,7 +48,7 @@ class DraftHead(TimedDrafter):
         """`pool` is a view of the model's pool in which the head is the only layer. At most `num_tokens` tokens of a
         request are guessed in one step."""
         self.model = model
-        self._num_kept = num_tokens + 2  # kept positions of a request: as many as a step may compute for it
+        self._num_kept = num_tokens + 2  # how many positions of a request are kept: as many as one step may compute
         self._pool, self._kernels, self._attention = pool, kernels, attention
         self._block_rows = BlockRows(pool.places)
         self._kept: dict[str, KeptFeatures] = {}

@@ -135,8 +135,8 @@ def rotary_positions(media: Sequence[MediaSpan], start: int, end: int) -> NDArra
     """Return the temporal, vertical and horizontal positions, int64 [3, end - start], of the tokens [start, end).
 
     As in Qwen2-VL (Wang et al. 2024), the three positions of a text token are equal. The positions in an image count
-    the rows and columns of its grid from the position of its first token, and the text after it continues after the
-    largest of them.
+    the rows and columns of its grid, beginning at the position of its first token. The text after the image continues
+    after the largest of these positions.
     """
     at: NDArray[np.int64] = np.arange(start, end, dtype=np.int64)
     positions = np.repeat(at[None], 3, axis=0)

@@ -22,7 +22,8 @@ class Pooler:
     requested."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[Request, dict[int, Tensor]]] = {}  # by request; sums by number of tokens
+        # By request id. The sums of a request are by the number of summed tokens.
+        self._sums: dict[str, tuple[Request, dict[int, Tensor]]] = {}
 
     def vectors(
         self, slices: Sequence[Slice], batch: Batch, logits: Tensor, hidden: Tensor

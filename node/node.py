@@ -109,7 +109,7 @@ class Node:
         self.rules = rules
         self.recorder = StepRecorder()
         self.sessions = RouterSessions(self.recorder, max_routers, max_unread)
-        self.counters = NodeStats()  # only the handoff fields, which a change of role does not reset
+        self.counters = NodeStats()  # only its handoff fields are used; a change of role does not reset them
         self.publisher = OutputPublisher(scheduler, self.recorder)
         self.engine = make_engine(scheduler, runner, self.publisher, stuck_s)
         self.state = NodeState(info, self.publisher)
@@ -157,7 +157,8 @@ class Node:
         self.state.info = replace(self.state.info, **changes)
 
     async def between_steps(self, work: Callable[[], object]) -> None:
-        """Run `work` on the engine's thread, between two steps. Raises what it raises. Returns if the engine fails."""
+        """Run `work` on the engine's thread, between two steps. An exception of `work` is raised here. Returns if the
+        engine fails."""
         done: asyncio.Future[Exception | None] = self._loop.create_future()
 
         def command(_: Scheduler) -> None:

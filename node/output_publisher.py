@@ -61,7 +61,8 @@ class OutputPublisher(EngineListener):
         self._post: Callable[..., object]
         self._subscriber: OutputSubscriber
         self._releasing: list[tuple[Request, asyncio.Future[None]]] = []
-        self._scored: dict[str, tuple[Request, int]] = {}  # prompt positions already published
+        # Number of prompt positions whose logprobs were published, by request id.
+        self._scored: dict[str, tuple[Request, int]] = {}
 
     def subscribe(self, subscriber: OutputSubscriber) -> None:
         """Deliver results to the subscriber on the running event loop. Must be called once, before the engine

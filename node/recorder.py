@@ -1,8 +1,7 @@
 """Records of a node's steps and requests. A limited number of records is kept until they are sent to the routers.
 
-The engine's thread builds a record in about 2 µs, plus 0.1 µs for each request in the step. To keep the step and build
-its record later would cost more, because the garbage collector would visit the step's many small objects.
-"""
+The engine's thread builds a record in about 2 µs, plus 0.1 µs for each request in the step. Keeping the step and
+building its record later would cost more, because the garbage collector would visit the step's many small objects."""
 
 from array import array
 from collections import deque

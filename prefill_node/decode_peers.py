@@ -58,7 +58,7 @@ class DecodePeer:
     reserving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RESERVING))
     channel: KVChannel | None = None  # the channel that was chosen last; its name is a key of `descriptors`
     descriptors: dict[str, bytes] = field(default_factory=dict)
-    # the descriptor with which each channel last failed, by channel name
+    # The descriptor with which each channel last failed, by channel name.
     failed: dict[str, bytes] = field(default_factory=dict)
     # Reservations whose leases are renewed, each with a function that cancels its handoff.
     reservations: dict[bytes, Callable[[str], None]] = field(default_factory=dict)

@@ -94,7 +94,8 @@ class OutgoingHandoff:
     is_silent: bool = False  # do not report the outcome: the request was aborted, or has finished on this node
 
     def grant(self, num_held: int, targets: list[int]) -> None:
-        """Set what the decode node has and what it has reserved. Raises ValueError if these do not fit the prompt."""
+        """Record which blocks the decode node already has, and which rows it has reserved. Raises ValueError if these
+        do not fit the prompt."""
         num_blocks = cdiv(self.num_prompt, self.geometry.block_tokens)
         if not 0 <= num_held <= num_blocks:
             raise ValueError(f"the grant has {num_held} blocks, but the prompt has {num_blocks}")
@@ -249,7 +250,7 @@ class HandoffSender(RoleAdapter):
                 self._report(outgoing)
 
     async def _reserve(self, peer: DecodePeer, outgoing: OutgoingHandoff) -> None:
-        if outgoing.reason:  # aborted while it waited
+        if outgoing.reason:  # the handoff was cancelled before this task ran
             return
         peer.num_waiting += 1
         try:

@@ -64,7 +64,7 @@ def _start_failed(error: Exception) -> int:
 
 @dataclass
 class ProxyProcess:
-    """A proxy node from its start to its exit. Each time that the engine comes back, it joins as a new incarnation."""
+    """A proxy node from its start to its exit. Each time the engine comes back, the node joins as a new incarnation."""
 
     settings: ProxySettings
     engine: EngineClient
@@ -94,8 +94,8 @@ class ProxyProcess:
         return self.node.refusal() if self.node else f"the engine at {self.engine.url} does not answer"
 
     async def _await_engine(self, *, is_first: bool) -> NodeInfo:
-        """Wait until the engine answers, and return the description of its node. Raises ConfigError if it cannot be
-        used and `is_first` is set; later, an operator may still repair it."""
+        """Wait until the engine answers, and return the description of its node. If the engine cannot be used, raises
+        ConfigError if `is_first` is set, and otherwise waits, because an operator may repair it."""
         reported_at, now = 0.0, asyncio.get_running_loop().time
         while True:
             try:

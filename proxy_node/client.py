@@ -114,7 +114,7 @@ class EngineClient:
     async def stream(
         self, path: str, submit: SubmitRequest, body: dict[str, Any], reader: EventReader
     ) -> AsyncIterator[EngineOutput]:
-        """Send a request, and yield what the events of its answer contain."""
+        """Send a request, and yield the contents of the events of its answer."""
         async with self.call("POST", path, json=body, headers=headers_of(submit)) as answer:
             if answer.content_type != "text/event-stream":
                 raise EngineFailure(f"the engine answers with {answer.content_type}", is_garbage=True)

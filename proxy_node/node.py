@@ -72,7 +72,7 @@ class ProxyNode:
     ) -> None:
         """`lease_s` is how long the engine keeps a prompt's blocks for another engine."""
         self.info = info
-        self.counters = NodeStats()  # only the handoff fields
+        self.counters = NodeStats()  # only its handoff fields are used
         self.recorder = StepRecorder()
         self.sessions = RouterSessions(self.recorder)
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -203,7 +203,7 @@ class ProxyNode:
         if role == info.role:
             return Ack()
         if role not in {"prefill", "decode"} or info.attributes["connector"] != NIXL:
-            return Ack(f"its engine has no KV connector, so that it stays a {info.role} node; see docs/engines.md")
+            return Ack(f"its engine has no KV connector, so it stays a {info.role} node; see docs/engines.md")
         if info.state != "ready" or self.lost.done():
             return Ack("the node is draining")
         self.info = replace(info, state="draining")  # before the first await, so that a concurrent call is refused

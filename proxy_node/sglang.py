@@ -20,7 +20,7 @@ from shared.rpc.messages import Logprobs, SubmitRequest, unpack_ids
 
 NEEDS = "Baton needs an SGLang server of version 0.5 or newer"
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-BLOCK_TOKENS = 16  # an SGLang server caches single tokens unless it has larger pages; the router's index has blocks
+BLOCK_TOKENS = 16  # size of the blocks in the router's index; the server itself caches single tokens or pages
 METRICS = {
     "num_running_reqs": "num_requests_running",
     "num_queue_reqs": "num_requests_waiting",
@@ -88,8 +88,8 @@ class SglangEngine(EngineClient):
 
 
 def generate_body(submit: SubmitRequest, tokens: list[int]) -> dict[str, Any]:
-    """Return the body of the request that continues `tokens`, the prompt and the tokens so far. It has no `rid`,
-    because the server refuses one that it still knows, and a retry has the same.
+    """Return the body of the request that continues `tokens`, the prompt and the tokens so far. It has no `rid`: a
+    retry would have the same `rid`, and the server refuses a `rid` that it still knows.
 
     Raises ValueError, which names the field, if the server does not support the request.
     """

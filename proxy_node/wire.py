@@ -60,7 +60,8 @@ def completion_body(
     """
     check_supported(submit)
     sampling, done = submit.sampling, len(tokens) - submit.num_prompt
-    body: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}  # all: the model may have defaults
+    # Send all of them, because the model may have other defaults.
+    body: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}
     body |= {
         "model": model,
         "prompt": list(tokens),
@@ -70,7 +71,7 @@ def completion_body(
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,  # in logprobs
+        "return_tokens_as_token_ids": True,  # so that logprobs name tokens by their ids
     }
     if params is not None:
         body["kv_transfer_params"] = params

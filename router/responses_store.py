@@ -210,7 +210,8 @@ def _command(
     @wraps(method)
     async def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         task = asyncio.ensure_future(method(*args, **kwargs))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # also if the caller is cancelled
+        # Read the exception even if the caller is cancelled.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(task)
         except REDIS_FAILURES as error:

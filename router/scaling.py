@@ -28,11 +28,11 @@ class Demand:
 
     prompt_tokens_per_s: float = 0.0  # rate over the last minute, without tokens in a prefix cache
     recent_prompt_tokens_per_s: float = 0.0  # the same in the last RECENT_S
-    queued_prompt_tokens: float = 0.0  # not computed yet
-    requests: float = 0.0  # in progress
+    queued_prompt_tokens: float = 0.0  # tokens of queued prompts, not computed yet
+    requests: float = 0.0  # number of requests in progress
     queued_requests: float = 0.0
-    request_kv_tokens: float = 0.0  # mean number that one request holds
-    # the number in progress if each of the last minute's requests had started at its arrival
+    request_kv_tokens: float = 0.0  # mean number of KV tokens that one request holds
+    # The number in progress if each of the last minute's requests had started at its arrival.
     expected_requests: float = 0.0
     recent_expected_requests: float = 0.0  # the same for the last RECENT_S
 

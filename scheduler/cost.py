@@ -18,7 +18,7 @@ class StepWork:
     num_decodes: int = 0
     decode_context: int = 0  # sum of the context lengths that the decodes and drafts read
     draft_tokens: int = 0  # guessed tokens that decodes verify; each costs as much as a decode
-    # tokens that decodes compute again because the state lacks them; each costs as much as a decode
+    # Tokens that decodes compute again because the state lacks them; each costs as much as a decode.
     repeated_tokens: int = 0
 
     @property

@@ -65,7 +65,8 @@ class Request:
     arrival: int = -1  # order of arrival on this node
     state: RequestState = RequestState.WAITING
     tables: list[list[int]] = field(default_factory=lambda: [[]])  # one for each attention group: see `Scheduler`
-    released: list[int] = field(default_factory=list)  # for each group: leading blocks whose rows were released
+    # For each group, the number of leading blocks whose rows were released.
+    released: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)  # rows that a peer writes, in the order of transfer
     states: list[list[int]] = field(default_factory=list)  # rows of two or three states; the first is the current one
     state_lag: int = 0  # number of tokens that have KV but are not in the current state, since a later guess was wrong

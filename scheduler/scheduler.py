@@ -128,7 +128,7 @@ class Scheduler:
         self._arrivals = 0
         self._steps = 0
         self._parked: deque[tuple[int, list[int]]] = deque()  # (step, freed rows that this step still uses)
-        # rows to which a slice in flight saves its state, by the slice's id
+        # Rows to which a slice in flight saves its state, by the slice's id.
         self._saves: dict[int, tuple[int, ...]] = {}
         self._growth_counted = (-1, 0)  # the step of the last count, and the count
         self._state_interval = state_interval

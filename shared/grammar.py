@@ -16,7 +16,7 @@ import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 MAX_GRAMMAR_BYTES = 1 << 20  # maximum size of the text that a node accepts; a router's limit for clients is lower
-# Between the tokens of JSON, at most 8 characters of white space. Without a bound, a model may write white space
+# JSON may have at most 8 characters of white space between two tokens. Without a bound, a model may write white space
 # forever. A keyword that llguidance cannot enforce is an error; it is never ignored.
 JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,8}", "lenient": False, "coerce_one_of": False,

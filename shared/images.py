@@ -45,7 +45,8 @@ class ImageRules:
 
     @property
     def markers(self) -> tuple[int, int, int]:
-        """The tokens that begin, fill and end an image: all three are `token` if the template writes each of them."""
+        """The tokens that begin, fill and end an image. If the template itself writes the begin and the end, all three
+        are `token`."""
         return self.marker, self.token, self.end
 
     @property

@@ -509,7 +509,8 @@ class RedisRegistry(Registry):
         self._identity = tls.own()
         self._prefix, self._index = _keys(cluster)
         self._interval_s = heartbeat_s
-        self._entries: dict[str, tuple[bytes, NodeInfo | None]] = {}  # the last value of each key, and what it contains
+        # The last value of each key, and the NodeInfo in it.
+        self._entries: dict[str, tuple[bytes, NodeInfo | None]] = {}
         self._absent_since: dict[str, float] = {}  # name in `nodes` or in the index without a key -> since when
         self._tasks = TaskGroup()
 

@@ -22,7 +22,7 @@ def traceparent_of(headers: Sequence[str]) -> str:
         version, trace, parent, flags, rest = found.groups()
         is_known = version != "ff" and (version != "00" or rest is None)
         if is_known and int(trace, 16) and int(parent, 16):
-            # Of a later version, only the fields of version 00 and the flag "sampled" are forwarded.
+            # If the header has a later version, forward only the fields of version 00 and the flag "sampled".
             return f"00-{trace}-{parent}-{flags if version == '00' else f'{int(flags, 16) & 1:02x}'}"
     return f"00-{_id(16)}-{_id(8)}-01"
 

@@ -38,7 +38,7 @@ Latencies = NDArray[np.float64]
 
 def candidates(options: PlanOptions) -> list[str]:
     """Return the arms to try: co-located nodes with each policy and budget, and every split into prefill and decode
-    nodes, whose prefill nodes have each budget."""
+    nodes, with each budget for the prefill nodes."""
     gpus, budgets = options.gpus, options.budgets
     found = [
         f"colocated:{gpus}@{'' if policy == 'stall_free' else policy + ','}max_num_batched_tokens={budget}"
@@ -58,7 +58,7 @@ class Run:
     """
 
     ttft_ms: Latencies
-    tbt_ms: Latencies  # of each request, the 99th percentile of its times between tokens
+    tbt_ms: Latencies  # for each request, the 99th percentile of the times between its tokens
 
     def attainment(self, slo: LatencySlo) -> float:
         """Return the share of requests that met the SLO."""
@@ -72,7 +72,8 @@ class Simulations:
         self._source, self.device = source, device
         self._common = parse_settings("--set", ",".join(settings))
         self.rows = lru_cache(maxsize=8)(self._draw)
-        self._hashes = lru_cache(maxsize=8)(lambda seed, block_tokens: list[list[bytes]]())  # hashes of the first rows
+        # Block hashes of the first rows of a seed.
+        self._hashes = lru_cache(maxsize=8)(lambda seed, block_tokens: list[list[bytes]]())
 
     def arm(self, name: str) -> Arm:
         return parse_arm(name, self._common)
@@ -202,7 +203,7 @@ def block_names(row: TraceRow, index: int, block_tokens: int) -> Iterator[bytes]
     if not any(key for key, _ in row.pieces):
         yield from (b"%d %d" % (index, number) for number in range(num_blocks))
         return
-    name, position, place, offset = b"", 0, 0, 0  # offset: position in piece `place`
+    name, position, place, offset = b"", 0, 0, 0  # `offset` is a position in the piece with the index `place`
     for _ in range(num_blocks):
         position += block_tokens
         parts, left = [], block_tokens

@@ -17,7 +17,7 @@ from compare.planning.validation import validate
 from scheduler.policy import POLICIES
 from shared.errors import ConfigError
 
-ESTIMATE_SHARE = 0.5  # share of the estimated capacity at which the search begins, because it raises the rate
+ESTIMATE_SHARE = 0.5  # the search begins at this share of the estimated capacity, and then raises the rate
 
 
 def run_plan(options: PlanOptions) -> int:

@@ -40,12 +40,13 @@ def page_of(plan: Document) -> str:
         _table(["finalist", "misses"], [[escape(one["arm"]), _causes(one)] for one in plan["finalists"]]),
         "<h2>Where the answer flips</h2>",
         *(f"<p>{escape(text)}</p>" for text in flips),
-        "<p>Which of the best two, one of each mode, carries at least 3 % more requests/s in all of a few coarse runs, "
-        "and how many. Orange: disaggregated; blue: co-located; plain: neither.</p>",
+        "<p>For each pair of limits: the arm that carries at least 3 % more requests/s in each of a few coarse runs, "
+        "and how many it carries. The arms are the best one of each mode. Orange: disaggregated; blue: co-located; "
+        "plain: neither.</p>",
         _map(plan["winners"]),
         *_validation(plan),
-        "<h2>All candidates</h2><p>Each was tried at rising rates until others did better. The last rate of each, and "
-        "the share of its requests within the SLO then:</p>",
+        "<h2>All candidates</h2><p>Each candidate was tried at rising rates until others did better. The table "
+        "shows its last rate, and the share of its requests within the SLO at that rate.</p>",
         _table(["candidate", "req/s", "within the SLO", ""], map(_scored, plan["candidates"])),
     ]
     head = f"<title>Baton plan: {escape(traffic['name'])}</title><style>{css}{THEMES % dark}{STYLE}</style>"

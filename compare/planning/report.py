@@ -164,7 +164,7 @@ def _leader(rates: Mapping[str, float]) -> str:
 
 
 def flips(best: Measured, cells: Sequence[Document]) -> list[str]:
-    """Return a sentence for each change of one limit with which the other mode carries clearly more."""
+    """Return a sentence for each changed limit under which the other mode carries clearly more requests."""
     base = cells[len(cells) // 2]
     said = []
     for cell in cells:

@@ -50,7 +50,7 @@ ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
 LATE_REMEDY = "stop other programs, use fewer devices than cores, or set a longer --ttft-slo-ms"
-MIN_INVALID = 2  # fewer invalid periods, all of a single arm, are attributed to chance
+MIN_INVALID = 2  # if fewer periods are invalid, and all are of one arm, this is attributed to chance
 
 
 @dataclass

@@ -34,7 +34,7 @@ def show(report: Document) -> None:
         cells = [first.ljust(widths[0]), *map(str.rjust, numbers, widths[1:]), last]
         typer.echo("  ".join(cells))
     typer.echo()
-    for problem in report["problems"][1:]:  # the verdict has the first
+    for problem in report["problems"][1:]:  # the verdict already contains the first problem
         typer.secho(problem, fg="red")
     for note in report["notes"]:
         typer.secho(f"note: {note}", fg="yellow")

@@ -168,7 +168,8 @@ def fit_together(arms: Sequence[Arm], model: str) -> bool:
     needs_gpu = any(arm.settings.get("device", "auto").startswith("cuda") for arm in arms)
     if needs_gpu or (Path("/dev/nvidia0").exists() and any("device" not in arm.settings for arm in arms)):
         return False
-    weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) * 2  # as float32
+    # Bytes of the weights, if stored as float32.
+    weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) * 2
     kv = {arm.name: parse_size(arm.settings.get("kv_cache_memory", "0")) or HOST_KV_BYTES for arm in arms}
     needed = sum(arm.devices * (PROCESS_BYTES + weights + kv[arm.name]) + PROCESS_BYTES for arm in arms)
     return needed < 0.7 * available_bytes()

@@ -151,7 +151,7 @@ class Findings:
     different: list[Document] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
-    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # of the arms whose search is complete
+    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # only of arms whose search is complete
 
 
 def main_problem(periods: Iterable[Period]) -> str:
@@ -420,8 +420,8 @@ class Session:
     def _salt(self, trial: Trial) -> str:
         """Return a salt that no earlier trial of the same stack used, so that no prefix cache has the trial's prompts.
 
-        All arms get the same salt, because it decides the words of prompts that are sent as text, unless they use the
-        same stack or servers: the control of a running stack, and arms over vLLM servers.
+        All arms get the same salt, because it decides the words of prompts that are sent as text. Only arms that share
+        a stack or servers get different salts: the control of a running stack, and arms over vLLM servers.
         """
         control = self._experiment.control
         is_shared = self._experiment.engines or (control and control.url and control.name == trial.arm)
@@ -489,7 +489,8 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
     if counts["bytes_moved"] != expected_bytes:
         problems.append(f"{counts['bytes_moved']} bytes of KV were moved, but the moved blocks hold {expected_bytes}")
     shared_pool = {"pool"} == {channel for node in now.values() for channel in node.get("channels", {}).values()}
-    is_counted = shared_pool or any(map(is_external, now.values()))  # `check_moved` counts vLLM's
+    # For vLLM servers, `check_moved` counts the bytes.
+    is_counted = shared_pool or any(map(is_external, now.values()))
     if splits and not (counts["handoffs"] and (counts["bytes_moved"] or is_counted)):
         problems.append("disaggregated, but no KV was handed off")
     if splits is False and counts["handoffs"]:

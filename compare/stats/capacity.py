@@ -87,7 +87,7 @@ def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float
     """Return the jackknife pseudo-values (Tukey, 1958) of the crossing, by seed.
 
     Pseudo-values estimate the crossing and its uncertainty, so they can be compared like the figures of paired runs.
-    All are None if the crossing, with all seeds or without any one of them, lies beyond the measured rates.
+    All are None if the crossing lies beyond the measured rates, with all seeds or with any one of them left out.
     """
     seeds = sorted({point.seed for point in points})
     without = [[point for point in points if point.seed != seed] for seed in seeds]

@@ -366,7 +366,7 @@ def miss_cause(outcome: Outcome, summary: Summary, slo: LatencySlo) -> str | Non
 
 def busy_shares(steps: Sequence[StepRow], window_ms: tuple[float, float], model: CostModel | None) -> dict[str, float]:
     """Return shares of the window: "prefill", "decode", "idle_empty" (no requests) and "idle_blocked" (requests
-    waited), which sum to 1, and "busy", which is the sum of "prefill" and "decode".
+    waited), which sum to 1, and "busy" ("prefill" plus "decode").
 
     A mixed step is split by the model's costs of its prompts and its decodes, or by tokens if there is no model.
     """

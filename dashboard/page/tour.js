@@ -21,7 +21,7 @@ export const TOUR = [
   {
     "title": "4. Chunks",
     "settings": {"policy": "prefill_chunks_first", "budget": 512, "rate": 4, "prompt": 4000, "answer": 200, "requests": 200, "ttft_slo_ms": 1000},
-    "text": ["A prompt can be cut into chunks of at most as many tokens as the token budget. Here, chunks still go first, so the answers pause until the last chunk of a prompt is computed."],
+    "text": ["A prompt can be cut into chunks, each of which fits into the token budget. Here, chunks still go first, so the answers pause until the last chunk of a prompt is computed."],
     "look": "No step is long any more, but TBT p99 has hardly improved: cutting alone does not help."
   },
   {
@@ -39,7 +39,7 @@ export const TOUR = [
   {
     "title": "7. Disaggregation",
     "settings": {"prefill": 1, "decode": 1, "policy": "stall_free", "budget": 4096, "rate": 8, "prompt": 4000, "answer": 200, "requests": 200, "ttft_slo_ms": 1000},
-    "text": ["With two GPUs, one can compute only prompts and the other only answers. The prefill node sends the KV of each prompt to the decode node. Prompts then cannot delay answers, whatever their length and whatever the budget.", "This does not mean that it carries more: two co-located nodes with a small budget can be just as good. Compare only clusters whose settings suit them."],
+    "text": ["With two GPUs, one can compute only prompts and the other only answers. The prefill node sends the KV of each prompt to the decode node. Prompts then cannot delay answers, whatever their length and whatever the budget.", "This does not mean that such a cluster carries more: two co-located nodes with a small budget can be just as good. Tune both clusters before you compare them."],
     "look": "The decode node has short blue steps only. Now set prefill to 0 and decode to 2: with this budget, answers stall. Then let the page find the best budget."
   },
   {

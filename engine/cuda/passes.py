@@ -63,7 +63,7 @@ class Passes:
 
     def __init__(self, model: Decoder, kernels: Kernels, attention: AttentionBackend, buffers: StepBuffers) -> None:
         self._model, self._kernels, self._attention, self._buffers = model, kernels, attention, buffers
-        self._decodes: list[Captured] = []  # by ascending size
+        self._decodes: list[Captured] = []  # the smallest first
         self._mixed: list[Captured] = []
         self._plan: AttentionPlan | None = None  # attention plan of the step being replayed
         self._num_tokens = 0
@@ -172,7 +172,8 @@ class Passes:
 
 
 def _sizes(sizes: Sequence[int], most: int) -> list[int]:
-    """Return the sizes below `most`, and `most` itself. A `most` above the largest size is first reduced to it."""
+    """Return the sizes below `most`, and `most` itself. If `most` is above the largest size, that size is used
+    instead."""
     most = min(most, sizes[-1])
     return [*(size for size in sizes if size < most), most]
 

@@ -110,7 +110,7 @@ class TritonFormat(Plain):
 
 
 def _stacked(each: list[GroupedWeight]) -> GroupedWeight:
-    """Return the parts of all experts' matrices. Zeros, or the order of inputs, may be missing for some of them."""
+    """Return the parts of all experts' matrices. Some of the matrices may have no zeros, or no order of inputs."""
     zeros = order = None
     if any(one.zeros is not None for one in each):
         zeros = torch.stack([torch.zeros_like(one.scales) if one.zeros is None else one.zeros for one in each])

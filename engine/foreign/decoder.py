@@ -89,7 +89,7 @@ class ProbePass:
             if bool(wrong[at + 1 :].any()):
                 return Reach(refusal="a token attends to later ones: this is not a decoder")
             if bool(wrong.any()):
-                return Reach(refusal=f"a token attends to others than the last ones (local size {local_size})")
+                return Reach(refusal=f"a token attends to other tokens than the latest ones (local size {local_size})")
         return Reach(local_size or 0)
 
 

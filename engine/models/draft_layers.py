@@ -66,7 +66,7 @@ def mtp_layer(config: ModelConfig) -> LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """What an EAGLE-3 checkpoint computes.
+    """The shape of an EAGLE-3 head, as its checkpoint describes it.
 
     `layer` is its one decoder layer, and `hidden_size` the width of its states. The head reads the states of its model
     before the layers `captured`. It has logits for `vocab_size` tokens. If the model has more, the tensor d2t maps them

@@ -37,7 +37,7 @@ class Experts:
         return total if self.shared is None else total + self._shared(self.shared, rows, kernels)
 
     def _shared(self, shared: Mlp, rows: Tensor, kernels: StepKernels) -> Tensor:
-        # computed first, because `shared` overwrites rows
+        # Computed first, because `shared` overwrites rows.
         gate = None if self.shared_gate is None else self.shared_gate(rows).sigmoid()
         output = shared(rows, kernels)
         return output if gate is None else output * gate

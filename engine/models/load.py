@@ -425,8 +425,8 @@ def rotated_first(spec: AttentionSpec) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class QkvRows:
-    """The parts in which a checkpoint stores the matrix of queries, keys and values, and the rows of them that are
-    used."""
+    """The parts in which a checkpoint stores the matrix of queries, keys and values, and the rows that are used of
+    these parts."""
 
     names: tuple[str, ...]
     sizes: list[int]

@@ -181,7 +181,7 @@ class Attempt:
         self._producers: set[NodeConnection] = set()
         self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # deltas that wait for earlier ones, by position
         self._prompt_logprobs: list[Logprobs] = []
-        self._ready: deque[tuple[int, TokenDelta]] = deque()  # with their sizes
+        self._ready: deque[tuple[int, TokenDelta]] = deque()  # deltas in order, each with its size
         self._is_over = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None

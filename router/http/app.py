@@ -114,7 +114,7 @@ def build_app(
 
 
 def _of_all_workers(workers: WholeRouter | None, routes: Sequence[BaseRoute]) -> list[BaseRoute]:
-    """Return the routes, preceded by routes that replace some of them if the router has several workers."""
+    """Return the routes. If the router has several workers, they are preceded by routes that replace some of them."""
     whole = [] if workers is None else workers.routes([each.path for each in routes if isinstance(each, Route)])
     return [*whole, *routes]
 

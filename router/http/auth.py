@@ -148,7 +148,7 @@ class AuthMiddleware:
                 scope[SCOPE_KEY] = self._identity(scope, is_for_tenants)
             except RequestError as error:
                 response = to_response(Request(scope), error)
-                # with Basic, a browser asks the user for the key, and sends it with the page's requests
+                # With Basic, a browser asks the user for the key, and sends it with the page's requests.
                 if error.status == 401:
                     is_page = not is_for_tenants or scope["path"] == DOCS
                     response.headers["www-authenticate"] = 'Basic realm="Baton"' if is_page else "Bearer"

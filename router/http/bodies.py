@@ -59,7 +59,7 @@ UNSUPPORTED |= dict.fromkeys(("return_mm_kwargs", "spaces_between_special_tokens
 UNSUPPORTED |= dict.fromkeys(("echo", "return_prompt_text", "return_token_offsets", "watermarking"), (False,))
 UNSUPPORTED |= {"return_tokens_as_token_ids": (False,), "routed_experts_prompt_start": (0,)}
 UNSUPPORTED |= {"thinking_token_budget": (-1,)}
-# Of the APIs of responses and of messages
+# Fields of the Responses API and of the Messages API
 UNSUPPORTED |= dict.fromkeys(("compaction", "container", "diagnostics", "inference_geo", "thread"), ())
 UNSUPPORTED |= {"fallbacks": ([],), "previous_input_messages": (), "previous_response": ()}
 UNSUPPORTED |= {"enable_response_messages": (False,), "mcp_servers": ([],), "prompt": (), "speed": ("standard",)}
@@ -293,7 +293,7 @@ class ChatBody(GenerateBody):
     @model_validator(mode="after")
     def _chat_agrees(self) -> "ChatBody":
         _check_continuation(self.continue_final_message, self.add_generation_prompt)
-        if self.reasoning_effort is not None:  # names of the switch for reasoning in templates
+        if self.reasoning_effort is not None:  # templates have different names for the switch for reasoning
             thinks = self.reasoning_effort != "none"
             own = {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": self.reasoning_effort}
             self.chat_template_kwargs = own | self.chat_template_kwargs

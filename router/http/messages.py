@@ -236,7 +236,7 @@ class ChatMessage(BaseModel):
             ]
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
-            # the field's name in gpt-oss's template, which refuses it together with text and calls
+            # The field's name in gpt-oss's template, which refuses it together with text and calls.
             if not (text and self.tool_calls):
                 message["thinking"] = self.reasoning_content
         return message

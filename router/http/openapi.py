@@ -38,7 +38,8 @@ def record(optional: Schema | None = None, **required: Schema) -> Schema:
 
 TEXT, WHOLE, NUMBER, NULL, ANY = ({"type": kind} for kind in ("string", "integer", "number", "null", "object"))
 TOKEN_IDS = list_of({"type": "integer", "minimum": 0})
-OF_PROMPT = {"prompt_token_ids": TOKEN_IDS, "prompt_logprobs": list_of(nullable(ANY))}  # if requested
+# These fields are in a response if the client requests them.
+OF_PROMPT = {"prompt_token_ids": TOKEN_IDS, "prompt_logprobs": list_of(nullable(ANY))}
 USAGE = record(
     **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), WHOLE),
     prompt_tokens_details=record(cached_tokens=WHOLE),
@@ -65,7 +66,7 @@ CHAT_CHOICE = record({"token_ids": TOKEN_IDS}, **CHOICE, message=MESSAGE, logpro
 ANSWER = {"id": TEXT, "created": WHOLE, "model": TEXT, "usage": USAGE}
 COMPLETION = record(**ANSWER, object={"const": "text_completion"}, choices=list_of(COMPLETION_CHOICE))
 CHAT = record(OF_PROMPT, **ANSWER, object={"const": "chat.completion"}, choices=list_of(CHAT_CHOICE))
-RESPONSE: Schema = {  # OpenAI documents all of its fields
+RESPONSE: Schema = {  # only its main fields; OpenAI documents all of them
     "type": "object",
     "properties": {"id": TEXT, "object": {"const": "response"}, "status": TEXT, "output": list_of(ANY)},
     "required": ["id", "object", "created_at", "status", "model", "output", "usage", "error"],

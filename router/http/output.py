@@ -222,7 +222,7 @@ class RequestOutput:
         prompt, is_complete = choice.prompt, False
         async for delta in stream:
             await prompt.take_logprobs(delta, is_first_sample=choice.index % prompt.request.n == 0)
-            # a retry may also find tokens of the answer in the cache
+            # A retry may also find tokens of the answer in the cache.
             cached = min(delta.cached_tokens, len(prompt.request.prompt))
             prompt.cached_tokens = max(prompt.cached_tokens, cached)
             added = choice.process(delta)

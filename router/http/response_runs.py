@@ -29,7 +29,7 @@ from shared.rpc.messages import SamplingParams, TokenDelta, pack_ids, unpack_ids
 
 log = logging.getLogger("baton.responses")
 Result = TypeVar("Result")
-# pause between calls to a store that does not answer, and how long a run repeats them
+# Pause between calls to a store that does not answer, and how long a run repeats them.
 STORE_PAUSE_S, STORE_PATIENCE_S = 0.2, 60.0
 
 
@@ -247,7 +247,7 @@ class ResponseRuns:
             await self.store.delete(response_id)
             return
         known = await self.store.read(response_id, 0)
-        # a new id, because nodes may still run the request of the router that died
+        # A new id, because nodes may still run the request of the router that died.
         run_id = f"{response_id}-{token_hex(4)}"
         body = body_of(stored)
         chat = body.to_chat(items_of(stored.context))

@@ -230,7 +230,7 @@ class RequestMetrics(Collector):
         self._kept = SlidingCounts(clock)  # number of samples by whether they met their SLO
         window = {what: SlidingPercentiles(clock) for what in ("ttft", "tbt", "ttst")}
         self._window: dict[str, SlidingPercentiles] = first._window if first else window
-        recent = SlidingCounts(clock, 1.0)  # samples and tokens, for `totals`
+        recent = SlidingCounts(clock, 1.0)  # numbers of samples and tokens, for `totals`
         self._recent: SlidingCounts = first._recent if first else recent
 
     # ---- recording ----------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class NodeConnection:
     async def _serve_stream(self) -> bool:
         """Serve one stream until it ends. Return whether the node sent its stats on the stream."""
         answer_s = max(ANSWER_S, self._timeout_s - PING_S)
-        # no pings are needed while the node's stats arrive
+        # No pings are needed while the node's stats arrive.
         channel = RpcChannel(self.info.address, answer_s=answer_s, pings_idle=True)
         self._has_asked = self._wants_records(self.info.id)
         self._command = self._new_command()

@@ -69,7 +69,8 @@ class NodePool:
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
         self._changed = asyncio.Event()
-        self._groups: list[RoutableNodes[NodeConnection]] = []  # by fingerprint; valid if `_routable` is
+        # One group for each fingerprint; valid unless `_routable` is None.
+        self._groups: list[RoutableNodes[NodeConnection]] = []
         self._routable: tuple[list[NodeConnection], list[NodeConnection]] | None = None  # None: to be computed
         self._capacity: PoolCapacity | None = None  # None: to be computed
         self._num_frozen = 0  # the number of live nodes when `gc.freeze` was last called

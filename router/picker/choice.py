@@ -7,7 +7,8 @@ from math import ceil
 from typing import Any
 
 PREFIX_CHARS = 1024
-PREFIX_FIELDS = ("instructions", "system", "prompt", "messages", "input", "query")  # in prompt order
+# In the order in which they appear in the prompt.
+PREFIX_FIELDS = ("instructions", "system", "prompt", "messages", "input", "query")
 MAX_ADDRESSES = 3
 OVERLOAD = 1.25
 

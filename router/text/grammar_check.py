@@ -30,7 +30,7 @@ CHECK_S = 4.0  # limit of processor time
 MEMORY_BYTES = 1 << 30  # address space of the child
 STACK_BYTES = 2 << 20  # a quarter of the stack of a node's threads
 REMEMBERED = 256  # number of cached results, because clients send the same grammars again
-NO_TOKENIZER = "no tokenizer"  # in the warnings about special tokens
+NO_TOKENIZER = "no tokenizer"  # part of llguidance's warnings about special tokens
 # llguidance's syntax for a rule's temperature, which nodes do not support.
 TEMPERATURE = re.compile(r'^\s*\w+\s*\[[^\]"]*\btemperature\s*=', re.MULTILINE)
 

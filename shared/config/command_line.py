@@ -53,7 +53,7 @@ NOT_SUPPORTED = (
 )
 VLLM_FLAGS = {  # vLLM's flags that have another name here, or no equivalent
     **dict.fromkeys(NOT_SUPPORTED.split(), "is not supported"),
-    **dict.fromkeys(("data-parallel-size", "dp"), "is named --prefill and --decode here: the numbers of nodes"),
+    **dict.fromkeys(("data-parallel-size", "dp"), "is replaced by --prefill and --decode, the numbers of nodes"),
     **dict.fromkeys(("enable-lora", "max-loras"), "is not needed: --lora-modules names the adapters"),
     "api-key": "is named --api-keys-file here; `baton key` makes a key",
     "kv-cache-memory-bytes": "is named --kv-cache-memory here",

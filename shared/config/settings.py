@@ -24,7 +24,8 @@ from shared.limits import MAX_IMAGES
 from shared.resolver import is_host_and_port
 
 PREFIX = "BATON_"
-VLLM_VARIABLES = {"allow_runtime_lora_updating": "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}  # also read, as in vLLM
+# Variables of vLLM that are read too.
+VLLM_VARIABLES = {"allow_runtime_lora_updating": "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
 CLIENTS = ("url", "api_key")  # settings of the commands that call a router
 MAX_CPU = 4095
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECASE | re.ASCII)
@@ -518,7 +519,7 @@ class EngineSettings(Settings):
     """External servers"""
 
     engine_api_key_file: str = setting("", "File with the API key of the vLLM or SGLang servers.", "they need no key")
-    engine_kind: Literal["vllm", "sglang"] = setting("vllm", "What these servers are.")
+    engine_kind: Literal["vllm", "sglang"] = setting("vllm", "Kind of these servers.")
     kv_lease_s: Seconds = setting(
         30.0, "Seconds for which a vLLM server keeps the KV of a prompt for a decode node (its kv_lease_duration)."
     )

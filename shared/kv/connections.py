@@ -156,7 +156,7 @@ class ChannelListener:
             self._closing = True
             threads = dict(self._threads)
         for connection in (self._server, *threads):
-            with contextlib.suppress(OSError):  # the connection may have ended already
+            with contextlib.suppress(OSError):  # raised if the connection has already ended
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in (self._thread, *threads.values()):
             thread.join()

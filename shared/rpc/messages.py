@@ -177,7 +177,7 @@ class StepRecord:
     host_us: int = 0  # time without the device: to plan this step and to publish the previous one
     predicted_us: int = 0  # the cost model's prediction of duration_us + host_us; 0: no model
     budget: int = 0  # maximum number of tokens in this step
-    reason: str = ""  # what limited the budget: see scheduler.budget
+    reason: str = ""  # the reason for the budget: see scheduler.budget
     num_prefills: int = 0
     prefill_tokens: int = 0
     prefill_pairs: int = 0

@@ -55,7 +55,7 @@ async def test_a_healthy_cluster_gets_a_line_for_each_check() -> None:
             "fingerprints",
             "warning",
             {"fingerprint": "bb"},
-            "different: decode-1: bb; the others: aa: no handoff between them",
+            "decode-1: bb; the other nodes have aa, so there are no handoffs",
         ),
         ("blocks", "failed", {"blocks": NODE["blocks"] | {"free": 49}}, "is not the total"),
         ("channels", "warning", {"channel_fallbacks": 2}, "decode-1 2 times fell back"),

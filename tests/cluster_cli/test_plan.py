@@ -178,7 +178,7 @@ def test_nodes_take_the_devices_in_turn_and_share_the_memory_of_one(
         ({"devices": "cuda:01"}, "'cuda:01' is not a GPU"),
         ({"devices": "cuda:0,cuda:0"}, "must name each GPU once"),
         ({"devices": "cuda:0", "device": "cpu"}, "leave out --device cpu"),
-        ({"devices": "cuda:0,cuda:1,cuda:2"}, "are more than the 2 nodes; name fewer"),
+        ({"devices": "cuda:0,cuda:1,cuda:2"}, "there are only 2 nodes; name fewer GPUs"),
         (
             {"kv_channel": "pool", "decode": 2},
             "--kv-channel pool: only one decode node per device can share its pool; auto has more",

@@ -24,8 +24,8 @@ from compare.report.terminal import show
 from compare.run.deployments import Deployments, LaunchOptions, LocalStack, fit_together, num_gpus
 from compare.run.engines import EngineMeter
 from compare.run.session import Experiment, run_session, span
-from compare.run.simulated import SimulatedDeployments
-from engine.emulation import load_emulation
+from compare.run.simulated import SimulatedDeployments, predict
+from engine.emulation import Emulation, load_emulation
 from proxy_node.client import read_key
 from shared.config.settings import parse_engines
 from shared.errors import ConfigError
@@ -68,6 +68,12 @@ async def run_compare(options: CompareOptions) -> int:
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror or error}") from None
     say(f"measured in {span(time.monotonic() - began)}")
+    if options.on != "sim" and (options.emulate or options.on == "emulated"):
+        valid = [period.trial for period in findings.periods if not period.problems]
+        try:
+            findings.predicted = await predict(experiment, _device(options), valid)
+        except ConfigError as error:
+            findings.notes.append(f"the periods were not simulated: {error}")
     report = report_of(experiment, findings, "url" if options.url else options.on, command_line(sys.argv[1:]))
     show(report)
     try:
@@ -137,14 +143,17 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
 
 
 def _simulated(options: CompareOptions, experiment: Experiment) -> tuple[Deployments, str]:
-    try:
-        device = load_emulation(options.emulate or DEFAULT_EMULATED)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    deployments = SimulatedDeployments(experiment.all_arms, device, records=not experiment.finds_capacity)
+    deployments = SimulatedDeployments(experiment.all_arms, _device(options), records=not experiment.finds_capacity)
     num_arms, most = len(experiment.all_arms), "at most " if experiment.finds_capacity else ""
     periods = f"{num_arms} arms x {most}{experiment.max_trials} periods x {options.duration:g} s of traffic"
     return deployments, f"plan: {periods}, simulated"
+
+
+def _device(options: CompareOptions) -> Emulation:
+    try:
+        return load_emulation(options.emulate or DEFAULT_EMULATED)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_choices(options: CompareOptions) -> None:
@@ -163,8 +172,10 @@ def _check_choices(options: CompareOptions) -> None:
     ):
         if both:
             raise ConfigError(f"{one} and {other}: give only one of them")
-    if options.emulate and options.on == "live":
-        raise ConfigError("--emulate: needs --on emulated or --on sim")
+    if options.emulate and (options.url or options.engines):
+        raise ConfigError("--emulate: needs --arms of Baton's own nodes")
+    if options.emulate:
+        _device(options)  # raises ConfigError before anything starts
     if options.engines and options.on != "live":
         raise ConfigError(f"--engines: cannot be {DEVICES[options.on]}; leave out --on")
     if options.url and options.on == "sim":

@@ -56,7 +56,10 @@ class CompareOptions:
     tbt_slo_ms: float = flag("MS", 40.0, "Limit of a request's p99 time between tokens.", *TBT_SLO, min=0.001)
     attainment: float = flag("SHARE", 0.9, "With --find-capacity: share to meet the limits.", min=0.01, max=0.999)
     on: str = flag("PLACE", "live", "live: nodes compute; emulated: they sleep instead; sim: on a virtual clock.")
-    emulate: str = flag("NAME", "", f"Cost model of emulated or simulated nodes. Default: {DEFAULT_EMULATED}.")
+    emulate: str = flag(
+        "NAME", "", "Cost model of emulated or simulated nodes; with --on live, every period is also simulated with it."
+        f" Default: {DEFAULT_EMULATED}.",
+    )  # fmt: skip
     model: str = flag("MODEL", "", "Model of all arms. Default: the demo's.")
     set: list[str] = flag("SETTING=VALUE", [], "A setting of all arms.")
     unequal: bool = flag("", False, "Allow arms with different numbers of devices.", "--unequal")

@@ -164,7 +164,7 @@ class TrafficSource:
         """Return the rows of a seed with their times (None for a dropped row), the number of cut rows, and the number
         of passes over the trace."""
         rows, laps = self._rows(seed, rate)
-        return *self._fitted([_scaled(row, self._scale) for row in rows]), laps
+        return *self._fitted([scaled(row, self._scale, self._scale) for row in rows]), laps
 
     def _rows(self, seed: int, rate: float | None) -> tuple[list[TraceRow], int]:
         """Return the rows with their times, and the number of passes over the trace."""
@@ -248,21 +248,21 @@ def _lap(row: TraceRow, lap: int, at_s: float) -> TraceRow:
     return replace(row, at_s=at_s, pieces=pieces)
 
 
-def _scaled(row: TraceRow, scale: float) -> TraceRow:
-    """Scale the lengths of the prompt and the answer, to at least 1. Shared prefixes stay shared, because the end
-    positions of all pieces are scaled alike."""
-    if scale == 1:
+def scaled(row: TraceRow, prompt: float, answer: float) -> TraceRow:
+    """Multiply the lengths of the prompt and the answer by these factors, to at least 1 token. Shared prefixes stay
+    shared, because the end positions of all pieces are scaled alike."""
+    if prompt == answer == 1:
         return row
     if row.prompt is not None:
         raise ConfigError("--scale-tokens cannot change a trace that contains the prompts' tokens: omit it")
     pieces, end, done = [], 0, 0
     for key, length in row.pieces:
         end += length
-        pieces.append((key, round(end * scale) - done))
-        done = round(end * scale)
+        pieces.append((key, round(end * prompt) - done))
+        done = round(end * prompt)
     if not done:
         pieces = [(row.pieces[-1][0], 1)]
-    return replace(row, pieces=tuple(pieces), max_tokens=max(1, round(row.max_tokens * scale)))
+    return replace(row, pieces=tuple(pieces), max_tokens=max(1, round(row.max_tokens * answer)))
 
 
 def _cut(row: TraceRow, limit: int) -> TraceRow:

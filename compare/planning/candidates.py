@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from compare.arms import Arm, parse_arm, parse_settings
 from compare.load.outcome import LatencySlo
 from compare.load.traces import TraceRow, read_trace
-from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource
+from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource, scaled
 from compare.main import context_limit
 from compare.options import CompareOptions
 from compare.planning.options import PlanOptions
@@ -34,6 +34,8 @@ TYPICAL_BATCH = 64  # decodes in a step, for estimates
 DEFAULT_TRAFFIC = "chat"
 PLACES = ("live", "emulated")  # values of --validate
 Latencies = NDArray[np.float64]
+Lengths = tuple[float, float]  # factors of the lengths of prompts and of answers
+SAME: Lengths = (1.0, 1.0)
 
 
 def candidates(options: PlanOptions) -> list[str]:
@@ -72,8 +74,7 @@ class Simulations:
         self._source, self.device = source, device
         self._common = parse_settings("--set", ",".join(settings))
         self.rows = lru_cache(maxsize=8)(self._draw)
-        # Block hashes of the first rows of a seed.
-        self._hashes = lru_cache(maxsize=8)(lambda seed, block_tokens: list[list[bytes]]())
+        self._hashes = lru_cache(maxsize=8)(lambda *_: list[list[bytes]]())  # block hashes of the first rows
 
     def arm(self, name: str) -> Arm:
         return parse_arm(name, self._common)
@@ -81,10 +82,11 @@ class Simulations:
     def plan(self, name: str) -> ClusterPlan:
         return cluster_plan(self.arm(name), self.device)
 
-    def run(self, arm: str, rate: float, seed: int, count: int) -> Run:
+    def run(self, arm: str, rate: float, seed: int, count: int, lengths: Lengths = SAME) -> Run:
         """Simulate the first `count` requests of a seed at a rate."""
         plan = self.plan(arm)
-        cluster, requests = SimulatedCluster(plan, seed=seed), self.requests(plan.block_tokens, rate, seed, count)
+        requests = self.requests(plan.block_tokens, rate, seed, count, lengths)
+        cluster = SimulatedCluster(plan, seed=seed)
         cluster.run(requests)
         ends, answer_s = cluster.ends(), cluster.times.answer_s
         times = [
@@ -93,9 +95,12 @@ class Simulations:
         ]
         return Run(*np.array(times).T * 1000)
 
-    def requests(self, block_tokens: int, rate: float, seed: int, count: int) -> list[SimulatedRequest]:
+    def requests(
+        self, block_tokens: int, rate: float, seed: int, count: int, lengths: Lengths = SAME
+    ) -> list[SimulatedRequest]:
         """Return the first `count` requests of a seed at a rate."""
-        rows, hashes = self.rows(seed)[:count], self._hashes(seed, block_tokens)
+        rows = [scaled(row, *lengths) for row in self.rows(seed)[:count]]
+        hashes = self._hashes(seed, block_tokens, lengths)
         hashes += [list(block_names(rows[each], each, block_tokens)) for each in range(len(hashes), len(rows))]
         return [
             SimulatedRequest(f"r{index}", row.at_s * REFERENCE_RATE / rate, row.prompt_len, row.max_tokens, names)
@@ -108,15 +113,15 @@ class Simulations:
         rows = self.rows(0)
         return fmean(row.prompt_len for row in rows), fmean(row.max_tokens for row in rows)
 
-    @property
-    def longest(self) -> int:
-        """The maximum number of tokens of a request."""
-        return max(row.prompt_len + row.max_tokens for row in self.rows(0))
+    def longest(self, lengths: Lengths = SAME) -> float:
+        """Return the maximum number of tokens of a request."""
+        return max(row.prompt_len * lengths[0] + row.max_tokens * lengths[1] for row in self.rows(0))
 
-    def request_s(self, slo: LatencySlo) -> tuple[float, float, float]:
+    def request_s(self, slo: LatencySlo, lengths: Lengths = SAME) -> tuple[float, float, float]:
         """Return estimates in seconds: the GPU time of a prompt; the GPU time of an answer, with as many decodes in a
         step as the SLO allows; and the duration of an answer."""
-        (prompt, answer), cost = self.mean_lengths, self.device.cost
+        prompt, answer = (mean * factor for mean, factor in zip(self.mean_lengths, lengths, strict=True))
+        cost = self.device.cost
         prompt_s = cost.per_token * prompt + cost.per_pair * prompt**2 / 2
 
         def step_s(batch: int) -> float:
@@ -126,12 +131,24 @@ class Simulations:
         batch = max((each for each in range(1, TYPICAL_BATCH + 1) if 1000 * step_s(each) <= slo.tbt_ms), default=1)
         return prompt_s, answer * step_s(batch) / batch, answer * step_s(batch)
 
-    def first_rate(self, arm: str, slo: LatencySlo) -> float:
+    def first_rate(self, arm: str, slo: LatencySlo, lengths: Lengths = SAME) -> float:
         """Return an estimate of the capacity of an arm in requests/s, to begin the search."""
-        plan, (prompt_s, answer_s, _) = self.plan(arm), self.request_s(slo)
+        plan, (prompt_s, answer_s, _) = self.plan(arm), self.request_s(slo, lengths)
         if not plan.prefill:
             return 0.8 * plan.decode / (prompt_s + answer_s)
         return 0.8 * min(plan.prefill / prompt_s, plan.decode / answer_s)
+
+    def split_for(self, arm: str, slo: LatencySlo, lengths: Lengths) -> str:
+        """Return the split for other lengths, given the best one for the lengths of the traffic: the ratio of prefill
+        to decode nodes follows the ratio of their estimated work."""
+        plan = self.plan(arm)
+        if not plan.prefill:
+            return arm
+        (prompt_s, answer_s, _), (own_prompt_s, own_answer_s, _) = self.request_s(slo, lengths), self.request_s(slo)
+        ratio = plan.prefill / plan.decode * (prompt_s / answer_s) / (own_prompt_s / own_answer_s)
+        nodes = plan.prefill + plan.decode
+        prefill = min(max(1, round(nodes * ratio / (1 + ratio))), nodes - 1)
+        return f"disaggregated:{prefill}p{nodes - prefill}d" + "".join(arm.partition("@")[1:])
 
     def _draw(self, seed: int) -> list[TraceRow]:
         return [row for row in self._source.rows(seed, REFERENCE_RATE)[0] if row is not None]
@@ -182,9 +199,9 @@ def prepare(options: PlanOptions) -> Simulations:
         if limit_ms < step_ms:
             raise ConfigError(f"{flag} {limit_ms:g}: one step of {device.name} takes {step_ms:.1f} ms; give more")
     simulations = Simulations(source, device, options.set)
-    if (longest := simulations.longest) > device.kv_tokens:
+    if (longest := simulations.longest()) > device.kv_tokens:
         raise ConfigError(
-            f"a request has {longest} tokens, but the memory of {device.name} holds the KV of {device.kv_tokens}: "
+            f"a request has {longest:.0f} tokens, but the memory of {device.name} holds the KV of {device.kv_tokens}: "
             f"give --scale-tokens {device.kv_tokens / longest * options.scale_tokens:.2g} or less"
         )
     return simulations

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 from compare.planning.candidates import Simulations, candidates, prepare
 from compare.planning.options import PlanOptions
 from compare.planning.page import page_of
-from compare.planning.report import Document, RunsByArm, document, show, slo_of
-from compare.planning.search import Measured, PlanSearch
+from compare.planning.report import Document, document, show, slo_of
+from compare.planning.search import Measured, PlanSearch, SearchResult
 from compare.planning.validation import validate
 from scheduler.policy import POLICIES
 from shared.errors import ConfigError
@@ -32,28 +32,27 @@ def run_plan(options: PlanOptions) -> int:
     out = options.out or Path(time.strftime("baton-plan-%Y%m%d-%H%M%S"))
     slo = slo_of(options)
     with PlanSearch(options, slo, simulations.request_s(slo)[2], say) as search:
-        found, causes, varied = asyncio.run(_search(search, arms, simulations))
-    plan = document(options, simulations, search.scores, found, causes, varied)
+        result = asyncio.run(_search(search, arms, simulations))
+    plan = document(options, simulations, result)
     show(plan)
     say(f"  simulated in {time.monotonic() - began:.0f} s")
     _write(out, plan, say)
     if options.validate:
         (out / "validation" / "logs").mkdir(parents=True, exist_ok=True)
-        plan["validation"] = asyncio.run(validate(options, simulations, found[:2], out / "validation", say))
+        plan["validation"] = asyncio.run(validate(options, simulations, result.found[:2], out / "validation", say))
         _write(out, plan, say)
     return 0
 
 
-async def _search(
-    search: PlanSearch, arms: Sequence[str], simulations: Simulations
-) -> tuple[list[Measured], Mapping[str, Mapping[str, int]], RunsByArm]:
-    """Return the finalists, best first; their miss causes; and runs of the best of each mode at other rates."""
+async def _search(search: PlanSearch, arms: Sequence[str], simulations: Simulations) -> SearchResult:
     estimate = max(simulations.first_rate(arm, search.slo) for arm in arms)
     found = await search.best(arms, ESTIMATE_SHARE * estimate)
     pair = {one.arm: one.capacity.rate for one in found if one is _first_of(found, one)}
     varied = await asyncio.gather(*(search.varied(arm, rate) for arm, rate in pair.items()))
     causes = await asyncio.gather(*(search.causes(one.arm, found[0].capacity.rate) for one in found))
-    return found, {one.arm: each for one, each in zip(found, causes, strict=True)}, dict(zip(pair, varied, strict=True))
+    lengths = await search.by_lengths(pair, simulations)
+    by_arm = {one.arm: each for one, each in zip(found, causes, strict=True)}
+    return SearchResult(search.scores, search.points, found, by_arm, dict(zip(pair, varied, strict=True)), lengths)
 
 
 def _first_of(found: Sequence[Measured], one: Measured) -> Measured:

@@ -28,7 +28,7 @@ def page_of(plan: Document) -> str:
         for name, key in (("prompts", "prompt_tokens"), ("answers", "output_tokens"))
     )
     goal = f"TTFT {slo['ttft_ms']:g} ms and TBT p99 {slo['tbt_ms']:g} ms for {slo['attainment']:.0%} of the requests"
-    flips = plan["flips"] or ["Half to twice of each limit gives the same mode, or no clear one."]
+    flips = plan["flips"] or ["Half to twice each limit and length gives the same mode, or no clear one."]
     parts = [
         f"<h1>Plan for {plan['gpus']} GPUs</h1>",
         f"<p>{escape(plan['device'])}; {escape(traffic['name'])}: {lengths}; {goal}.</p>",
@@ -43,7 +43,11 @@ def page_of(plan: Document) -> str:
         "<p>For each pair of limits: the arm that carries at least 3 % more requests/s in each of a few coarse runs, "
         "and how many it carries. The arms are the best one of each mode. Orange: disaggregated; blue: co-located; "
         "plain: neither.</p>",
-        _map(plan["winners"]),
+        _map(plan["winners"], ("ttft_ms", "TTFT {:.4g} ms"), ("tbt_ms", "TBT {:.3g} ms")),
+        *_lengths(plan["lengths"]),
+        "<h2>Capacity by the number of prefill nodes</h2><p>The best candidate of each split. Capacities of finalists "
+        "are measured; the others are coarse, or bounds, because their search ended early.</p>",
+        _splits(plan["splits"]),
         *_validation(plan),
         "<h2>All candidates</h2><p>Each candidate was tried at rising rates until others did better. The table "
         "shows its last rate, and the share of its requests within the SLO at that rate.</p>",
@@ -76,13 +80,39 @@ def _scored(one: Document) -> list[str]:
     return [escape(one["arm"]), f"{one['rate']:.1f}", f"{one['attainment']:.0%}", bar]
 
 
-def _map(cells: Sequence[Document]) -> str:
-    columns = sorted({cell["tbt_ms"] for cell in cells})
-    head = "".join(f'<th scope="col">TBT {at:.3g} ms</th>' for at in columns)
+def _splits(rows: Sequence[Document]) -> str:
+    most = max(row["capacity_rps"] for row in rows)
+    shown = []
+    for row in rows:
+        kind = "split" if row["prefill"] else "one"
+        width = 12 * row["capacity_rps"] / most if row["bounded"] != "below" else 0
+        bar = f'<span class="{kind}"><span class="bar" style="width: {width:.1f}rem"></span></span>'
+        bound = {"above": "≥ ", "below": "< "}.get(row["bounded"], "" if row["is_measured"] else "about ")
+        shown.append([escape(row["arm"]), f"{bound}{row['capacity_rps']:.3g}", bar])
+    return _table(["candidate", "req/s", ""], shown)
+
+
+def _lengths(cells: Sequence[Document]) -> list[str]:
+    if not cells:
+        return []
+    about = (
+        "The same with half and twice the lengths of prompts and answers, where the ratio of prefill to decode nodes "
+        "follows the lengths. A lead under 10 % is left out, because each rate is one run."
+    )
+    rows, columns = ("prompt_tokens", "prompts of {:.0f} tokens"), ("answer_tokens", "answers of {:.0f}")
+    return [f"<p>{about}</p>", _map(cells, rows, columns)]
+
+
+def _map(cells: Sequence[Document], row: tuple[str, str], column: tuple[str, str]) -> str:
+    """Return a table of the cells. `row` and `column` are the key of a cell and the format of its heading."""
+    (key, text), (across, heading) = row, column
+    columns = sorted({cell[across] for cell in cells})
+    head = "".join(f'<th scope="col">{heading.format(at)}</th>' for at in columns)
     rows = ""
-    for ttft in sorted({cell["ttft_ms"] for cell in cells}):
-        own = (cell for cell in cells if cell["ttft_ms"] == ttft)
-        rows += f'<tr><th scope="row">TTFT {ttft:.4g} ms</th>' + "".join(map(_cell, own)) + "</tr>"
+    for value in sorted({cell[key] for cell in cells}):
+        own = {cell[across]: cell for cell in cells if cell[key] == value}
+        filled = (_cell(own[at]) if at in own else "<td></td>" for at in columns)
+        rows += f'<tr><th scope="row">{text.format(value)}</th>' + "".join(filled) + "</tr>"
     return f'<div class="wide"><table><thead><tr><td></td>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 

@@ -11,11 +11,11 @@ import typer
 
 from compare.load.outcome import LatencySlo
 from compare.load.traffic import spread
-from compare.planning.candidates import REFERENCE_RATE, Run, Simulations
+from compare.planning.candidates import REFERENCE_RATE, SAME, Run, Simulations
 from compare.planning.compose import compose_override
 from compare.planning.options import PlanOptions
-from compare.planning.search import Measured, Score
-from compare.stats.capacity import CapacityPoint, balanced, capacity_of, influences, paired_capacities
+from compare.planning.search import Measured, SearchResult
+from compare.stats.capacity import CapacityEstimate, CapacityPoint, balanced, capacity_of, influences, paired_capacities
 from compare.stats.statistics import MIN_PERCENT, TOO_CLOSE, student
 from compare.stats.verdict import CAPACITY, Ranking, rank
 
@@ -23,24 +23,17 @@ SCHEMA = "baton.plan/1"
 SHOWN = 2000  # number of requests whose lengths are shown
 HOUR_S = 3600.0
 FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # factors of each limit, to find where the answer flips
+MIN_COARSE_PERCENT = 10.0  # a smaller lead in a few runs with one seed is not shown
 Document = dict[str, Any]
 RunsByArm = Mapping[str, Mapping[tuple[float, int], Run]]
 
 
-def document(
-    options: PlanOptions,
-    simulations: Simulations,
-    scores: Mapping[str, Score],
-    found: Sequence[Measured],
-    causes: Mapping[str, Mapping[str, int]],
-    varied: RunsByArm,
-) -> Document:
-    """Return the plan. `found` has the finalists, best first. `causes` says why each finalist misses the SLO at the
-    best one's capacity. `varied` has runs of the best finalist of each mode at rates around its capacity."""
-    slo = slo_of(options)
+def document(options: PlanOptions, simulations: Simulations, result: SearchResult) -> Document:
+    """Return the plan."""
+    slo, found = slo_of(options), result.found
     ranking = rank(CAPACITY, paired_capacities({one.arm: one.points for one in found}, options.attainment))
     requests = simulations.requests(64, REFERENCE_RATE, 0, SHOWN)
-    cells = winners(varied, slo, options.attainment)
+    cells, lengths = winners(result.varied, slo, options.attainment), winners_by_lengths(result, simulations)
     return {
         "schema": SCHEMA,
         "device": simulations.device.name,
@@ -51,14 +44,16 @@ def document(
             "prompt_tokens": spread([each.num_prompt for each in requests]),
             "output_tokens": spread([each.max_tokens for each in requests]),
         },
-        "finalists": [_finalist(one, options, simulations, causes.get(one.arm, {})) for one in found],
+        "finalists": [_finalist(one, options, simulations, result.causes.get(one.arm, {})) for one in found],
         "candidates": [
             {"arm": arm} | score._asdict()
-            for arm, score in sorted(scores.items(), key=lambda item: item[1], reverse=True)
+            for arm, score in sorted(result.scores.items(), key=lambda item: item[1], reverse=True)
         ],
+        "splits": splits(result, simulations, options.attainment),
         "recommendation": recommendation(found, ranking, options),
         "winners": cells,
-        "flips": flips(found[0], cells),
+        "lengths": lengths,
+        "flips": flips(found[0], cells) + flips(found[0], lengths),
         "compose": compose_override(simulations.arm(found[0].arm)),
     }
 
@@ -142,6 +137,37 @@ def winners(varied: RunsByArm, slo: LatencySlo, attainment: float) -> list[Docum
     return cells
 
 
+def splits(result: SearchResult, simulations: Simulations, attainment: float) -> list[Document]:
+    """Return the best candidate for each number of prefill nodes, and its capacity. The capacities of finalists are
+    measured; others are interpolated between the rates of the first rounds, or a bound."""
+    capacities = {arm: capacity_of(points, attainment) for arm, points in result.points.items()}
+    measured = {one.arm: one.capacity for one in result.found}
+    capacities |= measured
+    ordered = sorted(capacities, key=lambda arm: (arm in measured, capacities[arm].rate, result.scores[arm]))
+    best = {simulations.arm(arm).prefill: arm for arm in ordered}  # the last one of each number is kept
+    return [
+        {"prefill": prefill, "arm": arm, "is_measured": arm in measured} | _capacity(capacities[arm])
+        for prefill, arm in sorted(best.items())
+    ]
+
+
+def _capacity(found: CapacityEstimate) -> Document:
+    return {"capacity_rps": found.rate, "bounded": found.bounded}
+
+
+def winners_by_lengths(result: SearchResult, simulations: Simulations) -> list[Document]:
+    """Return, for each combination of lengths, the mean lengths, the capacities by arm, and the arm that carries at
+    least MIN_COARSE_PERCENT more, or "" if there is none."""
+    own = {one.arm: one.capacity for one in result.found if one.arm in result.varied}
+    cells = []
+    for lengths, capacities in sorted({**result.lengths, SAME: own}.items() if result.lengths else ()):
+        rates = {arm: 0.0 if one.bounded == "below" else one.rate for arm, one in capacities.items()}
+        prompt, answer = (mean * factor for mean, factor in zip(simulations.mean_lengths, lengths, strict=True))
+        winner = _leader(rates, MIN_COARSE_PERCENT)
+        cells.append({"prompt_tokens": prompt, "answer_tokens": answer, "winner": winner, "capacity_rps": rates})
+    return cells
+
+
 def _seeds(varied: RunsByArm) -> set[int]:
     return {seed for runs in varied.values() for _, seed in runs}
 
@@ -156,23 +182,29 @@ def _capacities(varied: RunsByArm, slo: LatencySlo, attainment: float, seed: int
     return found
 
 
-def _leader(rates: Mapping[str, float]) -> str:
+def _leader(rates: Mapping[str, float], percent: float = MIN_PERCENT) -> str:
     if len(rates) < 2:
         return ""
     second, best = sorted(rates, key=rates.__getitem__)[-2:]
-    return best if rates[best] > (1 + MIN_PERCENT / 100) * rates[second] else ""
+    return best if rates[best] > (1 + percent / 100) * rates[second] else ""
 
 
 def flips(best: Measured, cells: Sequence[Document]) -> list[str]:
-    """Return a sentence for each changed limit under which the other mode carries clearly more requests."""
-    base = cells[len(cells) // 2]
+    """Return a sentence for each change of one limit, or of the lengths, with which the other mode carries clearly
+    more requests."""
+    base = cells[len(cells) // 2] if cells else {}
     said = []
     for cell in cells:
-        is_other = cell["winner"] and cell["winner"].split(":")[0] != best.arm.split(":")[0]
-        if is_other and (cell["ttft_ms"] == base["ttft_ms"]) != (cell["tbt_ms"] == base["tbt_ms"]):
-            limits = f"TTFT {cell['ttft_ms']:.4g} ms and TBT {cell['tbt_ms']:.4g} ms"
-            rate, *others = sorted(cell["capacity_rps"].values(), reverse=True)
-            said.append(f"with {limits}, {cell['winner']} carries about {rate:.3g} req/s instead of {others[0]:.3g}")
+        if not cell["winner"] or cell["winner"].split(":")[0] == best.arm.split(":")[0]:
+            continue
+        if "ttft_ms" not in cell:
+            change = f"prompts of {cell['prompt_tokens']:.0f} tokens and answers of {cell['answer_tokens']:.0f}"
+        elif (cell["ttft_ms"] == base["ttft_ms"]) != (cell["tbt_ms"] == base["tbt_ms"]):
+            change = f"TTFT {cell['ttft_ms']:.4g} ms and TBT {cell['tbt_ms']:.4g} ms"
+        else:
+            continue
+        rate, *others = sorted(cell["capacity_rps"].values(), reverse=True)
+        said.append(f"with {change}, {cell['winner']} carries about {rate:.3g} req/s instead of {others[0]:.3g}")
     return said
 
 
@@ -190,7 +222,7 @@ def show(plan: Document) -> None:
         typer.echo("  ".join([first.ljust(widths[0]), *map(str.rjust, numbers, widths[1:]), last]))
     typer.echo()
     typer.secho(plan["recommendation"], bold=True)
-    for text in plan["flips"] or ["no: half to twice of each limit gives the same mode, or no clear one"]:
+    for text in plan["flips"] or ["no: half to twice each limit and length gives the same mode, or no clear one"]:
         typer.echo(f"  flips:      {text}")
     typer.echo(f"  start:      {plan['finalists'][0]['command']}")
 

@@ -8,14 +8,15 @@ compares the modes.
 import asyncio
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
 from compare.load.outcome import LatencySlo
-from compare.planning.candidates import Run, Simulations, miss_counts, prepare
+from compare.planning.candidates import SAME, Lengths, Run, Simulations, miss_counts, prepare
 from compare.planning.options import PlanOptions
 from compare.stats.capacity import CapacityEstimate, CapacityPoint, CapacitySearch
 
@@ -24,6 +25,7 @@ MOST_STEPS = 12  # maximum number of changes of the rate in one round
 WIDENING = 1.1  # factor of the rate while the capacity of a finalist is bracketed
 STEP = 1.15  # factor between the rates at which all seeds are measured
 VARIED_RATES = (0.5, 0.7, 1.0, 1.4, 2.0)  # factors of the capacity, to find the answer under other SLOs
+VARIED_LENGTHS = (0.5, 1.0, 2.0)  # factors of the lengths of prompts and of answers
 SPLIT = "disaggregated"
 
 
@@ -62,15 +64,30 @@ class Measured:
         return self.arm.startswith(SPLIT)
 
 
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a search has found. The latter three describe the best finalist of each mode, at rates around its capacity
+    or with other lengths of prompts and answers."""
+
+    scores: Mapping[str, Score]  # the last score of each candidate
+    points: Mapping[str, Sequence[CapacityPoint]]  # the mean attainment of each candidate at each rate
+    found: Sequence[Measured]  # the finalists, best first
+    causes: Mapping[str, Mapping[str, int]]  # why each finalist misses the SLO at the best one's capacity
+    varied: Mapping[str, Mapping[tuple[float, int], Run]]  # runs by arm, rate and seed
+    lengths: Mapping[Lengths, Mapping[str, CapacityEstimate]]  # capacities by arm
+
+
 class PlanSearch:
     """Simulates in several processes. Used as a context manager, on one event loop.
 
     `answer_s` is the duration of an answer: runs last a multiple of it, because the load becomes steady only after that
-    time. `say` gets a line for each round. `scores` has the last score of each candidate.
+    time. `say` gets a line for each round. `scores` has the last score of each candidate, and `points` its mean
+    attainment at each rate.
     """
 
     def __init__(self, options: PlanOptions, slo: LatencySlo, answer_s: float, say: Callable[[str], None]) -> None:
         self.scores: dict[str, Score] = {}
+        self.points: dict[str, list[CapacityPoint]] = defaultdict(list)
         self.slo, self._options, self._answer_s, self._say = slo, options, answer_s, say
         workers = options.workers or len(os.sched_getaffinity(0))
         self._pool = ProcessPoolExecutor(workers, initializer=_begin, initargs=(options,))
@@ -103,6 +120,29 @@ class PlanSearch:
         runs = await asyncio.gather(*(self._run(arm, at, seed, size.count(at)) for at, seed in keys))
         return dict(zip(keys, runs, strict=True))
 
+    async def by_lengths(
+        self, found: Mapping[str, float], simulations: Simulations
+    ) -> dict[Lengths, dict[str, CapacityEstimate]]:
+        """Return the capacity of each mode with shorter and longer prompts and answers, with one seed. `found` has the
+        capacity of the best candidate of each mode. Lengths that do not fit into the device's memory are left out."""
+        if simulations.rows(0)[0].prompt is not None:
+            return {}  # the trace has the tokens of its prompts
+        cells = [(prompt, answer) for prompt in VARIED_LENGTHS for answer in VARIED_LENGTHS]
+        cells = [each for each in cells if each != SAME and simulations.longest(each) <= simulations.device.kv_tokens]
+        self._say(f"capacities with {len(cells)} other combinations of lengths")
+        capacities: dict[Lengths, dict[str, CapacityEstimate]] = {each: {} for each in cells}
+
+        async def search(arm: str, capacity: float, lengths: Lengths) -> None:
+            split = simulations.split_for(arm, self.slo, lengths)
+            answer_s = simulations.request_s(self.slo, lengths)[2]
+            size = Round(self._options.requests // 4, 4 * answer_s, 1, 1, STEP)
+            change = simulations.first_rate(split, self.slo, lengths) / simulations.first_rate(arm, self.slo)
+            measured = await self._search(split, capacity * change, size, lengths)
+            capacities[lengths][split] = measured.capacity
+
+        await asyncio.gather(*(search(*item, each) for item in found.items() for each in cells))
+        return capacities
+
     async def causes(self, arm: str, rate: float) -> dict[str, int]:
         """Return why requests of an arm miss the SLO at a rate."""
         count = math.ceil(max(self._options.requests // 2, 6 * rate * self._answer_s))
@@ -131,12 +171,13 @@ class PlanSearch:
         for arm in arms:
             own = [run for (name, _), run in zip(keys, runs, strict=True) if name == arm]
             self.scores[arm] = Score(rate, fmean(run.attainment(self.slo) for run in own))
+            self.points[arm].append(CapacityPoint(rate, 0, self.scores[arm].attainment))
 
-    async def _search(self, arm: str, rate: float, size: Round) -> Measured:
+    async def _search(self, arm: str, rate: float, size: Round, lengths: Lengths = SAME) -> Measured:
         runs: dict[tuple[float, int], Run] = {}
 
         async def measure(rate: float, seed: int) -> float:
-            runs[rate, seed] = await self._run(arm, rate, seed, size.count(rate))
+            runs[rate, seed] = await self._run(arm, rate, seed, size.count(rate), lengths)
             return runs[rate, seed].attainment(self.slo)
 
         most = MOST_STEPS + 8 * size.seeds
@@ -151,8 +192,8 @@ class PlanSearch:
         )
         return Measured(arm, await search.run(rate), search.points, runs)
 
-    async def _run(self, arm: str, rate: float, seed: int, count: int) -> Run:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, _run, arm, rate, seed, count)
+    async def _run(self, arm: str, rate: float, seed: int, count: int, lengths: Lengths = SAME) -> Run:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, _run, arm, rate, seed, count, lengths)
 
 
 def kept(arms: Sequence[str], count: int) -> list[str]:
@@ -173,9 +214,9 @@ def _begin(options: PlanOptions) -> None:
     _simulations = prepare(options)
 
 
-def _run(arm: str, rate: float, seed: int, count: int) -> Run:
+def _run(arm: str, rate: float, seed: int, count: int, lengths: Lengths) -> Run:
     assert _simulations is not None
-    return _simulations.run(arm, rate, seed, count)
+    return _simulations.run(arm, rate, seed, count, lengths)
 
 
 def _causes(arm: str, rate: float, count: int, slo: LatencySlo) -> dict[str, int]:

@@ -16,11 +16,11 @@ function plot(host, data, options) {
   const shares = { size: 46, values: (_, all) => all.map((share) => Math.round(share * 100) + "%") };
   const draw = () => {
     chart?.destroy();
-    const { height = 240, scales, x, series, bands, draw: painted, pointed } = options();
+    const { height = 240, scales, x, y = shares, series, bands, draw: painted, pointed } = options();
     const hooks = { draw: [painted], setCursor: [({ cursor, data: rows }) => pointed(cursor.idx ?? null, rows)] };
     chart = new uPlot({
       width: Math.max(200, host.clientWidth), height, legend: { show: false },
-      cursor: { y: false, points: { show: false } }, scales, axes: [axis({ size: 34, ...x }), axis(shares)],
+      cursor: { y: false, points: { show: false } }, scales, axes: [axis({ size: 34, ...x }), axis(y)],
       series: [{}, ...series], bands: bands ?? [], hooks,
     }, data, host);
   };
@@ -96,5 +96,20 @@ function against(host, curves, wanted, pointed) {
     bands: curves.map(band),
     draw: (chart) => rule(chart, "y", wanted, `target ${+(100 * wanted).toPrecision(3)}%`),
     pointed: (i, rows) => (i === null ? pointed(null) : pointed(xs[i], curves.map((_, number) => rows[3 * number + 1][i]))),
+  }));
+}
+
+/* Draw tokens/s per device against tokens/s per user, a point per rate. curves = [{index, name, per_user, per_device}]. */
+function tradeOff(host, curves, pointed) {
+  const xs = together(curves, "per_user"), at = (curve) => xs.map((x) => curve.per_device[curve.per_user.indexOf(x)] ?? null);
+  const most = Math.max(...curves.flatMap((curve) => curve.per_device)), short = (value) => +value.toPrecision(4);
+  plot(host, [xs, ...curves.map(at)], () => ({
+    height: 280,
+    scales: { x: { time: false, range: [xs[0] * 0.95, xs[xs.length - 1] * 1.05] }, y: { range: [0, most * 1.1] } },
+    x: { values: (_, all) => all.map(short) },
+    y: { size: 60, values: (_, all) => all.map(short) },
+    series: curves.map(({ index }) => ({ ...lineOf(index), points: { show: true, size: 6 }, spanGaps: true })),
+    draw: () => {},
+    pointed: (i, rows) => (i === null ? pointed(null) : pointed(xs[i], rows.slice(1).map((row) => row[i]))),
   }));
 }

@@ -47,6 +47,7 @@ TAILS = ("ttft_p99_ms", "tbt_p99_ms", "tbt_max_ms", "ttst_p99_ms", "fluidity", "
 COMPARED = CONTROLLED + TAILS
 WORST = 10
 ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
+PREDICTED = ("attainment", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tbt_p99_ms")
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
 LATE_REMEDY = "stop other programs, use fewer devices than cores, or set a longer --ttft-slo-ms"
@@ -196,6 +197,8 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
         "phases": {arm: phases for arm in figures.arms if (phases := _phases(figures, arm))},
         "miss_causes": causes,
         "curves": {"ecdf": _ecdf(figures), "attainment": attainment or None},
+        "frontier": _frontier(figures),
+        "prediction": _prediction(figures),
         "busy": {arm: _busy(figures.periods_of(arm), figures) for arm in figures.arms},
         "strip": {arm: _strip(period, experiment) for pair in figures.pairs[:1] for arm, period in pair.items()},
         "worst": _worst(figures),
@@ -265,6 +268,50 @@ def _phases(figures: Figures, arm: str) -> Document | None:
 def _ecdf(figures: Figures) -> Document:
     values = {arm: values_ms(figures.pooled(figures.steady_periods(arm))[0]) for arm in figures.arms}
     return {f"{name}_ms": {arm: ecdf(values[arm][name]) for arm in figures.arms} for name in ("ttft", "tbt", "ttst")}
+
+
+def _frontier(figures: Figures) -> Document:
+    """Return tokens/s per device and per user of each arm, with one point per rate: means over the valid periods that
+    were not overloaded. Tokens/s per user are the inverse of the median TPOT."""
+    rows: dict[str, dict[float, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    devices = {arm.name: arm.devices for arm in figures.findings.arms}
+    for period in figures.findings.periods:
+        found, rate = figures.metrics.get(period.trial.position), period.trial.rate
+        if found is None or period.problems or rate is None or not devices.get(period.trial.arm):
+            continue
+        if (throughput := found.metrics.get("throughput_tps")) and (tpot_ms := found.metrics.get("tpot_p50_ms")):
+            rows[period.trial.arm][rate].append((throughput / devices[period.trial.arm], 1000 / tpot_ms))
+    means = {arm: {rate: np.mean(own[rate], axis=0).tolist() for rate in sorted(own)} for arm, own in rows.items()}
+    return {
+        arm: {
+            "rate": list(own),
+            "per_device": [each[0] for each in own.values()],
+            "per_user": [each[1] for each in own.values()],
+        }
+        for arm, own in means.items()
+    }
+
+
+def _prediction(figures: Figures) -> Document:
+    """Return the mean of PREDICTED metrics over the valid periods of each arm, measured and simulated."""
+    rows: dict[str, list[tuple[RunMetrics, RunMetrics]]] = defaultdict(list)
+    for period in figures.findings.periods:
+        outcomes = figures.findings.predicted.get(period.trial.position)
+        measured = figures.metrics.get(period.trial.position)
+        if outcomes and measured:
+            slo, overloaded = figures.experiment.slo, measured.overloaded
+            simulated = measure(outcomes, slo, {}, measured.window_s, overloaded=overloaded)
+            rows[period.trial.arm].append((measured, simulated))
+    return {arm: {name: row for name in PREDICTED if (row := _means(name, own))} for arm, own in rows.items()}
+
+
+def _means(name: str, pairs: Sequence[tuple[RunMetrics, RunMetrics]]) -> Document | None:
+    """Return the means of a metric over the pairs that have it."""
+    values = [(one.metrics.get(name), other.metrics.get(name)) for one, other in pairs]
+    if not (known := [row for row in values if None not in row]):
+        return None
+    measured, simulated = np.mean(np.array(known, float), axis=0).tolist()
+    return {"measured": measured, "simulated": simulated, "periods": len(known)}
 
 
 def _busy(periods: Sequence[Period], figures: Figures) -> Document:

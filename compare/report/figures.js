@@ -9,11 +9,11 @@ const curvesIn = (table, key) =>
   names.map((name, index) => ({ index, name, ...get(table, name) })).filter((each) => each[key]?.length);
 
 /* Return a chart that `draw` fills after layout, and a line below it with the values under the pointer. */
-function chart(label, hint, curves, unit, draw) {
+function chart(label, hint, curves, unit, draw, format = percent) {
   const host = h("div", { class: "chart", role: "img", "aria-label": label });
   const readout = h("p", { class: "readout", "aria-hidden": "true" }, hint);
   const pointed = (x, values) => {
-    const each = () => curves.map((curve, i) => `${curve.name} ${percent(values[i])}`).join(", ");
+    const each = () => curves.map((curve, i) => `${curve.name} ${format(values[i])}`).join(", ");
     readout.textContent = x === null ? hint : `${unit(x)}: ${each()}`;
   };
   after.push(() => draw(host, pointed));
@@ -35,6 +35,53 @@ function attainment() {
     chart(label, hint, found, (x) => `At ${figure(x)}/s`, draw),
     more("Figures", table("Attainment against rate", ["Arm", "#Rate, /s", "#Attainment", "#Lowest to highest seed"], rows)),
   ];
+}
+
+function efficiency() {
+  const found = curvesIn(report.frontier, "rate");
+  if (!found.length) return none("Measured at one rate only. --find-capacity measures each arm at several rates.");
+  const label = "Tokens/s per device against tokens/s per user, one line per arm; the figures are in the table below";
+  const hint = "Each point is a rate. Right: faster answers. Up: more tokens from each device.";
+  const draw = (host, pointed) => tradeOff(host, found, pointed);
+  const rows = found.flatMap(({ name, rate, per_user: user, per_device: device }) =>
+    rate.map((_, i) => [armName(name), figure(rate[i]), figure(user[i]), figure(device[i])]));
+  return [
+    h("h3", {}, "Tokens/s of each device, against tokens/s of each user"),
+    legend("line"),
+    chart(label, hint, found, (x) => `${figure(x)} tokens/s per user`, draw, figure),
+    more("Figures", table("Tokens/s", ["Arm", "#Rate, /s", "#Per user", "#Per device"], rows)),
+    splits(),
+  ];
+}
+
+/* The capacity of each arm, in the order of the number of prefill nodes. */
+function splits() {
+  const capacity = ({ name }) => get(get(report.summary, name), "capacity_rps") ?? {};
+  const found = report.arms.filter((arm) => isThere(arm.prefill) && isThere(capacity(arm).mean));
+  const most = Math.max(0, ...found.map((arm) => capacity(arm).mean));
+  if (found.length < 2 || !most) return null;
+  const bound = (arm) => ({ above: "at least ", below: "less than " }[capacity(arm).bounded] ?? "");
+  const line = (arm) => [
+    barName(arm.name, `${nodesOf(arm)}: ${bound(arm)}${figure(capacity(arm).mean)}/s`),
+    bar([[arm.prefill ? "prefill" : "decode", "capacity", capacity(arm).mean]], most, (value) => `${figure(value)}/s`),
+  ];
+  const ordered = found.sort((a, b) => a.prefill - b.prefill);
+  return [h("h3", {}, "Capacity by the number of prefill nodes"), h("div", { class: "bars" }, ordered.map(line))];
+}
+
+/* Measured and simulated figures of the same periods. */
+function prediction() {
+  const found = names.filter((name) => Object.keys(get(report.prediction, name) ?? {}).length);
+  if (!found.length)
+    return none(`Not compared. A session with --on emulated, or with --on live and --emulate FILE, also simulates each of
+      its periods.`);
+  const rows = found.flatMap((name) => Object.entries(report.prediction[name]).map(([metric, row]) => {
+    const isShare = SHARES.has(metric), difference = row.simulated - row.measured;
+    const error = isShare ? signed(100 * difference, " points") : signed(100 * difference / row.measured, " %");
+    return [armName(name), headOf(metric), valueOf(metric, row.measured), valueOf(metric, row.simulated), error, whole(row.periods)];
+  }));
+  const heads = ["Arm", "Figure", "#Measured", "#Simulated", "#Error", "#Periods"];
+  return table("Means over the valid periods of each arm, and those of simulations with the same traffic", heads, rows);
 }
 
 function curves() {

@@ -3,8 +3,10 @@
 const SECTIONS = [
   ["verdict", "Verdict", verdict], ["arms", "Arms", arms],
   ["differences", "Differences", () => differences(report.comparisons)],
-  ["attainment", "Attainment against rate", attainment], ["strip", "The strip", strip], ["curves", "Latency", curves],
-  ["phases", "Where the time goes", phases], ["devices", "Device time", devices], ["proof", "KV and answers", proof],
+  ["attainment", "Attainment against rate", attainment], ["efficiency", "Efficiency", efficiency],
+  ["strip", "The strip", strip], ["curves", "Latency", curves],
+  ["phases", "Where the time goes", phases], ["devices", "Device time", devices], ["prediction", "Simulation", prediction],
+  ["proof", "KV and answers", proof],
   ["runs", "Runs", runs], ["worst", "Worst requests", worst], ["parity", "Parity", parity],
   ["guide", "How to read this", guide],
 ];

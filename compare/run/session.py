@@ -19,7 +19,7 @@ from typing import NamedTuple
 from compare.arms import Arm
 from compare.endpoint import SUMMARIES, Document, Endpoint, EndpointError, is_external
 from compare.load.client import LoadSpec
-from compare.load.outcome import LatencySlo, LoadRecording
+from compare.load.outcome import LatencySlo, LoadRecording, Outcome
 from compare.load.traffic import Traffic
 from compare.run import equivalence
 from compare.run.deployments import Deployments
@@ -152,6 +152,7 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
     capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # only of arms whose search is complete
+    predicted: dict[int, list[Outcome]] = field(default_factory=dict)  # simulated, by the position of the trial
 
 
 def main_problem(periods: Iterable[Period]) -> str:

@@ -11,6 +11,7 @@ from compare.endpoint import Document, Endpoint
 from compare.load.client import LoadSpec
 from compare.load.outcome import LatencySlo, LoadRecording, Outcome
 from compare.run.deployments import Deployments
+from compare.run.session import Experiment, Trial
 from dashboard.chrome_trace import trace_events
 from dashboard.history import HistoryLimits, RequestHistory
 from dashboard.step_ring import FIELDS
@@ -127,6 +128,17 @@ class SimulatedEndpoint(Endpoint):
 
     async def until_idle(self, timeout_s: float) -> bool:
         return True
+
+
+async def predict(experiment: Experiment, device: Emulation, trials: Iterable[Trial]) -> dict[int, list[Outcome]]:
+    """Simulate trials that were measured. Return the outcomes by the position of the trial."""
+    deployments, found = SimulatedDeployments(experiment.all_arms, device, records=False), {}
+    for trial in trials:
+        recording, traffic = LoadRecording(), experiment.traffic(trial.seed, trial.rate)
+        await deployments.up(trial.arm)
+        await deployments.drive(LoadSpec("", "", traffic.arrivals, experiment.slo, experiment.timeout_s), recording)
+        found[trial.position] = recording.outcomes
+    return found
 
 
 class SimulatedDeployments(Deployments):

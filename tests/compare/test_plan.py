@@ -90,6 +90,12 @@ def test_the_ratio_follows_the_traffic(
     splits = [each["arm"] for each in plan["candidates"] if each["arm"].startswith("disaggregated")]
     assert len(plan["candidates"]) == 3
     assert splits[0].startswith(f"disaggregated:{better}")
+    assert [each["prefill"] for each in plan["splits"]] == [0, 1, 2]
+    found = {each["arm"]: each["capacity_rps"] for each in plan["splits"] if each["prefill"]}
+    assert max(found, key=found.__getitem__) == splits[0]
+    own = [cell for cell in plan["lengths"] if cell["prompt_tokens"] == pytest.approx(prompt + 3, abs=1)]
+    assert len(plan["lengths"]) == 9
+    assert [cell["answer_tokens"] / (answer + 2) for cell in own] == pytest.approx([0.5, 1, 2], rel=0.05)
     best = plan["finalists"][0]
     rate = best["capacity_rps"]
     assert rate["bounded"] == "yes"
@@ -156,6 +162,15 @@ def test_limits_under_which_the_other_mode_wins_are_named() -> None:
     texts = flips(measured(ONE, [10.0, 10.0]), list(cells.values()))
     assert any(text.startswith(f"with TTFT 1000 ms and TBT 50 ms, {SPLIT} carries about") for text in texts)
     assert not any(f", {ONE} carries" in text for text in texts)
+
+
+def test_the_split_follows_the_lengths() -> None:
+    one, slo = simulations(gpus=8), LatencySlo(500.0, 50.0)
+    split = "disaggregated:4p4d@max_num_batched_tokens=512"
+    assert one.split_for(split, slo, (1.0, 1.0)) == split
+    assert one.split_for(split, slo, (2.0, 0.5)).startswith("disaggregated:6p2d@max_num")
+    assert one.split_for(split, slo, (0.001, 100.0)).startswith("disaggregated:1p7d@")
+    assert one.split_for("colocated:8", slo, (2.0, 0.5)) == "colocated:8"
 
 
 def test_the_best_of_each_mode_stays() -> None:

@@ -21,10 +21,12 @@ SECTIONS = [
     "arms",
     "differences",
     "attainment",
+    "efficiency",
     "strip",
     "curves",
     "phases",
     "devices",
+    "prediction",
     "proof",
     "runs",
     "worst",
@@ -90,7 +92,7 @@ def test_every_section_is_drawn_and_all_text_has_enough_contrast(opened: Callabl
     page = opened(page_report(capacity=True), scheme=scheme)
     assert ids(page) == SECTIONS
     assert set(page.locator(".none").all_inner_texts()) == {"no request missed its SLO"}
-    assert page.locator("canvas").count() == 6 + 3 + 4 + 10  # for lanes, arms, curves and the worst requests
+    assert page.locator("canvas").count() == 6 + 3 + 5 + 10  # for lanes, arms, curves and the worst requests
     assert page.evaluate(BLANK) == 0
     assert page.locator(".banner").count() == 0
     page.eval_on_selector_all("details", "all => all.forEach(each => { each.open = true; })")
@@ -223,6 +225,17 @@ def test_figures_are_those_of_the_report(opened: Callable[..., Any]) -> None:
     assert "better" in attainment
     phases = page.locator("#phases .bar").first.get_attribute("aria-label")
     assert f"prefill {report['phases']['colocated:2']['mean']['prefill']:.0f} ms" in phases
+
+
+def test_efficiency_capacities_and_predictions_are_shown(opened: Callable[..., Any]) -> None:
+    page = opened(page_report(capacity=True))
+    page.eval_on_selector_all("details", "all => all.forEach(each => { each.open = true; })")
+    points = page.locator("#efficiency table tbody tr").all_inner_texts()
+    assert points[0].split("\t") == ["colocated:2", "1", "111", "14.8"], "a token per 9 ms; 3 tokens per 0.1 s"
+    names = page.locator("#efficiency .bar-name").all_inner_texts()
+    assert names[-1].split("\n") == ["disaggregated:1p1d", "1 prefill, 1 decode: 4/s"]
+    rows = page.locator("#prediction tbody tr").all_inner_texts()
+    assert rows[0].split("\t")[1:2] + rows[0].split("\t")[-2:] == ["Attainment", "0 points", "3"]
 
 
 def test_terms_are_explained_where_they_first_appear(opened: Callable[..., Any]) -> None:

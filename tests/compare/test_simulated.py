@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from compare.main import run_compare
-from compare.options import CompareOptions
+from compare.main import prepare, run_compare
+from compare.options import DEFAULT_EMULATED, CompareOptions
+from compare.run.session import run_session
+from compare.run.simulated import predict
+from engine.emulation import load_emulation
 
 ARMS = ["colocated:2", "disaggregated:1p1d", "colocated:2@prefill_first"]
 
@@ -81,3 +84,13 @@ async def test_the_router_decides_as_when_live(arm: str, tmp_path: Path) -> None
         assert 0 < run["kv"]["handoffs"] < run["arrived"]
     else:
         assert 0 < run["failed"] < run["arrived"]
+
+
+async def test_a_measured_period_can_be_simulated(tmp_path: Path) -> None:
+    options = CompareOptions(on="sim", arms=ARMS[:2], rate=8.0, duration=5.0, seeds=1, out=tmp_path)
+    experiment, deployments, _ = prepare(options)
+    findings = await run_session(experiment, deployments, lambda _: None)
+    found = await predict(experiment, load_emulation(DEFAULT_EMULATED), [period.trial for period in findings.periods])
+    for period in findings.periods:
+        for measured, simulated in zip(period.recording.outcomes, found[period.trial.position], strict=True):
+            assert simulated.token_s == pytest.approx(measured.token_s, abs=1e-6)

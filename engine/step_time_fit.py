@@ -14,6 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from scheduler.cost import MAX_COEFFICIENT, CostModel, StepWork
@@ -24,6 +25,8 @@ FITTED = 128  # number of latest steps that the model is fitted to
 DECAY = 0.98  # weight of a step relative to the next newer one; 34 steps halve it
 KINDS, PER_KIND, OLD_WEIGHT = 48, 2, 0.02  # older steps: kinds kept, steps per kind, and their weight
 INERTIA = 1e-4  # weight of the previous model, which decides coefficients that the steps leave open
+NOISE = 0.1  # assumed relative error of a measurement; it weighs the assumption about attention
+REACH = 1024  # it is assumed that attention to this many tokens takes at most about as long as the rest of a step
 KNEE_GAIN = 0.98  # the knee changes only if the squared error falls below this fraction of its current value
 FIRST_FIT = 8  # number of steps before the first fit
 REFIT_STEPS, REFIT_S = 16, 0.1  # minimum steps and seconds between fits; a fit takes less than a millisecond
@@ -189,8 +192,11 @@ def _fit(
     """Fit the model for one knee. Return the weighted sum of squared relative errors, and the fields of a CostModel
     except `margin`.
 
-    Solves one non-negative least squares problem with a row for each sample. One more row for each coefficient (weight
-    INERTIA) pulls it towards its value in `before`. Raises RuntimeError if the solver does not converge.
+    Solves a non-negative least squares problem with a row for each sample. One more row for each coefficient (weight
+    INERTIA) pulls it towards its value in `before`. The coefficients of attention (per_pair and per_context) have a
+    stronger pull towards 0, as if REACH tokens of context took as long as the rest of a step. It has no effect once
+    steps with long contexts have been seen. Without it, the noise of short prompts would determine per_pair, and the
+    prediction for a long prompt could be a hundred times too long. Raises RuntimeError if a solver does not converge.
     """
     works, seconds = [sample.work for sample in samples], np.array([sample.seconds for sample in samples])
     terms = [(1, max(knee, w.tokens), w.prefill_pairs, w.decode_context, w.decode_tokens) for w in works]
@@ -200,11 +206,21 @@ def _fit(
     norms = np.linalg.norm(columns, axis=0)
     norms[norms == 0] = 1.0
     old = np.array([before.overhead, before.per_token, before.per_pair, before.per_context, before.per_decode])
-    pull = INERTIA**0.5
-    matrix = np.concatenate((columns / norms, pull * np.eye(len(norms))))
-    solution, distance = nnls(matrix, np.concatenate((target, pull * old * norms)))
-    overhead, per_token, *rest = (solution / norms).tolist()
-    return float(distance) ** 2, (overhead, per_token, knee, *rest)
+    pulls = np.full(len(norms), INERTIA**0.5)
+    goals = pulls * old * norms
+
+    def solve(used: list[int]) -> tuple[NDArray[np.float64], float]:
+        matrix = np.concatenate((columns[:, used] / norms[used], np.diag(pulls)[np.ix_(used, used)]))
+        solution, distance = nnls(matrix, np.concatenate((target, goals[used])))
+        return solution / norms[used], float(distance)
+
+    overhead, per_token, per_decode = solve([0, 1, 4])[0]  # the costs of a step, if attention took no time
+    rest = np.array([per_token, overhead + per_token * max(knee, 1) + per_decode])
+    strong = NOISE * REACH / np.maximum(rest, 1e-12) / norms[2:4]
+    goals[2:4] = np.where(strong > pulls[2:4], 0.0, goals[2:4])
+    pulls[2:4] = np.maximum(strong, pulls[2:4])
+    (overhead, per_token, *others), distance = solve([0, 1, 2, 3, 4])
+    return distance**2, (float(overhead), float(per_token), knee, *map(float, others))
 
 
 def fit_cost(works: Sequence[StepWork], seconds: Sequence[float], knees: Sequence[float] = FINE_KNEES) -> CostModel:

@@ -101,6 +101,25 @@ def test_a_kind_of_step_that_became_rare_is_remembered() -> None:
     assert model.seconds(chunk) == pytest.approx(TRUE.seconds(chunk), rel=0.3)
 
 
+@pytest.mark.parametrize("noise", [0.1, 0.5])
+def test_the_noise_of_short_prompts_does_not_multiply_the_prediction_for_a_long_one(noise: float) -> None:
+    chunk = StepWork(1, 512, pairs_of(3584, 512))
+    ratios = []
+    for seed in range(40):
+        rng, fit = random.Random(seed), CostFit()
+        for _ in range(60):
+            work = StepWork()
+            if rng.random() < 0.3:
+                work.add_chunk(0, rng.randint(5, 60))
+            for _ in range(rng.randint(not work.num_prefills, 4)):
+                work.add_decode(rng.randint(10, 250))
+            fit.observe(work, TRUE.seconds(work) * rng.lognormvariate(0, noise))
+            model = fit.model()
+        assert model is not None
+        ratios.append(model.seconds(chunk) / TRUE.seconds(chunk))
+    assert sorted(ratios)[35] < 10 * noise + 1
+
+
 def test_a_new_kind_of_step_is_not_mistaken_for_a_change_of_speed() -> None:
     rng = random.Random(8)
     fit = CostFit()

@@ -3,9 +3,8 @@
     python -m benchmarks fleet
 
 The router runs alone on the first CPU. On the last CPU, one process emulates the nodes, which hold their streams to the
-router and send it what real nodes send. The "busy" nodes generate tokens for this router's clients. All others work for
-other routers: they report their load, and offer step records ten times a second.
-"""
+router and send it the same messages as real nodes. The "busy" nodes generate tokens for this router's clients. All
+others work for other routers: they report their load, and offer step records ten times a second."""
 
 import asyncio
 import os

@@ -117,7 +117,8 @@ def recurrence_runs(config: ModelConfig, repeats: int) -> dict[str, list[float]]
 
 
 def expert_arms(config: ModelConfig) -> tuple[dict[str, Callable[[], float]], int]:
-    """Return the calls that time the layers' experts and the reading of the chosen ones, and the number of bytes."""
+    """Return two calls, which time the experts of the layers and the reading of the chosen experts' weights, and the
+    number of bytes of these weights."""
     pool, model = pool_for(config, TOKENS), decoder_of(config)
     layers = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
     moe = layers[0].spec

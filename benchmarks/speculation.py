@@ -158,7 +158,7 @@ def measure(
 
 
 def acceptance(engine: SpeculatingEngine, kind: str, batch: int) -> list[Cell]:
-    """Return a row with two shares of right guesses: one if the KV of prompts arrives, and one if prompts are
+    """Return a row with two shares of right guesses: one for prompts whose KV arrives, and one for prompts that are
     computed."""
     shares: list[Cell] = []
     for receives in (True, False):

@@ -54,7 +54,9 @@ class CompareOptions:
     seeds: int = flag("NUMBER", 6, "Number of periods of each arm, as paired runs.", min=1, max=100)
     ttft_slo_ms: float = flag("MS", 450.0, "Limit of the time to first token.", *TTFT_SLO, min=0.001)
     tbt_slo_ms: float = flag("MS", 40.0, "Limit of a request's p99 time between tokens.", *TBT_SLO, min=0.001)
-    attainment: float = flag("SHARE", 0.9, "With --find-capacity: share to meet the limits.", min=0.01, max=0.999)
+    attainment: float = flag(
+        "SHARE", 0.9, "With --find-capacity: share of requests that must meet the limits.", min=0.01, max=0.999
+    )
     on: str = flag("PLACE", "live", "live: nodes compute; emulated: they sleep instead; sim: on a virtual clock.")
     emulate: str = flag(
         "NAME", "", "Cost model of emulated or simulated nodes; with --on live, every period is also simulated with it."

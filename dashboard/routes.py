@@ -222,7 +222,8 @@ class Dashboard(RequestHistory):
         super().__init__(now)
         self._rows_at_once = rows_at_once
         self._event_streams: list[EventStream] = []
-        self._asked_ns: dict[str, int] = {}  # when the steps of a node were last read; the latest node comes last
+        # When the steps of each node were last read; the most recent one comes last.
+        self._asked_ns: dict[str, int] = {}
 
     def routes(self, status: Callable[[], dict[str, Any]]) -> list[BaseRoute]:
         stream = EventStream(self, status)

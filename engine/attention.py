@@ -21,8 +21,9 @@ class AttentionLayer:
     """The parameters of a layer's attention, without the weights of its products (see `AttentionSpec`). `sinks` is
     float32 [heads] or None.
 
-    If `latent` is not 0, the layer has latent attention (see `LatentSpec`): a token's key and value in the pool are one
-    vector of twice the size, which is the key of all heads, and whose first `latent` dimensions are their value.
+    If `latent` is not 0, the layer has latent attention (see `LatentSpec`): in place of a key and a value, the pool has
+    one vector of twice the size for each token. This vector is the key of all heads, and its first `latent` dimensions
+    are their value.
 
     If `wide` is not 0, the layer has `wide` key heads of twice the layout's size. Their keys are in the places of the
     layout's first heads, and their values in the places of the following heads.
@@ -122,9 +123,8 @@ class TorchAttention:
 class TorchPlan:
     """The reference attention of one step.
 
-    Backends create one for each batch, also for layers that their own kernels do not support. The engine's thread
-    uses it. The blocks that a slice reads are listed once for each window size.
-    """
+    The reference backend creates one for each batch. Other backends use it for layers that their own kernels do not
+    support. The engine's thread uses it. The blocks that a slice reads are listed once for each window size."""
 
     def __init__(self, pool: KVPool, batch: Batch) -> None:
         layout = pool.layout

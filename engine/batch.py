@@ -17,7 +17,7 @@ from engine.models.kv_places import KVPlaces, all_in_one_row
 from scheduler.request import Request, RequestState, Slice, StateUse, cdiv
 
 IntArray = NDArray[np.int32]
-KEPT_ROWS = 1024  # number of cached rows beyond which the rows of ended requests are dropped
+KEPT_ROWS = 1024  # if more rows than this are cached, those of ended requests are dropped
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class StateBatch:
 
 @dataclass(slots=True)
 class KVTable:
-    """A further block table, for a model whose layers use several, with the slots of the tokens in it (see `Batch`)."""
+    """A further block table and the tokens' slots in it, for a model whose layers use several tables (see `Batch`)."""
 
     block_table: Tensor
     slots: Tensor
@@ -88,7 +88,7 @@ class Batch:
         return [end - start for start, end in zip(self.starts, self.kv_lens, strict=True)]
 
     def with_table(self, number: int) -> "Batch":
-        """Return the batch as the layers of a table see it."""
+        """Return the batch for the layers that use a table, with the slots and blocks of this table."""
         if number == 0:
             return self
         table = self.others[number - 1]

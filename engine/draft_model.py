@@ -24,7 +24,7 @@ class DraftedRequest:
     request: Request
     mirror: Request
     epoch: int
-    num_known: int = 0  # tokens of the text at the last call
+    num_known: int = 0  # number of tokens of the text at the last call
     num_named: int = 0  # number of the mirror's blocks whose hash is recorded in `DraftModel._names`
 
 
@@ -32,11 +32,10 @@ class DraftedRequest:
 class DraftModel(TimedDrafter):
     """A draft model, on the engine's thread.
 
-    Its KV is in its own pool. The KV of a block is in the row with the same number as the first row of the target's
-    block in the target's first group. No further allocation is needed: the KV lives as long as the target's, and is
-    found with the target's cached prefix. It is not sent in a handoff: the node that receives a request computes it
-    from the text, at most `CATCH_UP` tokens in a step, and does not guess until it is complete.
-    """
+    Its KV is in its own pool. The KV of a block is in the row with the same number as the first row that the block has
+    in the target's first group. No further allocation is needed: the KV lives as long as the target's, and is found
+    with the target's cached prefix. The KV is not sent in a handoff: the node that receives a request computes the KV
+    from the text, at most `CATCH_UP` tokens in a step, and does not guess until all of it is computed."""
 
     runner: Runner  # runs the draft model over its own pool
     block_tokens: int
@@ -127,5 +126,5 @@ class DraftModel(TimedDrafter):
 
 
 def _next(mirror: Request) -> Slice:
-    """Return a slice of the tokens without KV, after which a token is drawn."""
+    """Return a slice of the tokens that have no KV yet. A token is drawn after the last one."""
     return Slice(mirror, mirror.num_computed, len(mirror.tokens) - mirror.num_computed, True, 0)

@@ -26,8 +26,8 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class ServingTimes:
-    """Times outside the device, in seconds. Emulated nodes do not sleep for them, because they really take these
-    times."""
+    """Times outside the device, in seconds. Emulated nodes do not sleep for these times, because they really do the
+    work outside the device."""
 
     step_s: float = 0.0  # host time for each step
     slice_s: float = 0.0  # host time for each request in a step

@@ -16,7 +16,7 @@ def use_images(runner: Runner, path: Path, config: ModelConfig, max_step_tokens:
     """Load the vision module of a model that takes images, and let the runner use it.
 
     Return None if the node cannot take images; if the model itself could, log a warning with the reason. Raises
-    ValueError if a step may have fewer tokens than an image, all of whose tokens one step must compute.
+    ValueError if a step may have fewer tokens than an image whose tokens must all be computed in one step.
     """
     if not isinstance(runner, TorchRunner):
         return ImageSupport()

@@ -279,7 +279,8 @@ def check_holds(layout: KVLayout, groups: tuple[Group, ...], options: BuildOptio
 
 
 def blocks_for(memory_bytes: int, one_block: KVLayout) -> int:
-    """Return how many blocks fit into the memory, with the dummy block. Raises ValueError if fewer than two fit."""
+    """Return how many blocks fit into the memory, including the dummy block. Raises ValueError if fewer than two
+    fit."""
     num_blocks = memory_bytes // one_block.block_bytes
     if num_blocks < 2:
         raise ValueError(

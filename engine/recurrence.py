@@ -130,7 +130,7 @@ def _store(pool: Tensor, layer: RecurrentLayer, places: list[int], inputs: Tenso
 
 
 def _convolve(layer: RecurrentLayer, past: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result of the convolution, [count, channels], and its inputs with the past ones.
+    """Return the result of the convolution, [count, channels], and its inputs, preceded by the past inputs.
 
     For the delta rule, the queries and keys of each head are normed.
     """

@@ -146,7 +146,7 @@ class TorchRunner(Runner):
         self.adapters = adapters
 
     def use_encoder(self, encoder: ImageEncoder) -> None:
-        """Use the features of images that this encoder keeps, for requests without them."""
+        """If an image of a request has no features, use those that this encoder keeps."""
         self._encoder = encoder
 
     def use_head(self, head: "DraftHead") -> None:

@@ -189,7 +189,7 @@ def _shifts(row: SamplingRow) -> dict[int, float]:
 
 
 def _ends_of_bad_words(row: SamplingRow) -> Iterator[int]:
-    """Yield the last token of each bad word whose other tokens end the answer, as vLLM does."""
+    """Yield the last token of each bad word if the answer so far ends with the word's other tokens, as vLLM does."""
     for packed in row.sampling.bad_words:
         *others, last = unpack_ids(packed)
         start = row.position - len(others)

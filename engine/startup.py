@@ -79,9 +79,9 @@ def build_digest() -> str:
 def stage(doing: str, if_too_large: str, otherwise: str = "") -> Iterator[None]:
     """Convert exceptions of torch, numpy, Triton or the driver in the block to a ValueError with a one-line message.
 
-    `doing` describes the stage, with sizes; it is logged, and then how long the stage took. `if_too_large` is the fix
-    for a lack of memory, and `otherwise` the fix for other errors. ValueError and OSError are not converted, except the
-    driver's out-of-memory error.
+    `doing` describes the stage, with sizes. It is logged at the start of the stage; the duration is logged at the end.
+    `if_too_large` is the fix for a lack of memory, and `otherwise` the fix for other errors. ValueError and OSError are
+    not converted, except the driver's out-of-memory error.
     """
     started = time.monotonic()
     log.info(doing)

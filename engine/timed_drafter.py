@@ -20,7 +20,7 @@ class TimedDrafter(Drafter):
     has_failed: bool = False
 
     def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Sequence[int]]:
-        """Return all tokens that were guessed for each request, which need not be `counts[i]`."""
+        """Return all tokens that were guessed for each request. Their number may differ from `counts[i]`."""
         raise NotImplementedError
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> tuple[list[Sequence[int]], float]:

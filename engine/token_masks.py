@@ -24,7 +24,7 @@ from shared.grammar import GrammarTokenizer, one_line
 log = logging.getLogger("baton.engine")
 IntArray = NDArray[np.int32]
 WORD_BITS = 32
-# The limits of a mask byte's eight tokens, float32 [256, 8].
+# For each value of a byte of a mask, the limits (inf or -inf) of its eight tokens, float32 [256, 8].
 LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 LIMITS = LIMITS.astype(np.float32)
 
@@ -41,8 +41,8 @@ class TokenMatcher:
     def advance(self, generated: Sequence[int]) -> bool:
         """Move to the state after `generated`, forward or back. Return False if the grammar forbids one of the tokens.
 
-        Then the state is the one before that token. Speculative decoding can therefore advance by draft tokens, and go
-        back.
+        In that case, the state is the one before that token. Speculative decoding can therefore advance by draft
+        tokens, and go back.
         """
         seen, same = self._seen, len(self._seen)
         if list(generated[:same]) != seen:

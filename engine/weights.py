@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # most functions read only headers, and importing torch takes
 log = logging.getLogger("baton.engine")
 PROGRESS_S = 5.0
 MAX_NAME_BYTES = 255  # the limit that file systems have
-EDGE_BYTES = 2**20  # how much of each end of a file the fingerprint covers
+EDGE_BYTES = 2**20  # how many bytes at each end of a file the fingerprint covers
 GGUF = ".gguf"
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

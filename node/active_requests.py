@@ -24,7 +24,7 @@ from shared.rpc.messages import Media, SubmitRequest, TokenDelta, unpack_ids
 
 log = logging.getLogger("baton.node")
 MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
-MAX_TOKENS = 1 << 23  # limit of the tokens of all requests, counted when submitted; 36 bytes a token, 300 MB in all
+MAX_TOKENS = 1 << 23  # limit of the tokens of all requests, as submitted; at 36 bytes per token, they take 300 MB
 PIXEL_BYTES_PER_TOKEN = 128  # this many bytes of images count as a token: at most 1 GiB of images
 MAX_POOLS = 16  # the limit is at least the number of tokens that this many KV pools hold
 
@@ -324,7 +324,7 @@ class ActiveRequests:
         return len(request_ids)
 
     def abort_router(self, router: str) -> None:
-        """Abort all requests that came from a router."""
+        """Abort all requests of a router."""
         for request_id in [key for key, entry in self._entries.items() if entry.router == router]:
             self.abort(request_id)
 

@@ -58,7 +58,7 @@ class RuntimeAdapters:
         await self._announcer.update(self._node.state.info)
 
     async def _remove(self, loader: AdapterLoader, digest: str) -> None:
-        """Free an adapter's memory when no request uses it, unless it is loaded again before."""
+        """Free an adapter's memory when no request uses it, unless it is loaded again before then."""
         await wait_until(lambda: not self._node.requests.has_adapter(digest), inf, POLL_S)
         async with self._lock:
             if digest in self._held and digest not in self._node.state.info.adapters.values():

@@ -181,7 +181,8 @@ class Node:
             self.sessions.publish_stats(self.stats())
 
     def failure(self) -> str:
-        """Return why the process must be restarted, or "". The watchdog or the engine has given up; it exits soon."""
+        """Return why the process must be restarted, or "". If there is a reason, the watchdog or the engine has given
+        up, and the process exits soon."""
         is_failed = self.state.is_stuck or self.fatal_error.done()
         return "the engine has failed or makes no progress" if is_failed else ""
 

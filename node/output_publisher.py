@@ -25,8 +25,7 @@ log = logging.getLogger("baton.node")
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """The progress of a request whose KV is sent, after a step. The KV of its first `num_computed` tokens is
-    computed."""
+    """The progress, after a step, of a request whose KV is sent. Its first `num_computed` tokens have KV."""
 
     request: Request
     num_computed: int

@@ -92,7 +92,8 @@ def main(
 
 
 def _start_failed(settings: NodeSettings, role: Role, error: Exception) -> int:
-    """Print the error as one line on stderr, after a traceback if the log level is debug. Return the exit status."""
+    """Print the error as one line on stderr. If the log level is debug, print a traceback first. Return the exit
+    status."""
     if settings.log_level == "debug":
         traceback.print_exception(error)
     print(f"{role.name}: {error}", file=sys.stderr)

@@ -25,7 +25,7 @@ from shared.rpc.methods import RENEW, STOP, PeerError
 log = logging.getLogger("baton.handoff")
 # Calls that wait for blocks share a connection with commits, and HTTP/2 allows 100 calls on a connection.
 MAX_RESERVING = 64
-STOP_TRIES = 30  # these take one minute; after that, renewals report reservations that are still in quarantine
+STOP_TRIES = 30  # all tries take one minute; after that, renewals report reservations that are still in quarantine
 MAX_STOPS = 64  # stops for reservations in quarantine that are sent after one renewal
 FAILURES, WITHIN_S = 5, 10.0  # this many failures within WITHIN_S seconds pause reservations at a peer
 PAUSE_S = 1.0

@@ -46,9 +46,8 @@ class EngineFacts:
 
 
 class EngineClient:
-    """Calls one server. Each call has its own connection, because a server that closes an idle connection while a
-    request is sent drops the request without an answer, and a request must not be repeated. `open` must be entered
-    first.
+    """Calls one server. Each call has its own connection. If a server closes an idle connection while a request is sent
+    on it, the request gets no answer, and it must not be repeated. `open` must be entered first.
 
     Calls raise EngineFailure.
     """

@@ -100,7 +100,7 @@ def check_supported(submit: SubmitRequest) -> None:
 
 
 def probe_request(tokens: list[int], max_tokens: int, **sampling: Any) -> SubmitRequest:
-    """Return a request of this process itself, whose cached prompt is not shared with clients."""
+    """Return a request that this process makes for itself. Clients do not share its cached prompt."""
     salt = b"baton-probe"
     return SubmitRequest("probe", "", b"", len(tokens), max_tokens, SamplingParams(**sampling), salt=salt)
 

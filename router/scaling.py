@@ -110,8 +110,8 @@ def load_of_decode(demand: Demand, node: NodeCapability) -> float:
 def needed(load: float | None, present: float, routers: int = 1) -> float:
     """Return the number of nodes that a load needs, where `present` is this router's share of the nodes.
 
-    More nodes are needed as soon as the load exceeds those present. One fewer is needed only if the others would be
-    used to at most SURVIVORS, so that the number does not alternate at a constant load.
+    More nodes are needed as soon as the load exceeds those present. One fewer is needed only if the remaining nodes
+    would be used to at most the share SURVIVORS, so that the number does not alternate at a constant load.
     """
     one = 1.0 / routers
     if load is None:

@@ -21,7 +21,7 @@ class DraftHistory:
     """The history of the guesses for one request. The scheduler owns it with the request."""
 
     text: str = ""  # the request's tokens so far, one character each: see `PromptLookup`
-    guess: Sequence[int] = ()  # guessed continuation of the request's tokens, also if it is not verified
+    guess: Sequence[int] = ()  # guessed continuation of the request's tokens, even if no step verifies it
     accepted: float = PRIOR_ACCEPTED
     tried: float = PRIOR_TRIED
 

@@ -48,9 +48,8 @@ class TextDrafter(Drafter):
 class PromptLookup(TextDrafter):
     """Finds an earlier occurrence of the last `longest` to `shortest` tokens, and proposes the tokens that followed it.
 
-    From "Prompt Lookup Decoding" (Saxena, 2023); vLLM calls it "ngram". The latest occurrence is used. A match that
-    overlaps the end repeats its period.
-    """
+    From "Prompt Lookup Decoding" (Saxena, 2023); vLLM calls it "ngram". The latest occurrence is used. If the match
+    overlaps the end of the tokens, its period is repeated."""
 
     def __init__(self, shortest: int = 2, longest: int = 4) -> None:
         self._shortest, self._longest = shortest, longest

@@ -90,9 +90,11 @@ class Geometry:
         return self.rows_of(-(-tokens // self.block_tokens), chunk) + 2 * self.state_rows
 
     def capacity(self, num_rows: int, chunk: int, max_tokens: int = 0) -> int:
-        """Return the length in blocks of the longest request that fits into a pool of `num_rows` rows, without row 0.
+        """Return the length in blocks of the longest request that fits into a pool of `num_rows` rows, not counting row
+        0.
 
-        If every layer has a window, any length may fit. Then the result is at least the length of `max_tokens`.
+        If every layer has a window, any length may fit. In that case, the result is at least the length of
+        `max_tokens`.
         """
         fits = range(max(num_rows, -(-max_tokens // self.block_tokens) + 1))
         return bisect_right(fits, num_rows - 1, key=lambda blocks: self.rows_for(blocks * self.block_tokens, chunk)) - 1

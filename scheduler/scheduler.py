@@ -130,7 +130,7 @@ class Scheduler:
         self._parked: deque[tuple[int, list[int]]] = deque()  # (step, freed rows that this step still uses)
         # Rows to which a slice in flight saves its state, by the slice's id.
         self._saves: dict[int, tuple[int, ...]] = {}
-        self._growth_counted = (-1, 0)  # the step of the last count, and the count
+        self._growth_counted = (-1, 0)  # the step in which growth was last counted, and the count
         self._state_interval = state_interval
         self._undrafted = 0  # successive steps without a verified guess
         # If more requests ran than fit into a step, the last ones would starve.

@@ -17,7 +17,7 @@ GEMMA3 = {
 SHARED = ("bos_token_id", "eos_token_id")  # keys that a multimodal model may have outside `text_config`
 MAX_CONFIG_BYTES = 1 << 20
 MAX_COUNT = 2**31 - 1
-# The maximum length, by its name in most models, GPT-2, DBRX and Kimi Linear.
+# The names of the maximum length in most models, GPT-2, DBRX and Kimi Linear.
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

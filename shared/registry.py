@@ -511,7 +511,7 @@ class RedisRegistry(Registry):
         self._interval_s = heartbeat_s
         # The last value of each key, and the NodeInfo in it.
         self._entries: dict[str, tuple[bytes, NodeInfo | None]] = {}
-        self._absent_since: dict[str, float] = {}  # name in `nodes` or in the index without a key -> since when
+        self._absent_since: dict[str, float] = {}  # name in `nodes` or in the index that has no key -> since when
         self._tasks = TaskGroup()
 
     async def start(self, changed: Callable[[], None]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 
 class EventQueue:
-    """Runs functions at times of a virtual clock in seconds, in the order of time, then `late`, then scheduling."""
+    """Runs functions at given times of a virtual clock, in seconds. Functions run in the order of time, then of `late`,
+    then in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -129,7 +129,7 @@ class BatonEngine:
     def _decoded(self, requests: list[Request], steps: int) -> Stopwatch:
         watch, engine = self._start()
         batch = len(requests)
-        # In one command: of requests that are added one at a time, the first may end before the last one starts.
+        # Add all requests in one command. If they were added one at a time, the first could end before the last starts.
         engine.post(lambda scheduler: _add_all(scheduler, requests))
         watch.until(lambda: sum(tokens == batch for _, tokens in watch.steps) > steps)
         engine.stop()

@@ -28,7 +28,8 @@ def page_of(plan: Document) -> str:
         for name, key in (("prompts", "prompt_tokens"), ("answers", "output_tokens"))
     )
     goal = f"TTFT {slo['ttft_ms']:g} ms and TBT p99 {slo['tbt_ms']:g} ms for {slo['attainment']:.0%} of the requests"
-    flips = plan["flips"] or ["Half to twice each limit and length gives the same mode, or no clear one."]
+    same = "With half to twice each limit and length, the same mode is better, or neither is clearly better."
+    flips = plan["flips"] or [same]
     parts = [
         f"<h1>Plan for {plan['gpus']} GPUs</h1>",
         f"<p>{escape(plan['device'])}; {escape(traffic['name'])}: {lengths}; {goal}.</p>",

@@ -222,7 +222,8 @@ def show(plan: Document) -> None:
         typer.echo("  ".join([first.ljust(widths[0]), *map(str.rjust, numbers, widths[1:]), last]))
     typer.echo()
     typer.secho(plan["recommendation"], bold=True)
-    for text in plan["flips"] or ["no: half to twice each limit and length gives the same mode, or no clear one"]:
+    same = "no: with half to twice each limit and length, the same mode is better, or neither is clearly better"
+    for text in plan["flips"] or [same]:
         typer.echo(f"  flips:      {text}")
     typer.echo(f"  start:      {plan['finalists'][0]['command']}")
 

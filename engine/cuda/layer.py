@@ -14,7 +14,7 @@ from engine.recurrence import RecurrentLayer
 from engine.routing import by_expert
 
 COLUMNS = 1024  # elements that a program of an element-wise kernel computes
-FEW_CHOICES = 8192  # choices of experts in a step up to which comparing all pairs is faster than torch's sort
+FEW_CHOICES = 8192  # up to this many choices of experts in a step, comparing all pairs is faster than torch's sort
 CHOICES = 64  # choices that a program compares with all others
 ELEMENTS_PER_WARP = 256  # fewer would leave lanes idle; more would not fit into registers
 

@@ -36,7 +36,7 @@ def check(
     expected: list[Tensor] | None = None,
     tolerance: float = TOLERANCE,
 ) -> list[Tensor]:
-    """Compare logits with those of transformers' own eager attention, by default in the same module.
+    """Compare logits with those of transformers' own eager attention, which by default runs in the same module.
 
     Returns the expected logits. Raises ValueError, with the form and the largest difference, if logits differ.
     """

@@ -99,7 +99,7 @@ def _visible(keys: Tensor, at: int, window: int | None) -> Tensor:
 
 @dataclass(slots=True)
 class PackedPass:
-    """The attention of one pass. Its calls are in the order of the probe's."""
+    """The attention of one pass. Its calls come in the same order as in the probe pass."""
 
     decoder: "ForeignDecoder"
     kernels: StepKernels
@@ -139,8 +139,7 @@ class ForeignDecoder:
     The runner owns the model and calls it on one thread at a time. During a pass, `_pass` receives the calls of
     attention and masks that the model's modules make. `config` has the sizes of keys and values that a probe pass
     found. Heads that are smaller than those of other layers are padded, and missing KV heads are copies. `states` are
-    the states of its layers. If `stepwise`, layers with states get single tokens.
-    """
+    the states of its layers. If `stepwise`, layers with states get one token at a time."""
 
     def __init__(self, module: Any, config: ModelConfig) -> None:
         self.module = module.eval()
@@ -190,7 +189,7 @@ class ForeignDecoder:
         return found[: len(rows)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits, float32, of rows that `forward` returned, which are already logits."""
+        """Return the rows of `forward` in float32: they are already logits."""
         return hidden.float()
 
     def _run(

@@ -83,7 +83,7 @@ def checked(decoder: ForeignDecoder, backend: Callable[[KVPool], AttentionBacken
 
 
 def read_module(path: Path, config: ModelConfig) -> Any:
-    """Return transformers' model in float32. Raises ValueError if tensors are missing, too many or of other sizes."""
+    """Return transformers' model in float32. Raises ValueError if tensors are missing, unexpected or of other sizes."""
     transformers.utils.logging.disable_progress_bar()
     module, found = getattr(transformers, config.architecture).from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False,
@@ -112,7 +112,8 @@ def called_modules(root: nn.Module) -> Iterator[set[nn.Module]]:
 
 
 def use_products(module: nn.Module, linear: LinearFormat, stored: torch.dtype, called: set[nn.Module]) -> None:
-    """Replace the linear layers by products in a weight format. Weights that fit are passed in the dtype `stored`.
+    """Replace the linear layers by products in a weight format. Weights that the checkpoint's dtype `stored` represents
+    exactly are passed in this dtype.
 
     Layers that were not `called` are not replaced, because the code may read their weights instead (Jamba).
     """

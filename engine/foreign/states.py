@@ -20,7 +20,8 @@ from engine.kv_pool import KVPool
 from engine.recurrence import places_of
 
 UNIT = 512  # the largest unit of a state, in float32 numbers: small enough for the rows of small models
-CACHE = ("cache", "past_key_values", "cache_params")  # names of the argument in the versions of transformers
+# Names of the cache argument in different versions of transformers.
+CACHE = ("cache", "past_key_values", "cache_params")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ class GroupedWeight:
     a zero.
 
     `codes` is uint8 [out, in / 2], with the code of the even input in the low bits. `scales` and `zeros` are float32
-    [out, groups]; without `zeros`, they are 0. If `order` (int64 [in]) is given, column i multiplies input order[i].
-    """
+    [out, groups]; if `zeros` is None, all zeros are 0. If `order` (int64 [in]) is given, column i multiplies input
+    order[i]."""
 
     codes: Tensor
     table: tuple[float, ...]

@@ -60,7 +60,8 @@ class ConfigReader:
             self.refuse(key, f"only {json.dumps(supported)} is supported")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the token ids under a key, whose value is one id or a list of ids, or which is missing or null."""
+        """Return the token ids under a key. Its value is an id or a list of ids; there are no ids if it is missing or
+        null."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(token) is not int or not 0 <= token < vocab_size for token in ids):

@@ -46,7 +46,7 @@ class DecoderLayer:
 @dataclass(slots=True, kw_only=True)
 class AttentionDecoderLayer(DecoderLayer):
     attention: AttentionLayer
-    qkv: Linear  # one matrix, for queries, keys and values of all heads, or for their sources
+    qkv: Linear  # one matrix, for the queries, keys and values of all heads, or for the latents from which they derive
     q_norm: Tensor | None
     k_norm: Tensor | None
     spec: AttentionSpec | LatentSpec

@@ -1,4 +1,4 @@
-"""The draft layers that checkpoints have besides their model's layers. Reads only headers of files."""
+"""The draft layers that checkpoints have in addition to their model's layers. Reads only headers of files."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,9 +69,8 @@ class EagleSpec:
     """The shape of an EAGLE-3 head, as its checkpoint describes it.
 
     `layer` is its one decoder layer, and `hidden_size` the width of its states. The head reads the states of its model
-    before the layers `captured`. It has logits for `vocab_size` tokens. If the model has more, the tensor d2t maps them
-    to the model's tokens. The residual is normed if `norms_residual`.
-    """
+    before the layers `captured`. It has logits for `vocab_size` tokens. If the model has more tokens, the tensor d2t
+    maps the head's tokens to the model's. The residual is normed if `norms_residual`."""
 
     layer: LayerSpec
     hidden_size: int

@@ -54,7 +54,7 @@ class ExpertsAlongside:
     post_mlp_norm: Tensor
 
     def __call__(self, hidden: Tensor, from_mlp: Tensor, kernels: StepKernels) -> Tensor:
-        """Return the sum of two normed outputs: that of the MLP is `from_mlp`, and the experts compute theirs from
-        `hidden`."""
+        """Return the sum of two normed outputs: `from_mlp` is the output of the MLP, and the experts compute the other
+        one from `hidden`."""
         output = self.experts(kernels.norm(hidden, self.norm), kernels, kernels.norm(hidden, self.router_norm))
         return kernels.norm(from_mlp, self.post_mlp_norm) + kernels.norm(output, self.post_norm)

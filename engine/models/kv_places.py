@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from engine.models.spec import AttentionSpec, ModelConfig, state_units, unit_places
 from scheduler.geometry import UNIFORM, Group
 
-TYPICAL_TOKENS = 8192  # length of the request for which unused places in rows are counted
+TYPICAL_TOKENS = 8192  # unused places in rows are counted for a request of this length
 MOST_PADDING = 0.05
 STATE_BYTES = 4  # bytes of a number in a recurrent state
 

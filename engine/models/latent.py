@@ -17,8 +17,9 @@ EPSILON = 1e-6  # epsilon of the norms of latents, in all checkpoints
 
 
 class HeadProducts:
-    """One matrix for each head. On a CPU, a row's result must not depend on other rows, so heads are multiplied one by
-    one by the matrices `each`, and otherwise all at once by `weights`, [heads, out, in]."""
+    """One matrix for each head. On a CPU, heads are multiplied one by one by the matrices `each`, because a row's
+    result must not depend on other rows. On other devices, they are multiplied all at once by `weights`, [heads, out,
+    in]."""
 
     def __init__(self, each: list[Linear], weights: Tensor | None) -> None:
         self._each = each

@@ -81,9 +81,8 @@ class LatentSpec:
     The pool holds one vector per token: a latent of `kv_rank` dimensions, from which the keys and values of all heads
     derive, and a rotated key of `rope_dim` dimensions, which all heads share. A head's query has `nope_dim` dimensions
     without rotation and `rope_dim` with it. Queries derive from a vector of `q_rank` dimensions, or from the hidden
-    state if it is 0. Queries and outputs, not the stored latents, are multiplied by the weights of keys and values.
-    If `interleaved`, the checkpoint rotates dimension 2i with 2i + 1. For other fields see `AttentionSpec`.
-    """
+    state if `q_rank` is 0. Queries and outputs, not the stored latents, are multiplied by the weights of keys and
+    values. If `interleaved`, the checkpoint rotates dimension 2i with 2i + 1. For other fields see `AttentionSpec`."""
 
     heads: int
     q_rank: int
@@ -206,13 +205,12 @@ class MlpSpec:
 class MoeSpec:
     """A mixture of experts (Shazeer et al. 2017): each token uses the `top_k` experts with the best scores.
 
-    `score` maps the router's logits to scores. If `corrects`, a bias is added to the scores for the choice only, and
-    with several `groups` the choice is limited to the `top_groups` best ones, by the sum of a group's `group_scores`
-    best scores (DeepSeek). `scores_chosen`: scores are computed from the logits of the chosen experts alone. The
-    weights of the chosen experts are divided by their sum if `renormalizes`, and multiplied by `scale`. The `shared`
-    expert takes every token, and is gated if `gates_shared`. If `scales_experts`, each expert's weight is also
-    multiplied by a number for this expert (Gemma 4).
-    """
+    `score` maps the router's logits to scores. If `corrects`, a bias is added to the scores, for the choice only. With
+    several `groups`, the choice is limited to the `top_groups` best groups; a group is rated by the sum of its
+    `group_scores` best scores (DeepSeek). `scores_chosen`: scores are computed from the logits of the chosen experts
+    alone. The weights of the chosen experts are divided by their sum if `renormalizes`, and multiplied by `scale`. The
+    `shared` expert takes every token, and is gated if `gates_shared`. If `scales_experts`, each expert's weight is also
+    multiplied by a number for this expert (Gemma 4)."""
 
     num_experts: int
     top_k: int

@@ -8,9 +8,8 @@ class ExpertNames:
     """Names of the tensors of a layer with experts. `each` is the prefix of an expert; {} stands for its number.
 
     If `stacked`, one tensor holds all experts, [experts, in, out], and gate and up alternate in it (gpt-oss). If
-    `fused`, one tensor holds all experts, [experts, out, in], with all gates before all ups. The columns of the
-    router are multiplied by the tensor `router_scale` and by hidden_size ** -0.5 if it has a name (Gemma 4).
-    """
+    `fused`, one tensor holds all experts, [experts, out, in], with all gates before all ups. If `router_scale` names a
+    tensor, the columns of the router are multiplied by this tensor and by hidden_size ** -0.5 (Gemma 4)."""
 
     each: str = "mlp.experts.{}"
     router: str = "mlp.gate"

@@ -52,9 +52,8 @@ class AdmittedRequest:
     """The state that the samples of one request share, from admission until the last one has ended.
 
     The dispatcher creates it. It counts the end of each sample and releases its slot, exactly once. It also limits the
-    unread output of all samples together: if the client does not read, it ends the current attempts, and new attempts
-    begin once the client has read most of the output. Runs on the router's event loop.
-    """
+    unread output of all samples together: if the client does not read, the current attempts end, and new attempts begin
+    once the client has read most of the output. Runs on the router's event loop."""
 
     def __init__(
         self, request: GenerationRequest, entry: QueueEntry, queue: AdmissionQueue, counts: dict[str, int]

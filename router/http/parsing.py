@@ -197,8 +197,8 @@ def _truncated(prompt: list[int], body: GenerateBody, model: ModelCard) -> list[
 
 
 def _spellings(words: list[str], model: ModelCard, tokenizer: Tokenizer) -> list[bytes]:
-    """Return the packed ids of each word at the start of a text, and after a space if that changes only its first
-    token, as in vLLM."""
+    """Return the packed ids of each word as it is encoded at the start of a text and, if only its first token changes,
+    also after a space, as in vLLM."""
     spellings = []
     for word in words:
         first = tokenizer.encode(word.lstrip() or word, add_special_tokens=False)

@@ -136,7 +136,7 @@ class ResponsesApi:
         request: GenerationRequest,
         reply: ResponseWriter,
     ) -> None:
-        """Answer with a stored response, which continues without the client if it runs in the background."""
+        """Answer with a stored response. If it runs in the background, it continues without the client."""
         if body.background:
             request.deadline = None
         await runs.create(stored, request, is_background=body.background)

@@ -91,7 +91,7 @@ class StructuredOutputs(BaseModel):
     """vLLM's `structured_outputs`. Exactly one of the first six fields is set; the others are options for JSON."""
 
     model_config = Strict
-    # The names are vLLM's; `json` would hide a method of the base class.
+    # The names are those of vLLM. A field `json` would hide a method of the base class, so it has an alias.
     json_: Annotated[Schema | Text | None, Field(alias="json")] = None
     regex: Text | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
@@ -165,7 +165,7 @@ def _check_size(size: int, param: str) -> None:
 
 
 def _parsed(given: Schema | str, param: str) -> Schema:
-    """Return a JSON object, which may be given as its text."""
+    """Return a JSON object that was given as an object or as its text."""
     if isinstance(given, dict):
         return given
     try:

@@ -83,8 +83,8 @@ class RoutableNodes(Generic[Routable]):
     ) -> PlacementCandidate | None:
         """Choose the nodes for a sequence of `num_tokens` tokens, whose full blocks have these hashes. Return None if
         there are no nodes. `among` lists the prefill and decode nodes that may be chosen, by default all. A node in
-        `avoid` is not considered for its cached prefix. `encoded` has the tokens of the images that each node has
-        encoded."""
+        `avoid` is not considered for its cached prefix. `encoded` maps a node to the number of tokens of the images
+        that it has encoded."""
         prefill, decode = among or (self.prefill, self.decode)
         if not (prefill or decode):
             return None

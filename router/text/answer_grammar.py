@@ -51,7 +51,7 @@ def _until(end: str) -> str:
 
 
 def lark_of(text: str, tokenizer: Tokenizer) -> str:
-    """Return a text as a sequence of Lark, in which the names of special tokens stand for these tokens."""
+    """Return a text as a sequence of Lark terms. The names of special tokens in it stand for the tokens."""
     names = tokenizer.special_ids
     parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
     return " ".join(f"<[{names[part]}]>" if part in names else json.dumps(part) for part in parts if part)

@@ -27,7 +27,7 @@ from shared.rpc.messages import Media
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MEMORY_BYTES = 2 << 30  # address space of the child, unless BYTES_PER_PIXEL for the largest allowed image is more
-BYTES_PER_PIXEL = 16  # Pillow needs up to 8, and twice as much while it converts
+BYTES_PER_PIXEL = 16  # Pillow needs up to 8, and twice as many while it converts an image
 DECODE_S = 10  # time limit for one image, after which the child is killed
 DATA_URL = "data:image/"
 DIGEST_BYTES = 16
@@ -101,7 +101,7 @@ class ImageReader:
 
 
 def placed(tokens: Sequence[int], media: Sequence[Media], rules: ImageRules) -> list[int]:
-    """Return the prompt's tokens with each image's placeholder repeated for the number of the image's tokens.
+    """Return the prompt's tokens, with the placeholder of each image repeated once for each of the image's tokens.
 
     Sets the offsets of `media`. Raises RequestError unless the prompt has one placeholder for each image.
     """

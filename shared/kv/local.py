@@ -80,8 +80,8 @@ def greeted(
 ) -> Iterator[tuple[socket.socket, bytes, list[int]]]:
     """Connect to the owner of the descriptor. Yield the connection, and the bytes and file descriptors of its offer.
 
-    After the block, the file descriptors are closed, and if the block failed, the connection too. Raises ChannelError
-    or OSError.
+    When the block ends, the file descriptors are closed; if it failed, the connection is closed too. Raises
+    ChannelError or OSError.
     """
     with contextlib.ExitStack() as files, contextlib.ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

@@ -41,8 +41,8 @@ class Staging(Protocol):
 class KVMemory(Protocol):
     """The rows of a KV pool, on the host or on a GPU: `num_rows` of `row_bytes` each.
 
-    `sums` names the checksum algorithm. Checksums of rows in two memories can be compared only if it is the same.
-    """
+    `sums` names the checksum algorithm. Checksums of rows in two memories can be compared only if both use the same
+    algorithm."""
 
     sums: ClassVar[str]
 

@@ -17,7 +17,7 @@ from shared.kv.connections import hung_up
 from shared.kv.local import LocalChannel, greeted, host_id
 from shared.kv.memory import HostMemory, Rows
 
-PIECE_BYTES = 8 << 20  # copied between two checks of `stopped`, which takes a few milliseconds
+PIECE_BYTES = 8 << 20  # bytes between two checks of `stopped`; copying them takes a few milliseconds
 
 
 class ShmChannel(LocalChannel[HostMemory]):

@@ -147,7 +147,7 @@ class PeerProtocol(H2Protocol):
         self._has_received = False  # since the last check
         self._connections = {} if connections is None else connections
         self._loop = asyncio.get_running_loop()
-        self._pinged_at: float | None = None  # when the ping was sent that is not answered yet
+        self._pinged_at: float | None = None  # when the unanswered ping was sent
         self._checked_at = self._loop.time()
         self._watch: asyncio.TimerHandle
 

@@ -39,7 +39,8 @@ class SamplingParams:
     logprobs: int | None = None  # number of alternatives to the sampled token that are returned; None: no logprobs
     prompt_logprobs: int | None = None
     allowed_tokens: bytes = b""  # ids of the only tokens that may be sampled; b"": all
-    bad_words: list[bytes] = field(default_factory=list)  # ids; the last is banned after the others
+    # The ids of each word; the last one is banned after the others.
+    bad_words: list[bytes] = field(default_factory=list)
     # If not "", return a vector and no token: "last" or "mean" (the hidden state of the last token, or the mean over
     # all tokens), or "logits" (the logits of `allowed_tokens` after the prompt). `max_tokens` must be 1.
     pooling: str = ""
@@ -87,7 +88,7 @@ class SubmitRequest:
 
 @dataclass(slots=True)
 class RouterCommand:
-    """Router to node, on the standing stream. The first message contains no submits and no aborts."""
+    """Router to node, on their long-lived stream. The first message contains no submits and no aborts."""
 
     router: str
     submits: list[SubmitRequest] = field(default_factory=list)
@@ -225,7 +226,7 @@ class RequestEvent:
 
 @dataclass(slots=True)
 class NodeUpdate:
-    """Node to router, on the standing stream: deltas after each step, statistics about once a second, and, if the
+    """Node to router, on their long-lived stream: deltas after each step, statistics about once a second, and, if the
     router wants them, new records of steps and events ten times a second."""
 
     deltas: list[TokenDelta] = field(default_factory=list)

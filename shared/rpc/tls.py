@@ -80,7 +80,7 @@ class ClusterIdentity:
     registry_keys: tuple[bytes, ...]
 
     def sign(self, name: str, data: bytes) -> bytes:
-        """Return an HMAC-SHA256 over `data` and `name`, under which Redis stores the data."""
+        """Return an HMAC-SHA256 over `data` and over `name`, the name under which Redis stores the data."""
         return _signature(self.registry_keys[0], name, data)
 
     def is_signed(self, proof: bytes, name: str, data: bytes) -> bool:

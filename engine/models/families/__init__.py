@@ -87,7 +87,8 @@ UNSUPPORTED = {
     "GlmMoeDsaForCausalLM": latent.NO_INDEX,
 }
 
-# Models of text and images, whose text decoder is served, and the decoder's architecture by its `model_type`.
+# For models of text and images: the architecture of the text decoder, by the decoder's `model_type`. Only the decoder
+# is served.
 MULTIMODAL = (
     "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration",

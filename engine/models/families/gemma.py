@@ -120,7 +120,7 @@ def _attention(keys: ConfigReader, **more: object) -> AttentionSpec:
 
 
 def _cap(keys: ConfigReader, key: str, default: float) -> float:
-    """Return a soft cap, or 0 if there is none, which the file may write as null."""
+    """Return a soft cap, or 0 if there is none. The file may write null for no cap."""
     if key in keys.values:
         return 0.0 if keys.values[key] is None else keys.positive(key)
     return default

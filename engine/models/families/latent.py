@@ -33,7 +33,7 @@ def deepseek_v3(keys: ConfigReader) -> ModelConfig:
 
 
 def _dense_layers(keys: ConfigReader, default: int) -> int:
-    """Return the number of layers without experts, which are the first ones."""
+    """Return the number of layers without experts. These are the first layers."""
     dense = keys.values.get("first_k_dense_replace", default)
     if type(dense) is not int or dense < 0:
         keys.refuse("first_k_dense_replace", "it must be a number of layers")

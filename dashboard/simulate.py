@@ -8,6 +8,7 @@ from contextlib import suppress
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.http.asgi import while_connected
 from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import python_path
 
@@ -19,8 +20,8 @@ JSON = "application/json; charset=utf-8"
 
 
 class SimulateHandler:
-    """Runs queries in processes of low priority. At most MAX_RUNS run at once; further ones are refused. A run that
-    takes longer than LIMIT_S is killed."""
+    """Runs queries in processes of low priority. At most MAX_RUNS run at once; further ones are refused. A run is
+    killed if it takes longer than LIMIT_S, or if the client disconnects."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s, self._num_runs = limit_s, 0
@@ -33,9 +34,15 @@ class SimulateHandler:
                 raise RequestError(f"The query must have at most {MAX_QUERY} bytes.", status=413)
         if self._num_runs >= MAX_RUNS:
             raise UnavailableError(f"{MAX_RUNS} simulations are running.", code="overloaded", status=429)
+        answer = b""
+
+        async def run() -> None:
+            nonlocal answer
+            answer = await self._run(bytes(query))
+
         self._num_runs += 1
         try:
-            answer = await self._run(bytes(query))
+            await while_connected(request.receive, run())
         finally:
             self._num_runs -= 1
         return Response(answer, 400 if answer.startswith(b'{"error"') else 200, media_type=JSON)

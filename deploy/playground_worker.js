@@ -1,23 +1,26 @@
-/* The worker of deploy/playground.js: loads Pyodide from its parts, then answers queries. */
+/* The worker of deploy/playground.js: loads Pyodide from its parts, then answers queries. A query ends when a newer one
+   arrives. */
 "use strict";
 const PYTHON = `
 import json, sys
 sys.path.insert(0, "/baton")
-from compare.playground.interactive import simulate
+from compare.playground.interactive import slices
 from shared.errors import ConfigError
 
 def answer(query):
     try:
-        return json.dumps(simulate(json.loads(query)))
+        for found in slices(json.loads(query)):
+            yield json.dumps(found) if found else ""
     except (ConfigError, ValueError, RecursionError) as error:
-        return json.dumps({"error": str(error)[:300]})
+        yield json.dumps({"error": str(error)[:300]})
 
 answer
 `;
 // Pyodide refuses classic workers, but from a file:// page Chromium starts no others. Only imports need importScripts.
 globalThis.importScripts = undefined;
 
-let python = null;
+const SLICE_MS = 40; // between looks for a newer query
+let python = null, newest = 0;
 
 async function load({ loader, module, wasm, library, lock, code }) {
   const url = (part) => URL.createObjectURL(new Blob([part], { type: "text/javascript" }));
@@ -39,9 +42,19 @@ onmessage = async ({ data: { parts, id, query } }) => {
     python.catch(() => {}); // each query reports the error
     return;
   }
-  let answer;
+  newest = id;
+  let answer = JSON.stringify({ error: "a newer run has replaced this one" });
   try {
-    answer = (await python)(query);
+    const run = (await python)(query);
+    let began = performance.now();
+    for (const found of run) {
+      if (found) answer = found;
+      if (performance.now() - began < SLICE_MS) continue;
+      await new Promise((done) => setTimeout(done));
+      if (newest !== id) break;
+      began = performance.now();
+    }
+    run.destroy();
   } catch (error) {
     answer = JSON.stringify({ error: `Python could not be started: ${error.message}` });
   }

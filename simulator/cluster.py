@@ -1,7 +1,8 @@
 """A simulated cluster. Admission and placement are the real router's; nodes and transfer times are simulated."""
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,18 @@ if TYPE_CHECKING:  # pydantic is not available in a browser
 
 ATTRIBUTES = ("policy", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold")  # facts of a node
 TIMEOUT, REFUSED, TOO_LARGE = "timeout", "refused", "the request does not fit into the KV cache"
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Turn off garbage collection: a run creates no cycles, and a collection would visit all requests."""
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +136,12 @@ class SimulatedCluster:
     def run(self, requests: Iterable[SimulatedRequest], timeout_s: float = inf) -> None:
         """Serve requests, given in the order of their arrival, until all have ended. A request ends at the latest
         `timeout_s` after its arrival. May be called once."""
+        with paused_gc():
+            self.begin(requests, timeout_s)
+            self.events.run()
+
+    def begin(self, requests: Iterable[SimulatedRequest], timeout_s: float = inf) -> None:
+        """Prepare a run, as in `run`. Then, `events.run` serves the requests."""
         self._timeout_s = timeout_s
         arrivals = iter(requests)
         if (first := next(arrivals, None)) is None:
@@ -133,13 +152,6 @@ class SimulatedCluster:
             phase_s = self.plan.computing.heartbeat_s * (number + 1) / len(self.nodes)
             self.events.at(phase_s, self._heartbeat, node)
         self.events.at(first.at_s + self.times.request_s, self._arrive, first, arrivals)
-        is_collecting = gc.isenabled()
-        gc.disable()  # a run creates no reference cycles, and a collection would visit the objects of all requests
-        try:
-            self.events.run()
-        finally:
-            if is_collecting:
-                gc.enable()
 
     def ends(self) -> dict[SimulatedNode, list[float]]:
         """Return the ends of all steps of each node, in seconds."""

@@ -1,7 +1,7 @@
 """One simulated run for the page `/simulator`. Uses only the standard library, so that it also runs in a browser."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from math import exp, log
@@ -14,7 +14,7 @@ from engine.emulation import COSTS, load_emulation
 from scheduler.policy import POLICIES
 from scheduler.request import Request, Step
 from shared.errors import ConfigError
-from simulator.cluster import ClusterPlan, SimulatedCluster
+from simulator.cluster import ClusterPlan, SimulatedCluster, paused_gc
 from simulator.handoff import SimulatedHandoff
 from simulator.node import SimulatedNode, Stretch
 from simulator.routed import RoutedNode, SimulatedRequest
@@ -23,6 +23,7 @@ SPREAD = 0.8  # standard deviation of the logarithm of the lengths
 MOST_REQUESTS, MOST_NODES = 2000, 16
 MOST_TOKENS = 1_000_000
 MAX_TRACE = 200_000  # characters of a pasted trace
+SLICES = 200  # slices of a run until the last request arrives
 MS = 1000.0
 Document = dict[str, Any]
 
@@ -186,6 +187,14 @@ def _span(kind: str, node: str, start_ms: float, end_ms: float, tokens: int) -> 
 def simulate(given: object) -> Document:
     """Run a query (see `PlayQuery`), and return the steps of each node, the requests, and the figures. Raises
     ConfigError, which names the field and the fix."""
+    *_, found = slices(given)
+    assert found is not None
+    return found
+
+
+def slices(given: object) -> Iterator[Document | None]:
+    """Run a query in slices, so that a caller can do other things in between, or stop. Yield None after each slice, and
+    at the end the result."""
     query = PlayQuery.read(given)
     device = load_emulation(query.device)
     settings = PlaySettings(query.policy, query.budget)
@@ -194,10 +203,20 @@ def simulate(given: object) -> Document:
     if (longest := max(each.num_prompt + each.max_tokens for each in requests)) > device.kv_tokens:
         raise ConfigError(f"trace: a request has {longest} tokens, but {device.name} holds {device.kv_tokens}")
     cluster = PlayedCluster(plan)
-    cluster.run(requests)
-    ends, answer_s = cluster.ends(), cluster.times.answer_s
-    rows = [_row(each, each.token_s(answer_s, ends), cluster) for each in requests]
-    return {
+    slice_s, rows = max(requests[-1].at_s, 1.0) / SLICES, []
+    with paused_gc():
+        cluster.begin(requests)
+        until_s = 0.0
+        while cluster.num_open:
+            until_s += slice_s
+            cluster.events.run(until_s)
+            yield None
+        ends, answer_s = cluster.ends(), cluster.times.answer_s
+        for number, each in enumerate(requests):
+            rows.append(_row(each, each.token_s(answer_s, ends), cluster))
+            if number % 100 == 0:
+                yield None
+    yield {
         "nodes": [_node(node, cluster) for node in cluster.nodes],
         "requests": rows,
         "figures": figures(rows, query, plan),

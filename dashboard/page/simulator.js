@@ -13,7 +13,8 @@ const read = (name) => name === "budget" ? 2 ** Number(fields.budget.value)
   : TEXTS.has(name) ? fields[name].value : Number(fields[name].value);
 const query = () => Object.fromEntries(NAMES.map((name) => [name, read(name)]));
 const DEFAULTS = query();
-let run = null, playing = 0, busy = false, isStale = false, isSearching = false, timer = 0;
+const QUICK_MS = 300, FEWEST = 60, REST_MS = 100; // see `refresh`
+let run = null, playing = 0, timer = 0, newest = 0, stop = new AbortController(), perMs = 0.5;
 
 /* ---- settings and the URL ---- */
 
@@ -48,44 +49,57 @@ function choices(select, values) {
 
 /* ---- runs ---- */
 
-async function askRouter(settings) {
-  const answer = await fetch("v1/simulate", { method: "POST", body: JSON.stringify(settings) });
+async function askRouter(settings, signal) {
+  const answer = await fetch("v1/simulate", { method: "POST", body: JSON.stringify(settings), signal });
   const found = await answer.json().catch(() => ({}));
   if (!answer.ok) throw new Error(found.error?.message ?? found.error ?? `the router answered ${answer.status}`);
   return found;
 }
 
-const simulate = (settings) => (globalThis.batonSimulate ?? askRouter)(settings);
+const simulate = (settings) => (globalThis.batonSimulate ?? askRouter)(settings, stop.signal);
+
+/* Stops what runs, and returns a function that tells whether nothing newer has begun. */
+function begin() {
+  stop.abort();
+  stop = new AbortController();
+  const own = ++newest;
+  return () => own === newest;
+}
 
 function state(name, text) {
   place("state").dataset.state = name;
   say(place("state"), text);
 }
 
-/* Runs the settings. If they change during a run, runs the newest ones afterwards. */
+/* Runs the settings. First runs and shows only as many requests as take about QUICK_MS, at the speed of the last run, so
+   that the page follows a control that moves. */
 async function refresh() {
-  if (busy) { isStale = true; return; }
+  const isNewest = begin();
   if (!form.checkValidity()) {
     const field = form.querySelector("input:invalid");
     fail(`${field.closest("label").firstChild.textContent.trim()}: ${field.validationMessage}`);
     return;
   }
-  busy = true;
-  do {
-    isStale = false;
-    const settings = query(), began = performance.now();
-    history.replaceState(null, "", `#${fragment()}`);
-    state("busy", "simulating");
-    try {
-      const found = await simulate(settings);
-      if (isStale) continue;
+  const settings = query(), few = Math.max(FEWEST, Math.floor(QUICK_MS * perMs));
+  history.replaceState(null, "", `#${fragment()}`);
+  state("busy", "simulating");
+  try {
+    if (few < settings.requests / 1.5) {
+      const found = await simulate({ ...settings, requests: few });
+      if (!isNewest()) return;
       show(found, settings);
-      state("done", `${number(found.requests.length)} requests in ${ms(performance.now() - began)} ms`);
-    } catch (error) {
-      if (!isStale) fail(error.message);
+      state("busy", `first ${number(few)} requests; simulating ${number(settings.requests)}`);
     }
-  } while (isStale);
-  busy = false;
+    const began = performance.now(), found = await simulate(settings);
+    if (!isNewest()) return;
+    show(found, settings);
+    remember(settings, found.figures);
+    const took = performance.now() - began;
+    perMs = found.requests.length / took;
+    state("done", `${number(found.requests.length)} requests in ${ms(took)} ms`);
+  } catch (error) {
+    if (isNewest()) fail(error.message);
+  }
 }
 
 function fail(text) {
@@ -106,7 +120,6 @@ function show(found, settings) {
   choices(fields.device, run.devices);
   choices(fields.policy, run.policies);
   summarize();
-  remember(settings, run.figures);
   place("lanes").replaceChildren(...run.nodes.map((node) => make("div", { class: "lane" }, make("span", {}, nameOf(node)),
     make("canvas", { role: "img", "aria-label": `Steps of ${nameOf(node)}` }))));
   draw();
@@ -151,24 +164,22 @@ function remember(settings, figures) {
 }
 
 async function findBest() {
-  if (busy || isSearching) return;
-  isSearching = true;
+  const isNewest = begin(), tried = [];
   place("best").disabled = true;
-  const tried = [];
   try {
     for (const budget of BUDGETS) {
       state("busy", `trying ${number(budget)} tokens`);
       const settings = { ...query(), budget }, { figures } = await simulate(settings);
+      if (!isNewest()) return;
       remember(settings, figures);
       tried.push({ budget, figures });
     }
     const better = (a, b) => b.figures.attainment - a.figures.attainment || a.figures.ttft_ms.p99 - b.figures.ttft_ms.p99;
     fill({ ...query(), budget: tried.sort(better)[0].budget });
   } catch (error) {
-    fail(error.message);
+    if (isNewest()) fail(error.message);
     return;
   } finally {
-    isSearching = false;
     place("best").disabled = false;
   }
   refresh();
@@ -305,7 +316,7 @@ function setTheme(theme) {
 form.addEventListener("input", () => {
   say(place("budget-shown"), number(read("budget")));
   clearTimeout(timer);
-  timer = setTimeout(refresh, 250);
+  timer = setTimeout(refresh, REST_MS);
 });
 form.addEventListener("submit", (event) => event.preventDefault());
 place("best").addEventListener("click", findBest);

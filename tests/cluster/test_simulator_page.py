@@ -98,6 +98,20 @@ def test_a_run_is_shown_and_follows_the_settings(opened: Callable[..., Any], pla
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_the_page_follows_a_control_that_moves(opened: Callable[..., Any], place: str) -> None:
+    """First, the page shows a run of few requests. A newer setting replaces a run that is not over."""
+    page = opened(place, "#requests=1500&answer=20&rate=20")
+    for limit in ("1", "2"):
+        page.fill("[name=tbt_slo_ms]", limit)
+        until(page, "document.getElementById('state').textContent.startsWith('first')")
+        counted = page.text_content("#figures dd.note")
+        assert counted != "of 1,350 requests"
+    done(page)
+    assert page.text_content("#figures dd.note") == "of 1,350 requests"
+    assert page.locator("#runs tr").count() == 2, "the first run and the last one"
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_a_trace_that_makes_no_sense_is_named(opened: Callable[..., Any], place: str) -> None:
     page = opened(place, "#requests=10&trace=nonsense")
     assert page.text_content("#summary").startswith("trace: its first line matches no known format")

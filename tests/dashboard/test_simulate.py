@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.routing import Route
 
 from dashboard import simulate
@@ -51,3 +53,17 @@ async def test_long_queries_and_runs_beyond_the_limits_are_refused(
             await run
     monkeypatch.undo()
     assert (await post(SimulateHandler(), json.dumps(SHORT).encode())).status_code == 200
+
+
+async def test_a_run_ends_when_its_client_disconnects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(simulate, "MODULE", "endless")
+    simulations = SimulateHandler()
+    for _ in range(MAX_RUNS + 1):  # each run frees its place
+        messages = iter([{"type": "http.request", "body": b"{}", "more_body": False}, {"type": "http.disconnect"}])
+
+        async def receive(messages: Iterator[dict[str, object]] = messages) -> dict[str, object]:
+            return next(messages)
+
+        await asyncio.wait_for(simulations(Request({"type": "http", "method": "POST"}, receive)), 60)

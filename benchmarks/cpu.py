@@ -262,8 +262,8 @@ def _note(groups: list[dict[str, Any]]) -> str:
     parts = [
         "Baton is timed through a node's engine loop, with scheduling, sampling and publishing. llama.cpp is timed "
         "without sampling, as in its batched bench, with and without flash attention. vLLM is timed by steps of its "
-        "engine. Figures are medians of interleaved runs; each ratio is computed within a "
-        "repeat, and the median over all repeats is given. Steps have "
+        "engine. Figures are medians of interleaved runs. A ratio is computed in each repeat, and its median over all "
+        "repeats is given. Steps have "
         f"up to 2,048 prompt tokens. The KV format is {kv} (llama.cpp: F16)."
     ]
     if differences:

@@ -203,8 +203,8 @@ def table_of(runs: list[dict[str, float]], sizes: list[int]) -> Table:
         rows.append([*row, None if ratio is None else ratio <= 1.1])
     note = (
         "Idle: no requests, while the nodes work for other routers. Longest turn: CPU time of one turn of the router's "
-        "event loop. CPU per token: 16 of the nodes send 10,000 tokens per second in 256 streams; the share of "
-        "a core that the router uses when idle is subtracted for the ratio. The process that "
+        "event loop. CPU per token: 16 of the nodes send 10,000 tokens per second in 256 streams; "
+        "the ratio is computed without the share of a core that an idle router uses. The process that "
         "emulates the nodes shares its CPU with the clients, so it limits the join time."
     )
     return Table("A router and its nodes", columns, rows, note)

@@ -95,7 +95,8 @@ def _weights(config: dict[str, Any]) -> dict[str, Tensor]:
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
     named: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        if name.endswith("experts.gate_up_proj"):  # transformers has the experts in one tensor, and files separately
+        # Transformers keeps all experts in one tensor, but files have a tensor for each.
+        if name.endswith("experts.gate_up_proj"):
             for number, (gate, up) in enumerate(one.chunk(2) for one in weight):
                 named |= {f"{name[:-12]}{number}.gate_proj.weight": gate, f"{name[:-12]}{number}.up_proj.weight": up}
         elif name.endswith("experts.down_proj"):

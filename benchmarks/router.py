@@ -41,7 +41,8 @@ NOTE = (
 )
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{}"
 
-WINDOW = 16  # maximum tokens in flight per stream, which lowers a rate that the router cannot keep up with
+# Maximum tokens in flight per stream. If the router cannot keep up with the rate, this limit lowers the rate.
+WINDOW = 16
 HEARTBEAT_S = 0.5
 
 

@@ -214,7 +214,7 @@ def main() -> None:
     command = f"python -m benchmarks speculation --threads {flags.threads} --clock {flags.clock}"
     what = "Speculative decoding by prompt lookup, in turn with and without it; medians of a whole batch."
     if flags.clock == "cpu":
-        what += " A second is one of the process's CPU time, because the machine was not quiet."
+        what += " Seconds are CPU seconds of the process, because the machine was not quiet."
     Result("speculation", what, tables, runs, command=command).finish(flags.out)
 
 

@@ -1,7 +1,8 @@
 """Measure how long the demo model's steps take on this CPU: tests/data/recordings/step_times.json.
 
-The steps are those of the recordings (`python -m benchmarks recording`), at even distances. Each runs --repeats times
-with one thread, and its median CPU time is written, because other processes delay steps but hardly change this time.
+The steps are those of the recordings (`python -m benchmarks recording`), at even distances. Each step runs --repeats
+times with one thread. The file has its median CPU time, because other processes delay steps but hardly change their CPU
+time.
 """
 
 import gzip

@@ -95,7 +95,8 @@ async def examine(name: str, check: Callable[[], str | Awaitable[str]]) -> Findi
 
 
 async def _installation(settings: DoctorSettings) -> AsyncIterator[Finding]:
-    """Yield the findings about this machine. With --url, skip most checks, because the cluster runs elsewhere."""
+    """Yield the findings about this machine. With --url, skip most checks, because the cluster may run on other
+    machines."""
     checks: tuple[Callable[[DoctorSettings], str | Awaitable[str]], ...] = (libraries, secret_files, registry)
     if not settings.url:
         checks = (libraries, computing, model, secret_files, registry)

@@ -264,7 +264,7 @@ def build(
 
 
 def _leave_stored(slices: Sequence[Slice], cu_q: Sequence[int], slots: Sequence[NDArray[np.int64]]) -> None:
-    """Set the slots of tokens whose KV is not stored again to -1."""
+    """Set the slot of each token to -1 if the token's KV is already stored."""
     for slice_, first in zip(slices, cu_q, strict=False):
         for of_table in slots if slice_.num_stored else ():
             of_table[first : first + slice_.num_stored] = -1

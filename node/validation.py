@@ -21,7 +21,7 @@ from shared.limits import (
 from shared.rpc.messages import Media, SamplingParams, SubmitRequest, unpack_ids
 
 MAX_ID, MAX_SALT_BYTES = 256, 256
-MAX_STOP_TOKENS = 4096  # the request's and the model's together
+MAX_STOP_TOKENS = 4096  # the stop tokens of the request and those of the model together
 ADDRESS = re.compile(r"[\w.:%\[\]-]{1,255}:\d{1,5}", re.ASCII)
 POOLINGS = ("", "last", "mean", "logits")
 TINY = 5e-324  # the smallest positive float

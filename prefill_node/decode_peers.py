@@ -166,7 +166,8 @@ class DecodePeers:
             if await self._acknowledged(peer, stop):
                 return
             await asyncio.sleep(self._timing.retry_stop_s)
-        log.warning("%s did not acknowledge a stopped handoff: it keeps the blocks until this node ends", peer.address)
+        text = "%s did not acknowledge that a handoff stopped: it keeps the handoff's blocks until this node ends"
+        log.warning(text, peer.address)
 
     async def _acknowledged(self, peer: DecodePeer, stop: StopRequest) -> bool:
         peer.used_at = time.monotonic()

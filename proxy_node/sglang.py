@@ -102,7 +102,8 @@ def generate_body(submit: SubmitRequest, tokens: list[int]) -> dict[str, Any]:
         "top_k": sampling.top_k or -1,
         "max_new_tokens": max(1, submit.max_tokens - done),
         "min_new_tokens": max(0, submit.min_tokens - done),
-        "stop_token_ids": unpack_ids(submit.stop_tokens),  # includes the model's, unless the client ignores them
+        # Includes the model's stop tokens, unless the client ignores them.
+        "stop_token_ids": unpack_ids(submit.stop_tokens),
         "ignore_eos": True,
     }
     if sampling.logit_bias:

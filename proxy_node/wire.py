@@ -67,7 +67,8 @@ def completion_body(
         "prompt": list(tokens),
         "max_tokens": max(1, submit.max_tokens - done),
         "min_tokens": max(0, submit.min_tokens - done),
-        "stop_token_ids": unpack_ids(submit.stop_tokens),  # includes the model's, unless the client ignores them
+        # Includes the model's stop tokens, unless the client ignores them.
+        "stop_token_ids": unpack_ids(submit.stop_tokens),
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,

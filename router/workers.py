@@ -30,7 +30,7 @@ class WorkerShare:
     """One worker's part of its router: worker `number` of `count`.
 
     The workers divide the limits of the router. Each worker answers the others at one of `sockets`. `registry` is the
-    address of the registry process. Both are empty for a router without workers.
+    address of the registry process. `sockets` and `registry` are empty for a router without workers.
     """
 
     number: int = 0

@@ -115,9 +115,9 @@ class Geometry:
 
     def lent_rows(self, num_prompt: int, held: int) -> tuple[int, int]:
         """Return how many rows a node lends to a peer that computes a prompt in the node's pool, as two numbers. The
-        first counts the rows that already have the KV of the first `held` blocks and their state. The second counts the
-        rows for the other blocks and two states. Blocks of every group are lent until the end of the prompt, because
-        the peer releases none.
+        first number counts the rows that already have the KV and the state of the first `held` blocks. The second
+        number counts the rows for the other blocks and for two states. Blocks of every group are lent until the end of
+        the prompt, because the peer releases none.
         """
         held_rows, rest = self.state_rows if held else 0, -(-num_prompt // self.block_tokens) - held
         for group in self.attention:

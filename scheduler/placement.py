@@ -156,7 +156,8 @@ def _total(estimate: LatencyEstimate | None) -> float:
 def _prefill_work(
     node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int], saved_tokens: int
 ) -> tuple[int, int, int]:
-    """Return the sort key of a prefill node. It begins with the number of tokens to compute until this prompt ends."""
+    """Return the sort key of a prefill node. The first part of the key is the number of tokens that the node computes
+    until the end of this prompt."""
     work = node.outstanding_tokens + num_tokens - min(num_tokens, cached_tokens.get(node.id, 0)) - saved_tokens
     return work, node.running, node.placed
 

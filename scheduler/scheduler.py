@@ -90,9 +90,9 @@ class Scheduler:
     `Request.tables` has the rows of each attention group of the geometry, row r of block b at b * rows + r. If no later
     query sees a block, its rows are released and their entries become 0, the dummy row. With a group of states, a slice
     reads one set of rows and writes another, so that it can run twice. A slice with guesses also saves the state before
-    them to a third set, which becomes the current one if a guess was wrong; the next slice then computes the right
-    guesses again. Saved states ("snapshots") have names, as blocks do; a request with a cached prefix starts from a
-    snapshot.
+    the guesses to a third set. If a guess was wrong, this set becomes the current one, and the next slice computes the
+    right guesses again. Saved states ("snapshots") have names, as blocks do; a request with a cached prefix starts from
+    a snapshot.
     """
 
     def __init__(
@@ -374,7 +374,8 @@ class Scheduler:
                 step.work.add_draft(context)
 
     def _can_return(self, slice_: Slice) -> bool:
-        """Return whether the state before the guesses of a slice can be saved. Take rows for it if necessary."""
+        """Return whether the state before the guesses of a slice can be saved. Take rows for that state if
+        necessary."""
         request, rows = slice_.request, self.geometry.state_rows
         if slice_.state is None or len(request.states) > 2:
             return id(slice_) not in self._saves

@@ -511,7 +511,8 @@ class RedisRegistry(Registry):
         self._interval_s = heartbeat_s
         # The last value of each key, and the NodeInfo in it.
         self._entries: dict[str, tuple[bytes, NodeInfo | None]] = {}
-        self._absent_since: dict[str, float] = {}  # name in `nodes` or in the index that has no key -> since when
+        # Since when a name that is in `nodes` or in the index has no key.
+        self._absent_since: dict[str, float] = {}
         self._tasks = TaskGroup()
 
     async def start(self, changed: Callable[[], None]) -> None:
@@ -572,7 +573,7 @@ class RedisRegistry(Registry):
             info = unseal(value, self._prefix + name, self._identity)
             check_node(info)
             if info.id != name:
-                raise DecodeError("NodeInfo.id is not the name of its key")
+                raise DecodeError("NodeInfo.id differs from the name of the entry")
         except DecodeError as error:
             peer_log.warn(self._prefix, f"an entry in Redis is skipped: {error}")
             return None

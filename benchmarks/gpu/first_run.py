@@ -4,8 +4,8 @@
     python -m benchmarks gpu_first_run --only decode,prefill
 
 The results file is written after each section, so an interrupted run keeps the results of finished sections. A run of
-some sections (`--only`) replaces only these in the file of an earlier run. If a section fails, its table shows the
-error, and the next section runs. The only packages needed are torch, Triton, numpy, safetensors, msgpack, httpx,
+some sections (`--only`) replaces only these sections in the file of an earlier run. If a section fails, its table shows
+the error, and the next section runs. The only packages needed are torch, Triton, numpy, safetensors, msgpack, httpx,
 xxhash, llguidance, tokenizers and, for the checks, pytest and hypothesis; with pytest-xdist, kernels are compiled in
 parallel. `--device cpu --toy --out FILE` tests the script itself under Triton's interpreter.
 """
@@ -37,7 +37,8 @@ from benchmarks.result import RESULTS, Cell, Result, Table, versions
 
 NAME = "gpu_first_run"
 PYTEST = "[pytest]\naddopts = --import-mode=importlib\nmarkers = gpu: needs a CUDA device\n"
-SUITES = {"test_kernels.py": 8, "test_runner.py": 1}  # processes; a test of the second measures the free memory
+# The number of processes of each suite. A test of `test_runner.py` measures the free memory, so it runs alone.
+SUITES = {"test_kernels.py": 8, "test_runner.py": 1}
 CHECKS_S = 900.0  # timeout of one suite
 LAST_LINES = 6
 

@@ -178,7 +178,8 @@ def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float 
             "cannot be measured"
         )
     broken = ["Connect" in outcome.error or "Disconnected" in outcome.error for outcome in outcomes]
-    if broken and broken[-1]:  # otherwise the server has recovered, and the broken requests only miss the SLO
+    # If the last request was not broken, the server has recovered, and the broken ones only miss the SLO.
+    if broken and broken[-1]:
         problems.append(f"the server was unreachable or disconnected in {sum(broken)} of {len(outcomes)} requests")
     return problems
 

@@ -74,7 +74,7 @@ class Simulations:
         self._source, self.device = source, device
         self._common = parse_settings("--set", ",".join(settings))
         self.rows = lru_cache(maxsize=8)(self._draw)
-        self._hashes = lru_cache(maxsize=8)(lambda *_: list[list[bytes]]())  # block hashes of the first rows
+        self._hashes = lru_cache(maxsize=8)(lambda *_: list[list[bytes]]())  # by row, as far as needed
 
     def arm(self, name: str) -> Arm:
         return parse_arm(name, self._common)

@@ -46,8 +46,8 @@ def page_of(plan: Document) -> str:
         "plain: neither.</p>",
         _map(plan["winners"], ("ttft_ms", "TTFT {:.4g} ms"), ("tbt_ms", "TBT {:.3g} ms")),
         *_lengths(plan["lengths"]),
-        "<h2>Capacity by the number of prefill nodes</h2><p>The best candidate of each split. Capacities of finalists "
-        "are measured; the others are coarse, or bounds, because their search ended early.</p>",
+        "<h2>Capacity by the number of prefill nodes</h2><p>The best candidate of each split. The capacities of "
+        "finalists are measured. The others are rough estimates or bounds, because their search ended early.</p>",
         _splits(plan["splits"]),
         *_validation(plan),
         "<h2>All candidates</h2><p>Each candidate was tried at rising rates until others did better. The table "

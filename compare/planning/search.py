@@ -66,8 +66,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search has found. The latter three describe the best finalist of each mode, at rates around its capacity
-    or with other lengths of prompts and answers."""
+    """What a search has found. The last two fields describe the best finalist of each mode: `varied` at rates around
+    its capacity, `lengths` with other lengths of prompts and answers."""
 
     scores: Mapping[str, Score]  # the last score of each candidate
     points: Mapping[str, Sequence[CapacityPoint]]  # the mean attainment of each candidate at each rate

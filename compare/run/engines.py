@@ -56,7 +56,8 @@ def check_moved(
     totals = {name: sum(each[name] for each in grown) for name in names}
     problems = [f"{totals[name]:g} {text}" for name, text in FAILURES.items() if totals[name]]
     decode = grown[num_prefill:]
-    computed = sum(each[COMPUTED] for each in decode) - len(decode)  # without the token of the second `read`
+    # The second `read` made each server compute a token.
+    computed = sum(each[COMPUTED] for each in decode) - len(decode)
     if splits and not totals[BYTES]:
         problems.append(f"no KV moved: the decode servers computed {computed:g} tokens of prompts themselves")
     elif splits and (computed > num_handoffs or not totals[READ]):

@@ -151,7 +151,8 @@ class Findings:
     different: list[Document] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
-    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # only of arms whose search is complete
+    # By arm. Arms whose search is not complete are missing.
+    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)
     predicted: dict[int, list[Outcome]] = field(default_factory=dict)  # simulated, by the position of the trial
 
 
@@ -449,7 +450,7 @@ def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
         count, different = equivalence.different_tokens(recordings)
         findings.compared += count
         findings.different += [{"seed": seed, **row} for row in different]
-    names = {arm.name for arm in experiment.arms}  # without the control, whose prompts may have other words
+    names = {arm.name for arm in experiment.arms}  # not the control, because its prompts may have other words
     same = [{name: own for name, own in group.items() if name in names} for group in groups.values()]
     problem, note = equivalence.work_differences(same)
     findings.problems += [problem] if problem else []

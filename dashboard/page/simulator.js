@@ -115,7 +115,7 @@ function show(found, settings) {
   let count = 0;
   run.queue = waiting.map(([at, change]) => [at, count += change]);
   run.ended = run.requests.filter((one) => one.end_ms !== undefined).sort((a, b) => a.end_ms - b.end_ms);
-  run.last = run.requests.at(-1).at_ms; // the window ends here at the latest, because then the cluster runs empty
+  run.last = run.requests.at(-1).at_ms; // the window ends here or earlier, because the cluster runs empty after it
   run.end = Math.max(1, ...run.requests.map((one) => one.end_ms ?? one.at_ms));
   choices(fields.device, run.devices);
   choices(fields.policy, run.policies);

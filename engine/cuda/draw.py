@@ -2,10 +2,10 @@
 # ruff: noqa: N803 (Triton's compile-time constants have capital letters)
 """Draws tokens like `engine.sampling`, but on a GPU: in four launches, without sorting or waiting for the device.
 
-The filters of a row keep all scores from a lowest one on. A search over all float32 values finds this lowest score:
-each round counts and weighs the scores above a few pivots. It reads only the parts of the vocabulary whose highest
-score is above the lowest possible result so far, which are few if a model is certain. Gumbel noise is then added to the
-scores that are kept.
+The filters of a row keep all scores that are at least a certain lowest score. A search over all float32 values finds
+this lowest score: each round counts and weighs the scores above a few pivots. A round reads only the parts of the
+vocabulary whose highest score is above the lowest possible result so far. If a model is certain, these parts are few.
+Gumbel noise is then added to the scores that are kept.
 """
 
 import torch
@@ -174,7 +174,7 @@ def find_least(
 
 @triton.jit
 def _mass(logits, vocab, temperature, best, highest, least, top_k, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the mass of the scores at or above the key `least`, but of at most the top_k largest scores."""
+    """Return the total weight of the scores whose keys are at least `least`. At most the top_k largest scores count."""
     above, count = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
     alike, weight = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
     part = _next(highest, -1, least - 1, PARTS)

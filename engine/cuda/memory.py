@@ -42,7 +42,8 @@ class DeviceMemory:
         self._weights = _weights(row_bytes // WORD_BYTES, device)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # Wait for the weights above. Then use a separate stream for checksums, since no step waits for it.
+            # Wait until `_weights` is on the device. Then use a separate stream for checksums, since no step waits for
+            # them.
             torch.cuda.synchronize(device)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

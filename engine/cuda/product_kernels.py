@@ -40,8 +40,8 @@ def product(
 ):  # fmt: skip
     """Grid: tiles of outputs, tiles of rows. BLOCK_K divides GROUP. A weight is rounded to the dtype of `rows`.
 
-    With experts, the number of tiles of rows is an upper bound that depends only on shapes, so that the host need not
-    wait for the counts and a CUDA graph may contain the launch. Surplus programs end at once.
+    With experts, the number of tiles of rows is an upper bound that depends only on shapes. So the host need not wait
+    for the counts, and a CUDA graph may contain the launch. Surplus programs end at once.
     """
     expert, first, end = 0, tl.program_id(1) * BLOCK_M, count
     if EXPERTS > 0:

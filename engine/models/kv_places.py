@@ -16,8 +16,8 @@ class KVPlaces:
 
     A row holds the KV of `row_layers` layers. `tables[i]` is the block table of KV layer i, and `places[i]` its place
     in a row. A group whose blocks have several rows has one table for each row of a block: if t is the group's first
-    table, table t + r has row r of each block. `units` are the rows and offsets of the units of a state (see
-    `unit_places`)."""
+    table, table t + r has row r of each block. `units` are the rows of the units of a state, and their offsets in these
+    rows (see `unit_places`)."""
 
     row_layers: int
     groups: tuple[Group, ...] = UNIFORM

@@ -67,7 +67,7 @@ class GenerationRequest:
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds
     nodes: tuple[str | None, str | None] = (None, None)  # (prefill, decode) of sample 0's latest attempt
-    version: ModelVersion = ANY_VERSION  # version of the nodes that were chosen last
+    version: ModelVersion = ANY_VERSION  # the model and code of the last chosen decode node
 
 
 def is_refusal(error: Exception, request: GenerationRequest) -> bool:

@@ -114,7 +114,8 @@ def build_app(
 
 
 def _of_all_workers(workers: WholeRouter | None, routes: Sequence[BaseRoute]) -> list[BaseRoute]:
-    """Return the routes. If the router has several workers, they are preceded by routes that replace some of them."""
+    """Return `routes`. If the router has several workers, put routes before them that answer for all workers and take
+    the place of some of `routes`."""
     whole = [] if workers is None else workers.routes([each.path for each in routes if isinstance(each, Route)])
     return [*whole, *routes]
 

@@ -68,7 +68,8 @@ class NodeConnection:
         self.is_alive = False
         self.alive_since = 0.0
         self.ramp_until = 0.0  # until this time, the node gets less than its share of requests
-        self.has_crashed = False  # the node is stuck, or its stream broke while it was neither silent nor leaving
+        # The node is stuck, or its stream broke although the node was not silent and not about to leave.
+        self.has_crashed = False
         self.is_listed = True  # whether the registry lists the node
         self.router_is_closing = False
         self.end_reason = ""  # why the last stream ended, as a sentence

@@ -58,7 +58,8 @@ class NodePool:
         self.journal = NodeJournal()
         self.prefixes = PrefixIndex()
         self.images = PrefixIndex(MAX_IMAGES)  # the nodes to which each image was sent, by digest
-        self.outliers = defaultdict[str, OutlierDetector](OutlierDetector)  # by node; all its incarnations share one
+        # By node id; all incarnations of a node share a detector.
+        self.outliers = defaultdict[str, OutlierDetector](OutlierDetector)
         self._registry = registry
         self._timeout_s = timeout_s
         self._observer = observer

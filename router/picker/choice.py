@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any
 
 PREFIX_CHARS = 1024
-# In the order in which they appear in the prompt.
+# The fields that can make up the start of a prompt, in their order in the prompt.
 PREFIX_FIELDS = ("instructions", "system", "prompt", "messages", "input", "query")
 MAX_ADDRESSES = 3
 OVERLOAD = 1.25

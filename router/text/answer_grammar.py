@@ -7,7 +7,7 @@ import re
 from router.text.tokenizer import Tokenizer
 from router.text.tool_syntax import AnswerSyntax
 
-PROMPT_END = 16  # number of tokens at the end of a prompt that may begin or end the reasoning
+PROMPT_END = 16  # this many tokens at the end of a prompt show whether the reasoning has begun or ended
 LEXEMES = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,4}/\n"
 
 

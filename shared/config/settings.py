@@ -498,7 +498,7 @@ class JoiningSettings(CommonSettings):
     host: Host = setting("127.0.0.1", "Address that the node listens on for RPCs.")
     port: Port = setting(0, "Port for RPCs.", "any free port")
     advertise: HostOrNone = setting(
-        "", "Address at which others reach this node.", "--host, or for a wildcard, the route to the registry"
+        "", "Address at which others reach this node.", "--host; if it is a wildcard, this host's address"
     )
     registry: Annotated[str, AfterValidator(_check_registry)] = setting(
         "127.0.0.1:8001",

@@ -110,7 +110,8 @@ class HostMemory:
         self.num_rows, self.row_bytes = num_rows, row_bytes
         self._fd: int | None = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self._fd, 0, size)  # fails if memory is short; the first access would raise SIGBUS
+            # Fails here if memory is short, instead of SIGBUS at the first access.
+            os.posix_fallocate(self._fd, 0, size)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
             flat = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)  # the array owns the mapping
         except OSError as error:

@@ -127,7 +127,7 @@ async def started(
     command += ["--served-model-name", "model", "--log-level", "error"]
     idle = IdleFleet(num_nodes - len(busy.nodes))
     with spawned(command) as process:
-        os.sched_setaffinity(process.pid, {cpu})  # before it starts other threads
+        os.sched_setaffinity(process.pid, {cpu})  # threads that the process starts later inherit this
         router = ProbedProcess(process.pid, port)
         router.process = process
         announcers: list[Announcer] = []

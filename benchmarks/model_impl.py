@@ -49,7 +49,7 @@ def main() -> None:
                 [label, median(runs[label][OURS]), median(runs[label][THEIRS]), cost, f"≤ {GOAL}", cost <= GOAL]
             )
             print(f"{label}: transformers' modules take {cost:.2f} times as long", flush=True)
-    columns = ["tokens/s", "own implementation", "transformers' modules", "cost of the latter", "goal", ""]
+    columns = ["tokens/s", "own implementation", "transformers' modules", "cost of these modules", "goal", ""]
     title = f"{arguments.model}, {THREADS} thread, {CONTEXT} tokens of context"
     what = "A Llama by its own implementation, and by transformers' modules with Baton's products and attention."
     compared = versions("torch", "numba", "transformers")

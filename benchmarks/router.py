@@ -192,7 +192,7 @@ async def started(fleet: PacedFleet, cpu: int, workers: int) -> AsyncIterator[Ro
     """Start a router on `cpu` and wait until all nodes have joined it."""
     port, registry_port = free_port(), free_port()
     with spawned(port, registry_port, workers) as process:
-        os.sched_setaffinity(process.pid, {cpu})  # before it starts other threads
+        os.sched_setaffinity(process.pid, {cpu})  # threads that the process starts later inherit this
         announcers = [await node.join(f"127.0.0.1:{registry_port}") for node in fleet.nodes]
         try:
             while process.poll() is None and await num_ready(port) < NUM_NODES:  # noqa: ASYNC110 - there is no event to await

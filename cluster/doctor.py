@@ -135,7 +135,7 @@ def secret_files(settings: DoctorSettings) -> str:
     tls.configure(settings.cluster_secret_file, {} if settings.url else {"--registry-host": settings.registry_host})
     if settings.api_keys_file or settings.api_keys:
         ApiKeys(settings.api_keys_file, settings.api_keys)
-    elif not (settings.url or in_container() or tls.is_loopback(settings.host)):  # in a container, --host is internal
+    elif not (settings.url or in_container() or tls.is_loopback(settings.host)):  # A container's --host is internal.
         raise CheckWarning(f"--host {settings.host} serves any client without a key: give --api-keys-file")
     given = [flag_of(name) for name in ("cluster_secret_file", "api_keys_file") if getattr(settings, name)]
     return f"{' and '.join(given)} can be used" if given else "none are given, and none are needed here"

@@ -22,9 +22,8 @@ from shared.config.settings import EVERY_ADDRESS
 from shared.lifecycle import set_parent_death_signal
 from shared.logs import json_line
 
-Say = Callable[
-    ..., None
-]  # prints a line; the arguments are the name of the process, the line and its level, if not info
+# Prints a line. The arguments are the name of the process, the line and, unless it is info, the level.
+Say = Callable[..., None]
 GetJson = Callable[[], Awaitable[Any]]  # sends a request and returns the JSON of its answer, or None if there is none
 
 MAX_LINE_BYTES = 1 << 16

@@ -221,7 +221,7 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
 
 def _proxy(settings: LocalSettings, role: str, name: str, engine: str, registry: str) -> Child:
     own: dict[str, object] = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0, "role": role}
-    for field in ("max_num_seqs", "stuck_s"):  # its defaults differ from those of our nodes
+    for field in ("max_num_seqs", "stuck_s"):  # a proxy's defaults differ from those of our nodes
         if field not in settings.model_fields_set:
             own[field] = ProxySettings.model_fields[field].default
     own |= {"registry": registry, "engine": engine}

@@ -106,7 +106,7 @@ class HandoffReceiver(RoleAdapter):
             self._requests.abort(request.id)
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # the prefill node disconnected; else, the request was aborted or timed out
+                raise  # The prefill node disconnected. Otherwise, the request was aborted or timed out.
             return ReserveReply(error=f"no free blocks within {self._reserve_timeout_s:g} s")
         finally:
             del self._waiting[request.id]

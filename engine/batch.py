@@ -75,7 +75,7 @@ class Batch:
     states: StateBatch | None = None  # only for models with recurrent layers
     adapters: list[str] = field(default_factory=list)  # digest of each slice's adapter, or ""; empty if all have none
     on_axes: Tensor | None = None  # int64 [3, T]: positions on three axes, if a slice has images (see `Rope.sections`)
-    images: BatchImages | None = None  # set by the runner
+    images: BatchImages | None = None  # the runner sets this
     # By the slice's index, the positions [start, end) of its images whose tokens attend to each other.
     spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     # Hidden states for a draft head, by layer. For each layer that is a key, the pass stores the states before that

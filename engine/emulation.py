@@ -31,10 +31,10 @@ class ServingTimes:
 
     step_s: float = 0.0  # host time for each step
     slice_s: float = 0.0  # host time for each request in a step
-    request_s: float = 0.0  # from the client's request until the router has queued it
-    rpc_s: float = 0.0  # for a message from one process to another
-    answer_s: float = 0.0  # from the end of a step until the client has its tokens
-    push_s: float = 0.0  # for a push of KV, in addition to its time on the link
+    request_s: float = 0.0  # time from the client's request until the router has queued it
+    rpc_s: float = 0.0  # time for a message from one process to another
+    answer_s: float = 0.0  # time from the end of a step until the client has its tokens
+    push_s: float = 0.0  # time for a push of KV, in addition to its time on the link
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class Node:
         self.rules = rules
         self.recorder = StepRecorder()
         self.sessions = RouterSessions(self.recorder, max_routers, max_unread)
-        self.counters = NodeStats()  # only its handoff fields are used; a change of role does not reset them
+        self.counters = NodeStats()  # only the handoff fields are used; a change of role does not reset them
         self.publisher = OutputPublisher(scheduler, self.recorder)
         self.engine = make_engine(scheduler, runner, self.publisher, stuck_s)
         self.state = NodeState(info, self.publisher)

@@ -57,7 +57,7 @@ log = logging.getLogger("baton.node")
 EXIT_ENGINE_FAILED = 70
 POOL_OWNER_S = 300.0  # how long a prefill node waits at its start for the owner of its shared pool
 GRACE_S = 1.0  # how long a stuck process waits for its event loop to report before it exits
-NO_BLOCKS = 2  # for a node without its own pool: the minimum that a scheduler accepts
+NO_BLOCKS = 2  # blocks of a node without its own pool: the minimum that a scheduler accepts
 
 # Makes the adapter of a role from the node, its KV memory, its channels (best first) and the longest wait for blocks.
 RoleFactory = Callable[[Node, KVMemory, Sequence[KVChannel], float], RoleAdapter]

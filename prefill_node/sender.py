@@ -376,7 +376,7 @@ class HandoffSender(RoleAdapter):
 
     async def _stop(self, peer: DecodePeer, outgoing: OutgoingHandoff, reservation_id: bytes) -> None:
         if outgoing.request.borrows_blocks:
-            await self._requests.release(outgoing.request)  # until then, steps may write into the blocks
+            await self._requests.release(outgoing.request)  # until this returns, steps may write into the blocks
         await self.peers.stop(peer, StopRequest(reservation_id, outgoing.reason))
 
     def _record(self, outgoing: OutgoingHandoff, kind: str, began_ns: int, peer: DecodePeer, **fields: object) -> None:

@@ -69,7 +69,7 @@ class ProxyProcess:
     settings: ProxySettings
     engine: EngineClient
     max_model_len: int  # the router's limit
-    node: ProxyNode | None = None  # while the engine answers
+    node: ProxyNode | None = None  # None while the engine does not answer
 
     async def serve(self, lifetime: ProcessLifetime) -> int:
         async with self.engine.open(), AsyncExitStack() as cleanup:

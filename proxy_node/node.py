@@ -72,7 +72,7 @@ class ProxyNode:
     ) -> None:
         """`lease_s` is how long the engine keeps a prompt's blocks for another engine."""
         self.info = info
-        self.counters = NodeStats()  # only its handoff fields are used
+        self.counters = NodeStats()  # only the handoff fields are used
         self.recorder = StepRecorder()
         self.sessions = RouterSessions(self.recorder)
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()

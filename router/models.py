@@ -76,7 +76,8 @@ def connect(
 ) -> list[ConnectedModel]:
     """Return the models with their pools of nodes, which are not started."""
     names = [each.card.name for each in models]
-    ttft_slo_s = settings.ttft_slo_ms / 1000  # also limits the wait in the queue: a longer wait would miss it
+    # This also limits the wait in the queue, because a longer wait would miss the SLO.
+    ttft_slo_s = settings.ttft_slo_ms / 1000
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s, settings.exact_retries)
     served = []
     limits = ImageLimits(settings.limit_mm_per_prompt, settings.max_image_pixels, settings.max_images_size)

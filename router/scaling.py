@@ -27,14 +27,14 @@ class Demand:
     """The requests of one router."""
 
     prompt_tokens_per_s: float = 0.0  # rate over the last minute, without tokens in a prefix cache
-    recent_prompt_tokens_per_s: float = 0.0  # the same in the last RECENT_S
+    recent_prompt_tokens_per_s: float = 0.0  # this rate over the last RECENT_S
     queued_prompt_tokens: float = 0.0  # tokens of queued prompts, not computed yet
     requests: float = 0.0  # number of requests in progress
     queued_requests: float = 0.0
     request_kv_tokens: float = 0.0  # mean number of KV tokens that one request holds
-    # The number in progress if each of the last minute's requests had started at its arrival.
+    # How many requests would be in progress if each of the last minute's requests had started when it arrived.
     expected_requests: float = 0.0
-    recent_expected_requests: float = 0.0  # the same for the last RECENT_S
+    recent_expected_requests: float = 0.0  # this number, from the requests of the last RECENT_S
 
 
 @dataclass(frozen=True, slots=True)

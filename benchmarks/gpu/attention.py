@@ -155,7 +155,7 @@ def backend_of(flat: RandomKV, arm: str) -> tuple[KVPool, AttentionBackend]:
     if arm not in {OURS, LAYER_MAJOR}:
         pool = flat.pool(256 if arm == FLASH_2 else BLOCK_TOKENS)
         return pool, FlashAttention(pool, arm)
-    from engine.cuda.attention import TritonAttention  # after TRITON_INTERPRET is set
+    from engine.cuda.attention import TritonAttention  # imported late, because the import reads TRITON_INTERPRET
 
     pool = flat.pool(BLOCK_TOKENS, arm == LAYER_MAJOR)
     return pool, TritonAttention(pool)

@@ -120,7 +120,7 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         flags.error("--device cuda: torch finds no CUDA device; test the script with --device cpu --toy")
     if args.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
     run(names, torch.device(args.device), args.toy, args.out or RESULTS / f"{NAME}.json")
 
 

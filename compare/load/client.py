@@ -31,7 +31,7 @@ KEEP_ALIVE_S = 2.0  # less than the 5 s of servers, so that no request uses a co
 PRIORITY = -10
 MAX_REFUSAL = 64 << 10  # maximum bytes that are read of an error response
 LAG_S, LAG_SHARE = 0.002, 0.02  # allowed p99 of lateness: seconds, or a share of the TTFT SLO if that is more
-STOP_S = 5.0  # from SIGTERM to SIGKILL
+STOP_S = 5.0  # time between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True, slots=True)

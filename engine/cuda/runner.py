@@ -32,7 +32,7 @@ from shared.rpc.messages import SamplingParams
 Sampler = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ERRORS = {BROKEN: NUMERICAL, NOTHING_ALLOWED: NO_TOKEN}
 CPU = torch.device("cpu")
-FAR, WARM_COUNT, MANY = 4096, 16, 64  # in the warm-up: longest context, tokens per chunk, chunks per step
+FAR, WARM_COUNT, MANY = 4096, 16, 64  # sizes in the warm-up: longest context, tokens per chunk, chunks per step
 
 
 @dataclass(slots=True)

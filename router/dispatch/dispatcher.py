@@ -79,7 +79,7 @@ class Dispatcher:
         self._placements = Counter[str]()  # number of attempts for each reason of a placement
         self._retry_budget = RetryBudget()
         self.adapter_requests = Counter[str]()  # number of requests in progress by digest of a LoRA adapter
-        self.arrivals = SlidingCounts()  # for `ScalingSignals`; refused requests count too
+        self.arrivals = SlidingCounts()  # arrived requests, refused ones included; `ScalingSignals` uses them
 
     def ready(self, role: str = "") -> bool:
         """Return whether a node of the role takes requests, or any node if `role` is ""."""
@@ -162,7 +162,7 @@ class Dispatcher:
             failover = Failover(self._rules.max_attempts)
             for number in itertools.count():
                 attempt = Attempt(admitted, sample, number)
-                row = array("i", admitted.request.prompt + sample.tokens)  # for placement and `_submit`
+                row = array("i", admitted.request.prompt + sample.tokens)  # placement and `_submit` need an array
                 try:
                     await self._place(admitted, attempt, row, failover)
                     if sample.tokens and (why := inexact_reason(attempt)):

@@ -33,7 +33,7 @@ class ChildProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],  # the package `router` can be imported from this directory
-            env=os.environ | {"PYTHONSAFEPATH": ""},  # otherwise Python may leave out that directory
+            env=os.environ | {"PYTHONSAFEPATH": ""},  # otherwise, Python may not search that directory
         )
         self._stop = weakref.finalize(self, _kill, self._process)
 

@@ -99,7 +99,7 @@ class AnswerParser:
         self._num_calls = 0
         self._text = ""
         self._at = 0  # the text before this position is consumed
-        self._kept: int | None = None  # where the current call begins, until it has a name
+        self._kept: int | None = None  # where the current call begins, as long as it has no name
         self._is_last = False
         self._parts: list[AnswerPart] = []
         self._kind: Literal["content", "reasoning"] = "content"

@@ -144,7 +144,7 @@ class PeerProtocol(H2Protocol):
         self._answer_s = answer_s
         self._pings_idle = pings_idle or connections is not None
         self._ping_s = PING_S * (IDLE_PINGS if self._pings_idle else 1)
-        self._has_received = False  # since the last check
+        self._has_received = False  # whether data has arrived since the last check
         self._connections = {} if connections is None else connections
         self._loop = asyncio.get_running_loop()
         self._pinged_at: float | None = None  # when the unanswered ping was sent

@@ -1,4 +1,4 @@
-"""Run a proxy node: `python -m proxy_node --help`. Its engine is a vLLM server, which may stop and come back."""
+"""Run a proxy node: `python -m proxy_node --help`. Its engine, a vLLM or SGLang server, may stop and come back."""
 
 import asyncio
 import logging
@@ -38,6 +38,7 @@ NEEDS_CONNECTOR = (
     """start it with --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}' """
     "and its decode engines with kv_consumer"
 )
+ALONE_IT_LACKS = {"prefill": {"generates": "no"}, "decode": {"computes_prompts": "no"}}  # by `EngineFacts.role`
 STEP_TOKENS = 2048  # the step size of an engine is not visible; this is vLLM's default
 Result = TypeVar("Result")
 
@@ -53,7 +54,8 @@ def main(settings: ProxySettings) -> int:
     except (ValueError, OSError) as error:
         return _start_failed(error)
     kind = SglangEngine if settings.engine_kind == "sglang" else VllmEngine
-    process = ProxyProcess(settings, kind(settings.engine, key, vocab_size), settings.max_model_len or max_len)
+    engine = kind(settings.engine, key, vocab_size, settings.advertise)
+    process = ProxyProcess(settings, engine, settings.max_model_len or max_len)
     return run(process.serve)
 
 
@@ -101,11 +103,11 @@ class ProxyProcess:
             try:
                 facts = await self.engine.describe()
                 self._check(facts)
-                found = await connector(self.engine)
+                found = await connector(self.engine) if facts.connector is None else facts.connector
                 if self.settings.role == "prefill" and not found:
-                    needs = NEEDS_CONNECTOR if facts.kind == "vllm" else "give SGLang servers the role decode"
+                    needs = NEEDS_CONNECTOR if facts.kind == "vllm" else "start it with --disaggregation-mode prefill"
                     raise ConfigError(f"--engine {self.engine.url}: has no KV connector; {needs}")
-                return self._info(facts, found, await resumes(self.engine))
+                return self._info(facts, found, await resumes(self.engine, facts.resumes))
             except (ConfigError, EngineFailure) as error:
                 if is_first and isinstance(error, ConfigError):
                     raise
@@ -115,7 +117,14 @@ class ProxyProcess:
             await asyncio.sleep(RETRY_S)
 
     def _check(self, facts: EngineFacts) -> None:
-        """Refuse an engine whose maximum length is below the router's, because it would silently cut answers."""
+        """Refuse an engine that has another role, or whose maximum length is below the router's, because it would
+        silently cut answers."""
+        role = self.settings.role
+        if facts.role not in {"", role}:
+            raise ConfigError(
+                f"--role {role}: the server at {self.engine.url} runs with --disaggregation-mode {facts.role}; "
+                f"give this proxy --role {facts.role}, or start the server with --disaggregation-mode {role}"
+            )
         if facts.max_model_len < self.max_model_len:
             raise ConfigError(
                 f"--engine {self.engine.url}: its maximum length is {facts.max_model_len} tokens, and that of --model "
@@ -144,7 +153,8 @@ class ProxyProcess:
                 "connector": found or "none",
                 "resumes": resumed,
                 "max_step_tokens": str(STEP_TOKENS),
-            },
+            }
+            | ALONE_IT_LACKS.get(facts.role, {}),
         )
 
     async def _serve_incarnation(self, info: NodeInfo, lifetime: ProcessLifetime) -> bool:

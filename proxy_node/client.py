@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, EventReader
+from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, EventReader, check_supported
 from shared.rpc.messages import SubmitRequest
 
 CONNECT_S = 2.0
@@ -38,6 +38,9 @@ class EngineFacts:
     block_bytes: int  # 1 if not known
     cache_dtype: str
     kind: str = "vllm"
+    role: str = ""  # the only role that the server can have, if it is "prefill" or "decode"
+    connector: str | None = None  # None if only a request shows it
+    resumes: str = ""  # as returned by `probe.resumes`, if the server cannot be asked for whole answers
 
     def fingerprint(self, connector: str) -> str:
         """Return a digest that is equal for engines that can exchange KV."""
@@ -52,8 +55,11 @@ class EngineClient:
     Calls raise EngineFailure.
     """
 
-    def __init__(self, url: str, key: str, vocab_size: int) -> None:
-        self.url, self.vocab_size = url, vocab_size
+    probe_params: Params = None  # with these parameters, `generate` needs no other engine
+
+    def __init__(self, url: str, key: str, vocab_size: int, host: str = "") -> None:
+        """`host` is the server's address for other engines if that in `url` is a loopback address."""
+        self.url, self.vocab_size, self.host = url, vocab_size, host
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.model = ""
         self._session: aiohttp.ClientSession
@@ -94,6 +100,20 @@ class EngineClient:
         if the engine does not keep it or has no connector. Raises ValueError if an engine cannot take the request."""
         raise NotImplementedError
 
+    def check(self, submit: SubmitRequest) -> None:
+        """Raise ValueError, which names the field, if an engine cannot take the request."""
+        check_supported(submit)
+
+    def check_params(self, params: object) -> dict[str, Any]:
+        """Return the parameters with which the engine gets the KV of a prompt. Raises ValueError, which names the
+        field, if they are malformed."""
+        raise NotImplementedError
+
+    def offer(self) -> Params:
+        """Return the parameters of a new handoff in which the engine pushes the KV of a prompt while it computes it,
+        by `generate`. Return None if other engines read the KV, with the parameters of `prefill`."""
+        return None
+
     # ---- calls --------------------------------------------------------------------------------------------------
 
     async def is_gone(self) -> bool:
@@ -126,9 +146,9 @@ class EngineClient:
         raise EngineFailure("the engine's answer ended early", is_suspicious=True)
 
     async def collect(self, submit: SubmitRequest, tokens: list[int]) -> list[int]:
-        """Return all tokens that continue `tokens`."""
+        """Return all tokens that continue `tokens`, without another engine."""
         found: list[int] = []
-        async with aclosing(self.generate(submit, tokens)) as outputs:  # type: ignore[type-var]
+        async with aclosing(self.generate(submit, tokens, self.probe_params)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
                 found += output.tokens
         return found

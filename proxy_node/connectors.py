@@ -1,9 +1,10 @@
-"""The parameters with which vLLM's KV connectors pass the KV of a prompt from one engine to another.
+"""The parameters with which engines pass the KV of a prompt to each other: by vLLM's connector NIXL, or by SGLang.
 
 Engines trust these parameters, and malformed ones crash the engine, so they are checked before they are sent.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 MAX_PARAMS_BYTES = 256 << 10
@@ -40,7 +41,20 @@ def check_params(params: object) -> dict[str, Any]:
     return params
 
 
-def read_params(data: bytes) -> dict[str, Any]:
+def check_bootstrap(params: object) -> dict[str, Any]:
+    """Return SGLang's parameters, with which a decode server asks a prefill server for the KV of a prompt. Raises
+    ValueError, which names the field, if they are malformed."""
+    if not isinstance(params, dict) or params.keys() != {"bootstrap_host", "bootstrap_port", "bootstrap_room"}:
+        raise ValueError("bootstrap parameters: must be a host, a port and a room")
+    host, port, room = params["bootstrap_host"], params["bootstrap_port"], params["bootstrap_room"]
+    if not isinstance(host, str) or not 0 < len(host) <= 256:
+        raise ValueError("bootstrap_host: is not a short text")
+    if type(port) is not int or not 0 < port < 2**16 or type(room) is not int or not 0 < room < 2**63:
+        raise ValueError("bootstrap_port, bootstrap_room: one of them is out of range")
+    return params
+
+
+def read_params(data: bytes, check: Callable[[object], dict[str, Any]] = check_params) -> dict[str, Any]:
     """Return the parameters of a message. Raises ValueError if they are malformed."""
     if len(data) > MAX_PARAMS_BYTES:
         raise ValueError(f"kv_transfer_params: more than {MAX_PARAMS_BYTES} bytes")
@@ -48,7 +62,7 @@ def read_params(data: bytes) -> dict[str, Any]:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"kv_transfer_params: {error}") from None
-    return check_params(found)
+    return check(found)
 
 
 def _is_count(value: object) -> bool:

@@ -5,7 +5,7 @@ import itertools
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,22 +16,24 @@ from node.validation import check_submit
 from proxy_node.client import EngineClient
 from proxy_node.connectors import NIXL, read_params
 from proxy_node.health import EngineHealth
-from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, check_supported
+from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput
 from shared.lifecycle import TaskGroup, wait_until
 from shared.registry import Announcer
 from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import (
     AcceptRequest,
     Ack,
+    CommitRequest,
     NodeInfo,
     NodeStats,
     RouterCommand,
     SetRoleRequest,
+    StopRequest,
     SubmitRequest,
     TokenDelta,
     pack_ids,
 )
-from shared.rpc.methods import ACCEPT, ATTACH, SET_ROLE, PeerError, Rpc, unary
+from shared.rpc.methods import ACCEPT, ATTACH, COMMIT, SET_ROLE, STOP, PeerError, Rpc, unary
 
 log = logging.getLogger("baton.proxy")
 MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
@@ -40,6 +42,8 @@ INTERNAL = "internal"
 HANDOFF = "handoff: "  # with this prefix, the router knows that either of the two nodes may be at fault
 LEASE_SHARE = 0.8  # the first token must come within this share of the lease
 MAX_LEASE_MS = 3_600_000
+PUSH_LEASE_MS = 300_000  # how long SGLang servers wait for each other
+NOT_SENT, FROM_COMMIT = -1, -2  # values of `AcceptRequest.first_token`
 ACCEPT_S = 5.0
 MAX_DRAIN_S = 3600.0
 
@@ -48,6 +52,7 @@ MAX_DRAIN_S = 3600.0
 class ProxiedRequest:
     router: str
     task: "asyncio.Task[None]"
+    committed: "asyncio.Future[int] | None" = None  # the first token, once a prefill engine has pushed all KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class AcceptedHandoff:
 
     lease_s: float
     first_token: int
+    committed: "asyncio.Future[int] | None"
 
 
 class ProxyNode:
@@ -98,7 +104,10 @@ class ProxyNode:
         self._tasks.start(self.sessions.publish_records())
 
     def handlers(self) -> dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]:
-        return {ATTACH: self.attach, SET_ROLE: unary(self.set_role), ACCEPT: unary(self.accept)}
+        return {
+            ATTACH: self.attach, SET_ROLE: unary(self.set_role), ACCEPT: unary(self.accept),
+            COMMIT: unary(self.commit), STOP: unary(self.stop),
+        }  # fmt: skip
 
     async def end(self, timeout_s: float) -> int:
         """Leave as planned. Return the number of requests that are retried on other nodes."""
@@ -203,7 +212,7 @@ class ProxyNode:
         if role == info.role:
             return Ack()
         if role not in {"prefill", "decode"} or info.attributes["connector"] != NIXL:
-            return Ack(f"its engine has no KV connector, so it stays a {info.role} node; see docs/engines.md")
+            return Ack(f"no KV connector for both roles, so it stays a {info.role} node; see docs/engines.md")
         if info.state != "ready" or self.lost.done():
             return Ack("the node is draining")
         self.info = replace(info, state="draining")  # before the first await, so that a concurrent call is refused
@@ -243,7 +252,7 @@ class ProxyNode:
             if refusal := self._refusal(submit):
                 self._send(router, TokenDelta(submit.id, error=refusal, retry=True))
             elif submit.decode_node:
-                check_supported(submit)
+                self._engine.check(submit)
                 self._start(router, submit, tokens, partial(self._hand_off, submit, tokens))
             else:
                 outputs = self._engine.generate(submit, tokens)
@@ -258,9 +267,9 @@ class ProxyNode:
             raise ValueError(f"request {submit.id} is already on this node")
         return tokens
 
-    def _start(self, router: str, submit: SubmitRequest, tokens: list[int], work: Work) -> None:
+    def _start(self, router: str, submit: SubmitRequest, tokens: list[int], work: Work, committed: Any = None) -> None:
         self.recorder.event(submit.id, "queued", serial=next(self._serials), count=len(tokens))
-        self._requests[submit.id] = ProxiedRequest(router, self._tasks.start(self._guard(submit.id, work)))
+        self._requests[submit.id] = ProxiedRequest(router, self._tasks.start(self._guard(submit.id, work)), committed)
 
     def _refusal(self, submit: SubmitRequest) -> str:
         """Return why another node should take the request, or "" if this node can."""
@@ -295,11 +304,11 @@ class ProxyNode:
                     delta = TokenDelta(submit.id, position, b"", output.finish, logprobs=output.logprobs)
                     position += len(output.tokens)
                     if is_first:
+                        if accepted is not None:
+                            await _join(delta, output, accepted)
                         is_first = False
                         lease.reschedule(None)
                         self.recorder.event(submit.id, "first")
-                        if accepted is not None:
-                            _join(delta, output, accepted.first_token)
                     delta.tokens = pack_ids(output.tokens)
                     self._send(self._requests[submit.id].router, delta)
                     if output.finish:
@@ -321,6 +330,9 @@ class ProxyNode:
         If sampling is repeatable, the router gets the first token at once, and the decode engine must sample the same
         token. Otherwise, the router gets the decode engine's first token.
         """
+        if (offer := self._engine.offer()) is not None:
+            await self._push(submit, tokens, offer)
+            return
         position = len(tokens) - submit.num_prompt
         is_last = submit.max_tokens == position + 1
         output, params = await self._engine.prefill(submit, tokens, keeps=not is_last)
@@ -341,19 +353,56 @@ class ProxyNode:
         if is_known:
             self._send(router, delta)
         lease_ms = round(1000 * (LEASE_SHARE * self._lease_s - (self._now() - computed_at)))
-        first_token = output.tokens[0] if is_known else -1
-        request = AcceptRequest(submit, json.dumps(params).encode(), lease_ms, first_token)
+        first_token = output.tokens[0] if is_known else NOT_SENT
+        await self._call(submit, ACCEPT, AcceptRequest(submit, json.dumps(params).encode(), lease_ms, first_token))
+        self.counters.handoffs += 1
+        self._end(submit.id, "handed_off")
+
+    async def _push(self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any]) -> None:
+        """Let a decode engine wait for the KV of a prompt, and let the engine compute the prompt and push the KV.
+
+        The decode node sends no token before this node has committed the handoff, because a decode engine may generate
+        from a part of the KV if the prefill engine gives up the request.
+        """
+        accept = AcceptRequest(submit, json.dumps(params).encode(), PUSH_LEASE_MS, FROM_COMMIT)
+        await self._call(submit, ACCEPT, accept)
+        num_tokens, reason = len(tokens) - submit.num_prompt + 1, "the prefill node gave up the request"
+        first = replace(submit, max_tokens=num_tokens, min_tokens=min(submit.min_tokens, num_tokens))
+        try:
+            async with aclosing(self._engine.generate(first, tokens, params)) as outputs:  # type: ignore[type-var]
+                output = await anext(outputs)
+            if len(output.tokens) != 1:
+                raise EngineFailure("the engine computed no token", is_garbage=True)
+            self._health.streamed(self._now())
+            self.recorder.event(submit.id, "first", count=1)
+            await self._call(submit, COMMIT, CommitRequest(submit.id.encode(), output.tokens[0], b""))
+            reason = ""
+        except EngineFailure as failure:
+            reason = str(failure)
+            if failure.status == 500:  # the transfer failed, and either engine may be at fault
+                self.counters.handoffs_failed += 1
+                raise EngineFailure(f"{HANDOFF}{failure}", is_suspicious=True, status=500) from None
+            raise
+        finally:
+            if reason:
+                self._tasks.start(self._stop_peer(submit, reason))
+        self.counters.handoffs += 1
+        self._end(submit.id, "handed_off")
+
+    async def _call(self, submit: SubmitRequest, rpc: Rpc[Any, Ack], message: AcceptRequest | CommitRequest) -> None:
+        """Call the proxy of the decode engine. Raises EngineFailure if that node cannot generate the request."""
         peer = self._peers.setdefault(submit.decode_node, RpcChannel(submit.decode_node))
         try:
-            error = (await ACCEPT.call(peer, request, ACCEPT_S)).error
+            error = (await rpc.call(peer, message, ACCEPT_S)).error
         except PeerError as failure:
             error = str(failure)
         if error:
             self.counters.handoffs_failed += 1
-            self._fail(submit.id, f"{HANDOFF}{error}", retry=True)
-        else:
-            self.counters.handoffs += 1
-            self._end(submit.id, "handed_off")
+            raise EngineFailure(f"{HANDOFF}{error}")
+
+    async def _stop_peer(self, submit: SubmitRequest, reason: str) -> None:
+        with suppress(PeerError):  # the router aborts the request too
+            await STOP.call(self._peers[submit.decode_node], StopRequest(b"", reason, submit.id), ACCEPT_S)
 
     async def accept(self, message: AcceptRequest) -> Ack:
         """Serve `ACCEPT`: generate a request with the KV of another engine, which is read once."""
@@ -365,14 +414,28 @@ class ProxyNode:
                 raise ValueError("this router is not connected to this node")
             if not 0 < message.lease_ms <= MAX_LEASE_MS:
                 raise ValueError(f"lease_ms is {message.lease_ms}: it must be from 1 to {MAX_LEASE_MS}")
-            tokens, params = self._checked(submit), read_params(message.params)
+            tokens, params = self._checked(submit), read_params(message.params, self._engine.check_params)
             if refusal := self._refusal(submit):
                 raise ValueError(refusal)
             outputs = self._engine.generate(submit, tokens, params)
         except ValueError as error:
             return Ack(str(error))
-        accepted = AcceptedHandoff(message.lease_ms / 1000, message.first_token)
-        self._start(submit.router, submit, tokens, partial(self._run, submit, tokens, outputs, accepted))
+        committed = asyncio.get_running_loop().create_future() if message.first_token == FROM_COMMIT else None
+        accepted = AcceptedHandoff(message.lease_ms / 1000, message.first_token, committed)
+        self._start(submit.router, submit, tokens, partial(self._run, submit, tokens, outputs, accepted), committed)
+        return Ack()
+
+    async def commit(self, message: CommitRequest) -> Ack:
+        """Serve `COMMIT`: the prefill engine has pushed all KV of a request, and sampled its first token."""
+        request = self._requests.get(message.reservation_id.decode("utf-8", "replace"))
+        if request is None or request.committed is None or request.committed.done():
+            return Ack("this node no longer has the request")
+        request.committed.set_result(message.first_token)
+        return Ack()
+
+    async def stop(self, message: StopRequest) -> Ack:
+        """Serve `STOP`: the prefill engine failed or gave up a request, so that its KV never comes."""
+        self._fail(message.request, f"{HANDOFF}{message.reason:.200}", retry=True)
         return Ack()
 
     # ---- ends ---------------------------------------------------------------------------------------------------
@@ -402,12 +465,13 @@ class ProxyNode:
             self._end(request_id, "aborted")
 
 
-def _join(delta: TokenDelta, output: EngineOutput, first_token: int) -> None:
+async def _join(delta: TokenDelta, output: EngineOutput, accepted: AcceptedHandoff) -> None:
     """Mark the first delta of a decode engine, and drop its first token if the router already has that token. Raises
-    EngineFailure if the tokens differ."""
+    EngineFailure if the prefill engine sampled another one."""
     delta.handed_off = True
-    if first_token >= 0 and output.tokens:
-        if output.tokens[0] != first_token:
-            raise EngineFailure(f"{HANDOFF}the engines sampled different first tokens")
+    first_token = accepted.first_token if accepted.committed is None else await accepted.committed
+    if first_token >= 0 and output.tokens[:1] != [first_token]:
+        raise EngineFailure(f"{HANDOFF}the engines sampled different first tokens")
+    if accepted.first_token >= 0:
         del output.tokens[0], output.logprobs[:1]
         delta.position += 1

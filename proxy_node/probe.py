@@ -14,9 +14,10 @@ LENGTH, RESUMED = 16, 8  # number of tokens of an answer; it is resumed after th
 SAMPLED = {"temperature": 2.0, "seed": 20_477}
 
 
-async def resumes(engine: EngineClient) -> str:
+async def resumes(engine: EngineClient, known: str = "") -> str:
     """Return which answers the engine resumes with the same tokens, given the prompt and the first tokens: "greedy,
-    seeded", "greedy" or "none". An answer that is not repeatable counts as not resumed.
+    seeded", "greedy" or "none". An answer that is not repeatable counts as not resumed. `known` is returned without
+    a test, because an engine of a pair cannot be asked for whole answers.
 
     Raises ConfigError if the engine cannot serve as a node, and EngineFailure if it fails.
     """
@@ -28,6 +29,8 @@ async def resumes(engine: EngineClient) -> str:
             raise
         text = f"its vocabulary is not that of --model, of {engine.vocab_size} tokens"
         raise ConfigError(f"--engine {engine.url}: {text} (it says: {failure})") from None
+    if known:
+        return known
     found = []
     for name, sampling in (("greedy", {"temperature": 0.0, "logprobs": 1}), ("seeded", SAMPLED)):
         request = probe_request(prompt, LENGTH, **sampling)

@@ -1,17 +1,20 @@
 """The API of an SGLang server, as read in the sources of SGLang 0.5. It has run against a stub of that API only."""
 
 import json
+import secrets
 from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
-from proxy_node.client import EngineClient, EngineFacts, Params
+from proxy_node.client import HEALTH_S, EngineClient, EngineFacts, Params
+from proxy_node.connectors import check_bootstrap
 from proxy_node.wire import (
     EngineFailure,
     EngineMetrics,
     EngineOutput,
     EventReader,
-    check_supported,
     likeliest,
     read_metrics,
 )
@@ -21,6 +24,9 @@ from shared.rpc.messages import Logprobs, SubmitRequest, unpack_ids
 NEEDS = "Baton needs an SGLang server of version 0.5 or newer"
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 BLOCK_TOKENS = 16  # size of the blocks in the router's index; the server itself caches single tokens or pages
+# With these parameters, a server with a disaggregation mode neither waits for KV nor sends any; its own health check
+# uses them. The tokens of a decode server are then meaningless.
+ALONE = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 METRICS = {
     "num_running_reqs": "num_requests_running",
     "num_queue_reqs": "num_requests_waiting",
@@ -35,9 +41,14 @@ class SglangEngine(EngineClient):
 
     Without `--enable-metrics`, the server's load is unknown. Its `/health` is the sign of progress: it answers after
     the scheduler has computed something.
+
+    A server with a disaggregation mode works only in a pair: two requests with the same room, one at each server, meet
+    at the bootstrap address of the prefill server. The decode server waits for the room up to 300 s, also if the
+    prefill server has failed; `/abort_request` ends the wait. A room must not be used twice, which crashes servers.
     """
 
     num_healthy = 0
+    bootstrap: Params = None  # the address, if the server is a prefill server
 
     async def describe(self) -> EngineFacts:
         try:
@@ -52,11 +63,21 @@ class SglangEngine(EngineClient):
             if failure.status == 404:
                 raise ConfigError(f"--engine {self.url}: is no SGLang server ({failure}); {NEEDS}") from None
             raise
-        if (mode := info.get("disaggregation_mode") or "null") != "null":
-            text = f"runs with --disaggregation-mode {mode}, which Baton does not support: start it without"
-            raise ConfigError(f"--engine {self.url}: {text}")
         dtype = str(info.get("kv_cache_dtype", ""))
-        return EngineFacts(self.model, version, max_model_len, block_tokens, num_blocks, 1, dtype, "sglang")
+        facts = EngineFacts(self.model, version, max_model_len, block_tokens, num_blocks, 1, dtype, "sglang", "", "")
+        if (mode := info.get("disaggregation_mode") or "null") == "null":
+            return facts
+        self.probe_params = ALONE
+        if mode == "prefill":
+            port = int(info.get("disaggregation_bootstrap_port") or 8998)
+            self.bootstrap = {"bootstrap_host": self._public_host(), "bootstrap_port": port}
+        backend = f"sglang {info.get('disaggregation_transfer_backend', '')}"
+        resumes = "greedy, seeded" if info.get("enable_deterministic_inference") else "greedy"
+        return replace(facts, role=mode, connector=backend, resumes=resumes)
+
+    def _public_host(self) -> str:
+        host = urlsplit(self.url).hostname or ""
+        return self.host if self.host and host in {"localhost", "127.0.0.1", "::1"} else host
 
     async def metrics(self) -> EngineMetrics:
         await self.get("/health")
@@ -73,30 +94,48 @@ class SglangEngine(EngineClient):
     def generate(
         self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any] | None = None
     ) -> AsyncIterator[EngineOutput]:
+        self.check(submit)
         body = generate_body(submit, tokens)
+        if params is not None:  # a room is unique, and so is this id; an abort ends all ids that begin with its own
+            body |= params | {"rid": f"baton-{secrets.token_hex(16)}"}
         limit = body["sampling_params"]["max_new_tokens"]
         reader = GenerateReader(len(tokens), limit, self.vocab_size, body["top_logprobs_num"])
         return self.stream("/generate", submit, body, reader)
 
-    async def prefill(
-        self, submit: SubmitRequest, tokens: list[int], *, keeps: bool = True
-    ) -> tuple[EngineOutput, Params]:
-        """Return the next token. The KV cannot be passed on."""
-        last = replace(submit, max_tokens=len(tokens) - submit.num_prompt + 1)
-        [token] = await self.collect(last, tokens)
-        return EngineOutput([token], finish="length"), None
+    async def stream(
+        self, path: str, submit: SubmitRequest, body: dict[str, Any], reader: EventReader
+    ) -> AsyncIterator[EngineOutput]:
+        """Send a request. If it is given up, abort it, because a server may not notice while it waits for KV that its
+        connection has closed."""
+        is_over = False
+        try:
+            async with aclosing(super().stream(path, submit, body, reader)) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    is_over = bool(output.finish)
+                    yield output
+        finally:
+            if "rid" in body and not is_over:
+                with suppress(EngineFailure):
+                    async with self.call("POST", "/abort_request", timeout_s=HEALTH_S, json={"rid": body["rid"]}):
+                        pass
+
+    def check(self, submit: SubmitRequest) -> None:
+        super().check(submit)
+        if submit.sampling.allowed_tokens:
+            raise ValueError("allowed_token_ids: not available, because SGLang does not have it; leave it out")
+
+    def check_params(self, params: object) -> dict[str, Any]:
+        return check_bootstrap(params)
+
+    def offer(self) -> Params:
+        room = {"bootstrap_room": 1 + secrets.randbelow(2**63 - 1)}
+        return None if self.bootstrap is None else self.bootstrap | room
 
 
 def generate_body(submit: SubmitRequest, tokens: list[int]) -> dict[str, Any]:
     """Return the body of the request that continues `tokens`, the prompt and the tokens so far. It has no `rid`: a
-    retry would have the same `rid`, and the server refuses a `rid` that it still knows.
-
-    Raises ValueError, which names the field, if the server does not support the request.
-    """
-    check_supported(submit)
+    retry would have the same `rid`, and the server refuses a `rid` that it still knows."""
     sampling, done = submit.sampling, len(tokens) - submit.num_prompt
-    if sampling.allowed_tokens:
-        raise ValueError("allowed_token_ids: not available, because SGLang does not have it; leave it out")
     params: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}
     params |= {
         "top_k": sampling.top_k or -1,

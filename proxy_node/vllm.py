@@ -75,6 +75,9 @@ class VllmEngine(EngineClient):
         reader = EventReader(len(tokens), body["max_tokens"], self.vocab_size, body["logprobs"] or 0)
         return self.stream("/v1/completions", submit, body, reader)
 
+    def check_params(self, params: object) -> dict[str, Any]:
+        return check_params(params)
+
     async def prefill(
         self, submit: SubmitRequest, tokens: list[int], *, keeps: bool = True
     ) -> tuple[EngineOutput, Params]:

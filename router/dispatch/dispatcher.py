@@ -32,7 +32,7 @@ from router.dispatch.rules import DispatchRules
 from router.metrics.request_metrics import SlidingCounts
 from router.nodes.connection import ANY_VERSION, NodeConnection
 from router.nodes.load import kv_capacity_tokens
-from router.nodes.placement import PlacementCandidate
+from router.nodes.placement import PlacementCandidate, needs_peer
 from router.nodes.pool import NodePool
 from router.observer import RouterObserver
 from scheduler.placement import Placement
@@ -205,6 +205,9 @@ class Dispatcher:
                 return found
         except TimeoutError:
             text, code = "No node is ready for this request; try again soon.", "node_lost"
+            if role := self._pool.missing_role:
+                text = f"No {role} node is ready, and the other nodes cannot work alone; try again soon."
+                raise UnavailableError(text, retry_after_s=2.0, code=f"no_{role}_node") from None
             if not any(each.alive_since for each in self._pool.connections.values()):
                 text, code = "No node has been ready yet: the nodes are starting; try again soon.", "starting"
             raise UnavailableError(text, retry_after_s=2.0, code=code) from None
@@ -239,7 +242,12 @@ class Dispatcher:
         """
         request = attempt.request
         sibling = admitted.kv_node
-        if attempt.may_use_sibling and sibling in self._pool.routable()[1] and sibling.info.id not in failover.avoid:
+        if (
+            attempt.may_use_sibling
+            and sibling in self._pool.routable()[1]
+            and sibling.info.id not in failover.avoid
+            and not needs_peer(sibling.info)
+        ):
             self._record_placement(attempt, Placement(None, sibling.info.id, "sibling"))
             attempt.is_sibling = True
             attempt.begin(None, sibling, 0)  # this node already has the prompt's KV

@@ -60,13 +60,20 @@ def capacity_of(prefill: Iterable[NodeInfo], decode: Iterable[NodeInfo]) -> Pool
     )
 
 
+def needs_peer(info: NodeInfo) -> bool:
+    """Return whether the node cannot both compute a prompt and generate, as an SGLang server of a pair."""
+    return "no" in {info.attributes.get("computes_prompts"), info.attributes.get("generates")}
+
+
 class RoutableNodes(Generic[Routable]):
     """The nodes of one fingerprint that take requests, by role. It is replaced when a node changes, so that the time of
     a choice does not grow with the number of nodes."""
 
     def __init__(self, prefill: list[Routable], decode: list[Routable]) -> None:
         self.prefill, self.decode = prefill, decode
+        self.is_paired = any(needs_peer(node.info) for node in (*prefill, *decode))
         self._by_name = {node.info.id: node for node in (*prefill, *decode)}
+        self.missing_role = "" if (prefill and decode) or not self.is_paired else "decode" if prefill else "prefill"
         self._has_shared_pools = any(node.info.shared_pool_owner for node in prefill)
 
     def choose(
@@ -100,7 +107,8 @@ class RoutableNodes(Generic[Routable]):
             owners = {"", *(view.incarnation_id for view in decode_views)}
             prefill = [node for node in prefill if node.info.shared_pool_owner in owners]
         prefill_views = self._views(identity, prefill, matches)
-        placement = place(num_tokens, prefill_views, decode_views, cached, disaggregate, saved)
+        may_choose = "always" if self.is_paired else disaggregate
+        placement = place(num_tokens, prefill_views, decode_views, cached, may_choose, saved)
         assert placement is not None
         return PlacementCandidate(placement, hashes, cached.get(placement.prefill or placement.decode, 0))
 

@@ -70,6 +70,7 @@ class NodePool:
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
         self._changed = asyncio.Event()
+        self.missing_role = ""  # "prefill" or "decode" if nodes that cannot work alone wait for a node of this role
         # One group for each fingerprint; valid unless `_routable` is None.
         self._groups: list[RoutableNodes[NodeConnection]] = []
         self._routable: tuple[list[NodeConnection], list[NodeConnection]] | None = None  # None: to be computed
@@ -261,13 +262,14 @@ class NodePool:
         return self._routable
 
     def _find_groups(self) -> list[RoutableNodes[NodeConnection]]:
-        """Return the ready nodes by fingerprint: only nodes with the same fingerprint can exchange KV."""
+        """Return the ready nodes by fingerprint: only nodes with the same fingerprint can exchange KV. Nodes that
+        cannot work alone are left out if one of the roles is missing."""
         ready = [each for each in self.connections.values() if each.is_ready]
         decode = [each for each in ready if each.info.role == "decode"]
         pool_owners = {"", *(each.info.incarnation_id for each in decode)}
         prefill = [each for each in ready if each.info.role == "prefill" and self.mode != "colocated"]
         prefill = [each for each in prefill if each.info.shared_pool_owner in pool_owners]
-        return [
+        groups = [
             RoutableNodes(
                 *(
                     self._without_outliers([each for each in pool if each.info.fingerprint == one])
@@ -276,6 +278,8 @@ class NodePool:
             )
             for one in sorted({each.info.fingerprint for each in prefill + decode})
         ]
+        self.missing_role = next((group.missing_role for group in groups if group.missing_role), "")
+        return [group for group in groups if not group.missing_role]
 
     def _without_outliers(self, connections: list[NodeConnection]) -> list[NodeConnection]:
         """Return the nodes that are not ejected, or all nodes if every node is ejected."""
@@ -365,7 +369,8 @@ class NodePool:
             )
         if avoid:
             preferred = [each for each in prefill if each.info.id not in avoid]
-            prefill = preferred if decode else preferred or prefill  # a decode node can also compute prompts
+            # Most decode nodes can also compute prompts.
+            prefill = preferred if decode and not group.is_paired else preferred or prefill
             decode = [each for each in decode if each.info.id not in avoid] or decode
         if (now := time.monotonic()) < self._ramps_until:
             prefill, decode = ([each for each in pool if _has_room(each, now)] or pool for pool in (prefill, decode))

@@ -530,7 +530,7 @@ class ProxySettings(JoiningSettings, EngineSettings):
 
     needed: ClassVar[tuple[str, ...]] = ("model", "engine")
 
-    engine: EngineUrl = setting("", "URL of the vLLM server.")
+    engine: EngineUrl = setting("", "URL of the vLLM or SGLang server.")
     role: Literal["prefill", "decode"] = setting(
         "decode", "Role of the node. A prefill node passes the KV of its prompts to decode nodes."
     )

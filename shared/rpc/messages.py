@@ -349,8 +349,9 @@ class AcceptRequest:
     """Proxy of a prefill engine to proxy of a decode engine: generate this request, whose prompt the first engine
     computed. `params` is the JSON object with which the second engine reads its KV from the first.
 
-    The parameters may be used once, and the first token must be sampled within `lease_ms`. If `first_token` is not -1,
-    the router already has it, and the second engine must sample the same token.
+    The parameters may be used once, and the first token must be sampled within `lease_ms`. If `first_token` is not
+    negative, the router already has it, and the second engine must sample the same token. If it is -2, the first engine
+    computes the prompt now, and its proxy commits or stops the request (`reservation_id` is the request's id).
     """
 
     request: SubmitRequest

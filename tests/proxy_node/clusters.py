@@ -19,10 +19,12 @@ LENGTH = 250
 
 
 class Engines:
-    """The stub engines of a cluster, one for each node, all with these `knobs`."""
+    """The stub engines of a cluster, one for each node, all with these `knobs`. With `in_pairs`, the engine of each node
+    has its role only."""
 
     def __init__(self, directory: Path, names: Sequence[str], kind: str = "vllm", **knobs: Any) -> None:
         self.ports = {name: free_port() for name in names}
+        self.in_pairs = knobs.pop("in_pairs", False)
         self.knobs = {"token_s": 0.01} | knobs
         self.kind = kind
         self.urls = {name: f"http://127.0.0.1:{port}" for name, port in self.ports.items()}
@@ -30,7 +32,8 @@ class Engines:
         self.processes: dict[str, ForkedProcess] = {}
 
     def start(self, name: str) -> None:
-        flags = ["--port", str(self.ports[name]), "--knobs", json.dumps(self.knobs)]
+        own = {"disaggregation_mode": name.partition("-")[0]} if self.in_pairs else {}
+        flags = ["--port", str(self.ports[name]), "--knobs", json.dumps(self.knobs | own)]
         log = self._directory / f"engine-{name}.log"
         self.processes[name] = ForkedProcess(f"tests.proxy_node.{self.kind}_stub", flags, dict(os.environ), log)
 

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from proxy_node.client import EngineClient
 from proxy_node.node import ProxyNode
 from proxy_node.vllm import VllmEngine
 from shared.lifecycle import wait_until
@@ -41,6 +42,7 @@ class Running:
     line: RouterLine
     stop: Any  # ends the stub's server
     address: str  # of the node
+    url: str  # of the engine
 
     async def until(self, condition: Any) -> None:
         assert await wait_until(condition, WAIT_S), (self.line.errors(), self.node.stats())
@@ -51,11 +53,12 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    stuck_s: float = 60.0, role: str = "decode", lease_s: float = 30.0, resumes: str = "greedy, seeded", **knobs: Any
-) -> AsyncIterator[Running]:
-    stub, line = VllmStub(**knobs), RouterLine()
-    async with AsyncExitStack() as stack, AsyncExitStack() as server:
-        engine = VllmEngine(await server.enter_async_context(stub.serve()), "", VOCABULARY)
+    stuck_s: float = 60.0, role: str = "decode", lease_s: float = 30.0, resumes: str = "greedy, seeded",
+    kind: tuple[type[VllmStub], type[EngineClient]] = (VllmStub, VllmEngine), **knobs: Any,
+) -> AsyncIterator[Running]:  # fmt: skip
+    stub, line = kind[0](**knobs), RouterLine()
+    async with AsyncExitStack() as server, AsyncExitStack() as stack:  # the node ends before the server
+        engine = kind[1](await server.enter_async_context(stub.serve()), "", VOCABULARY)
         await stack.enter_async_context(engine.open())
         await engine.describe()
         attributes = {"connector": knobs.get("connector", "") or "none", "resumes": resumes}
@@ -69,4 +72,4 @@ async def running(
         attached = asyncio.ensure_future(node.attach(line))
         stack.callback(attached.cancel)
         assert await wait_until(lambda: any(update.stats for update in line.updates), WAIT_S)
-        yield Running(node, stub, line, server.aclose, address)
+        yield Running(node, stub, line, server.aclose, address, engine.url)

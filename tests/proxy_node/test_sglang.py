@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy_node.probe import connector, resumes
+from proxy_node.probe import resumes
 from proxy_node.sglang import SglangEngine, generate_body
 from proxy_node.vllm import VllmEngine
 from proxy_node.wire import EngineFailure
@@ -61,8 +61,7 @@ async def test_an_engine_describes_itself_and_its_load() -> None:
     async with engine_at(resumes_seeded=False) as (engine, stub):
         facts = await engine.describe()
         assert (facts.kind, facts.version, facts.block_tokens, facts.num_blocks) == ("sglang", "0.5.23", 16, 4096)
-        assert await resumes(engine) == "greedy"
-        assert await connector(engine) == ""
+        assert (await resumes(engine), facts.connector, facts.role) == ("greedy", "", "")
         stub.running = 3
         first = (await engine.metrics()).values
         assert first["num_requests_running"] == 3
@@ -76,10 +75,8 @@ async def test_an_engine_describes_itself_and_its_load() -> None:
         assert await engine.is_gone()
 
 
-async def test_a_server_of_another_kind_or_in_another_mode_is_refused() -> None:
-    async with engine_at(disaggregation_mode="prefill") as (engine, _):
-        with pytest.raises(ConfigError, match="--disaggregation-mode prefill, which Baton does not support"):
-            await engine.describe()
+async def test_a_server_of_another_kind_is_refused() -> None:
+    async with engine_at() as (engine, _):
         vllm = VllmEngine(engine.url, "", VOCABULARY)
         async with vllm.open():
             with pytest.raises(ConfigError, match="no vLLM server"):
@@ -106,7 +103,7 @@ def test_the_fields_of_a_request_are_those_of_sglang() -> None:
     assert (params["sampling_seed"], params["logit_bias"], body["extra_key"]) == (5, {"7": 1.5}, "ff73")
     assert (body["return_logprob"], body["top_logprobs_num"]) == (True, 3)
     with pytest.raises(ValueError, match="allowed_token_ids"):
-        generate_body(submission(3, allowed_tokens=pack_ids([1])), PROMPT)
+        SglangEngine("", "", VOCABULARY).generate(submission(3, allowed_tokens=pack_ids([1])), PROMPT)
 
 
 def test_no_client_sees_the_loss_of_a_replica(tmp_path: Path) -> None:

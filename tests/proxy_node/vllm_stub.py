@@ -108,6 +108,7 @@ class VllmStub:
             self._address = runner.addresses[0][:2]
             yield f"http://127.0.0.1:{self._address[1]}"
         finally:
+            await asyncio.sleep(0.02)  # to close connections that clients have just opened and closed
             await runner.cleanup()
 
     @web.middleware

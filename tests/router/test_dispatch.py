@@ -453,6 +453,43 @@ async def test_placement_follows_the_mode_or_the_prediction_and_fails_over_in_ea
     here.check_over()
 
 
+@pytest.mark.parametrize("mode", ["auto", "always", "never"])
+async def test_nodes_that_cannot_work_alone_are_placed_in_pairs(mode: str) -> None:
+    """As SGLang servers: a decode server computes no prompts, not even those of further samples and retries."""
+    here = stage("p0 d0 d1", disaggregate=mode)
+    learn(here, p0=SLOW, d0=QUICK, d1=QUICK)
+    here.p0.info.attributes["generates"] = "no"
+    for node in (here.d0, here.d1):
+        node.info.attributes["computes_prompts"] = "no"
+    here.fleet.notify()
+    run = await here.submit(n=2)
+    for identity, number in ((0, 0), (1, 0)):
+        _, d, submit = here.attempt(number, identity)
+        d.send(TokenDelta(submit.id, handed_off=True), token(submit.id, 0))
+        await settle()
+    d.send(TokenDelta(submit.id, error="handoff: no", retry=True))
+    await settle()
+    assert here.attempt(1, 1)[0] is here.p0
+    for sample, number in ((0, 0), (1, 1)):
+        _, d, submit = here.attempt(number, sample)
+        d.send(*generated(submit.id, 1))
+    await collect(run)
+    assert here.dispatch.status()["placements"] == {"disaggregated": 3}
+    here.p0.die()
+    await settle()
+    assert not here.dispatch.ready()
+    with pytest.raises(UnavailableError, match="No prefill node is ready") as failure:
+        await collect(await here.submit())
+    assert failure.value.code == "no_prefill_node"
+    here.p0.revive()
+    here.d0.die()
+    here.d1.die()
+    with pytest.raises(UnavailableError) as failure:
+        await collect(await here.submit())
+    assert failure.value.code == "no_decode_node"
+    here.check_over()
+
+
 async def test_a_new_request_whose_first_token_would_be_late_is_refused() -> None:
     here = stage("p0 p1 d0", disaggregate="always", ttft_slo_s=1.5)
     run = await here.submit()

@@ -8,13 +8,14 @@ const form = place("settings"), fields = form.elements;
 const NAMES = ["device", "prefill", "decode", "policy", "budget", "rate", "requests", "prompt", "answer", "seed",
   "ttft_slo_ms", "tbt_slo_ms", "trace"];
 const BUDGETS = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384];
+const TRAFFIC = ["rate", "requests", "prompt", "answer", "seed", "trace"], MOST_TOURED = 6;
 const TEXTS = new Set(["device", "policy", "trace"]), MOST_ROWS = 14, MOST_RUNS = 30, SMOOTH = 50;
 const read = (name) => name === "budget" ? 2 ** Number(fields.budget.value)
   : TEXTS.has(name) ? fields[name].value : Number(fields[name].value);
 const query = () => Object.fromEntries(NAMES.map((name) => [name, read(name)]));
 const DEFAULTS = query();
 const QUICK_MS = 300, FEWEST = 60, REST_MS = 100; // see `refresh`
-let run = null, playing = 0, timer = 0, newest = 0, stop = new AbortController(), perMs = 0.5;
+let run = null, playing = 0, timer = 0, newest = 0, stop = new AbortController(), perMs = 0.5, toured = "";
 
 /* ---- settings and the URL ---- */
 
@@ -145,22 +146,31 @@ function summarize() {
   const tile = (name, value, note, bad) => make("div", { "data-bad": String(Boolean(bad)) }, make("dt", {}, name),
     make("dd", {}, value), make("dd", { class: "note" }, note));
   place("figures").replaceChildren(
-    tile("Within the SLO", percent(attainment), `of ${number(counted)} requests`, attainment < 0.9),
-    tile("TTFT", `${ms(figures.ttft_ms.p50)} ms`, `p99 ${ms(figures.ttft_ms.p99)} ms`, figures.ttft_ms.p99 > settings.ttft_slo_ms),
-    tile("TBT p99", `${ms(figures.tbt_ms.p50)} ms`, `p99 ${ms(figures.tbt_ms.p99)} ms`, figures.tbt_ms.p99 > settings.tbt_slo_ms),
-    tile("Answers", `${number(figures.tokens_per_s_per_gpu)}`, "tokens/s and GPU"),
+    tile("Within the limits (SLO)", percent(attainment), `of ${number(counted)} requests, without the first tenth`, attainment < 0.9),
+    tile("Time to first token (TTFT)", `${ms(figures.ttft_ms.p50)} ms`, `median; p99 ${ms(figures.ttft_ms.p99)} ms`,
+      figures.ttft_ms.p50 > settings.ttft_slo_ms),
+    tile("Time between tokens (TBT p99)", `${ms(figures.tbt_ms.p50)} ms`, `median request; p99 ${ms(figures.tbt_ms.p99)} ms`,
+      figures.tbt_ms.p50 > settings.tbt_slo_ms),
+    tile("Answers", `${number(figures.tokens_per_s_per_gpu)}`, "tokens/s per GPU"),
     tile("Simulated", `${number(figures.span_s, 1)} s`, "from the first request to the last token"));
 }
 
 function remember(settings, figures) {
-  const { prefill, decode } = settings, isTrace = settings.trace.trim() !== "";
-  const cells = [prefill ? `${prefill} prefill, ${decode} decode` : `${decode} co-located`, settings.policy];
+  const { prefill, decode, policy, budget } = settings, isTrace = settings.trace.trim() !== "";
+  const cells = [prefill ? `${prefill} prefill, ${decode} decode` : `${decode} co-located`, policy];
   const numbers = [number(settings.budget), ...(isTrace ? ["trace", "", ""]
     : [number(settings.rate, 1), number(settings.prompt), number(settings.answer)]), percent(figures.attainment),
   ms(figures.ttft_ms.p50), ms(figures.ttft_ms.p99), ms(figures.tbt_ms.p50), ms(figures.tbt_ms.p99)];
   place("runs").prepend(make("tr", {}, ...cells.map((text) => make("td", {}, text)),
     ...numbers.map((text) => make("td", { class: "number" }, text))));
   while (place("runs").children.length > MOST_RUNS) place("runs").lastChild.remove();
+  const traffic = JSON.stringify(TRAFFIC.map((name) => settings[name]));
+  if (traffic !== toured) place("tour-runs").replaceChildren(); // runs with other traffic cannot be compared
+  toured = traffic;
+  const shown = [percent(figures.attainment), `${ms(figures.ttft_ms.p50)} ms`, `${ms(figures.tbt_ms.p50)} ms`];
+  place("tour-runs").append(make("tr", {}, make("td", {}, `${cells[0]}, ${policy}, budget ${number(budget)}`),
+    ...shown.map((text) => make("td", { class: "number" }, text))));
+  while (place("tour-runs").children.length > MOST_TOURED) place("tour-runs").firstChild.remove();
 }
 
 async function findBest() {
@@ -206,6 +216,7 @@ function draw() {
   }
   const active = run.requests.filter((one) => one.at_ms <= to && (one.end_ms ?? one.at_ms) >= from && one.at_ms <= at);
   const rows = evenly(active, MOST_ROWS);
+  say(place("gantt-title"), `Requests from ${number(from / 1000, 1)} to ${number(to / 1000, 1)} s`);
   Strip.gantt(place("gantt"), { rows: rows.map((one) => rowOf(one, from, Math.min(to, at))), from, to, labelWidth: 52 });
 }
 
@@ -287,11 +298,17 @@ function tour(to) {
   step = to;
   const isOpen = step >= 0;
   place("tour").hidden = !isOpen;
+  place("intro").hidden = isOpen;
   place("tour-open").setAttribute("aria-expanded", String(isOpen));
   if (!isOpen) return;
-  const { title, text, look, settings } = TOUR[step];
+  const { title, text, look, settings, tries } = TOUR[step];
   say(place("tour-title"), title);
   place("tour-text").replaceChildren(...text.map((each) => make("p", {}, each)), make("p", { class: "look" }, look));
+  place("tour-tries").replaceChildren(...tries.map(([label, changes]) => {
+    const button = make("button", { type: "button" }, label);
+    button.addEventListener("click", () => { fill({ ...settings, ...changes }); refresh(); });
+    return button;
+  }));
   place("tour-back").disabled = step === 0;
   place("tour-next").disabled = step === TOUR.length - 1;
   fill(settings);

@@ -194,7 +194,8 @@ class LocalCluster:
         try:
             self._keepers = {child.name: loop.create_task(self._keep(child)) for child in self._children}
             for keeper in self._keepers.values():
-                keeper.add_done_callback(lambda _: self._ending.set())  # also if the child cannot be started
+                # A keeper also ends if it cannot start its child.
+                keeper.add_done_callback(lambda _: self._ending.set())
             await self._ending.wait()
             if self._rolling is not None:
                 self._rolling.cancel()

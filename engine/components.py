@@ -162,7 +162,7 @@ def _draft_model(
     theirs = model.config
     places = kv_places(theirs)
     own = replace(layout, kv_heads=theirs.num_kv_heads, layers=places.row_layers, head_dim=theirs.head_dim)
-    # Takes memory only once it is written.
+    # The pages of this array take memory only once they are written.
     memory = PrivateMemory(np.zeros((own.num_blocks, own.block_bytes), np.uint8))
     runner, _ = _torch_runner(options, linear, model, KVPool(own, memory, places))
     return DraftModel(runner, layout.block_tokens, groups[0].rows)

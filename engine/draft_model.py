@@ -86,7 +86,7 @@ class DraftModel(TimedDrafter):
             slice_.request.num_computed = slice_.end
             slice_.request.tokens += output.tokens
             if output.error:
-                slice_.request.finish = "error"  # ends this guess only
+                slice_.request.finish = "error"  # only this guess ends
 
     def _synchronized(self, request: Request) -> Request:
         """Return the request's mirror, with the tokens that the request now has."""

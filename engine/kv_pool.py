@@ -54,7 +54,7 @@ class KVPool:
             raise ValueError(f"KV memory has {tuple(memory.rows.shape)} rows x bytes, but the layout needs {wanted}")
         self.layout = layout
         self.places = places or all_in_one_row(layout.layers)
-        self.memory = memory  # a reference, so that the mapping exists as long as the view
+        self.memory = memory  # this reference keeps the memory mapped as long as the view exists
         rows = memory.rows if isinstance(memory.rows, Tensor) else torch.from_numpy(memory.rows)
         self.tensor = rows.view(DTYPES[layout.dtype]).view(layout.shape)
         self.is_float8 = self.tensor.dtype == torch.float8_e4m3fn

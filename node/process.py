@@ -190,7 +190,7 @@ class NodeProcess:
             failure = await _first(draining, node.fatal_error) or await self._drain(node, registry)
             if failure is not None:
                 log.error("the engine failed: %s", failure)
-                os._exit(EXIT_ENGINE_FAILED)  # without cleanup: the engine's thread may hang in the device
+                os._exit(EXIT_ENGINE_FAILED)  # no cleanup, because the engine's thread may hang in the device
             await registry.close()
         return 0
 

@@ -215,7 +215,7 @@ class ProxyNode:
             return Ack(f"no KV connector for both roles, so it stays a {info.role} node; see docs/engines.md")
         if info.state != "ready" or self.lost.done():
             return Ack("the node is draining")
-        self.info = replace(info, state="draining")  # before the first await, so that a concurrent call is refused
+        self.info = replace(info, state="draining")  # set before the first await, to refuse a concurrent call
         return await asyncio.shield(self._tasks.start(self._switch(role, min(max(message.drain_s, 0.0), MAX_DRAIN_S))))
 
     async def _switch(self, role: str, drain_s: float) -> Ack:

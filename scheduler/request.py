@@ -148,7 +148,7 @@ class Slice:
     count: int
     samples: bool
     epoch: int
-    state: StateUse | None = None  # if the model has recurrent states
+    state: StateUse | None = None  # None if the model has no recurrent states
     drafts: tuple[int, ...] = ()
     row: list[int] | None = None  # the tokens that the slice reads, if they differ from the request's tokens
     num_stored: int = 0  # leading tokens that are computed again, and whose KV is not stored again

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from shared.config.speculation import MAX_SPECULATIVE_TOKENS
 from shared.rpc.messages import NodeInfo, NodeStats
 
-NodeRow = tuple[NodeInfo, NodeStats, bool]  # the last is whether the node is alive
+NodeRow = tuple[NodeInfo, NodeStats, bool]  # the bool says whether the node is alive
 LABELS = ("engine", "role", "model_name")
 
 

@@ -147,7 +147,8 @@ class SimulatedCluster:
         if (first := next(arrivals, None)) is None:
             return
         self.num_open = 1
-        for number, node in enumerate(self.nodes):  # nodes do not report at the same times
+        # Heartbeats are spread, because real nodes do not report at the same times.
+        for number, node in enumerate(self.nodes):
             node.report(self.stats(node))
             phase_s = self.plan.computing.heartbeat_s * (number + 1) / len(self.nodes)
             self.events.at(phase_s, self._heartbeat, node)

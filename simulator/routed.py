@@ -80,7 +80,7 @@ class TransferLink:
         self.speed, self.push_s = speed, push_s
         self._block_s = block_bytes / speed.bytes_per_s
         self._free_at_s = 0.0
-        self.num_blocks = self.num_handoffs = 0  # that it carried so far
+        self.num_blocks = self.num_handoffs = 0  # what the link has carried so far
 
     def push(self, now_s: float, num_blocks: int) -> float:
         """Queue a push, and return the time at which it ends."""

@@ -30,7 +30,7 @@ from simulator.routed import SimulatedRequest
 
 REFERENCE_RATE = 1.0  # requests/s at which traffic is drawn; for other rates, the times are scaled
 MOST_REQUESTS = 20_000  # limit of a run; the traffic of a seed is drawn once
-TYPICAL_BATCH = 64  # decodes in a step, for estimates
+TYPICAL_BATCH = 64  # number of decodes in a step that estimates assume
 DEFAULT_TRAFFIC = "chat"
 PLACES = ("live", "emulated")  # values of --validate
 Latencies = NDArray[np.float64]
@@ -74,7 +74,7 @@ class Simulations:
         self._source, self.device = source, device
         self._common = parse_settings("--set", ",".join(settings))
         self.rows = lru_cache(maxsize=8)(self._draw)
-        self._hashes = lru_cache(maxsize=8)(lambda *_: list[list[bytes]]())  # by row, as far as needed
+        self._hashes = lru_cache(maxsize=8)(lambda *_: list[list[bytes]]())  # block hashes of the rows needed so far
 
     def arm(self, name: str) -> Arm:
         return parse_arm(name, self._common)

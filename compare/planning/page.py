@@ -65,7 +65,7 @@ def page_of(plan: Document) -> str:
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{text}</th>' for text in headings)
     body = ""
-    for *cells, last in rows:  # the last column has text or bars
+    for *cells, last in rows:  # the last column contains text or bars, not numbers
         body += "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + f'<td class="text">{last}</td></tr>'
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 

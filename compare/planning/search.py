@@ -126,7 +126,7 @@ class PlanSearch:
         """Return the capacity of each mode with shorter and longer prompts and answers, with one seed. `found` has the
         capacity of the best candidate of each mode. Lengths that do not fit into the device's memory are left out."""
         if simulations.rows(0)[0].prompt is not None:
-            return {}  # the trace has the tokens of its prompts
+            return {}  # the trace has the tokens of its prompts, so their lengths are fixed
         cells = [(prompt, answer) for prompt in VARIED_LENGTHS for answer in VARIED_LENGTHS]
         cells = [each for each in cells if each != SAME and simulations.longest(each) <= simulations.device.kv_tokens]
         self._say(f"capacities with {len(cells)} other combinations of lengths")

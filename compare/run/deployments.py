@@ -50,7 +50,7 @@ class LaunchOptions:
         flags += ["--emulate", self.emulate] if self.emulate else []
         flags += ["--engines", ",".join(self.engines[: arm.devices])] if self.engines else []
         if self.gpus and arm.settings.get("device", "auto") in {"auto", "cuda"}:
-            shared_pool = arm.settings.get("kv_channel") == "pool"  # then prefill nodes use the decode nodes' GPUs
+            shared_pool = arm.settings.get("kv_channel") == "pool"  # if so, prefill nodes use the decode nodes' GPUs
             num_gpus = min(self.gpus, arm.decode if shared_pool else arm.devices)
             flags += ["--devices", ",".join(f"cuda:{number}" for number in range(num_gpus))]
         return [sys.executable, "-P", "-m", "baton", "up", *flags, *arm.flags()]

@@ -46,7 +46,7 @@ from shared.errors import RequestError, UnavailableError
 from shared.version import package_version
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
-MAX_PATH, MAX_LISTED = 64, 7  # limits of the error for an unknown path: its characters, known paths
+MAX_PATH, MAX_LISTED = 64, 7  # characters of an unknown path, and number of known paths, in its error
 PARSED_AT_ONCE = 64 << 10  # bytes; a larger body is parsed on a thread
 Handler = Callable[[Body, ResponseWriter], Awaitable[None]]
 

@@ -117,8 +117,8 @@ class ProxyProcess:
             await asyncio.sleep(RETRY_S)
 
     def _check(self, facts: EngineFacts) -> None:
-        """Refuse an engine that has another role, or whose maximum length is below the router's, because it would
-        silently cut answers."""
+        """Refuse an engine that has another role. Also refuse one whose maximum length is below the router's, because
+        it would silently cut answers."""
         role = self.settings.role
         if facts.role not in {"", role}:
             raise ConfigError(

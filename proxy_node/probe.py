@@ -16,8 +16,8 @@ SAMPLED = {"temperature": 2.0, "seed": 20_477}
 
 async def resumes(engine: EngineClient, known: str = "") -> str:
     """Return which answers the engine resumes with the same tokens, given the prompt and the first tokens: "greedy,
-    seeded", "greedy" or "none". An answer that is not repeatable counts as not resumed. `known` is returned without
-    a test, because an engine of a pair cannot be asked for whole answers.
+    seeded", "greedy" or "none". An answer that is not repeatable counts as not resumed. If `known` is given, return it
+    without a test: one engine of a pair alone gives no whole answer.
 
     Raises ConfigError if the engine cannot serve as a node, and EngineFailure if it fails.
     """

@@ -24,8 +24,8 @@ from shared.rpc.messages import Logprobs, SubmitRequest, unpack_ids
 NEEDS = "Baton needs an SGLang server of version 0.5 or newer"
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 BLOCK_TOKENS = 16  # size of the blocks in the router's index; the server itself caches single tokens or pages
-# With these parameters, a server with a disaggregation mode neither waits for KV nor sends any; its own health check
-# uses them. The tokens of a decode server are then meaningless.
+# With these parameters, which the server's own health check uses, a server with a disaggregation mode neither waits for
+# KV nor sends any. The tokens of a decode server are then meaningless.
 ALONE = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 METRICS = {
     "num_running_reqs": "num_requests_running",
@@ -43,8 +43,8 @@ class SglangEngine(EngineClient):
     the scheduler has computed something.
 
     A server with a disaggregation mode works only in a pair: two requests with the same room, one at each server, meet
-    at the bootstrap address of the prefill server. The decode server waits for the room up to 300 s, also if the
-    prefill server has failed; `/abort_request` ends the wait. A room must not be used twice, which crashes servers.
+    at the bootstrap address of the prefill server. The decode server waits for up to 300 s, even if the prefill server
+    has failed; `/abort_request` ends the wait. A room must not be used twice, because this crashes the servers.
     """
 
     num_healthy = 0
@@ -105,8 +105,8 @@ class SglangEngine(EngineClient):
     async def stream(
         self, path: str, submit: SubmitRequest, body: dict[str, Any], reader: EventReader
     ) -> AsyncIterator[EngineOutput]:
-        """Send a request. If it is given up, abort it, because a server may not notice while it waits for KV that its
-        connection has closed."""
+        """Send a request. If the caller gives it up, abort it, because a server that waits for KV may not notice that
+        the connection has closed."""
         is_over = False
         try:
             async with aclosing(super().stream(path, submit, body, reader)) as outputs:  # type: ignore[type-var]

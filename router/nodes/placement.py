@@ -61,7 +61,7 @@ def capacity_of(prefill: Iterable[NodeInfo], decode: Iterable[NodeInfo]) -> Pool
 
 
 def needs_peer(info: NodeInfo) -> bool:
-    """Return whether the node cannot both compute a prompt and generate, as an SGLang server of a pair."""
+    """Return whether the node can only compute prompts or only generate, as an SGLang server of a pair."""
     return "no" in {info.attributes.get("computes_prompts"), info.attributes.get("generates")}
 
 

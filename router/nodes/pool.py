@@ -70,7 +70,8 @@ class NodePool:
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
         self._changed = asyncio.Event()
-        self.missing_role = ""  # "prefill" or "decode" if nodes that cannot work alone wait for a node of this role
+        # "prefill" or "decode" if a node of this role is missing, and other nodes cannot work without it.
+        self.missing_role = ""
         # One group for each fingerprint; valid unless `_routable` is None.
         self._groups: list[RoutableNodes[NodeConnection]] = []
         self._routable: tuple[list[NodeConnection], list[NodeConnection]] | None = None  # None: to be computed

@@ -27,6 +27,19 @@ settings.register_profile("nightly", settings.get_profile("short"), max_examples
 settings.load_profile("short")
 
 
+# The files that take longest, in the order in which they start, so that no worker ends long after the others.
+LONGEST = (
+    "tests/cluster/test_compare.py", "tests/chaos/test_chaos.py", "tests/gpu_less/test_interpreter.py",
+    "tests/gpu_less/test_compile.py", "tests/engine/test_draft_head.py", "tests/cluster/test_families.py",
+    "tests/proxy_node/test_compare.py", "tests/bad_input/test_modes.py", "tests/cluster/test_operations.py",
+    "tests/cluster/test_rolling.py", "tests/engine/test_images.py", "tests/cluster/test_role.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(name) if (name := item.location[0]) in LONGEST else len(LONGEST))
+
+
 def pytest_collection_finish() -> None:
     """Exclude what the tests import from garbage collections."""
     gc.freeze()

@@ -6,7 +6,7 @@ BIN := .venv/bin
 TORCH ?= $(shell $(PYTHON) -c 'import platform; print("torch==2.13.0" if platform.system() == "Linux" else "torch")')
 
 .PHONY: serve test check lint types imports unit \
-  nightly chaos cancels soak simulate mutations properties kernels sweep fuzz schemathesis clients scale playground lock sbom clean
+  nightly chaos cancels soak simulate mutations properties exhaustive sweep fuzz schemathesis clients scale playground lock sbom clean
 
 serve: .venv/installed
 	$(BIN)/baton up $(if $(MODEL),--model "$(MODEL)") $(ARGS)
@@ -28,19 +28,21 @@ imports:
 
 # More workers than cores: tests with clusters mostly wait. Each file runs in one worker: its tests share clusters.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+# With files of bytecode, the many processes of the tests start sooner.
+unit: export PYTHONDONTWRITEBYTECODE =
 unit:
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(PYTEST)
 
-# The exhaustive forms of the checks in `make test`, in sizes that end within 90 minutes on two cores.
+# The exhaustive forms of the checks in `make test`, in sizes for one night on two cores.
 # `make -k nightly` continues after a failure. Before a release, run the parts with their own, larger sizes.
 nightly: CHAOS = --requests 200 --no-write
 nightly: CANCELS_FLAGS = --no-write
 nightly: RUNS = 50000
 nightly: CASES = 5000
-nightly: chaos cancels simulate mutations properties kernels fuzz schemathesis
+nightly: chaos cancels simulate mutations properties exhaustive fuzz schemathesis
 
-# Tests marked exhaustive: all kernels compiled for sm_90 and run in the Triton interpreter.
-kernels: .venv/tested
+# Tests marked exhaustive: the cases that `make test` leaves out, and all kernels compiled for sm_90.
+exhaustive: .venv/tested
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m exhaustive
 
 # Run every decoder of transformers; writes the list that `baton models --markdown` shows.

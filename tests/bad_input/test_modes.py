@@ -4,7 +4,7 @@ from tests.bad_input.modes import compare_modes, joined
 
 
 def test_both_modes_give_the_same_answers() -> None:
-    for name, statuses in compare_modes(cases=3).items():
+    for name, statuses in compare_modes(cases=1).items():
         assert statuses[200], name
         assert statuses[400], name
 

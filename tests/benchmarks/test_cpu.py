@@ -73,6 +73,7 @@ def test_a_failure_is_reported_in_one_line_and_the_worker_continues(ours: PeerPr
         PeerProcess("benchmarks.peers.baton", {}, python="/no-such-python")
 
 
+@pytest.mark.exhaustive
 def test_a_run_keeps_the_rows_of_the_previous_run(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,14 +31,13 @@ main()
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton has wheels for Linux only")
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The report of a process that cannot import the libraries that only a cluster needs."""
+def measured(directory: Path, *parts: str) -> dict[str, Any]:
+    """Return the report of processes that cannot import the libraries that only a cluster needs."""
     pytest.importorskip("triton")
-    out = tmp_path_factory.mktemp("gpu") / "gpu_first_run.json"
+    out = directory / "gpu_first_run.json"
     command = [sys.executable, "-c", BARE, "--device", "cpu", "--toy", "--out", str(out), "--only"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}  # tests.gpu imports Triton
-    for only in ("decode", "prefill,layers,model,handoff"):
+    for only in parts:
         run = subprocess.run([*command, only], cwd=ROOT, env=environment, timeout=600, capture_output=True, check=False)
         assert run.returncode == 0, run.stderr.decode()[-2000:]
     found: dict[str, Any] = json.loads(out.read_text())
@@ -47,6 +46,18 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return measured(tmp_path_factory.mktemp("gpu"), "decode", "prefill,layers,model,handoff")
+
+
+def test_attention_is_measured_in_both_layouts(tmp_path: Path) -> None:
+    found = measured(tmp_path, "decode")
+    assert {name for each in found["runs"]["decode"]["runs"].values() for name in each} == {OURS, LAYER_MAJOR}
+    assert found["versions"]["gpu"] == "none: a CPU at toy size"
+
+
+@pytest.mark.exhaustive
 def test_every_section_measures_without_a_failure(report: dict[str, Any]) -> None:
     names = ["decode", "prefill", "layers", "model", "handoff"]
     assert [name for name in script.SECTIONS if name in report["runs"]] == names
@@ -54,7 +65,6 @@ def test_every_section_measures_without_a_failure(report: dict[str, Any]) -> Non
     for table in report["tables"]:
         assert table["rows"]
         assert "ailed" not in table["title"] + table["note"]
-    assert report["versions"]["gpu"] == "none: a CPU at toy size"
     assert [row[0] for row in report["runs"]["handoff"]["tables"][0]["rows"]] == [
         "device copy, by torch",
         "shm",
@@ -62,11 +72,12 @@ def test_every_section_measures_without_a_failure(report: dict[str, Any]) -> Non
     ]
 
 
-def test_attention_is_measured_in_both_layouts(report: dict[str, Any]) -> None:
-    assert {name for found in report["runs"]["decode"]["runs"].values() for name in found} == {OURS, LAYER_MAJOR}
+@pytest.mark.exhaustive
+def test_prefilling_is_measured(report: dict[str, Any]) -> None:
     assert all(rate > 0 for found in report["runs"]["prefill"]["runs"].values() for rate in found.values())
 
 
+@pytest.mark.exhaustive
 def test_the_model_is_measured_ahead_waiting_and_eager(report: dict[str, Any]) -> None:
     table = report["runs"]["model"]["tables"][0]
     assert [row[0] for row in table["rows"]][:3] == [f"decode {number} x 1024" for number in (1, 64, 256)]
@@ -110,6 +121,7 @@ def test_invalid_flags_are_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they would run here")
 def test_the_checks_run_without_the_plugins_of_the_project() -> None:
     rows: Any = script.checks(GpuScene(torch.device("cpu"), True)).tables[0].rows

@@ -28,6 +28,7 @@ def test_as_many_bytes_are_read_as_the_chosen_experts_have() -> None:
     assert 2 * 8 * one <= num_bytes <= 2 * 64 * one, "in each of 2 layers, 8 tokens choose 8 to 64 experts"
 
 
+@pytest.mark.exhaustive
 def test_both_ways_to_run_a_model_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.json"
     flags = ["--model", "tiny", "--directory", str(tmp_path), "--repeats", "1", "--out", str(out)]

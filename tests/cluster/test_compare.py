@@ -33,21 +33,22 @@ def pids(directory: Path) -> list[int]:
     return [int(pid) for log in logs for pid in re.findall(r"started, process (\d+)", log)]
 
 
-def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
+@pytest.mark.parametrize("control", [[], pytest.param(["--control"], marks=pytest.mark.exhaustive)])
+def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path, control: list[str]):
     arms = ["colocated:2", "disaggregated:1p1d"]
-    process = start(tmp_path, "--arms", *arms, *SMALL, "--control", "--duration", "2", "--seeds", "2")
+    names = [*arms, *["colocated:2 (control)" for _ in control]]
+    process = start(tmp_path, "--arms", *arms, *SMALL, *control, "--duration", "2", "--seeds", "2")
     output, _ = process.communicate(timeout=600)
     report = report_in(tmp_path)
     assert process.returncode == (0 if report["valid"] else 1), output
     # The control may differ by chance, and periods may be invalid on a busy machine.
     assert not report["problems"] or re.search("control|invalid", report["problems"][0]), output
     assert report["verdict"]["sentence"] in output
-    assert [arm["name"] for arm in report["arms"]] == [*arms, "colocated:2 (control)"]
+    assert [arm["name"] for arm in report["arms"]] == names
     assert report["parity"]["equal"]
 
     order = [(run["seed"], run["arm"]) for run in report["runs"]]  # on a busy machine, runs of a spare seed may follow
-    assert order[:3] == [(1, name) for name in [*arms, "colocated:2 (control)"]]
-    assert order[3:6] == [(2, name) for name in reversed([*arms, "colocated:2 (control)"])]
+    assert order[: 2 * len(names)] == [(1, name) for name in names] + [(2, name) for name in reversed(names)]
     runs = [run for run in report["runs"] if run["valid"]]
     assert len({run["arrived"] for run in runs if run["seed"] == 1}) == 1
     assert all(run["finished"] == run["arrived"] > 0 for run in runs)
@@ -65,14 +66,15 @@ def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path):
         "equal": True,
     }
     assert all(one["router"]["phases_ms"] for one in requests)
-    assert set(report["strip"]) == {*arms, "colocated:2 (control)"}
+    assert set(report["strip"]) == set(names)
     assert all(any(strip["nodes"].values()) for strip in report["strip"].values())
     assert json.loads((tmp_path / "report" / "trace.json").read_text())
     assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
     assert not any(map(state_of, pids(tmp_path)))
 
 
-@pytest.mark.parametrize("what", [pytest.param("interrupt", marks=pytest.mark.exhaustive), "router"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", ["interrupt", "router"])
 def test_a_session_that_ends_early_keeps_its_measurements_and_leaves_nothing_running(tmp_path: Path, what: str):
     process = start(tmp_path, "--arms", "colocated:1", "colocated:1@prefill_first", *SMALL, "--duration", "8")
     try:
@@ -106,22 +108,31 @@ def num_ended(url: str) -> int:
         return sum(each["ended_ms"] is not None for each in json.load(answer)["requests"])
 
 
-def test_a_running_stack_is_compared_with_itself_and_a_full_disk_ends_the_session(tmp_path: Path):
+def test_a_running_stack_is_compared_with_itself_and_a_full_disk_or_its_loss_ends_the_session(tmp_path: Path):
     with cluster(prefill=1, decode=1, disaggregate="always", runner="torch") as running:
         arms = ["--url", running.url, "--control", "--model", str(running.settings["model"]), "--duration", "1"]
         output, _ = start(tmp_path, *arms, "--seeds", "2").communicate(timeout=600)
         report = report_in(tmp_path)
+        assert report["on"] == "url", output
+        assert (report["arms"][0]["prefill"], report["arms"][0]["decode"]) == (1, 1)
+        assert report["tokens"]["equal"]
+        assert report["tokens"]["compared"] > 0
+        assert "against itself" in report["verdict"]["sentence"] or report["problems"], output
         requests = tmp_path / "report" / "requests.jsonl"
         requests.unlink()
         requests.symlink_to("/dev/full")
         process = start(tmp_path, *arms)
-        full, _ = process.communicate(timeout=600)
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 1, output
+        assert "cannot write the measurements: No space left on device" in output
+        assert not report_in(tmp_path)["valid"]
         assert running.processes["router"].poll() is None
-    assert report["on"] == "url", output
-    assert (report["arms"][0]["prefill"], report["arms"][0]["decode"]) == (1, 1)
-    assert report["tokens"]["equal"]
-    assert report["tokens"]["compared"] > 0
-    assert "against itself" in report["verdict"]["sentence"] or report["problems"], output
-    assert process.returncode == 1, full
-    assert "cannot write the measurements: No space left on device" in full
-    assert not report_in(tmp_path)["valid"]
+        requests.unlink()
+        process = start(tmp_path, *arms)
+        until(process, "1/12")
+        running.send_signal("router", signal.SIGKILL)
+        output, _ = process.communicate(timeout=600)
+    assert process.returncode == 1, output
+    report = report_in(tmp_path)
+    assert not report["valid"]
+    assert "was lost" in report["problems"][0]

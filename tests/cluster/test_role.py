@@ -31,7 +31,7 @@ def test_role_changes_under_load_fail_no_request_and_take_effect(
 ) -> None:
     with cluster(prefill=2, decode=2, drain_timeout_s=0.05, disaggregate="always") as running:
         prompts = [prompt_of(index, 150 + index) for index in range(8)]
-        with running.streaming(prompts, 5000):
+        with running.streaming(prompts, 2000):
             assert change_role(running.url, "decode-1", "prefill") == 0
             assert change_role(running.url, "prefill-1", "decode") == 0
         assert capsys.readouterr().out.splitlines() == [

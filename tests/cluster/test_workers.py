@@ -87,7 +87,7 @@ def test_a_killed_worker_loses_only_its_streams_and_is_started_again(running: Cl
     assert len(workers) == 2
     prompts = [prompt_of(seed, 30) for seed in range(NUM_STREAMS)]
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        streams = [pool.submit(outcome, running, prompt, 6000) for prompt in prompts]
+        streams = [pool.submit(outcome, running, prompt, 1500) for prompt in prompts]
         wait_for(lambda: running.get("/load")["server_load"] == NUM_STREAMS, "all streams are accepted")
         served = len([each for each in workers[0].net_connections() if each.status == psutil.CONN_ESTABLISHED])
         workers[0].kill()

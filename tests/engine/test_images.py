@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from scheduler.request import Request
 from scheduler.scheduler import StepLimits
 from shared.images import ImageRules, read_image_rules
 from shared.rpc.messages import Media
-from tests.engine.build import CPU, GREEDY, every_backend
+from tests.engine.build import CPU, GREEDY, every_backend, thinned
 from tests.engine.image_models import CONFIGS, END, IMAGE, START, answer, picture, processor, words, write
 from tests.engine.nodes import Node, run_together
 
 torch.set_num_threads(1)
+WAYS = [(7, 16, False), (64, 16, True), (512, 16, False), (64, 1.05, False)]  # tokens of a step, room, is handed over
 __all__ = ["every_backend"]  # applies to every test here
 COUNT = 16
 SHAPES = [[(40, 24)], [(17, 61), (30, 30)], [], [(8, 90)], [(40, 24)]]
@@ -61,8 +63,10 @@ def request(number: int, rules: ImageRules, encoder: VisionEncoder, tokens: list
     return made
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_prompts_with_images_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "way"), thinned(product(CONFIGS, WAYS), 3))
+def test_prompts_with_images_give_the_tokens_of_transformers(
+    name: str, way: tuple[int, float, bool], tmp_path: Path
+) -> None:
     reference = write(name, tmp_path)
     rules = read_image_rules(tmp_path)
     assert rules is not None
@@ -77,18 +81,17 @@ def test_prompts_with_images_give_the_tokens_of_transformers(name: str, tmp_path
     model, encoder = load_model(tmp_path, torch.float32, CPU), VisionEncoder(tmp_path, rules)
     size = 8 if name.startswith("qwen3.5") else 4  # a row must hold a unit of a state
     longest = max(len(tokens) for tokens, _ in prompts) + COUNT
-    for budget, room, hands_over in ((7, 16, False), (64, 16, True), (512, 16, False), (64, 1.05, False)):
-        here, there = (Node(model, StepLimits(budget), room, size, longest=longest) for _ in range(2))
-        there.runner.use_encoder(encoder)
-        if not hands_over:
-            here.runner.use_encoder(encoder)
-        for _ in range(2):  # the second time, prefixes are in the cache
-            rows = [request(number, rules, encoder, *each) for number, each in enumerate(prompts)]
-            found = run_together(rows, here, there if hands_over else None)
-            assert found == expected, f"budget {budget}, room {room}, handed over {hands_over}"
-        if name.endswith("vl"):  # requests of the others release rows, or hold most of them from the start
-            assert (here.scheduler.counters.preemptions > 0) == (room < 2)
-        assert room < 2 or (there if hands_over else here).scheduler.counters.cache_hits
+    budget, room, hands_over = way
+    here, there = (Node(model, StepLimits(budget), room, size, longest=longest) for _ in range(2))
+    there.runner.use_encoder(encoder)
+    if not hands_over:
+        here.runner.use_encoder(encoder)
+    for _ in range(2):  # the second time, prefixes are in the cache
+        rows = [request(number, rules, encoder, *each) for number, each in enumerate(prompts)]
+        assert run_together(rows, here, there if hands_over else None) == expected
+    if name.endswith("vl"):  # requests of the others release rows, or hold most of them from the start
+        assert (here.scheduler.counters.preemptions > 0) == (room < 2)
+    assert room < 2 or (there if hands_over else here).scheduler.counters.cache_hits
     assert encoder.num_encoded == sum(map(len, SHAPES))
 
 

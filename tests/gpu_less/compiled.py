@@ -38,8 +38,6 @@ FEW = {
     SPILLS,
     "attention fp32 64",
     "attention bf16 128",
-    "attention fp8 pool under bf16",
-    "attention bf16 of latents",
     "elementwise bf16, 32 heads of 128",
     "sampling",
     "grouped bf16",

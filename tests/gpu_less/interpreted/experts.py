@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from engine.cuda.layer import FEW_CHOICES
-from tests.engine.build import CPU
+from tests.engine.build import CPU, thinned
 from tests.gpu_less.contract import ROUTERS, check_order, check_router
 from tests.gpu_less.layers import check_experts, triton_step
 
@@ -31,10 +31,13 @@ def test_rows_are_sorted_by_expert(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [
-        ("plain", torch.float32), ("plain", torch.bfloat16), ("codes", torch.float16),
-        ("codes, optional parts", torch.float32),
-    ],
+    thinned(
+        [
+            ("plain", torch.float32), ("plain", torch.bfloat16), ("codes", torch.float16),
+            ("codes, optional parts", torch.float32),
+        ],
+        2,
+    ),
 )  # fmt: skip
 def test_experts_are_multiplied_at_once(kind: str, dtype: torch.dtype) -> None:
     check_experts(kind, dtype, CPU, ([0, 1, 0, 2, 0], [0, 0, 0, 0, 1], [3, 90, 16, 0, 17]))

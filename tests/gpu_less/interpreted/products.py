@@ -5,13 +5,14 @@ import torch
 
 from engine.cuda.products import TritonFormat, TritonGroupedLinear
 from engine.formats.forms import E2M1, INTEGERS, GroupedWeight
+from tests.engine.build import thinned
 from tests.gpu_less.contract import TOLERANCE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"), list(product(DTYPES, [(70, 128, 64, True), (33, 96, 32, False), (5, 48, 16, True)]))
+    ("dtype", "shape"), thinned(product(DTYPES, [(70, 128, 64, True), (33, 96, 32, False), (5, 48, 16, True)]), 4)
 )
 def test_a_grouped_product_equals_the_dense_one(dtype: torch.dtype, shape: tuple[int, int, int, bool]) -> None:
     out, width, group, zeros = shape

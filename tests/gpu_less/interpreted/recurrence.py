@@ -24,6 +24,6 @@ def test_small_steps_keep_their_digits() -> None:
     torch.testing.assert_close(states[1], states[0], atol=0, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16], 2))
 def test_16_bit_activations(dtype: torch.dtype) -> None:
     check_recurrence(SPECS["state space, no bias"], CPU, (4,), [{0: 3}, {0: 1}], {}, dtype)

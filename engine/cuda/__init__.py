@@ -1,5 +1,5 @@
 """The engine for CUDA GPUs: Triton kernels, flash-attn, captured graphs, and KV memory that peers may map.
 
-EXPERIMENTAL: this code has not been run on a GPU in production. Its tests run on CPUs, under Triton's interpreter and
-with fakes of the CUDA interfaces.
+Experimental: the kernels and small models ran on one H200 (`docs/results/performance.md`), but nothing ran in production.
+Without a GPU, the tests use Triton's interpreter and fakes of the CUDA interfaces.
 """

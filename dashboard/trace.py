@@ -214,6 +214,8 @@ class RequestTrace:
     first_ns: int | None = None
     second_ns: int | None = None
     last_ns: int | None = None
+    output_ns: int = 0  # when the last tokens of the first sample arrived
+    longest_gap_ns: int = 0  # the longest time between two arrivals of tokens of the first sample
     ended_ns: int | None = None  # when the last sample ended
     finish: str = ""  # finish reason of the last sample that ended; a failed sample takes precedence
     num_ended: int = 0
@@ -227,6 +229,9 @@ class RequestTrace:
         self.num_generated += num_tokens
         self.last_ns = now_ns
         if sample == 0:
+            if now_ns - self.output_ns > self.longest_gap_ns and self.first_ns is not None:
+                self.longest_gap_ns = now_ns - self.output_ns
+            self.output_ns = now_ns
             self.num_first_sample += num_tokens
             if self.first_ns is None:
                 self.first_ns = now_ns
@@ -293,6 +298,7 @@ class RequestTrace:
             "first_token_ms": _ms(self.first_ns),
             "second_token_ms": _ms(self.second_ns),
             "last_token_ms": _ms(self.last_ns),
+            "longest_gap_ms": self.longest_gap_ns / 1e6,
             "ended_ms": _ms(self.ended_ns),
             "finish": self.finish,
             "status": self.status,

@@ -1,5 +1,5 @@
-"""Print the requirements that `make lock` pins: everything that Baton, its picker, build and torch require, without
-torch itself and CUDA.
+"""Print the requirements that `make lock` pins: those of Baton, the picker, the build and torch, without torch itself
+and the CUDA libraries.
 
 The CPU and CUDA builds of torch have equal versions but different hashes, and only the CUDA build needs CUDA libraries.
 """

@@ -34,7 +34,8 @@ def memory_of(
     if geometry.state_rows:
         rows["states of a request"] = f"2 of {_size(geometry.state_rows * row)}"
     blocks = geometry.capacity(layout.num_blocks, chunk, config.max_position_embeddings)
-    rows["KV pool"] = f"{_size(layout.num_blocks * row)}, {layout.num_blocks:,} rows of {_size(row)}"
+    unit = f"blocks of {size} tokens" if len(groups) == 1 and not geometry.state_rows else "rows"
+    rows["KV pool"] = f"{_size(layout.num_blocks * row)}, {layout.num_blocks - 1:,} {unit}, {_size(row)} each"
     rows["longest request"] = f"{min(max(0, blocks) * size, config.max_position_embeddings):,} tokens"
     for length in LENGTHS:
         if length <= min(blocks * size, config.max_position_embeddings):

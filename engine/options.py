@@ -141,7 +141,8 @@ def lora_adapters(options: BuildOptions) -> list[LoraAdapter]:
 
 
 def check_draft_model(options: BuildOptions, path: Path, config: ModelConfig) -> Path:
-    """Return the directory of the draft model. Raises ValueError if it cannot guess for the model in `path`."""
+    """Return the directory of the draft model. Raises ValueError if the draft model cannot guess
+    tokens for the model in `path`."""
     try:
         draft = resolve(options.draft_model)
         theirs = read_model_config(draft)

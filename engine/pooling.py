@@ -18,8 +18,8 @@ KEPT_SUMS = 64  # if there are sums of more requests, the sums of ended requests
 
 
 class Pooler:
-    """Computes the vectors of a runner's steps. It keeps the sums over the chunks of prompts whose mean is
-    requested."""
+    """Computes the pooled vectors (embeddings) of the requests in a runner's steps. For requests of a mean, it keeps
+    the sums over the chunks of the prompt."""
 
     def __init__(self) -> None:
         # By request id. The sums of a request are by the number of summed tokens.

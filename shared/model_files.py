@@ -2,6 +2,7 @@
 
 import json
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,11 @@ def resolve(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
     except (OSError, ValueError, RuntimeError) as error:  # includes all errors of the hub and the network
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
-        raise ValueError(f"model {model!r} is not a local directory, and downloading it failed: {reason}") from None
+        near = get_close_matches(path.name, (each.name for each in path.parent.glob("*/")), 1)
+        hint = f" (did you mean {path.parent / near[0]}?)" if near else ""
+        raise ValueError(
+            f"model {model!r} is not a local directory{hint}, and downloading it failed: {reason}"
+        ) from None
 
 
 def read_limits(directory: Path) -> tuple[int, int]:

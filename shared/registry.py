@@ -236,7 +236,8 @@ class EmbeddedRegistry(Registry):
 
 
 class FollowedRegistry(Registry):
-    """The registry in a worker of a router: the list of the registry process, which a stream keeps up to date.
+    """The registry in a worker of a router: a copy of the registry process's list of nodes, which a stream
+    keeps up to date.
 
     While that process restarts, the worker keeps its last list.
     """

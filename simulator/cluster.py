@@ -141,7 +141,7 @@ class SimulatedCluster:
             self.events.run()
 
     def begin(self, requests: Iterable[SimulatedRequest], timeout_s: float = inf) -> None:
-        """Prepare a run, as in `run`. Then, `events.run` serves the requests."""
+        """Prepare to serve `requests`; the arguments are those of `run`. Then, `events.run` serves the requests."""
         self._timeout_s = timeout_s
         arrivals = iter(requests)
         if (first := next(arrivals, None)) is None:

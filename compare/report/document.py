@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from compare.arms import ArmSettings
 from compare.endpoint import Document
 from compare.load.outcome import Outcome
 from compare.load.traffic import spread
@@ -21,6 +22,7 @@ from compare.run.session import Experiment, Findings, Period, main_problem
 from compare.stats import verdict as verdicts
 from compare.stats.capacity import attainment_bands, paired_capacities
 from compare.stats.measures import (
+    BETWEEN,
     RunMetrics,
     busy_shares,
     ecdf,
@@ -183,7 +185,7 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
         "environment": environment(),
         "valid": not problems,
         "problems": problems,
-        "notes": caveats(figures),
+        "notes": caveats(figures) + tuning_notes(experiment, causes),
         "traffic": traffic_notes(experiment),
         "slo": asdict(experiment.slo) | {"attainment": experiment.attainment},
         "on": on,
@@ -485,6 +487,24 @@ def _unbounded(figures: Figures) -> list[str]:
                 " lies beyond the measured rates; give more --seeds or a longer --duration"
             )
     return problems
+
+
+def tuning_notes(experiment: Experiment, causes: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Return a note for each co-located arm that might do better with smaller chunks: most of its misses waited behind
+    prompt chunks, and no other co-located arm has a smaller budget."""
+    default = ArmSettings.model_fields["max_num_batched_tokens"].default
+    budgets = {
+        arm.name: int(arm.settings.get("max_num_batched_tokens", default))
+        for arm in experiment.arms
+        if arm.mode == "colocated" and not arm.url
+    }
+    late = f"TBT: {BETWEEN['interference']}"
+    return [
+        f"{arm}: most misses are tokens that waited {BETWEEN['interference']}; before you decide, add this arm with"
+        f" max_num_batched_tokens={budget // 2}"
+        for arm, budget in budgets.items()
+        if causes[arm].get(late, 0) > sum(causes[arm].values()) / 2 and budget == min(budgets.values())
+    ]
 
 
 def caveats(figures: Figures) -> list[str]:

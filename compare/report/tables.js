@@ -108,6 +108,7 @@ function pairTable(pair, rows) {
   const value = (each, key, unit = "") => signed(amount(each.metric, each[key]), unit);
   const scale = `Interval within ±${figure(reach)} %`;
   const heads = ["Figure", "#Difference", "#Interval", "#Percent", scale, "#p (Holm)", "Result"];
+  const says = (each) => (each.low === null ? "not decided" : each.says); // fewer than two pairs have no interval
   return table(pair, heads, rows.map((each) => [
     term(labelOf(each.metric)),
     value(each, "difference", SHARES.has(each.metric) ? " points" : " " + unitOf(each.metric)),
@@ -115,7 +116,7 @@ function pairTable(pair, rows) {
     signed(each.percent, " %"),
     each.percent === null ? "" : interval(each.percent_low, each.percent_high, each.percent, reach),
     each.p < 0.0001 ? "< 0.0001" : figure(each.p, 2),
-    [chip(each.says, each.says.split(" ")[0]), each.note ? h("small", {}, each.note) : null],
+    [chip(says(each), says(each).split(" ")[0]), each.note ? h("small", {}, each.note) : null],
   ]));
 }
 

@@ -4,16 +4,17 @@ import { bytes, fillBar, isOlder, keepNewest, make, ms, number, place, say, shor
 
 const SHOWN = 100;
 const PHASES = ["router", "earlier_attempts", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"];
+const LABELS = { earlier_attempts: "on earlier nodes" };
 const UNDER_WAY = new Set(["queued", "prefill", "transfer", "decode"]);
 
 const since = (from, to) => (from == null || to == null ? null : to - from);
 
 const CELLS = [
-  ["state", (one) => one.state],
+  ["state", (one) => (one.earlier_nodes?.length ? `${one.state}, moved` : one.state)],
   ["number", (one) => number(one.prompt_tokens)],
   ["number wide", (one) => number(one.cached_tokens)],
   ["number wide", (one) => number(one.generated_tokens)],
-  ["wide", (one) => `${one.prefill ? `${one.prefill} → ` : ""}${one.decode ?? "–"}${one.earlier_nodes?.length ? " (moved)" : ""}`],
+  ["wide", (one) => `${one.prefill ? `${one.prefill} → ` : ""}${one.decode ?? "–"}`],
   ["number", (one) => ms(since(one.accepted_ms, one.first_token_ms))],
   ["number wide", (one) => ms(since(one.first_token_ms, one.second_token_ms))],
   ["number", (one) => ms(since(one.accepted_ms, one.ended_ms))],
@@ -101,7 +102,7 @@ export class Requests {
 }
 
 const named = (phases) => PHASES.filter((name) => phases[name] > 0.005)
-  .map((name) => [name, `${name.replace("_", " ")} ${ms(phases[name])} ms`]);
+  .map((name) => [name, `${LABELS[name] ?? name.replace("_", " ")} ${ms(phases[name])} ms`]);
 
 /* Shows where the time of a request went, as a bar; without phases, the state or the error as text. */
 function showPhases(cell, one) {
@@ -133,7 +134,8 @@ function showTimeline(cell, timeline) {
   const spans = timeline.spans.map((span) => ({ ...span, end_ms: span.end_ms ?? to })); // open spans
   const facts = [timeline.id, timeline.reason && `placed: ${timeline.reason}`,
     timeline.finish && !timeline.message && `finish: ${timeline.finish}`, timeline.attempts > 1 && `${timeline.attempts} attempts`,
-    ...(timeline.earlier_nodes ?? []).map((nodes) => `earlier: ${nodes.filter(Boolean).join(" → ")}`)];
+    ...(timeline.earlier_nodes ?? []).map((nodes) => `moved from ${nodes.filter(Boolean).join(" → ")}`),
+    timeline.longest_gap_ms && `longest pause between tokens ${ms(timeline.longest_gap_ms)} ms`];
   const moved = timeline.transfer;
   if (moved) {
     facts.push(`${bytes(moved.bytes)} of KV over ${moved.channel}, ${ms(moved.hidden_ms)} ms hidden, ${ms(moved.exposed_ms)} ms exposed`);

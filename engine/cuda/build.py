@@ -181,7 +181,8 @@ def _room(options: BuildOptions, one: KVLayout, held: int, gpu: CudaAccelerator)
     if share - most > free:
         raise ValueError(
             f"{given}: {(share - most) / GIB:.1f} GiB are needed for KV, but other processes leave "
-            f"{free / GIB:.1f} GiB of {gpu.name} free: lower the flag, so that the sum over all nodes is less than 1"
+            f"{free / GIB:.1f} GiB of {gpu.name} free: lower the flag, so that the values "
+            "of all nodes on this GPU add up to less than 1"
         )
     return share - most
 

@@ -1,4 +1,4 @@
-"""A decoder of transformers' modules that stores its KV in Baton's pool and attends with Baton's kernels.
+"""A decoder made of modules of transformers. It stores its KV in Baton's pool, and attends with Baton's kernels.
 
 A step is one pass over one sequence, which holds the tokens of all requests. Transformers' modules compute everything
 except attention token by token, and attention is replaced through transformers' attention interface.
@@ -99,7 +99,7 @@ def _visible(keys: Tensor, at: int, window: int | None) -> Tensor:
 
 @dataclass(slots=True)
 class PackedPass:
-    """The attention of one pass. Its calls come in the same order as in the probe pass."""
+    """The attention of one pass. The model's layers call it in the same order as in the probe pass."""
 
     decoder: "ForeignDecoder"
     kernels: StepKernels

@@ -40,8 +40,8 @@ class LowRank:
 
 
 def lora_digest(directory: Path) -> str:
-    """Return the identity of an adapter, 32 hex digits of its files. Raises ValueError if the adapter is not
-    supported."""
+    """Return the identity of an adapter: a digest of its files, in 32 hex digits. Raises ValueError if the adapter is
+    not supported."""
     _read_config(directory)
     digest = blake2b(digest_size=16)
     for name in (CONFIG, WEIGHTS):

@@ -25,7 +25,8 @@ class LanguageModel(Protocol):
     def forward(
         self, batch: Batch, kernels: StepKernels, attention: AttentionPlan, last: AttentionPlan | None = None
     ) -> Tensor:
-        """Store the KV of all tokens, and return one row for each of the batch's logit rows (see `Decoder`)."""
+        """Store the KV of all tokens, and return the hidden states of the tokens whose logits the batch needs (see
+        `Decoder`)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits, float32 [R, vocab_size], of rows that `forward` returned."""

@@ -223,7 +223,7 @@ def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
     if (wanted := max(limit, body.min_tokens)) > rest:
         raise RequestError(
             f"This model's context is {context} tokens; you requested {num_prompt + wanted}: "
-            f"{num_prompt} in the prompt and {wanted} to generate.",
+            f"{num_prompt} in the prompt and {wanted} to generate. At most {rest} can be generated.",
             "max_tokens" if body.token_limit is not None else "min_tokens",
             "context_length_exceeded",
         )

@@ -84,5 +84,5 @@ class ScalingSignals(Collector):
 
     def collect(self) -> Iterable[Metric]:
         values = [((role, self._model_name), value) for role, value in self.needed().items()]
-        text = "Nodes of a role that the requests of this router need; sum it over all routers."
+        text = "Number of nodes of a role that the requests of this router need; add up the values of all routers."
         yield metric_family("baton_needed_nodes", text, ["role", "model_name"], values)

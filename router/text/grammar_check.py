@@ -103,7 +103,8 @@ def checked(text: str, is_source: bool) -> dict[str, str]:
         if not message.startswith(NO_TOKENIZER):
             return {"error": one_line(message)}
     matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=LIMITS)
-    if not matcher.is_error():  # if the grammar names special tokens, the warning is expected: a node checks the names
+    # A grammar that names special tokens is an error here, because this tokenizer has none. A node checks the names.
+    if not matcher.is_error():
         matcher.compute_bitmask()
         if matcher.is_error():
             return {"error": "no text matches it"}

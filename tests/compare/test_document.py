@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 
 from compare.load.outcome import LatencySlo
-from compare.report.document import Figures, report_of
+from compare.report.document import Figures, report_of, tuning_notes
 from compare.report.terminal import row_of
 from compare.run.equivalence import ParityCheck
 from compare.run.session import Experiment, Findings, Period, trials_of
 from compare.stats.capacity import CapacityPoint, capacity_of
 from tests.compare.reports import ARMS, CONTROL, NUM, experiment, findings, period, session
+
+BEHIND_CHUNKS = (
+    "colocated:2: most misses are tokens that waited behind prompt chunks; before you decide, add this arm with"
+    " max_num_batched_tokens=256"
+)
 
 
 def reported(made: Experiment, found: Findings) -> dict[str, Any]:
@@ -36,6 +41,14 @@ def test_the_report_has_a_verdict():
     assert verdict["conditions"] == "2 devices, made x 1 at 10 req/s, TTFT <= 100 ms and TBT p99 <= 40 ms"
     assert report["verdict"]["cause"].endswith("misses of colocated:2 are TBT: behind prompt chunks")
     assert report["control"]["says"] == "no difference"
+    assert report["notes"] == [BEHIND_CHUNKS]
+
+
+def test_no_smaller_budget_is_proposed_for_an_arm_if_another_one_has_it():
+    made, _ = session()
+    tuned = replace(made.arms[0], name="tuned", settings={"max_num_batched_tokens": "256"})
+    causes = {arm.name: {"TBT: behind prompt chunks": 9} for arm in (*made.arms, tuned)}
+    assert [note.split(":")[0] for note in tuning_notes(replace(made, arms=(*made.arms, tuned)), causes)] == ["tuned"]
 
 
 def test_the_figures_are_those_of_the_periods():
@@ -226,7 +239,8 @@ def test_latencies_of_overloaded_periods_are_left_out():
     assert report["phases"]["disaggregated:1p1d"]["requests"]["arrived"] == 3 * (NUM - 1)
     assert not any(each["id"].startswith(f"disaggregated:1p1d.{delayed.trial.position}.") for each in report["worst"])
     assert report["notes"] == [
-        "disaggregated:1p1d was overloaded in 1 of 4 periods: its latency curves and phases are of its other periods"
+        "disaggregated:1p1d was overloaded in 1 of 4 periods: its latency curves and phases are of its other periods",
+        BEHIND_CHUNKS,
     ]
 
 
@@ -248,6 +262,7 @@ def test_invalid_periods_are_noted_by_arm_with_their_reason():
     assert reported(made, found)["notes"] == [
         "1 of 4 periods of colocated:2 are invalid and left out, mostly because the load generator was late",
         "disaggregated:1p1d, seed 2: the router kept no record of 3 of 40 requests",
+        BEHIND_CHUNKS,
     ]
 
 

@@ -107,6 +107,7 @@ def test_the_spans_of_a_lost_node_end_with_the_next_attempt() -> None:
     assert max(span["end_ms"] for span in spans) == (BASE + 40 * MS) / 1e6
     decodes = [(span["node"], span["tokens"]) for span in found["spans"] if span["kind"] == "decode"]
     assert decodes == [("decode-0", 1), ("decode-1", 9)]
+    assert found["longest_gap_ms"] == 65 - 38
 
 
 def test_a_migrated_request_has_a_phase_of_earlier_attempts() -> None:

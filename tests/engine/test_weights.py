@@ -424,3 +424,7 @@ def test_the_error_for_a_hub_id_names_the_missing_package_or_the_failed_download
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match="'owner/name' is not a local directory, and downloading it failed: "):
         resolve("owner/name")
+    (tmp_path / "demo" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"'demo/modell' is not a local directory \(did you mean demo/model\?\)"):
+        resolve("demo/modell")

@@ -55,8 +55,8 @@ def gpt_oss(keys: ConfigReader) -> ModelConfig:
 
 
 def sigmoid_moe(keys: ConfigReader, num_experts: int = 128, top_k: int = 8) -> MoeSpec:
-    """Return the experts of DeepSeek V3 and of models that adopted them. The arguments are the defaults of missing
-    keys."""
+    """Return the experts of DeepSeek V3 and of models that adopted them. `num_experts` and `top_k` are the
+    defaults if the config lacks these keys."""
     num_experts, top_k = choice_of(keys, "n_routed_experts", num_experts, top_k)
     groups, top_groups = keys.size("n_group", 1), keys.size("topk_group", 1)
     if num_experts % groups or top_groups > groups:

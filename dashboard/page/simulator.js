@@ -8,12 +8,14 @@ const form = place("settings"), fields = form.elements;
 const NAMES = ["device", "prefill", "decode", "policy", "budget", "rate", "requests", "prompt", "answer", "seed",
   "ttft_slo_ms", "tbt_slo_ms", "trace"];
 const BUDGETS = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384];
-const TRAFFIC = ["rate", "requests", "prompt", "answer", "seed", "trace"], MOST_TOURED = 6;
+const TRAFFIC = ["rate", "requests", "prompt", "answer", "seed", "trace"], MOST_TOURED = 10;
 const TEXTS = new Set(["device", "policy", "trace"]), MOST_ROWS = 14, MOST_RUNS = 30, SMOOTH = 50;
 const read = (name) => name === "budget" ? 2 ** Number(fields.budget.value)
   : TEXTS.has(name) ? fields[name].value : Number(fields[name].value);
 const query = () => Object.fromEntries(NAMES.map((name) => [name, read(name)]));
 const DEFAULTS = query();
+const BEST = "The best budget has the most requests within the limits. Among equals, it is the one whose p99 (of TTFT or TBT, "
+  + "whichever is closer) is farthest below its limit.";
 const QUICK_MS = 300, FEWEST = 60, REST_MS = 100; // see `refresh`
 let run = null, playing = 0, timer = 0, newest = 0, stop = new AbortController(), perMs = 0.5, toured = "";
 
@@ -29,7 +31,14 @@ function fill(settings) {
       field.value = value;
     }
   }
+  describe();
+}
+
+/* Shows the chosen budget, what the chosen policy does, and how the best budget is chosen. */
+function describe() {
   say(place("budget-shown"), number(read("budget")));
+  say(place("policy-shown"), place(`policy-${read("policy")}`)?.textContent ?? "");
+  say(place("best-shown"), BEST);
 }
 
 function fragment() {
@@ -111,11 +120,17 @@ function fail(text) {
 
 function show(found, settings) {
   run = { ...found, settings };
-  for (const node of run.nodes) node.passes = expanded(node.steps);
+  for (const node of run.nodes) {
+    node.passes = expanded(node.steps);
+    node.pauses = pausesOf(node);
+  }
   const waiting = run.requests.flatMap((one) => [[one.at_ms, 1], [one.begun_ms, -1]]).sort((a, b) => a[0] - b[0]);
   let count = 0;
   run.queue = waiting.map(([at, change]) => [at, count += change]);
-  run.ended = run.requests.filter((one) => one.end_ms !== undefined).sort((a, b) => a.end_ms - b.end_ms);
+  const ended = run.requests.filter((one) => one.end_ms !== undefined);
+  const points = (name, time) => ended.map((one) => [time(one), one[name]]).sort((a, b) => a[0] - b[0]);
+  run.ttft = points("ttft_ms", (one) => one.at_ms + one.ttft_ms);
+  run.tbt = points("tbt_ms", (one) => one.end_ms);
   run.last = run.requests.at(-1).at_ms; // the window ends here or earlier, because the cluster runs empty after it
   run.end = Math.max(1, ...run.requests.map((one) => one.end_ms ?? one.at_ms));
   choices(fields.device, run.devices);
@@ -134,6 +149,24 @@ function expanded(steps) {
     : Array.from({ length }, (_, index) => [start + (index * total) / length, total / length, prompt, decodes]));
 }
 
+/* Returns the times [from, to] in which answers of a node wait for a token for longer than the limit. */
+function pausesOf(node) {
+  const limit = run.settings.tbt_slo_ms, pauses = [];
+  const answers = run.requests.flatMap((one) => one.spans ?? []).filter((each) => each.kind === "decode" && each.node === node.name);
+  let before = 0;
+  for (const [start, duration, , decodes] of node.passes) {
+    const end = start + duration;
+    if (!decodes) continue;
+    if (end - before > limit) {
+      const open = answers.filter((each) => each.start_ms < end && each.end_ms >= end);
+      const from = Math.max(before, Math.min(...open.map((each) => each.start_ms)));
+      if (end - from > limit) pauses.push([from, end]);
+    }
+    before = end;
+  }
+  return pauses;
+}
+
 function summarize() {
   const { figures, settings } = run, { attainment, late, stalled, counted } = figures;
   const failed = run.requests.filter((one) => one.error).length;
@@ -143,34 +176,40 @@ function summarize() {
   place("summary").dataset.state = "done";
   say(place("summary"), `${percent(attainment)} of ${number(counted)} requests met the limits.`
     + (causes.length ? ` Of the others, ${causes.join(", and ")}.` : ""));
-  const tile = (name, value, note, bad) => make("div", { "data-bad": String(Boolean(bad)) }, make("dt", {}, name),
-    make("dd", {}, value), make("dd", { class: "note" }, note));
+  const tile = (name, value, ...note) => make("div", {}, make("dt", {}, name), make("dd", {}, value),
+    make("dd", { class: "note" }, ...note));
+  const time = (value, limit) => make("span", { class: value > limit ? "bad" : "" }, `${ms(value)} ms`);
   place("figures").replaceChildren(
-    tile("Within the limits (SLO)", percent(attainment), `of ${number(counted)} requests, without the first tenth`, attainment < 0.9),
-    tile("Time to first token (TTFT)", `${ms(figures.ttft_ms.p50)} ms`, `median; p99 ${ms(figures.ttft_ms.p99)} ms`,
-      figures.ttft_ms.p50 > settings.ttft_slo_ms),
-    tile("Time between tokens (TBT p99)", `${ms(figures.tbt_ms.p50)} ms`, `median request; p99 ${ms(figures.tbt_ms.p99)} ms`,
-      figures.tbt_ms.p50 > settings.tbt_slo_ms),
+    tile("Within the limits (SLO)", percent(attainment),
+      `of ${number(counted)} requests; the first tenth, which meets an empty cluster, is not counted`),
+    tile("Time to first token (TTFT)", time(figures.ttft_ms.p50, settings.ttft_slo_ms),
+      "median; p99 ", time(figures.ttft_ms.p99, settings.ttft_slo_ms)),
+    tile("Time between tokens (TBT p99)", time(figures.tbt_ms.p50, settings.tbt_slo_ms),
+      "median request; p99 ", time(figures.tbt_ms.p99, settings.tbt_slo_ms)),
     tile("Answers", `${number(figures.tokens_per_s_per_gpu)}`, "tokens/s per GPU"),
     tile("Simulated", `${number(figures.span_s, 1)} s`, "from the first request to the last token"));
 }
 
+/* Adds a run to both tables, in place of an equal one. Returns its rows. */
 function remember(settings, figures) {
+  const key = JSON.stringify(settings);
+  for (const row of document.querySelectorAll("#runs tr, #tour-runs tr")) if (row.dataset.run === key) row.remove();
   const { prefill, decode, policy, budget } = settings, isTrace = settings.trace.trim() !== "";
   const cells = [prefill ? `${prefill} prefill, ${decode} decode` : `${decode} co-located`, policy];
   const numbers = [number(settings.budget), ...(isTrace ? ["trace", "", ""]
     : [number(settings.rate, 1), number(settings.prompt), number(settings.answer)]), percent(figures.attainment),
   ms(figures.ttft_ms.p50), ms(figures.ttft_ms.p99), ms(figures.tbt_ms.p50), ms(figures.tbt_ms.p99)];
-  place("runs").prepend(make("tr", {}, ...cells.map((text) => make("td", {}, text)),
+  place("runs").prepend(make("tr", { "data-run": key }, ...cells.map((text) => make("td", {}, text)),
     ...numbers.map((text) => make("td", { class: "number" }, text))));
   while (place("runs").children.length > MOST_RUNS) place("runs").lastChild.remove();
   const traffic = JSON.stringify(TRAFFIC.map((name) => settings[name]));
   if (traffic !== toured) place("tour-runs").replaceChildren(); // runs with other traffic cannot be compared
   toured = traffic;
-  const shown = [percent(figures.attainment), `${ms(figures.ttft_ms.p50)} ms`, `${ms(figures.tbt_ms.p50)} ms`];
-  place("tour-runs").append(make("tr", {}, make("td", {}, `${cells[0]}, ${policy}, budget ${number(budget)}`),
+  const shown = [percent(figures.attainment), ms(figures.ttft_ms.p50), ms(figures.tbt_ms.p50)];
+  place("tour-runs").append(make("tr", { "data-run": key }, make("td", {}, `${cells[0]}, ${policy}, budget ${number(budget)}`),
     ...shown.map((text) => make("td", { class: "number" }, text))));
   while (place("tour-runs").children.length > MOST_TOURED) place("tour-runs").firstChild.remove();
+  return [place("runs").firstChild, place("tour-runs").lastChild];
 }
 
 async function findBest() {
@@ -179,20 +218,28 @@ async function findBest() {
   try {
     for (const budget of BUDGETS) {
       state("busy", `trying ${number(budget)} tokens`);
-      const settings = { ...query(), budget }, { figures } = await simulate(settings);
+      const settings = { ...query(), budget }, found = await simulate(settings);
       if (!isNewest()) return;
-      remember(settings, figures);
-      tried.push({ budget, figures });
+      const { attainment, ttft_ms, tbt_ms } = found.figures;
+      const used = Math.max(ttft_ms.p99 / settings.ttft_slo_ms, tbt_ms.p99 / settings.tbt_slo_ms);
+      tried.push({ settings, found, attainment, used, rows: remember(settings, found.figures) });
     }
-    const better = (a, b) => b.figures.attainment - a.figures.attainment || a.figures.ttft_ms.p99 - b.figures.ttft_ms.p99;
-    fill({ ...query(), budget: tried.sort(better)[0].budget });
   } catch (error) {
     if (isNewest()) fail(error.message);
     return;
   } finally {
     place("best").disabled = false;
   }
-  refresh();
+  const [best, next] = tried.sort((a, b) => b.attainment - a.attainment || a.used - b.used);
+  const { settings, found: { figures } } = best;
+  fill(settings);
+  history.replaceState(null, "", `#${fragment()}`);
+  show(best.found, settings);
+  for (const row of best.rows) row.classList.add("best");
+  state("done", `${BUDGETS.length} budgets tried`);
+  say(place("best-shown"), `${number(settings.budget)} tokens: ${percent(best.attainment)} within both limits, `
+    + (next.attainment < best.attainment ? "the largest share" : `and the largest margin: TTFT p99 ${ms(figures.ttft_ms.p99)} of `
+    + `${number(settings.ttft_slo_ms)} ms, TBT p99 ${ms(figures.tbt_ms.p99)} of ${number(settings.tbt_slo_ms)} ms`) + ".");
 }
 
 /* ---- drawing ---- */
@@ -205,18 +252,25 @@ function draw() {
   const most = Math.max(...run.nodes.map((node) => node.passes.reduce((high, pass) => Math.max(high, pass[2] + pass[3]), 1)));
   [...place("lanes").children].forEach((lane, index) => {
     const passes = run.nodes[index].passes.slice(0, Strip.firstAfter(run.nodes[index].passes, at) + 1);
-    Strip.draw(lane.lastChild, { passes, from, to, sloMs: run.settings.tbt_slo_ms, maxTokens: most, selected: -1 });
+    Strip.draw(lane.lastChild, { passes, from, to, sloMs: 0, maxTokens: most, selected: -1 });
+    const context = lane.lastChild.getContext("2d"), scale = lane.lastChild.clientWidth / width;
+    context.fillStyle = Strip.coloursOf(lane.lastChild).over;
+    for (const [start, end] of run.nodes[index].pauses)
+      if (end > from && start < Math.min(to, at))
+        context.fillRect((start - from) * scale, 0, Math.max(1, (Math.min(end, at) - start) * scale - 1), 4);
   });
   plot(place("queue"), run.queue.filter(([time]) => time <= at), 0, true);
-  const ended = run.ended.filter((one) => one.end_ms <= at);
   for (const [name, limit] of [["ttft", run.settings.ttft_slo_ms], ["tbt", run.settings.tbt_slo_ms]]) {
-    const values = ended.map((one) => one[`${name}_ms`]);
-    plot(place(name), ended.map((one, index) => [one.end_ms, values[index]]), limit, false);
-    say(place(`${name}-shown`), values.length ? `so far: p50 ${ms(share(values, 0.5))} ms, p99 ${ms(share(values, 0.99))} ms` : "no answer yet");
+    const points = run[name].filter(([time]) => time <= at), last = points.slice(-SMOOTH).map(([, value]) => value);
+    plot(place(name), points, limit, false);
+    say(place(`${name}-shown`), last.length
+      ? `last ${last.length}: p50 ${ms(share(last, 0.5))} ms, p99 ${ms(share(last, 0.99))} ms` : "no answer yet");
   }
   const active = run.requests.filter((one) => one.at_ms <= to && (one.end_ms ?? one.at_ms) >= from && one.at_ms <= at);
   const rows = evenly(active, MOST_ROWS);
-  say(place("gantt-title"), `Requests from ${number(from / 1000, 1)} to ${number(to / 1000, 1)} s`);
+  const shown = `from ${number(from / 1000, 1)} to ${number(to / 1000, 1)} s`;
+  say(place("steps-title"), `Steps ${shown}`);
+  say(place("gantt-title"), `Requests ${shown}` + (rows.length < active.length ? `: a sample, ${rows.length} of ${number(active.length)}` : ""));
   Strip.gantt(place("gantt"), { rows: rows.map((one) => rowOf(one, from, Math.min(to, at))), from, to, labelWidth: 52 });
 }
 
@@ -242,13 +296,22 @@ function plot(canvas, points, limit, isLine) {
   const context = canvas.getContext("2d"), colours = Strip.coloursOf(canvas);
   context.scale(ratio, ratio);
   const top = 1.15 * Math.max(limit, 1, ...points.map((point) => point[1]));
-  const x = (time) => (time / run.end) * width, y = (value) => height - 2 - (value / top) * (height - 16);
+  const x = (time) => (time / run.end) * width, y = (value) => height - 16 - (value / top) * (height - 30);
   const line = (colour, rows) => {
     context.strokeStyle = colour;
     context.beginPath();
     rows.forEach(([time, value], index) => context[index ? "lineTo" : "moveTo"](x(time), y(value)));
     context.stroke();
   };
+  context.font = "11px system-ui, sans-serif";
+  const label = (text, colour, left, base, align) => {
+    Object.assign(context, { fillStyle: colour, textAlign: align });
+    context.fillText(text, left, base);
+  };
+  line(colours.line, [[0, 0], [run.end, 0]]);
+  for (const part of [0, 0.25, 0.5, 0.75, 1])
+    label(`${number((part * run.end) / 1000, 1)} s`, colours.ink, part * (width - 8) + 4, height - 4,
+      part === 0 ? "left" : part === 1 ? "right" : "center");
   if (limit) {
     context.setLineDash([4, 3]);
     line(colours.over, [[0, limit], [run.end, limit]]);
@@ -259,13 +322,11 @@ function plot(canvas, points, limit, isLine) {
     context.fillStyle = colours.decode;
     for (const [time, value] of points) context.fillRect(x(time) - 1, y(value) - 1, 2, 2);
     const running = (part) => points.map(([time], index) =>
-      [time, share(points.slice(Math.max(0, index - SMOOTH), index + 1).map((point) => point[1]), part)]);
+      [time, share(points.slice(Math.max(0, index + 1 - SMOOTH), index + 1).map((point) => point[1]), part)]);
     line(colours.ink, running(0.5));
     line(colours.prefill, running(0.99));
   }
-  context.fillStyle = colours.ink;
-  context.font = "11px system-ui, sans-serif";
-  context.fillText(isLine ? `at most ${number(Math.max(0, ...points.map((point) => point[1])))}` : `${ms(top / 1.15)} ms`, 4, 11);
+  label(isLine ? `at most ${number(Math.max(0, ...points.map((point) => point[1])))}` : `${ms(top / 1.15)} ms`, colours.ink, 4, 11, "left");
   canvas.setAttribute("aria-label", isLine ? "Waiting requests over time" : "Points: requests; lines: p50 and p99 of the last 50");
 }
 
@@ -297,13 +358,14 @@ let step = -1;
 function tour(to) {
   step = to;
   const isOpen = step >= 0;
-  place("tour").hidden = !isOpen;
+  place("tour").hidden = place("tour-bar").hidden = !isOpen;
   place("intro").hidden = isOpen;
   place("tour-open").setAttribute("aria-expanded", String(isOpen));
   if (!isOpen) return;
   const { title, text, look, settings, tries } = TOUR[step];
   say(place("tour-title"), title);
-  place("tour-text").replaceChildren(...text.map((each) => make("p", {}, each)), make("p", { class: "look" }, look));
+  place("tour-text").replaceChildren(...text.map((each) => make("p", {}, ...linked(each))));
+  say(place("tour-look"), look);
   place("tour-tries").replaceChildren(...tries.map(([label, changes]) => {
     const button = make("button", { type: "button" }, label);
     button.addEventListener("click", () => { fill({ ...settings, ...changes }); refresh(); });
@@ -311,9 +373,14 @@ function tour(to) {
   }));
   place("tour-back").disabled = step === 0;
   place("tour-next").disabled = step === TOUR.length - 1;
+  if (place("tour").getBoundingClientRect().top < 0) place("tour").scrollIntoView();
   fill(settings);
   refresh();
 }
+
+/* Makes links of [text](URL). */
+const linked = (text) => text.split(/\[(.+?)\]\((.+?)\)/).map((part, index, parts) => index % 3 === 0 ? part
+  : index % 3 === 1 ? make("a", { href: parts[index + 1] }, part) : null).filter(Boolean);
 
 place("tour-open").addEventListener("click", () => tour(step < 0 ? 0 : -1));
 place("tour-close").addEventListener("click", () => tour(-1));
@@ -331,7 +398,7 @@ function setTheme(theme) {
 }
 
 form.addEventListener("input", () => {
-  say(place("budget-shown"), number(read("budget")));
+  describe();
   clearTimeout(timer);
   timer = setTimeout(refresh, REST_MS);
 });

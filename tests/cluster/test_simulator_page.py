@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser here (look
 FORBIDDEN = "Failed to load resource"  # the browser logs this line for an error status
 NOT_FETCHED = 3  # exit status without npm or its registry
 PLACES = ("router", "file")
+HAS_RED = """[...document.querySelectorAll("#lanes canvas")].some((lane) => lane.getContext("2d")
+    .getImageData(0, 1, lane.width, 1).data.some((red, index, all) => index % 4 === 0 && red === 0xc1 && all[index + 1] === 0x12))"""
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +126,16 @@ def test_the_best_budget_is_found_by_keyboard(opened: Callable[..., Any], place:
     page = opened(place, "#requests=60&rate=4&prompt=4000&budget=8192")
     page.focus("#best")
     page.keyboard.press("Enter")
-    until(page, "document.querySelectorAll('#runs tr').length === 11")
-    done(page)
-    shares = [int(text.rstrip("%")) for text in page.locator("#runs td:nth-child(7)").all_text_contents()]
-    assert shares[0] == max(shares) > shares[-1]
+    until(page, "document.querySelectorAll('#runs tr.best').length === 1")
+    assert page.locator("#runs tr").count() == 9, "the first run is among them, and the best is not listed twice"
+    best = page.locator("#runs tr.best td").all_text_contents()
+    rows = [row.locator("td").all_text_contents() for row in page.locator("#runs tr").all()]
+    assert int(best[6].rstrip("%")) == max(int(cells[6].rstrip("%")) for cells in rows)
+    assert page.text_content("#budget-shown") == best[2]
+    assert page.text_content("#best-shown").startswith(f"{best[2]} tokens: {best[6]} within both limits, ")
     page.focus("[name=budget]")
     page.keyboard.press("ArrowRight")
-    until(page, "document.querySelectorAll('#runs tr').length === 12")
+    until(page, "document.getElementById('best-shown').textContent.startsWith('The best')")
 
 
 def test_the_tour_goes_through_its_steps(opened: Callable[..., Any]) -> None:
@@ -139,6 +144,9 @@ def test_the_tour_goes_through_its_steps(opened: Callable[..., Any]) -> None:
     for number in range(1, 9):
         assert page.text_content("#tour-title").startswith(f"{number}. ")
         until(page, f"document.querySelectorAll('#runs tr').length === {number + 1}")
+        done(page)
+        if 3 <= number <= 6:
+            assert page.evaluate(HAS_RED) == (number != 5), "answers pause for longer than the limit"
         if number < 8:
             page.click("#tour-next")
     assert page.locator("#tour-next").is_disabled()
@@ -146,6 +154,8 @@ def test_the_tour_goes_through_its_steps(opened: Callable[..., Any]) -> None:
     until(page, "document.querySelectorAll('#runs tr').length === 10")
     compared = page.locator("#tour-runs td:first-child").all_text_contents()
     assert compared == ["1 prefill, 1 decode, stall_free, budget 512", "2 co-located, stall_free, budget 512"]
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    assert page.locator("#tour-bar").bounding_box()["y"] == 0, "what to look at stays visible"
     page.click("#tour-close")
     assert not page.locator("#tour").is_visible()
 

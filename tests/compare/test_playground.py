@@ -121,7 +121,7 @@ def test_the_tour_tells_what_its_runs_show() -> None:
     assert toured(1)["ttft_ms"]["p50"] > 20_000 > 20 * toured(2)["ttft_ms"]["p50"], "static batches make requests wait"
     stalls, chunks, free = (toured(step)["tbt_ms"]["p50"] for step in (3, 4, 5))
     assert stalls > 50, "whole prompts delay answers"
-    assert chunks == pytest.approx(stalls, rel=0.2), "chunks that go first help little"
+    assert stalls < chunks < 1.2 * stalls, "chunks that go first do not help"
     assert free < 50, "but chunks with the decodes do"
     assert toured(5)["attainment"] > 0.95
     assert toured(3)["attainment"] < 0.5

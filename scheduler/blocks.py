@@ -41,15 +41,16 @@ class BlockPool:
     def __init__(self, num_rows: int) -> None:
         assert num_rows >= 2, "a pool holds the dummy row and at least one other"
         self.total = num_rows - 1
-        self._empty = list(range(num_rows - 1, 0, -1))
+        self._empty: list[int] = []  # freed rows; they are taken before rows that were never allocated
         # An OrderedDict, because in a dict whose first keys are removed one by one, finding the next key takes longer
         # each time.
         self._cached: OrderedDict[int, None] = (
             OrderedDict()
         )  # the first row of each bundle without an owner, in the order of last use
         self._num_cached = 0  # number of cached rows
-        self._references = [0] * num_rows
-        self._name_of: list[Hashable | None] = [None] * num_rows  # the name of the bundle that a row belongs to
+        # These two have the dummy row and the rows that were allocated before, so that a new pool is small.
+        self._references = [0]
+        self._name_of: list[Hashable | None] = [None]  # the name of the bundle that a row belongs to
         self._bundles: dict[Hashable, tuple[int, ...]] = {}
         self._owned = 0
         self._reserved: dict[int, None] = {}
@@ -57,11 +58,15 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        return len(self._empty) + self._num_cached
+        return self._num_empty + self._num_cached
+
+    @property
+    def _num_empty(self) -> int:
+        return len(self._empty) + self.total + 1 - len(self._references)
 
     def ledger(self) -> Ledger:
         reserved, quarantined = len(self._reserved), len(self._quarantined)
-        return Ledger(len(self._empty), self._num_cached, self._owned, reserved, quarantined, self.total)
+        return Ledger(self._num_empty, self._num_cached, self._owned, reserved, quarantined, self.total)
 
     # ---- consistency checks --------------------------------------------------------------------------------------
 
@@ -85,8 +90,10 @@ class BlockPool:
         holders = Counter(chain.from_iterable(held))
         cached = list(chain.from_iterable(self._bundles.get(self._name_of[row], (row,)) for row in self._cached))
         places = Counter(chain(self._empty, cached, self._reserved, self._quarantined))
-        num_owned = 0
-        for row in range(1, self.total + 1):
+        num_owned, first_new = 0, len(self._references)
+        if first_new > self.total + 1 or any(row >= first_new for row in chain(places, holders)):
+            return f"rows from {first_new} on were never allocated, but are in use: {self.ledger()}"
+        for row in range(1, first_new):
             references, is_quarantined = self._references[row], row in self._quarantined
             is_owned = references > 0 and not is_quarantined and row not in self._reserved
             num_owned += is_owned
@@ -198,6 +205,10 @@ class BlockPool:
 
     def _pop(self) -> int:
         if not self._empty:
+            if (row := len(self._references)) <= self.total:
+                self._references.append(1)
+                self._name_of.append(None)
+                return row
             self.forget(self._name_of[next(iter(self._cached))])
         row = self._empty.pop()
         self._references[row] = 1

@@ -9,6 +9,7 @@ import logging
 import queue
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from random import Random
 from typing import Any
 
@@ -234,7 +235,9 @@ def ledger_error(scheduler: Scheduler) -> str:
     quarantined = set(pool._quarantined)
     cached = [row for first in pool._cached for row in pool._bundles[pool._name_of[first]]]
     idle = Counter([*pool._empty, *cached])
-    for block in range(1, pool.total + 1):
+    if any(block >= len(pool._references) for block in chain(holders, idle, quarantined)):
+        return f"blocks from {len(pool._references)} on were never allocated, but are in use"
+    for block in range(1, len(pool._references)):
         owners = holders[block] + (block in quarantined)
         if owners != pool._references[block]:
             return f"block {block} has {owners} owners, but the pool counts {pool._references[block]}"

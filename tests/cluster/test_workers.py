@@ -104,7 +104,7 @@ def test_a_killed_worker_loses_only_its_streams_and_is_started_again(running: Cl
 def test_a_killed_registry_interrupts_no_request_and_nodes_join_again(running: Cluster) -> None:
     port = running.registry_port
     (registry,) = processes_at(running, port)
-    with running.streaming([prompt_of(seed, 30) for seed in range(4)], 2000):
+    with running.streaming([prompt_of(seed, 30) for seed in range(4)], 1000):
         registry.kill()
         assert running.complete([5, 6, 7], 5) == expected([5, 6, 7], 5)
     running.start("decode-1")
@@ -114,7 +114,7 @@ def test_a_killed_registry_interrupts_no_request_and_nodes_join_again(running: C
 
 def test_sigterm_drains_all_workers(running: Cluster) -> None:
     children = psutil.Process(running.processes["router"].pid).children(recursive=True)
-    with running.streaming([prompt_of(seed, 30) for seed in range(8)], 2000):
+    with running.streaming([prompt_of(seed, 30) for seed in range(8)], 500):
         running.send_signal("router", signal.SIGTERM)
     assert running.processes["router"].wait(60) == 0
     wait_for(lambda: not any(each.is_running() for each in children), "no process is left")

@@ -20,15 +20,16 @@ def test_draws_the_tokens_of_the_cpu(vocab: int, scale: float, every: int) -> No
     assert draw(logits, parameters_of(rows, CPU)).tolist() == expected(logits, rows)
 
 
-def test_every_draw_is_one_that_the_filters_keep() -> None:
+@pytest.mark.parametrize("given", thinned([{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}], 3))
+def test_every_draw_is_one_that_the_filters_keep(given: dict[str, float]) -> None:
     """20 draws from equal rows choose every token that the filters keep, including tokens with equal logits at the
     filters' limit, and no other token."""
     logits = torch.tensor([2.0, 1.0, 2.0, -0.0, 0.0, 1.0, -3.0, 1.0]).expand(20, -1)
-    for sampling in (replace(FILTERS[1], top_k=3), replace(FILTERS[1], top_p=0.6), replace(FILTERS[1], min_p=0.3)):
-        rows = rows_of([sampling] * 20, range(20))
-        tokens = draw(logits, parameters_of(rows, CPU)).tolist()
-        assert tokens == expected(logits, rows)
-        assert set(tokens) == set(restrict(logits[:1].clone(), [sampling]).isfinite()[0].nonzero()[:, 0].tolist())
+    sampling = replace(FILTERS[1], **given)
+    rows = rows_of([sampling] * 20, range(20))
+    tokens = draw(logits, parameters_of(rows, CPU)).tolist()
+    assert tokens == expected(logits, rows)
+    assert set(tokens) == set(restrict(logits[:1].clone(), [sampling]).isfinite()[0].nonzero()[:, 0].tolist())
 
 
 def test_zeros_of_either_sign_are_equal() -> None:

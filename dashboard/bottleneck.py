@@ -46,7 +46,7 @@ def _finding(status: Status) -> str:
     for findings in (_pools(Pool(nodes), prefill, decode, latency), _latencies(Pool(nodes), prefill, decode, latency)):
         if text := next(findings, None):
             return text
-    return _calm(Pool(nodes), (status.get("requests") or {}).get("running") or 0, latency)
+    return _calm(Pool(nodes), (status.get("requests") or {}).get("running") or 0, status.get("totals") or {}, latency)
 
 
 class Pool:
@@ -156,7 +156,7 @@ def _latencies(every: Pool, prefill: Pool, decode: Pool, latency: Latency) -> It
         yield f"Over the SLO: {' and '.join(latency.over.values())}. The load of the nodes does not show why."
 
 
-def _calm(every: Pool, requests: int, latency: Latency) -> str:
+def _calm(every: Pool, requests: int, totals: dict[str, Any], latency: Latency) -> str:
     running = max(requests, sum(node.get("running") or 0 for node in every.nodes))
     nodes = f"{len(every.nodes)} node{'s' * (len(every.nodes) != 1)}"
     if not running:
@@ -166,5 +166,8 @@ def _calm(every: Pool, requests: int, latency: Latency) -> str:
         is_uneven = every.most - every.least > UNEVEN
         load = f", {every.least:.0%} to {every.most:.0%} busy" if is_uneven else f", {every.busy:.0%} busy"
     met = " and within the SLO" if latency.is_measured else ""
-    head = f"Keeping up{met}" if every.queue < len(every.nodes) else "At work"  # a long queue means delays
-    return f"{head}: {running} request{'s' * (running != 1)} on {nodes}{load}, {every.queue or 'none'} queued."
+    queued, refused = max(every.queue, totals.get("queued") or 0), totals.get("refused_per_s") or 0.0
+    is_keeping_up = queued < len(every.nodes) and not refused  # a long queue means delays
+    head = f"Keeping up{met}" if is_keeping_up else "At work"
+    tail = f" {refused:.1f} requests/s are refused." if refused else ""
+    return f"{head}: {running} request{'s' * (running != 1)} on {nodes}{load}, {queued or 'none'} queued.{tail}"

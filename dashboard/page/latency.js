@@ -61,7 +61,7 @@ function options(chart) {
   return {
     width: chart.clientWidth, height: 78, padding: [6, 4, 6, 0], legend: { show: false }, cursor: { show: false },
     scales: { x: { range: () => [now() - SECONDS, now()] }, y: { range: (_, __, most) => [0, (most || 1) * 1.08] } },
-    axes: [{ ...axis, show: false }, { ...axis, size: 58, space: 26, values: (_, marks) => marks.map((mark) => `${mark.toLocaleString("en")} ms`) }],
+    axes: [{ ...axis, show: false }, { ...axis, size: 66, space: 26, values: (_, marks) => marks.map((mark) => `${mark.toLocaleString("en")} ms`) }],
     series: [
       {},
       { stroke: soft, width: 1.5, points: { show: false } },

@@ -110,6 +110,14 @@ def full(**fields: Any) -> dict[str, Any]:
     return {"blocks": {"free": 1, "cached": 0, "owned": 95, "reserved": 4, "quarantined": 0, "total": 100}} | fields
 
 
+def test_the_sentence_includes_the_queue_of_the_router_and_refusals() -> None:
+    status = {"nodes": [node("decode", running=3, busy=0.4)], "requests": {"running": 9}}
+    queued = bottleneck(status | {"totals": {"queued": 6, "refused_per_s": 0.0}})
+    assert queued == "At work: 9 requests on 1 node, 40% busy, 6 queued."
+    refusing = bottleneck(status | {"totals": {"queued": 0, "refused_per_s": 84.8}})
+    assert refusing == "At work: 9 requests on 1 node, 40% busy, none queued. 84.8 requests/s are refused."
+
+
 def test_missing_values_are_accepted() -> None:
     assert bottleneck({}) == "No node has joined: nothing can be served."
     assert "ready" in bottleneck({"nodes": [{"id": "d", "role": "decode", "state": "ready", "alive": True}]})

@@ -23,6 +23,7 @@ from shared.config.settings import (
     EngineSettings,
     EngineUrl,
     Host,
+    Names,
     NodeSettings,
     Port,
     ProxySettings,
@@ -82,6 +83,9 @@ class LocalSettings(ServingSettings, ComputingSettings, EngineSettings):
     engines: Engines = setting(
         (), "URLs of running vLLM servers, separated by commas; each becomes a node.", "start nodes"
     )
+    steps_sockets: Names = setting(
+        (), "For each of --engines, the Unix socket on which vLLM's plugin reports its steps.", "no steps"
+    )
     registry_host: Host = Field(default="127.0.0.1", description="Address that nodes join at.")
     registry_port: Port = setting(0, "Port that nodes join at.", "any free port")
 
@@ -103,8 +107,10 @@ class LocalSettings(ServingSettings, ComputingSettings, EngineSettings):
                 f"--prefill and --decode: must add up to {len(self.engines)}, the number of --engines; the first ones "
                 "are the prefill nodes"
             )
-        if self.engines and self.ttft_slo_ms:
-            raise ValueError("--ttft-slo-ms: the time of the first token is not predicted for --engines; leave it out")
+        if len(self.steps_sockets) not in {0, len(self.engines)}:
+            raise ValueError("--steps-sockets: must be as many as --engines")
+        if self.engines and self.ttft_slo_ms and not self.steps_sockets:
+            raise ValueError("--ttft-slo-ms: the time of the first token is predicted only with --steps-sockets")
         return self
 
     @model_validator(mode="after")
@@ -205,9 +211,10 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
     host = "127.0.0.1" if settings.registry_host in EVERY_ADDRESS else settings.registry_host
     registry = settings.registry or f"{host}:{settings.registry_port}"
     if settings.engines:
+        sockets = settings.steps_sockets or [""] * len(nodes)
         return children + [
-            _proxy(settings, role, name, engine, registry)
-            for (role, name, _), engine in zip(nodes, settings.engines, strict=True)
+            _proxy(settings, role, name, registry, {"engine": engine, "steps_socket": path})
+            for (role, name, _), engine, path in zip(nodes, settings.engines, sockets, strict=True)
         ]
     for (role, name, other), cpus, device in zip(nodes, share_out(cores, len(nodes)), places, strict=True):
         num_threads = settings.threads or len(cpus) or 1
@@ -219,12 +226,12 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
     return children
 
 
-def _proxy(settings: LocalSettings, role: str, name: str, engine: str, registry: str) -> Child:
+def _proxy(settings: LocalSettings, role: str, name: str, registry: str, of_engine: dict[str, str]) -> Child:
     own: dict[str, object] = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0, "role": role}
     for field in ("max_num_seqs", "stuck_s"):  # a proxy's defaults differ from those of our nodes
         if field not in settings.model_fields_set:
             own[field] = ProxySettings.model_fields[field].default
-    own |= {"registry": registry, "engine": engine}
+    own |= {"registry": registry} | of_engine
     return _child(name, "proxy_node", _part(settings, ProxySettings, own), num_threads=1)
 
 

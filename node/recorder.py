@@ -101,10 +101,13 @@ class StepRecorder:
         """Record the step that ran in this iteration of the loop, if any, with the scheduler's state at the end of the
         iteration."""
         if self._timing is not None:
-            if len(self._steps) == self._steps.maxlen:
-                self.dropped += 1
-            self._steps.append(_record(self._timing, snapshot))
+            self.record(_record(self._timing, snapshot))
             self._timing = None
+
+    def record(self, step: StepRecord) -> None:
+        if len(self._steps) == self._steps.maxlen:
+            self.dropped += 1
+        self._steps.append(step)
 
     def take(self) -> tuple[list[StepRecord], list[RequestEvent]]:
         """Return the records made since the last call. An event is returned no later than the steps that refer to

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from node.engine_steps import StepSocket
 from node.identity import advertised, default_id
 from node.probes import NodeProbes
 from node.router_sessions import FLUSH_S
@@ -55,7 +56,8 @@ def main(settings: ProxySettings) -> int:
         return _start_failed(error)
     kind = SglangEngine if settings.engine_kind == "sglang" else VllmEngine
     engine = kind(settings.engine, key, vocab_size, settings.advertise)
-    process = ProxyProcess(settings, engine, settings.max_model_len or max_len)
+    steps = StepSocket(settings.steps_socket) if settings.steps_socket else None
+    process = ProxyProcess(settings, engine, settings.max_model_len or max_len, steps)
     return run(process.serve)
 
 
@@ -71,11 +73,15 @@ class ProxyProcess:
     settings: ProxySettings
     engine: EngineClient
     max_model_len: int  # the router's limit
+    steps: StepSocket | None = None
     node: ProxyNode | None = None  # None while the engine does not answer
 
     async def serve(self, lifetime: ProcessLifetime) -> int:
         async with self.engine.open(), AsyncExitStack() as cleanup:
             try:
+                if self.steps is not None:
+                    self.steps.open()
+                    cleanup.callback(self.steps.close)
                 if port := self.settings.health_port:
                     server = HealthServer(NodeProbes(self._stats, str, self._refusal).pages())
                     await listen(server.start, self.settings.host, port, "--health-port")
@@ -107,7 +113,10 @@ class ProxyProcess:
                 if self.settings.role == "prefill" and not found:
                     needs = NEEDS_CONNECTOR if facts.kind == "vllm" else "start it with --disaggregation-mode prefill"
                     raise ConfigError(f"--engine {self.engine.url}: has no KV connector; {needs}")
-                return self._info(facts, found, await resumes(self.engine, facts.resumes))
+                resumed = await resumes(self.engine, facts.resumes)
+                if self.steps is not None and self.steps.latest is None:
+                    log.warning("no step was reported to --steps-socket; see docs/engines.md#step-records")
+                return self._info(facts, found, resumed)
             except (ConfigError, EngineFailure) as error:
                 if is_first and isinstance(error, ConfigError):
                     raise
@@ -133,7 +142,7 @@ class ProxyProcess:
             )
 
     def _info(self, facts: EngineFacts, found: str, resumed: str) -> NodeInfo:
-        settings = self.settings
+        settings, step = self.settings, self.steps.latest if self.steps is not None else None
         return NodeInfo(
             id=settings.id or default_id(settings.role),
             incarnation_id=secrets.token_hex(16),
@@ -145,14 +154,14 @@ class ProxyProcess:
             block_bytes=facts.block_bytes,
             num_blocks=facts.num_blocks,
             max_model_len=self.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs=settings.max_num_seqs if step is None else step.max_num_seqs,
             version=package_version(),
             attributes={
                 "engine": f"{facts.kind} {facts.version}",
                 "engine_url": settings.engine,
                 "connector": found or "none",
                 "resumes": resumed,
-                "max_step_tokens": str(STEP_TOKENS),
+                "max_step_tokens": str(STEP_TOKENS if step is None else step.max_step_tokens),
             }
             | ALONE_IT_LACKS.get(facts.role, {}),
         )
@@ -161,7 +170,7 @@ class ProxyProcess:
         """Serve until the engine is lost, which returns True, or until this process has drained. Raises OSError if the
         port is in use."""
         settings = self.settings
-        node = ProxyNode(info, self.engine, settings.heartbeat_s, settings.stuck_s, settings.kv_lease_s)
+        node = ProxyNode(info, self.engine, settings.heartbeat_s, settings.stuck_s, settings.kv_lease_s, self.steps)
         async with AsyncExitStack() as cleanup:
             server = RpcServer(node.handlers())
             port = await listen(server.start, settings.host, settings.port, "--port")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from node.engine_steps import EngineStep, RequestProgress, StepSocket, StepTracker
 from node.recorder import StepRecorder
 from node.router_sessions import RouterSessions
 from node.validation import check_submit
@@ -52,6 +53,7 @@ MAX_DRAIN_S = 3600.0
 class ProxiedRequest:
     router: str
     task: "asyncio.Task[None]"
+    progress: RequestProgress
     committed: "asyncio.Future[int] | None" = None  # the first token, once a prefill engine has pushed all KV
 
 
@@ -74,12 +76,16 @@ class ProxyNode:
     """
 
     def __init__(
-        self, info: NodeInfo, engine: EngineClient, heartbeat_s: float, stuck_s: float, lease_s: float = 30.0
-    ) -> None:
-        """`lease_s` is how long the engine keeps a prompt's blocks for another engine."""
+        self, info: NodeInfo, engine: EngineClient, heartbeat_s: float, stuck_s: float, lease_s: float = 30.0,
+        steps: StepSocket | None = None,
+    ) -> None:  # fmt: skip
+        """`lease_s` is how long the engine keeps a prompt's blocks for another engine. `steps` receives its steps."""
         self.info = info
         self.counters = NodeStats()  # only the handoff fields are used
         self.recorder = StepRecorder()
+        self._steps = StepTracker(self.recorder)
+        if steps is not None:
+            steps.on_step = self._stepped
         self.sessions = RouterSessions(self.recorder)
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._engine, self._heartbeat_s, self._lease_s = engine, heartbeat_s, lease_s
@@ -170,6 +176,12 @@ class ProxyNode:
                 if request.task is not asyncio.current_task():
                     request.task.cancel()
 
+    def _stepped(self, step: EngineStep) -> None:
+        self._health.streamed(self._now())
+        stats = self.stats()
+        progress = (request.progress for request in self._requests.values())
+        self._steps.add(step, progress, stats.blocks_free, stats.blocks_owned)
+
     # ---- state --------------------------------------------------------------------------------------------------
 
     def _value(self, name: str) -> float:
@@ -202,6 +214,7 @@ class ProxyNode:
             cache_hits=int(self._value("prefix_cache_hits_total")),
             preemptions=int(self._value("num_preemptions_total")),
             bytes_moved=int(self._value("nixl_bytes_transferred_sum")),
+            cost=self._steps.cost.packed() if self._steps.cost is not None else [],
             records_dropped=self.sessions.dropped_records + self.recorder.dropped,
             incarnation_id=self.info.incarnation_id,
         )
@@ -268,8 +281,10 @@ class ProxyNode:
         return tokens
 
     def _start(self, router: str, submit: SubmitRequest, tokens: list[int], work: Work, committed: Any = None) -> None:
-        self.recorder.event(submit.id, "queued", serial=next(self._serials), count=len(tokens))
-        self._requests[submit.id] = ProxiedRequest(router, self._tasks.start(self._guard(submit.id, work)), committed)
+        progress = RequestProgress(next(self._serials), len(tokens), len(tokens))
+        self.recorder.event(submit.id, "queued", serial=progress.serial, count=len(tokens))
+        task = self._tasks.start(self._guard(submit.id, work))
+        self._requests[submit.id] = ProxiedRequest(router, task, progress, committed)
 
     def _refusal(self, submit: SubmitRequest) -> str:
         """Return why another node should take the request, or "" if this node can."""
@@ -310,7 +325,9 @@ class ProxyNode:
                         lease.reschedule(None)
                         self.recorder.event(submit.id, "first")
                     delta.tokens = pack_ids(output.tokens)
-                    self._send(self._requests[submit.id].router, delta)
+                    request = self._requests[submit.id]
+                    request.progress.num_tokens = submit.num_prompt + position
+                    self._send(request.router, delta)
                     if output.finish:
                         self._end(submit.id, output.finish)
                         return

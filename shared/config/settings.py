@@ -539,6 +539,7 @@ class ProxySettings(JoiningSettings, EngineSettings):
         30.0, "Treat the engine as lost after this many seconds in which it neither answers nor computes a step."
     )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = setting(0.5, "Seconds between two heartbeats.")
+    steps_socket: str = setting("", "Unix socket on which vLLM's plugin reports its steps (BATON_STEPS).", "no steps")
 
 
 class PickerSettings(Settings):

@@ -25,6 +25,7 @@ class Engines:
     def __init__(self, directory: Path, names: Sequence[str], kind: str = "vllm", **knobs: Any) -> None:
         self.ports = {name: free_port() for name in names}
         self.in_pairs = knobs.pop("in_pairs", False)
+        self.steps = {name: str(directory / name) for name in names} if knobs.pop("reports_steps", False) else {}
         self.knobs = {"token_s": 0.01} | knobs
         self.kind = kind
         self.urls = {name: f"http://127.0.0.1:{port}" for name, port in self.ports.items()}
@@ -33,6 +34,7 @@ class Engines:
 
     def start(self, name: str) -> None:
         own = {"disaggregation_mode": name.partition("-")[0]} if self.in_pairs else {}
+        own |= {"steps_socket": self.steps[name]} if self.steps else {}
         flags = ["--port", str(self.ports[name]), "--knobs", json.dumps(self.knobs | own)]
         log = self._directory / f"engine-{name}.log"
         self.processes[name] = ForkedProcess(f"tests.proxy_node.{self.kind}_stub", flags, dict(os.environ), log)
@@ -58,7 +60,7 @@ class Engines:
 
 @contextmanager
 def serving(
-    directory: Path, names: Sequence[str], kind: str = "vllm", **knobs: Any
+    directory: Path, names: Sequence[str], kind: str = "vllm", settings: dict[str, Any] | None = None, **knobs: Any
 ) -> Iterator[tuple[Cluster, Engines]]:
     """Run a cluster with an engine for each of these nodes, which are named ROLE-NUMBER."""
     engines = Engines(directory, names, kind, **knobs)
@@ -67,7 +69,10 @@ def serving(
             engines.start(name)
         counts = (sum(name.startswith(role) for name in names) for role in ("prefill", "decode"))
         own: dict[str, dict[str, object]] = {name: {"health_port": free_port()} for name in names}
-        with cluster(*counts, engines=engines.urls, engine_kind=kind, stuck_s=2.0, secret=True, own=own) as running:
+        for name, path in engines.steps.items():
+            own[name]["steps_socket"] = path
+        options: dict[str, Any] = {"engine_kind": kind, "stuck_s": 2.0, "secret": True, "own": own} | (settings or {})
+        with cluster(*counts, engines=engines.urls, **options) as running:
             yield running, engines
     finally:
         engines.close()

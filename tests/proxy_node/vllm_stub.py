@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +21,8 @@ from typing import Any
 
 from aiohttp import ClientError, ClientSession, web
 from tokenizers import Tokenizer
+
+from tests.proxy_node.vllm_stand_in import CONFIG, stats, step_logger
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 METRICS = (Path(__file__).parent / "vllm_0.32_metrics.txt").read_text()
@@ -45,6 +48,7 @@ KNOBS: dict[str, Any] = {
     "never_drops": False,  # requests continue without their connection
     "lease_s": 30.0,
     "read_s": 0.0,  # time to read the KV of a prompt
+    "steps_socket": "",  # where the plugin reports steps
 }
 FAULTS = {
     "refuse_503": 0, "refuse_500": 0, "refuse_429": 0, "truncate": 0, "error_event": 0, "abort": 0, "repetition": 0,
@@ -83,6 +87,7 @@ class VllmStub:
         self.handoffs = {"kept": 0, "read": 0, "misused": 0, "bytes": 0}
         self.engine_id = secrets.token_hex(8)
         self._address = ("", 0)
+        self._logger: Any = None
 
     def set(self, knobs: dict[str, Any]) -> None:
         for name, value in knobs.items():
@@ -150,6 +155,14 @@ class VllmStub:
 
     async def _get_calls(self, _: web.Request) -> web.Response:
         return web.json_response(self.calls)
+
+    def _stepped(self, num_prompt: int = 0) -> None:
+        self.steps += 1
+        if path := self.knobs["steps_socket"]:
+            os.environ["BATON_STEPS"] = path
+            self._logger = self._logger or step_logger()(CONFIG)
+            decodes, prompts = (0, (1, num_prompt)) if num_prompt else (1, (0, 0))
+            self._logger.record(stats(self.steps, prompts, decodes, 1000 * self.knobs["token_s"]), None)
 
     # ---- the connector ------------------------------------------------------------------------------------------
 
@@ -264,7 +277,7 @@ class VllmStub:
         await asyncio.sleep(self.knobs["token_s"])
         while self.knobs["is_stalled"]:  # noqa: ASYNC110 - knobs are plain values
             await asyncio.sleep(0.05)
-        self.steps += 1
+        self._stepped(len(body["prompt"]))
         token = self._draw(body, body["prompt"], len(body["prompt"]))
         if self._takes("other_token"):
             token = (token + 1) % VOCABULARY
@@ -305,7 +318,7 @@ class VllmStub:
                     last = "length"
             if self._takes("too_many") if last else False:
                 fresh = [*fresh, *fresh]
-            self.steps += 1
+            self._stepped(0 if done or self._reads(body.get("kv_transfer_params") or {}) else len(body["prompt"]))
             choice: dict[str, Any] = {"index": 0, "text": "", "logprobs": None, "finish_reason": last or None}
             if self.knobs["token_ids"] and body.get("return_token_ids"):
                 choice |= {"token_ids": fresh, "prompt_token_ids": body["prompt"] if done == 0 else None}

@@ -137,8 +137,7 @@ async def test_a_router_that_leaves_ends_its_requests_and_later_records_count_as
 
 async def test_every_preemption_is_recorded() -> None:
     async with running_node(num_blocks=12) as (_, line, scheduler):
-        line.submit(submission("a", [5] * 8, 28))
-        line.submit(submission("b", [6] * 8, 28))
+        line.submit(submission("a", [5] * 8, 28), submission("b", [6] * 8, 28))  # together, so that both run at once
         await line.ends("a", "b")
         recorded = sum(event.kind == "preempted" for event in line.events())
         assert recorded == scheduler.counters.preemptions > 0

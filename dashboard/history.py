@@ -206,7 +206,9 @@ class RequestHistory(RouterObserver):
     ) -> None:
         trace = self._trace(attempt)
         if trace is not None:
-            placed = AttemptSpan(attempt, prefill, decode, reason, self._now(), local_s, remote_s, trace.num_generated)
+            before_ns = trace.output_ns if trace.num_samples == 1 else 0
+            now_ns, num_before = self._now(), trace.num_generated
+            placed = AttemptSpan(attempt, prefill, decode, reason, now_ns, local_s, remote_s, num_before, before_ns)
             trace.attempts[attempt] = placed
             self._change(trace)
 

@@ -75,6 +75,7 @@ class AttemptSpan:
     local_s: float = 0.0
     remote_s: float = 0.0
     num_before: int = 0  # tokens of the request that were sent before this attempt
+    before_ns: int = 0  # when the last of these tokens arrived; 0: unknown
     _events: list[tuple[Any, ...]] = field(default_factory=list)
 
     def add(self, event: TraceEvent) -> bool:
@@ -191,7 +192,9 @@ class AttemptSpan:
         if end is None or received is None:
             return
         cuts = (end, min(received, max(end, granted or end)), received, self.at("admitted", self.decode) or received)
-        for (start_ns, end_ns), cause in zip(pairwise(cuts), ("no room", "transfer", "decode queue"), strict=True):
+        for (start_ns, end_ns), cause in zip(
+            pairwise(cuts), ("block reservation", "transfer", "decode queue"), strict=True
+        ):
             if end_ns > start_ns:
                 yield _span("wait", self.decode, start_ns, end_ns, cause)
 
@@ -283,7 +286,8 @@ class RequestTrace:
     def summary(self, rings: Rings) -> dict[str, Any]:
         """Return the request as `/v1/requests` shows it. Times are Unix milliseconds."""
         attempt = self.last_attempt
-        admitted = attempt and attempt.find("admitted", attempt.computes)
+        first = next(iter(self.earlier_attempts), attempt)
+        admitted = first and first.find("admitted", first.computes)
         return {
             "id": self.id,
             "state": self.state,
@@ -314,13 +318,14 @@ class RequestTrace:
     def spans(self, rings: Rings) -> list[Span]:
         """Return the spans, ordered by start. A "wait" span states the cause of a gap. An open span has no end."""
         spans: list[Span] = []
-        # For each sample, when the next attempt began, and the number of tokens sent until then.
-        following: dict[str, tuple[int | None, int]] = {}
+        # For each sample, when the next attempt began, the tokens sent until then, and when the last of them arrived.
+        following: dict[str, tuple[int | None, int, int]] = {}
         for attempt in reversed(list(self.attempts.values())):
             sample = attempt.id.rpartition(".")[0]
-            until_ns, num_generated = following.get(sample, (self.ended_ns, self.num_generated))
-            spans += attempt.spans(rings, num_generated - attempt.num_before, until_ns)
-            following[sample] = attempt.placed_ns, attempt.num_before
+            until_ns, num_generated, last_ns = following.get(sample, (self.ended_ns, self.num_generated, 0))
+            num_tokens = num_generated - attempt.num_before
+            spans += attempt.spans(rings, num_tokens, last_ns if last_ns and num_tokens else until_ns)
+            following[sample] = attempt.placed_ns, attempt.num_before, attempt.before_ns
         return sorted(spans, key=lambda span: span["start_ms"])
 
     def phases(self, rings: Rings) -> dict[str, float] | None:

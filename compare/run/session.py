@@ -348,7 +348,7 @@ class Session:
             keep_requests(experiment.out / "requests.jsonl", period)
         good = sum(not misses(outcome, experiment.slo) for outcome in period.recording.outcomes)
         shown = [f"invalid: {problem}" for problem in period.problems]
-        for line in shown or [f"{good} of {len(traffic.arrivals)} requests met the SLO"]:
+        for line in shown or [f"{good} of {len(traffic.arrivals)} requests met the SLO, including the warm-up"]:
             self._say(f"    {line}")
         if period.problems:
             await self._check_alive(trial.arm)

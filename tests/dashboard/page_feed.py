@@ -141,7 +141,7 @@ class Feed:
             ("wait", "", 0, 1.2, 0, "router"), ("queued", prefill, 1.2, 40, 0, "prefill queue"),
             ("chunk", prefill, 41, 37, 512, ""), ("chunk", prefill, 78, 36, 512, ""), ("chunk", prefill, 114, 37, 176, ""),
             ("transfer", prefill, 80, 79, 0, ""), ("wait", decode, 151, 6.5, 0, "transfer"),
-            ("wait", decode, 157.5, 2, 0, "no room"), ("decode", decode, 159.5, 240, 32, ""),
+            ("wait", decode, 157.5, 2, 0, "block reservation"), ("decode", decode, 159.5, 240, 32, ""),
             ("wait", decode, 399.5, 33, 0, "behind a prompt chunk"), ("decode", decode, 432.5, 240, 31, ""),
         ):  # fmt: skip
             at = one["accepted_ms"] + start

@@ -93,7 +93,7 @@ def test_a_colocated_request_has_no_transfer_and_no_decode_queue() -> None:
     assert list(found["phases_ms"].values()) == pytest.approx([2, 3, 6, 0, 0, 20, 0])
 
 
-def test_the_spans_of_a_lost_node_end_with_the_next_attempt() -> None:
+def test_the_spans_of_a_lost_node_end_with_its_last_tokens() -> None:
     world = handed_off()
     world.at(40).placed("cmpl-a-0.0.1", None, "decode-1", "prefill pool gone")
     for kind, ms in (("queued", 42), ("admitted", 44), ("first", 50), ("ended", 64)):
@@ -104,7 +104,7 @@ def test_the_spans_of_a_lost_node_end_with_the_next_attempt() -> None:
     found = world.records.request("cmpl-a")
     assert found is not None
     spans = [span for span in found["spans"] if span["node"] == "decode-0"]
-    assert max(span["end_ms"] for span in spans) == (BASE + 40 * MS) / 1e6
+    assert max(span["end_ms"] for span in spans) == (BASE + 38 * MS) / 1e6
     decodes = [(span["node"], span["tokens"]) for span in found["spans"] if span["kind"] == "decode"]
     assert decodes == [("decode-0", 1), ("decode-1", 9)]
     assert found["longest_gap_ms"] == 65 - 38
@@ -215,7 +215,7 @@ def test_a_timeline_has_chunks_pushes_decode_and_the_cause_of_each_gap() -> None
         ("transfer", 12, 20, 0, "shm"),
         ("chunk", 15, 25, 16, "step 1"),
         ("transfer", 18, 30, 0, "shm"),
-        ("wait", 25, 27, 0, "no room"),
+        ("wait", 25, 27, 0, "block reservation"),
         ("wait", 27, 31, 0, "transfer"),
         ("wait", 31, 34, 0, "decode queue"),
         ("decode", 34, 64, 11, ""),

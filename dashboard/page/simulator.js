@@ -68,7 +68,7 @@ async function askRouter(settings, signal) {
 
 const simulate = (settings) => (globalThis.batonSimulate ?? askRouter)(settings, stop.signal);
 
-/* Stops what runs, and returns a function that tells whether nothing newer has begun. */
+/* Stops the current run, and returns a function that returns true until a newer run begins. */
 function begin() {
   stop.abort();
   stop = new AbortController();

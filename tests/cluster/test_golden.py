@@ -42,18 +42,6 @@ def test_the_golden_outputs_come_out_exactly(prefill: int, channel: str, budget:
         assert (running.settled()["handoffs"] >= len(cases)) == (prefill > 0)
 
 
-def test_the_demo_model_answers_the_same_in_both_modes() -> None:
-    """The prompt has several chunks. The second round of answers uses the prefix cache."""
-    prompt = "And the LORD said unto Moses, Speak unto the children of Israel. " * 20
-    ways: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "seed": 7, "top_p": 0.95}]
-    answers: list[list[list[int]]] = []
-    for prefill, budget in ((1, 64), (0, 48)):
-        settings = {"runner": "torch", "model": DEMO, "max_num_batched_tokens": budget}
-        with cluster(prefill, 1, **settings) as running:
-            answers += [[running.complete(prompt, 40, **fields) for fields in ways] for _ in range(2)]
-    assert answers[1:] == answers[:-1]
-
-
 @pytest.mark.parametrize("name", OTHER_DEMO_MODELS)
 def test_the_other_demo_models_give_their_golden_tokens(name: str) -> None:
     """A hybrid's states and a mixture's choice of experts do not depend on the mode. Transformers is the oracle."""
@@ -65,7 +53,7 @@ def test_the_other_demo_models_give_their_golden_tokens(name: str) -> None:
     prompts = [tokenizer(case["prompt"], return_tensors="pt").input_ids for case in cases]
     answers = [reference.generate(prompt, max_new_tokens=64, do_sample=False) for prompt in prompts]
     assert [a[0, p.shape[1] :].tolist() for a, p in zip(answers, prompts, strict=True)] == golden
-    for prefill, channel, budget in ((1, "shm", 64), (1, "tcp", 512), (0, "auto", 48)):
+    for prefill, channel, budget in ((1, "tcp", 64), (0, "auto", 48)):
         settings = {"runner": "torch", "model": name, "kv_channel": channel, "max_num_batched_tokens": budget}
         with cluster(prefill, 1, **settings) as running, ThreadPoolExecutor(len(cases)) as pool:
             for _ in range(2):  # the second round finds prefixes, and a hybrid's saved states, in the cache

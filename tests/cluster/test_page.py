@@ -1,8 +1,6 @@
 """Test the dashboard in a real browser, with an artificial feed and with a running cluster."""
 
-import os
 import re
-import shutil
 import threading
 import time
 import urllib.request
@@ -12,26 +10,15 @@ from typing import Any
 
 import pytest
 
+from tests.browser import Pages, browser, needs_browser, pages
 from tests.cluster.harness import Cluster, cluster, wait_for
 from tests.dashboard.page_feed import Feed, serving
 
-playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
-NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser here (looked for {', '.join(NAMES)})")
-MISSED = "Failed to load resource"  # the browser logs this line for an error status
+pytestmark = needs_browser
+__all__ = ["browser", "pages"]  # fixtures
 ACCESS = """() => [...document.querySelectorAll('button, a, select, canvas[tabindex], [role=img], [role=region]')]
     .filter(each => !(each.getAttribute('aria-label') || each.textContent.trim() || each.closest('label')))
     .map(each => each.outerHTML)"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        running = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield running
-        running.close()
 
 
 @pytest.fixture
@@ -42,25 +29,9 @@ def serve() -> Iterator[Callable[[Feed], str]]:
 
 
 @pytest.fixture
-def opened(browser: Any, serve: Callable[[Feed], str]) -> Iterator[Any]:
-    """Return a function that opens a page. No page may log an error or a warning before the end of the test."""
-    contexts, problems = [], []
-
-    def open_page(url: str, width: int = 1400, scheme: str = "light") -> Any:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(200_000)
-        page.on("console", lambda line: problems.append(line.text) if line.type in {"error", "warning"} else None)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.goto(url)
-        return page
-
-    open_page.problems = problems
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert problems == []
+def opened(serve: Callable[[Feed], str], pages: Pages) -> Pages:
+    """Open pages, which are closed before the feeds that they show."""
+    return pages
 
 
 @pytest.fixture
@@ -95,7 +66,7 @@ def colours_in(page: Any, lane: int) -> set[str]:
 # ---- over a feed -------------------------------------------------------------------------------------------------------
 
 
-def test_every_part_is_shown_and_has_a_name(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_every_part_is_shown_and_has_a_name(opened: Pages, feed: tuple[Feed, str]) -> None:
     feed[0].lost_ms = feed[0].began_ms - 200_000
     page = opened(feed[1])
     page.wait_for_selector("#requests tbody tr:nth-child(2)")
@@ -116,7 +87,7 @@ def test_every_part_is_shown_and_has_a_name(opened: Any, feed: tuple[Feed, str])
     assert page.evaluate(ACCESS) == []
 
 
-def test_the_strip_moves_and_colours_passes_by_their_work(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_the_strip_moves_and_colours_passes_by_their_work(opened: Pages, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
     wait_for(lambda: passes_of(page, "decode-0") > 10, "passes in view")
     before = passes_of(page, "decode-0")
@@ -125,7 +96,7 @@ def test_the_strip_moves_and_colours_passes_by_their_work(opened: Any, feed: tup
     wait_for(lambda: colours_in(page, 2) == {"prefill", "decode", "over"}, "mixed passes over the SLO")
 
 
-def test_a_page_that_is_opened_late_shows_earlier_passes(opened: Any, serve: Callable[[Feed], str]) -> None:
+def test_a_page_that_is_opened_late_shows_earlier_passes(opened: Pages, serve: Callable[[Feed], str]) -> None:
     made = Feed()
     for name in made.ends:
         made.numbers[name], made.ends[name] = 1, made.began_ms + 1e9  # no new steps follow
@@ -134,7 +105,9 @@ def test_a_page_that_is_opened_late_shows_earlier_passes(opened: Any, serve: Cal
     assert passes_of(page, "decode-0") <= 101
 
 
-def test_a_pass_shows_its_members_by_mouse_and_by_key_and_stops_the_strip(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_a_pass_shows_its_members_by_mouse_and_by_key_and_stops_the_strip(
+    opened: Pages, feed: tuple[Feed, str]
+) -> None:
     page = opened(feed[1])
     wait_for(lambda: passes_of(page, "decode-0") > 100, "passes in view")
     lane = page.locator("#lanes canvas").nth(2)
@@ -152,7 +125,7 @@ def test_a_pass_shows_its_members_by_mouse_and_by_key_and_stops_the_strip(opened
     assert page.get_attribute("#pause", "aria-pressed") == "false"
 
 
-def test_a_request_opens_its_timeline_with_the_keyboard(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_a_request_opens_its_timeline_with_the_keyboard(opened: Pages, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
     page.wait_for_selector("#requests tbody tr:nth-child(3)")
     page.click("#pause")
@@ -168,7 +141,7 @@ def test_a_request_opens_its_timeline_with_the_keyboard(opened: Any, feed: tuple
     assert page.locator("#requests .timeline").count() == 0
 
 
-def test_a_refused_request_shows_its_status_and_message(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_a_refused_request_shows_its_status_and_message(opened: Pages, feed: tuple[Feed, str]) -> None:
     refused = feed[0].next_request(time.time() * 1e3) | {"state": "refused", "phases_ms": None, "transfer": None}
     feed[0].requests[refused["id"]] = refused | {"status": 429, "message": "The queue is full."}
     page = opened(feed[1])
@@ -180,7 +153,7 @@ def test_a_refused_request_shows_its_status_and_message(opened: Any, feed: tuple
     assert page.locator("#requests [role=img]:not([aria-label])").count() == 0
 
 
-def test_terms_are_explained_on_focus_and_on_hover(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_terms_are_explained_on_focus_and_on_hover(opened: Pages, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
     term = page.locator("#latency .term").first
     term.focus()
@@ -195,7 +168,7 @@ def test_terms_are_explained_on_focus_and_on_hover(opened: Any, feed: tuple[Feed
     assert explained
 
 
-def test_the_curves_of_a_latency_without_samples_are_hidden(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_the_curves_of_a_latency_without_samples_are_hidden(opened: Pages, feed: tuple[Feed, str]) -> None:
     text, is_empty = opened(feed[1]).evaluate("""async () => {
         const {Latency} = await import('/page/latency.js'), place = document.createElement('div');
         document.body.append(place);
@@ -207,7 +180,7 @@ def test_the_curves_of_a_latency_without_samples_are_hidden(opened: Any, feed: t
     assert "p50" not in text
 
 
-def test_the_chat_streams_stops_and_shows_errors_and_its_request(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_the_chat_streams_stops_and_shows_errors_and_its_request(opened: Pages, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
     page.wait_for_selector("#requests tbody tr")
     page.click("#chat-open")
@@ -233,10 +206,10 @@ def test_the_chat_streams_stops_and_shows_errors_and_its_request(opened: Any, fe
     assert name in page.inner_text("#requests .timeline")
     assert page.evaluate("document.activeElement.getAttribute('aria-expanded')") == "true"
     assert page.evaluate("Object.keys(localStorage).concat(Object.keys(sessionStorage))") == []
-    opened.problems[:] = [line for line in opened.problems if not line.startswith(MISSED)]
+    opened.allow_refusals()
 
 
-def test_tables_keep_the_newest_rows_in_order(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_tables_keep_the_newest_rows_in_order(opened: Pages, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
     shown = page.evaluate("""async () => {
         const {Requests} = await import('/page/requests.js'), {Transfers} = await import('/page/transfers.js');
@@ -256,7 +229,7 @@ def test_tables_keep_the_newest_rows_in_order(opened: Any, feed: tuple[Feed, str
     assert shown == [list(range(149, 49, -1)), list(range(149, 139, -1)), ["failed", "done"]]
 
 
-def test_a_paused_page_stays_as_it_is_and_shows_that_the_router_is_gone(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_a_paused_page_stays_as_it_is_and_shows_that_the_router_is_gone(opened: Pages, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
     page.wait_for_selector("#requests tbody tr:nth-child(2)")
     page.click("#pause")
@@ -276,11 +249,11 @@ def test_a_paused_page_stays_as_it_is_and_shows_that_the_router_is_gone(opened: 
     page.click("#pause")
     wait_for(lambda: page.locator("#requests tbody tr").count() > rows, "more rows")
     wait_for(lambda: page.locator("#link").inner_text() == "live", "live again")
-    opened.problems[:] = [line for line in opened.problems if not line.startswith(MISSED)]
+    opened.allow_refusals()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_screen_has_no_horizontal_scroll(opened: Any, feed: tuple[Feed, str], scheme: str) -> None:
+def test_a_narrow_screen_has_no_horizontal_scroll(opened: Pages, feed: tuple[Feed, str], scheme: str) -> None:
     page = opened(feed[1], width=360, scheme=scheme)
     page.wait_for_selector("#requests tbody tr:nth-child(2)")
     page.locator("#requests tbody button").first.click()
@@ -289,7 +262,7 @@ def test_a_narrow_screen_has_no_horizontal_scroll(opened: Any, feed: tuple[Feed,
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
 
 
-def test_the_theme_is_kept(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_the_theme_is_kept(opened: Pages, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1], scheme="dark")
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.click("#theme")
@@ -300,7 +273,7 @@ def test_the_theme_is_kept(opened: Any, feed: tuple[Feed, str]) -> None:
     assert page.inner_text("#theme") == "Dark"
 
 
-def test_text_has_the_contrast_of_wcag_aa_in_both_themes(opened: Any, feed: tuple[Feed, str]) -> None:
+def test_text_has_the_contrast_of_wcag_aa_in_both_themes(opened: Pages, feed: tuple[Feed, str]) -> None:
     for scheme in ("light", "dark"):
         page = opened(feed[1], scheme=scheme)
         values = page.evaluate("""() => { const style = getComputedStyle(document.documentElement);
@@ -321,7 +294,7 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_memory_is_bounded_when_passes_are_many(opened: Any, serve: Callable[[Feed], str]) -> None:
+def test_memory_is_bounded_when_passes_are_many(opened: Pages, serve: Callable[[Feed], str]) -> None:
     made = Feed(steps_per_s=1000.0)
     for name in made.ends:
         made.ends[name] -= 40_000.0  # so that 40,000 passes arrive at once, as after a long interruption
@@ -341,7 +314,7 @@ def running() -> Iterator[Cluster]:
         yield started
 
 
-def test_the_page_of_a_running_cluster_is_live(opened: Any, running: Cluster) -> None:
+def test_the_page_of_a_running_cluster_is_live(opened: Pages, running: Cluster) -> None:
     with urllib.request.urlopen(running.url + "/", timeout=10) as answer:
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
     page = opened(running.url)

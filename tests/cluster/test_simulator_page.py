@@ -1,7 +1,5 @@
 """Test the simulator's page in a real browser: from a router, and from the single file without any server."""
 
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,14 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.browser import Pages, browser, needs_browser, pages
 from tests.cluster.harness import cluster, wait_for
+from tests.engine.build import thinned
 
-playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
 ROOT = Path(__file__).parents[2]
-NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser here (looked for {', '.join(NAMES)})")
-FORBIDDEN = "Failed to load resource"  # the browser logs this line for an error status
+pytestmark = needs_browser
+__all__ = ["browser", "pages"]  # fixtures
 NOT_FETCHED = 3  # exit status without npm or its registry
 PLACES = ("router", "file")
 HAS_RED = """[...document.querySelectorAll("#lanes canvas")].some((lane) => lane.getContext("2d")
@@ -35,37 +32,19 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         yield found | ({"file": path.as_uri()} if not built.returncode else {})
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        running = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield running
-        running.close()
-
-
 @pytest.fixture
-def opened(browser: Any, urls: dict[str, str]) -> Iterator[Callable[..., Any]]:
-    """Return a function that opens a page. No page may log an error or a warning before the end of the test."""
-    contexts, problems = [], []
+def opened(pages: Pages, urls: dict[str, str]) -> Iterator[Callable[..., Any]]:
+    """Return a function that opens a page at a place, and waits for its first run."""
 
     def open_page(place: str, fragment: str = "", width: int = 1400, scheme: str = "light") -> Any:
         if place not in urls:
             pytest.skip("Pyodide could not be fetched from npm")
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(200_000)
-        page.on("console", lambda line: problems.append(line.text) if line.type in {"error", "warning"} else None)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.goto(urls[place] + fragment)
+        page = pages(urls[place] + fragment, width, scheme)
         done(page)
         return page
 
     yield open_page
-    for context in contexts:
-        context.close()
-    assert [each for each in problems if FORBIDDEN not in each] == []
+    pages.allow_refusals()
 
 
 def until(page: Any, condition: str) -> None:
@@ -99,7 +78,7 @@ def test_a_run_is_shown_and_follows_the_settings(opened: Callable[..., Any], pla
     assert page.text_content("#summary").startswith("Requests/s: ")
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", thinned(PLACES, 2))
 def test_the_page_follows_a_control_that_moves(opened: Callable[..., Any], place: str) -> None:
     """First, the page shows a run of few requests. A newer setting replaces a run that is not over."""
     page = opened(place, "#requests=1500&answer=20&rate=20")
@@ -112,7 +91,7 @@ def test_the_page_follows_a_control_that_moves(opened: Callable[..., Any], place
     assert page.locator("#runs tr").count() == 2, "the first run and the last one"
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", thinned(PLACES, 2))
 def test_a_trace_that_makes_no_sense_is_named(opened: Callable[..., Any], place: str) -> None:
     page = opened(place, "#requests=10&trace=nonsense")
     assert page.text_content("#summary").startswith("trace: its first line matches no known format")
@@ -121,7 +100,7 @@ def test_a_trace_that_makes_no_sense_is_named(opened: Callable[..., Any], place:
     until(page, "document.getElementById('summary').textContent.startsWith('100%')")
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", thinned(PLACES, 2))
 def test_the_best_budget_is_found_by_keyboard(opened: Callable[..., Any], place: str) -> None:
     page = opened(place, "#requests=60&rate=4&prompt=4000&budget=8192")
     page.focus("#best")

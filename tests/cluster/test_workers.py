@@ -14,13 +14,25 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster.harness import DEMO, ROOT, Cluster, cluster, completion, expected, prompt_of, wait_for
+from tests.cluster.harness import (
+    DEMO,
+    ROOT,
+    START_S,
+    Cluster,
+    cluster,
+    completion,
+    events,
+    expected,
+    prompt_of,
+    wait_for,
+)
 
-NUM_STREAMS = 16
+NUM_STREAMS, LENGTH = 16, 1500
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def running() -> Iterator[Cluster]:
+    """A router with two workers. The first test counts all requests, and the last one stops the router."""
     with cluster(0, 1, workers=2, mode="colocated") as running:
         wait_for(lambda: all_see(running), "every worker sees the node")
         yield running
@@ -51,12 +63,21 @@ def sums(running: Cluster) -> dict[str, float]:
     return found
 
 
-def outcome(running: Cluster, prompt: list[int], length: int) -> str:
-    """Return "right", "wrong" or "cut"."""
+def outcome(connection: socket.socket, prompt: list[int]) -> str:
+    """Read a streamed answer to its end. Return "right", "wrong" or "cut"."""
+    connection.settimeout(START_S)
     try:
-        return "right" if running.stream(prompt, length) == expected(prompt, length) else "wrong"
-    except (OSError, AssertionError, ValueError):
+        with connection, connection.makefile("rb") as answer:
+            tokens = [token for event in events(answer) for token in event["choices"][0].get("token_ids") or []]
+    except (OSError, ValueError):
         return "cut"
+    return "right" if tokens == expected(prompt, LENGTH) else "wrong"
+
+
+def clients_of(worker: psutil.Process, ports: set[int]) -> set[int]:
+    """Return those of the clients' ports that are connected to this worker."""
+    found = worker.net_connections()
+    return {one.raddr.port for one in found if one.status == psutil.CONN_ESTABLISHED} & ports
 
 
 def test_the_answers_and_metrics_of_all_workers_are_those_of_one_router(running: Cluster) -> None:
@@ -86,17 +107,23 @@ def test_a_killed_worker_loses_only_its_streams_and_is_started_again(running: Cl
     workers = processes_at(running, running.port)
     assert len(workers) == 2
     prompts = [prompt_of(seed, 30) for seed in range(NUM_STREAMS)]
+    connections = [running.send(completion(running.model, prompt, LENGTH, stream=True)) for prompt in prompts]
+    ports = [connection.getsockname()[1] for connection in connections]
+    served: list[set[int]] = []
+
+    def is_accepted() -> bool:
+        served[:] = [clients_of(worker, set(ports)) for worker in workers]
+        return set.union(*served) == set(ports) and running.get("/load")["server_load"] == NUM_STREAMS
+
+    wait_for(is_accepted, "each stream is at a worker")
+    assert all(served), "connections are spread over the workers"
+    workers[0].kill()
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        streams = [pool.submit(outcome, running, prompt, 1500) for prompt in prompts]
-        wait_for(lambda: running.get("/load")["server_load"] == NUM_STREAMS, "all streams are accepted")
-        served = len([each for each in workers[0].net_connections() if each.status == psutil.CONN_ESTABLISHED])
-        workers[0].kill()
-        outcomes = [stream.result() for stream in streams]
-    assert "wrong" not in outcomes
-    assert 0 < outcomes.count("right") < NUM_STREAMS, "connections are spread over the workers"
-    assert outcomes.count("cut") <= served
+        outcomes = dict(zip(ports, pool.map(outcome, connections, prompts), strict=True))
+    assert "wrong" not in outcomes.values()
+    assert {port for port, result in outcomes.items() if result == "cut"} <= served[0]
     wait_for(lambda: len(processes_at(running, running.port)) == 2, "the worker is back")
-    assert [outcome(running, prompt, 10) for prompt in prompts] == ["right"] * NUM_STREAMS
+    assert [running.stream(prompt, 10) for prompt in prompts] == [expected(prompt, 10) for prompt in prompts]
     wait_for(lambda: len(running.status()["workers"]) == 2, "both workers answer")
     assert "starting it again" in running.log("router")
 

@@ -1,7 +1,5 @@
 """Test the report's page in a browser: complete, safe, and usable from disk, on narrow screens and by keyboard."""
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +7,11 @@ from typing import Any
 import pytest
 
 from compare.report.page import write_report
+from tests.browser import Pages, browser, needs_browser, pages
 from tests.compare.reports import HOSTILE, bare, hostile, page_report
 
-playwright = pytest.importorskip("playwright.sync_api", reason="the report's page is tested with playwright")
-NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser here (looked for {', '.join(NAMES)})")
-
+pytestmark = needs_browser
+__all__ = ["browser", "pages"]  # fixtures
 SECTIONS = [
     "verdict",
     "arms",
@@ -50,36 +46,22 @@ CONTRAST = """() => {
     return texts.map(of).sort((x, y) => x[0] - y[0])[0]; }"""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        running = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield running
-        running.close()
-
-
 @pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Provide a function that writes and opens a report. After the test, check that it logged and fetched nothing."""
-    contexts, problems = [], []
+def opened(pages: Pages, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Return a function that writes and opens a report. After the test, check that it logged and fetched nothing."""
+    found: list[str] = []
 
     def open_report(report: dict[str, Any], width: int = 1400, scheme: str = "light") -> Any:
         file = write_report(report, tmp_path)
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(20_000)
-        page.on("console", lambda line: problems.append(line.text))
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda request: problems.append(request.url) if request.url != file.as_uri() else None)
-        page.goto(file.as_uri())
-        return page
+
+        def watch(page: Any) -> None:
+            page.on("console", lambda line: found.append(line.text))
+            page.on("request", lambda request: found.append(request.url) if request.url != file.as_uri() else None)
+
+        return pages(file.as_uri(), width, scheme, watch)
 
     yield open_report
-    for context in contexts:
-        context.close()
-    assert problems == []
+    assert found == []
 
 
 def ids(page: Any) -> list[str]:

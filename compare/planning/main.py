@@ -62,10 +62,11 @@ def _first_of(found: Sequence[Measured], one: Measured) -> Measured:
 
 def _write(out: Path, plan: Document, say: Any) -> None:
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        (out / "kubernetes").mkdir(parents=True, exist_ok=True)
         (out / "plan.json").write_text(json.dumps(plan, indent=1) + "\n")
         (out / "plan.html").write_text(page_of(plan))
         (out / "compose.override.yml").write_text(plan["compose"])
+        (out / "kubernetes" / "kustomization.yaml").write_text(plan["kustomize"])
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from None
-    say(f"  plan:       {out}/plan.html, plan.json, compose.override.yml")
+    say(f"  plan:       {out}/plan.html, plan.json, compose.override.yml, kubernetes/")

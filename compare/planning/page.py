@@ -34,7 +34,8 @@ def page_of(plan: Document) -> str:
         f"<h1>Plan for {plan['gpus']} GPUs</h1>",
         f"<p>{escape(plan['device'])}; {escape(traffic['name'])}: {lengths}; {goal}.</p>",
         f"<p><strong>{escape(plan['recommendation'])}</strong></p>",
-        f"<p>Start it with <code>{escape(plan['finalists'][0]['command'])}</code> or compose.override.yml.</p>",
+        f"<p>Start it with <code>{escape(plan['finalists'][0]['command'])}</code>, with compose.override.yml, "
+        "or with the component in kubernetes/.</p>",
         "<h2>Finalists</h2>",
         _table(HEADINGS, [list(map(escape, cells_of(one))) for one in plan["finalists"]]),
         "<h2>Why requests miss the SLO</h2><p>At the capacity of the best candidate, by main cause:</p>",

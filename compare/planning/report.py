@@ -12,7 +12,7 @@ import typer
 from compare.load.outcome import LatencySlo
 from compare.load.traffic import spread
 from compare.planning.candidates import REFERENCE_RATE, SAME, Run, Simulations
-from compare.planning.compose import compose_override
+from compare.planning.deployment import compose_override, kustomize_component
 from compare.planning.options import PlanOptions
 from compare.planning.search import Measured, SearchResult
 from compare.stats.capacity import CapacityEstimate, CapacityPoint, balanced, capacity_of, influences, paired_capacities
@@ -55,6 +55,7 @@ def document(options: PlanOptions, simulations: Simulations, result: SearchResul
         "lengths": lengths,
         "flips": flips(found[0], cells) + flips(found[0], lengths),
         "compose": compose_override(simulations.arm(found[0].arm)),
+        "kustomize": kustomize_component(simulations.arm(found[0].arm)),
     }
 
 

@@ -11,7 +11,7 @@ from cluster.cli import main
 from compare.arms import parse_arm
 from compare.load.outcome import LatencySlo
 from compare.planning.candidates import Run, Simulations, prepare
-from compare.planning.compose import compose_override
+from compare.planning.deployment import compose_override
 from compare.planning.main import run_plan
 from compare.planning.options import PlanOptions
 from compare.planning.report import flips, recommendation, winners

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,10 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+import yaml
 
+from compare.arms import parse_arm
+from compare.planning.deployment import kustomize_component
 from tests.cluster.harness import ROOT
 from tests.deploy.manifests import Object, build, problems
 
@@ -40,6 +44,23 @@ def test_resources_of_other_projects_match_their_schemas(folder: Path) -> None:
     for item in build(folder):
         if is_foreign(item):
             jsonschema_rs.validate(json.loads((SCHEMAS / f"{item['kind'].lower()}.json").read_text()), item)
+
+
+@pytest.mark.parametrize("name", ["colocated:4@max_num_seqs=64", "disaggregated:1p3d@tbt_slo_ms=20,disaggregate=auto"])
+def test_an_overlay_takes_the_numbers_and_settings_of_a_plan(name: str, tmp_path: Path) -> None:
+    arm = parse_arm(name)
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "kustomization.yaml").write_text(kustomize_component(arm))
+    components = [os.path.relpath(FOLDER / "components" / "colocated", tmp_path)] if not arm.prefill else []
+    overlay = {"resources": [os.path.relpath(FOLDER / "base", tmp_path)], "components": [*components, "plan"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    objects = build(tmp_path)
+    assert problems(objects) == []
+    counts = {each["metadata"]["name"]: each["spec"]["replicas"] for each in objects if each["kind"] == "Deployment"}
+    assert counts == {"baton-router": 2, "baton-decode": arm.decode} | ({"baton-prefill": 1} if arm.prefill else {})
+    settings = {key: value for each in objects if each["kind"] == "ConfigMap" for key, value in each["data"].items()}
+    expected = {"BATON_MODE": arm.mode} | {f"BATON_{key.upper()}": value for key, value in arm.settings.items()}
+    assert expected.items() <= settings.items()
 
 
 @pytest.mark.skipif(not HAS_VALIDATE, reason="no kubernetes-validate: pip install '.[deploy]'")

@@ -219,7 +219,3 @@ def main() -> None:
     table = table_of(runs, args.sizes)
     what = "A router on a core of its own, with up to 1,000 nodes that hold their streams and compute nothing."
     Result("fleet", what, [table], runs, versions("uvloop", "grpclib", "msgpack")).finish(args.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -101,7 +101,3 @@ def _add(
     rows.append([label, bf16, four, four / bf16])
     runs[label] = found
     print(f"{label}: {bf16:.3g} and {four:.3g} tokens/s", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -174,7 +174,3 @@ def main() -> None:
     what = "Two parts of a pass with random float32 weights: recurrences in a step, and experts against reading them."
     table = Table(f"on a CPU, {threads} threads", columns, [shares, reading])
     Result("layers", what, [table], {"recurrences": recurrences, "experts": experts}).finish(arguments.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -145,7 +145,3 @@ def main() -> None:
     for path, text in pages().items():
         path.write_text(text)
     print(PAGE.read_text().split(BEGIN)[1].split(END)[0])
-
-
-if __name__ == "__main__":
-    main()

@@ -307,7 +307,3 @@ def main() -> None:
         runs,
         versions("uvloop", "uvicorn", "starlette", "httptools", "grpclib", "msgpack", "tokenizers"),
     ).finish(args.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from benchmarks.models import CACHE, SHAPES, TOKENIZER, checkpoint
 from benchmarks.peers.baton import BUDGET_TOKENS, Stopwatch
 from benchmarks.process import ROOT
-from benchmarks.result import RESULTS, Cell, Result, Table, in_turn, parser, ratio
+from benchmarks.result import RESULTS, Cell, Result, Table, in_turn, median, parser, ratio
 from engine.components import build
 from engine.engine import Engine
 from engine.options import BuildOptions
@@ -149,7 +149,7 @@ def measure(
     rates = {name: [tokens / seconds for seconds in values] for name, values in runs.items()}
     gain, goal = ratio(rates["on"], rates["off"]), GOALS.get((kind, batch))
     row: list[Cell] = [
-        f"{kind}, batch {batch}", _middle(rates["on"]), _middle(rates["off"]), gain,
+        f"{kind}, batch {batch}", median(rates["on"]), median(rates["off"]), gain,
         f"≥ {goal}" if goal else "", None if goal is None else gain >= goal,
         f"{accepted:,} of {drafted:,}",
     ]  # fmt: skip
@@ -174,10 +174,6 @@ def engines_of(parts: EngineComponents, clock: Clock = time.perf_counter) -> dic
         name: SpeculatingEngine(parts, speculation, clock)
         for name, speculation in (("off", None), ("on", Speculation()))
     }
-
-
-def _middle(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def main() -> None:

@@ -15,12 +15,12 @@ import torch
 
 from benchmarks.recording import DIRECTORY, RUNS
 from benchmarks.result import Cell, Result, Table, machine, parser
-from compare.profiling.grid import GREEDY, TOKEN
+from compare.profiling.grid import slices_of
 from engine.components import build
 from engine.options import BuildOptions
 from engine.step_time_fit import fit_cost
 from scheduler.cost import StepWork
-from scheduler.request import Request, Slice, Step, cdiv
+from scheduler.request import Step
 from shared.model_files import DEMO_MODEL
 
 FILE = DIRECTORY / "step_times.json"
@@ -59,14 +59,7 @@ class StepTimer:
 
     def seconds(self, slices: Members) -> float:
         """Return the CPU seconds of a step."""
-        layout, used, rows = self._components.layout, 1, []
-        for name, start, count in slices:
-            blocks = cdiv(start + count, layout.block_tokens)
-            request = Request(f"{name}", [TOKEN] * (start + count), start + count, 8, sampling=GREEDY)
-            table = [1 + (used + place) % (layout.num_blocks - 1) for place in range(blocks)]
-            request.tables = [table for _ in request.tables]
-            request.num_computed, request.num_scheduled, used = start, start + count, used + blocks
-            rows.append(Slice(request, start, count, True, 0))
+        rows = slices_of([(start, count) for _, start, count in slices], self._components.layout)
         self._number += 1
         step = Step(self._number, rows, [])
         began = time.process_time()

@@ -28,7 +28,6 @@ from simulator.routed import SimulatedRequest
 FIRST = 150  # number of the 300 requests of the vLLM run to which the model is fitted
 RUN = "RTXPRO6000_Llama-3.1-8B__requests.jsonl"
 SCALES = np.array([1e-2, 5e-5, 1e-9, 1e-7, 2e-5])  # overhead, per_token, per_pair, per_context, per_decode
-Figures = dict[str, float]
 Series = NDArray[np.float64]
 
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -12,6 +12,7 @@ from engine.options import BuildOptions
 from scheduler.cost import StepWork
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.errors import ConfigError
+from shared.kv.layout import KVLayout
 from shared.rpc.messages import SamplingParams
 
 DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -108,7 +109,8 @@ class StepGrid:
 
     def _measure(self, case: StepCase) -> list[float]:
         """Return the durations of repeated steps, after one that is not counted. The KV that they read is arbitrary."""
-        slices = list(self._slices(case))
+        ranges = [(case.start, case.count)] * bool(case.count) + [(case.context - 1, 1)] * case.decodes
+        slices = slices_of(ranges, self.components.layout)
         found: list[float] = []
         self.components.runner.run(Step(next(self._numbers), slices, []))
         while len(found) < LEAST_REPEATS or (sum(found) < self._seconds and len(found) < MOST_REPEATS):
@@ -117,13 +119,15 @@ class StepGrid:
             found.append(time.perf_counter() - began)
         return found
 
-    def _slices(self, case: StepCase) -> Iterator[Slice]:
-        layout, used = self.components.layout, 1
-        ranges = [(case.start, case.count)] * bool(case.count) + [(case.context - 1, 1)] * case.decodes
-        for number, (start, count) in enumerate(ranges):
-            blocks = cdiv(start + count, layout.block_tokens)
-            request = Request(f"case-{number}", [TOKEN] * (start + count), start + count, 8, sampling=GREEDY)
-            rows = [1 + (used + place) % (layout.num_blocks - 1) for place in range(blocks)]
-            request.tables = [rows for _ in request.tables]
-            request.num_computed, request.num_scheduled, used = start, start + count, used + blocks
-            yield Slice(request, start, count, True, 0)
+
+def slices_of(ranges: Iterable[tuple[int, int]], layout: KVLayout) -> list[Slice]:
+    """Return a slice of a new request for each (start, count). Its blocks hold arbitrary KV."""
+    slices, used = [], 1
+    for number, (start, count) in enumerate(ranges):
+        blocks = cdiv(start + count, layout.block_tokens)
+        request = Request(f"r{number}", [TOKEN] * (start + count), start + count, 8, sampling=GREEDY)
+        table = [1 + (used + place) % (layout.num_blocks - 1) for place in range(blocks)]
+        request.tables = [table for _ in request.tables]
+        request.num_computed, request.num_scheduled, used = start, start + count, used + blocks
+        slices.append(Slice(request, start, count, True, 0))
+    return slices

@@ -1,13 +1,8 @@
 """Tests of the benchmarks of parts of models, at toy size."""
 
-import json
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
-from benchmarks import layers, model_impl
+from benchmarks import layers
 from benchmarks.models import SHAPES
 
 
@@ -26,14 +21,3 @@ def test_as_many_bytes_are_read_as_the_chosen_experts_have() -> None:
     one = 4 * 3 * 16 * 64
     assert num_bytes % one == 0
     assert 2 * 8 * one <= num_bytes <= 2 * 64 * one, "in each of 2 layers, 8 tokens choose 8 to 64 experts"
-
-
-@pytest.mark.exhaustive
-def test_both_ways_to_run_a_model_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out.json"
-    flags = ["--model", "tiny", "--directory", str(tmp_path), "--repeats", "1", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["model_impl", *flags])
-    model_impl.main()
-    (table,) = json.loads(out.read_text())["tables"]
-    assert len(table["rows"]) == len(model_impl.ROWS)
-    assert all(ours > 0 and theirs > 0 for _, ours, theirs, *_ in table["rows"])

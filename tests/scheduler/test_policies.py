@@ -169,4 +169,4 @@ def test_a_preempted_request_is_not_starved_by_requests_that_receive_kv(name: st
 
 def test_the_policy_pages_are_up_to_date() -> None:
     stale = [path.name for path, text in pages().items() if path.read_text() != text]
-    assert not stale, "run python -m benchmarks.policies"
+    assert not stale, "run python -m benchmarks policies"

@@ -13,7 +13,7 @@ from torch.nn.functional import silu, softplus
 
 from engine.batch import Batch, StateBatch
 from engine.kv_pool import KVPool
-from engine.models.spec import DeltaSpec, SsmSpec
+from engine.models.spec import DeltaSpec, RecurrentSpec, SsmSpec
 
 NORM_EPSILON = 1e-6  # epsilon of the norms of queries and keys
 
@@ -27,7 +27,7 @@ class RecurrentLayer:
     to its result. The result is normed in groups of `group` columns.
     """
 
-    spec: DeltaSpec | SsmSpec
+    spec: RecurrentSpec
     first_unit: int
     conv: Tensor  # [conv, channels], the oldest input first
     conv_bias: Tensor | None  # [channels]

@@ -61,6 +61,7 @@ class Runner(Protocol):
     can_run_ahead: bool = False
     ahead: bool = False
     poolings: tuple[str, ...] = ("",)  # the values of `SamplingParams.pooling` that it can compute
+    adapters: ModelAdapters | None = None  # None if the model takes no LoRA adapters
 
     def run(self, step: Step) -> list[SliceOutput]:
         """Launch a step and wait for it. No step may be pending."""
@@ -134,16 +135,11 @@ class TorchRunner(Runner):
         self._masks = MaskFiller()
         self._worker: ThreadPoolExecutor | None = None
         self._draws: list[DrawResult] | None = None  # draws of the last step; None if it failed
-        self.adapters: ModelAdapters | None = None  # None if the model takes no LoRA adapters
         self._pooler = Pooler()
         self.poolings = ("", "logits") if config.has_head else ()
         self.poolings += ("last", "mean") if isinstance(model, Decoder) else ()
         self._encoder: ImageEncoder | None = None
         self._head: DraftHead | None = None
-
-    def use_adapters(self, adapters: ModelAdapters) -> None:
-        """Compute requests with these adapters of the model."""
-        self.adapters = adapters
 
     def use_encoder(self, encoder: ImageEncoder) -> None:
         """If an image of a request has no features, use those that this encoder keeps."""

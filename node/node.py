@@ -216,7 +216,7 @@ class Node:
             incarnation_id=self.state.info.incarnation_id,
             images_encoded=0 if encoder is None else encoder.num_encoded,
             images_cached=0 if encoder is None else encoder.num_cached,
-            num_routers=self.sessions.num_attached,
+            num_routers=self.sessions.num_routers,
         )
 
     def report_stuck(self, reason: str) -> None:

@@ -22,7 +22,6 @@ from engine.cuda.kv.pool import NAME as POOL
 from engine.cuda.kv.pool import PoolClient, PoolOwner, descriptor_file
 from engine.cuda.memory import DeviceMemory
 from engine.engine import Engine
-from engine.lora.loader import adapter_loader
 from engine.options import BuildOptions, check_channel
 from engine.runner import set_ahead
 from engine.startup import EngineComponents, stage
@@ -214,9 +213,8 @@ class NodeProcess:
         cleanup.push_async_callback(node.close_adapters)
         registry = announcer(settings.registry, settings.cluster, settings.heartbeat_s, self.resolve)
         set_role = unary(partial(node.set_role, registry, lifetime.draining))
-        allowed = settings.allow_runtime_lora_updating
-        loader = adapter_loader(self.components.runner, settings.max_lora_rank) if allowed else None
-        set_adapter = unary(RuntimeAdapters(node, registry, loader).set_adapter)
+        adapters = self.components.runner.adapters if settings.allow_runtime_lora_updating else None
+        set_adapter = unary(RuntimeAdapters(node, registry, adapters).set_adapter)
         server = RpcServer({ATTACH: node.attach, SET_ROLE: set_role, SET_ADAPTER: set_adapter, **node.handlers()})
         port = await listen(server.start, settings.host, settings.port, "--port")
         cleanup.push_async_callback(server.close)

@@ -110,10 +110,6 @@ class RouterSessions:
     def num_routers(self) -> int:
         return len(self._streams)
 
-    @property
-    def num_attached(self) -> int:
-        return len(self._streams)
-
     def is_attached(self, router: str) -> bool:
         return router in self._streams
 

@@ -2,7 +2,6 @@
 
 from engine.linear import LinearFormat
 from engine.lora.linear import ModelAdapters
-from engine.lora.loader import AdapterLoader
 from engine.models.decoder import Decoder, LanguageModel
 from engine.options import BuildOptions, lora_adapters
 from engine.runner import TorchRunner
@@ -16,9 +15,9 @@ def use_adapters(options: BuildOptions, runner: TorchRunner, model: LanguageMode
     """
     if not isinstance(model, Decoder):
         return
-    runner.use_adapters(adapters := ModelAdapters(model, linear))
-    loader, given = AdapterLoader(adapters, options.max_lora_rank), lora_adapters(options)
+    runner.adapters = adapters = ModelAdapters(model, linear, options.max_lora_rank)
+    given = lora_adapters(options)
     if given:
         with stage(f"loading {len(given)} LoRA adapters", "give fewer --lora-modules"):
             for directory in {one.digest: one.directory for one in given}.values():
-                loader.add(loader.read(directory))
+                adapters.add(adapters.read(directory))

@@ -31,6 +31,15 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter that was read: its digest (see `lora_digest`), and the update of each module (see `read_lora`)."""
+
+    digest: str
+    directory: Path
+    updates: "dict[str, LowRank]"
+
+
+@dataclass(frozen=True, slots=True)
 class LowRank:
     """The update of one module. The module's input is multiplied by `down` and then by `up`, which includes the scale;
     the result is added to the module's output."""

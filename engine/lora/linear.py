@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.kernels import StepKernels
 from engine.linear import Linear, LinearFormat, Lookup
-from engine.lora.files import LowRank
+from engine.lora.files import AdapterFiles, LowRank, lora_digest, read_lora
 from engine.models.decoder import AttentionDecoderLayer, Decoder, DecoderLayer
 from engine.models.families import FAMILIES
 from engine.models.load import qkv_rows
@@ -83,30 +83,38 @@ class AdaptedMlp(Mlp):
 
 @dataclass(slots=True)
 class ModelAdapters:
-    """The adapters of a model. They may be added and removed between two steps, on the thread that runs the steps."""
+    """The adapters of a model, with ranks up to `max_rank`.
+
+    They may be added and removed between two steps, on the thread that runs the steps.
+    """
 
     model: Decoder
     linear: LinearFormat
+    max_rank: int = 64
     rows: AdaptedRows = field(default_factory=AdaptedRows)
     matrices: list[AdaptedLinear] = field(default_factory=list)
 
-    def add(self, digest: str, updates: dict[str, LowRank], directory: Path) -> None:
-        """Add the adapter with these updates, which were read from `directory`.
+    def read(self, directory: Path) -> AdapterFiles:
+        """Read an adapter, on any thread. Raises ValueError or OSError if it cannot be served."""
+        return AdapterFiles(lora_digest(directory), directory, read_lora(directory, self.max_rank))
+
+    def add(self, files: AdapterFiles) -> None:
+        """Add an adapter.
 
         Matrices of attention and of MLPs are adapted. Raises ValueError, which names the module, for updates of other
         modules: experts, latent attention, recurrent layers, embeddings and the output head.
         """
-        adapter = _Adapter(self, digest, updates)
+        adapter = _Adapter(self, files.digest, dict(files.updates))
         try:
             for index in range(len(self.model.layers)):
                 adapter.update_layer(index)
             if adapter.left:
                 raise ValueError(
-                    f"{directory}: module {min(adapter.left)[:120]} of the adapter is not a matrix of attention or of "
-                    f"an MLP of {self.model.config.architecture}, so it cannot be adapted"
+                    f"{files.directory}: module {min(adapter.left)[:120]} of the adapter is not a matrix of attention "
+                    f"or of an MLP of {self.model.config.architecture}, so it cannot be adapted"
                 )
         except ValueError:
-            self.remove(digest)
+            self.remove(files.digest)
             raise
 
     def remove(self, digest: str) -> None:

@@ -94,8 +94,7 @@ def read_eagle(path: Path, config: ModelConfig) -> EagleSpec:
     for key, size in ((own, config.hidden_size), ("vocab_size", config.vocab_size)):
         if keys.size(key) != size:
             keys.refuse(key, f"the model has {size}; take the EAGLE-3 checkpoint that was trained for it")
-    bias = keys.flag("attention_bias")
-    attention = common.attention(keys, qkv_bias=bias, output_bias=bias)
+    attention = common.attention(keys, biased=keys.flag("attention_bias"))
     for key, value, size in (
         ("num_key_value_heads", attention.kv_heads, config.num_kv_heads),
         ("head_dim", attention.head_dim, config.head_dim),

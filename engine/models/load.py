@@ -26,12 +26,12 @@ from engine.models.mlp import Mlp
 from engine.models.recurrent import inner_rows, recurrent_weights
 from engine.models.spec import (
     AttentionSpec,
-    DeltaSpec,
     LatentSpec,
     LayerSpec,
     MlpSpec,
     ModelConfig,
     MoeSpec,
+    RecurrentSpec,
     SsmSpec,
     unit_sizes,
 )
@@ -181,8 +181,8 @@ class _Loader:
         prefix, names, hidden = prefix or f"model.layers.{index}.", self.names, self.config.hidden_size
         attention, mlp = spec.mixer, spec.mlp
         before = [layer.mixer for layer in self.config.layers[:index]]
-        if isinstance(attention, DeltaSpec | SsmSpec):
-            first = sum(len(unit_sizes(one)) for one in before if isinstance(one, DeltaSpec | SsmSpec))
+        if isinstance(attention, RecurrentSpec):
+            first = sum(len(unit_sizes(one)) for one in before if isinstance(one, RecurrentSpec))
             return self.recurrent_layer(prefix, attention, mlp, first)
         place = sum(isinstance(one, AttentionSpec | LatentSpec) for one in before)
         if isinstance(attention, LatentSpec):
@@ -218,7 +218,7 @@ class _Loader:
         )  # fmt: skip
 
     def recurrent_layer(
-        self, prefix: str, spec: DeltaSpec | SsmSpec, mlp: MlpSpec | MoeSpec, first: int
+        self, prefix: str, spec: RecurrentSpec, mlp: MlpSpec | MoeSpec, first: int
     ) -> RecurrentDecoderLayer:
         own, hidden = f"{prefix}{self.names.recurrent}.", self.config.hidden_size
         biased = isinstance(spec, SsmSpec) and spec.bias

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.models.spec import DeltaSpec, SsmSpec
+from engine.models.spec import RecurrentSpec, SsmSpec
 from engine.recurrence import RecurrentLayer
 
 
@@ -23,7 +23,7 @@ class InnerRows:
     steps: Tensor
 
 
-def inner_rows(spec: DeltaSpec | SsmSpec, names: tuple[str, ...]) -> InnerRows:
+def inner_rows(spec: RecurrentSpec, names: tuple[str, ...]) -> InnerRows:
     """Return the rows for the projections `names`.
 
     Qwen3.5 has four projections: inputs, gate, strengths and steps. Qwen3-Next has two, in which the rows of each key
@@ -45,9 +45,7 @@ def inner_rows(spec: DeltaSpec | SsmSpec, names: tuple[str, ...]) -> InnerRows:
     return InnerRows([channels + inner, 2 * heads], inputs, ordered)
 
 
-def recurrent_weights(
-    take: Callable[..., Tensor], prefix: str, spec: DeltaSpec | SsmSpec, first_unit: int
-) -> RecurrentLayer:
+def recurrent_weights(take: Callable[..., Tensor], prefix: str, spec: RecurrentSpec, first_unit: int) -> RecurrentLayer:
     """Read the weights of a recurrent layer apart from its projections."""
     heads, is_ssm = spec.value_heads, isinstance(spec, SsmSpec)
     conv = take(f"{prefix}conv1d.weight", spec.channels, 1, spec.conv).float()

@@ -118,8 +118,8 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaSpec:
-    """A gated delta rule (Yang et al. 2024) of one layer, after a short causal convolution of `conv` tokens.
+class RecurrentSpec:
+    """A layer with a recurrent state, after a short causal convolution of `conv` tokens.
 
     A query or key head serves value_heads / key_heads consecutive value heads. The recurrent state of a value head is
     a matrix [key_dim, value_dim].
@@ -133,15 +133,14 @@ class DeltaSpec:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """(Number of heads, size of a head) for queries, keys and values, in the order of the convolution's
+        """The number of heads and the size of a head of each input of the recurrence, in the order of the convolution's
         channels."""
-        return (self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+        raise NotImplementedError
 
     @property
     def columns(self) -> tuple[int, int, int]:
         """The first channels of queries, keys and values."""
-        keys = self.key_heads * self.key_dim
-        return 0, keys, 2 * keys
+        raise NotImplementedError
 
     @property
     def channels(self) -> int:
@@ -155,41 +154,38 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class SsmSpec:
-    """A selective state space (Mamba-2, Dao and Gu 2024) of one layer, after a short causal convolution.
+class DeltaSpec(RecurrentSpec):
+    """A gated delta rule (Yang et al. 2024) of one layer. The inputs of the recurrence are queries, keys and values."""
 
-    The fields have the same names as in `DeltaSpec`. A group's vector C takes the place of a query, its vector B that
-    of a key, each with `key_dim` dimensions (the state's size). A head's inputs x take the place of its value. The
-    projections have biases if `bias` is true, and the convolution has one if `conv_bias` is true.
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        return (self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+
+    @property
+    def columns(self) -> tuple[int, int, int]:
+        keys = self.key_heads * self.key_dim
+        return 0, keys, 2 * keys
+
+
+@dataclass(frozen=True, slots=True)
+class SsmSpec(RecurrentSpec):
+    """A selective state space (Mamba-2, Dao and Gu 2024) of one layer.
+
+    A group's vector C takes the place of a query, and its vector B that of a key, each with `key_dim` dimensions (the
+    state's size). The inputs x of a head take the place of its value. The convolution's channels are in the order x, B,
+    C. The projections have biases if `bias` is true, and the convolution has one if `conv_bias` is true.
     """
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv: int
     conv_bias: bool = True
     bias: bool = False
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """(Number of heads, size of a head) for x, B and C, in the order of the convolution's channels."""
         return (self.value_heads, self.value_dim), (self.key_heads, self.key_dim), (self.key_heads, self.key_dim)
 
     @property
     def columns(self) -> tuple[int, int, int]:
-        """The first channels of C, B and x."""
         return self.inner + self.key_heads * self.key_dim, self.inner, 0
-
-    @property
-    def channels(self) -> int:
-        """The number of channels of the convolution."""
-        return sum(heads * size for heads, size in self.parts)
-
-    @property
-    def inner(self) -> int:
-        """The size of the layer's result for a token, before the output projection."""
-        return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +233,7 @@ class LayerSpec:
     (Gemma 4).
     """
 
-    mixer: AttentionSpec | LatentSpec | DeltaSpec | SsmSpec
+    mixer: AttentionSpec | LatentSpec | RecurrentSpec
     mlp: MlpSpec | MoeSpec
     post_norms: bool = False
     alongside: MoeSpec | None = None
@@ -309,7 +305,7 @@ class ModelConfig:
         return list(dict.fromkeys(spec.rope for spec in self.attention))
 
 
-def unit_sizes(spec: DeltaSpec | SsmSpec) -> tuple[int, ...]:
+def unit_sizes(spec: RecurrentSpec) -> tuple[int, ...]:
     """Return the sizes of the units of one layer's state, in float32 elements.
 
     First come the last `conv` - 1 inputs of the convolution, [conv - 1, size], of each head of each part, the oldest
@@ -321,7 +317,7 @@ def unit_sizes(spec: DeltaSpec | SsmSpec) -> tuple[int, ...]:
 
 def state_units(config: ModelConfig) -> tuple[int, ...]:
     """Return the sizes of the units of a request's state, in float32 elements: layer by layer, see `unit_sizes`."""
-    recurrent = (layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaSpec | SsmSpec))
+    recurrent = (layer.mixer for layer in config.layers if isinstance(layer.mixer, RecurrentSpec))
     return (*(size for spec in recurrent for size in unit_sizes(spec)), *config.units)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.batch import BlockRows, StateBatch, build
 from engine.kernels import Kernels
 from engine.kv_pool import KVPool
-from engine.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelConfig, SsmSpec
+from engine.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelConfig, RecurrentSpec, SsmSpec
 from engine.recurrence import RecurrentLayer
 from scheduler.request import StateUse
 from shared.kv.layout import KVLayout
@@ -30,7 +30,7 @@ class Scene:
 
     def __init__(
         self,
-        spec: DeltaSpec | SsmSpec,
+        spec: RecurrentSpec,
         kernels: Callable[[ModelConfig, KVPool], Kernels],
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine.attention import plan_tables
 from engine.batch import BlockRows, build
 from engine.linear import Plain
-from engine.lora.files import CONFIG, WEIGHTS, lora_digest, read_lora
+from engine.lora.files import CONFIG, WEIGHTS, AdapterFiles, lora_digest, read_lora
 from engine.lora.linear import AdaptedRows, ModelAdapters
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
@@ -43,7 +43,7 @@ __all__ = ["every_backend"]  # applies to every test here
 def adapted_rows(model: Decoder, adapters: dict[str, Path], max_rank: int = 8) -> AdaptedRows:
     added = ModelAdapters(model, Plain(torch.float32))
     for digest, directory in adapters.items():
-        added.add(digest, read_lora(directory, max_rank), directory)
+        added.add(AdapterFiles(digest, directory, read_lora(directory, max_rank)))
     return added.rows
 
 

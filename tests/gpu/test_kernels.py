@@ -30,7 +30,7 @@ from engine.cuda.attention import TritonAttention
 from engine.cuda.draw import draw
 from engine.cuda.layer import TritonKernels
 from engine.cuda.selection import FLOAT8_CAPABILITY
-from engine.models.spec import DeltaSpec, SsmSpec
+from engine.models.spec import DeltaSpec, RecurrentSpec, SsmSpec
 from tests.engine.recurrent_scene import SPECS
 from tests.gpu_less.layers import check_experts, check_recurrence, triton_step
 
@@ -88,7 +88,7 @@ def test_heads_of_twice_the_size(dtype: torch.dtype, head_dim: int) -> None:
     "spec",
     [*SPECS.values(), DeltaSpec(16, 32, 128, 128, 4), SsmSpec(1, 48, 128, 64, 4)],  # the last: Qwen3.5 9B, Granite 4
 )
-def test_recurrent_layers(dtype: torch.dtype, spec: DeltaSpec | SsmSpec) -> None:
+def test_recurrent_layers(dtype: torch.dtype, spec: RecurrentSpec) -> None:
     steps = [{0: 50, 1: 1, 2: 64}, {0: 49, 2: 300}, {0: 1, 2: 1}]
     check_recurrence(spec, DEVICE, (100, 1, 365), steps, {0: 64, 2: 128}, dtype)
 

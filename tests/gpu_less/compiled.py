@@ -26,7 +26,7 @@ from engine.cuda.products import TritonExperts, TritonGroupedLinear
 from engine.formats.forms import INTEGERS, GroupedWeight
 from engine.kv_pool import KVPool
 from engine.models.kv_places import kv_places
-from engine.models.spec import DeltaSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, SsmSpec
+from engine.models.spec import DeltaSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, RecurrentSpec, SsmSpec
 from engine.recurrence import RecurrentLayer
 from shared.kv.layout import KVLayout
 from tests.gpu_less.contract import FLOAT8, NAMES, TensorMemory, batch_of, config_of
@@ -185,7 +185,7 @@ def experts(dtype: torch.dtype, quantized: bool) -> None:
         linear(empty(rows, width, dtype=dtype), empty(count, dtype=torch.int64))
 
 
-def recurrent(spec: DeltaSpec | SsmSpec, dtype: torch.dtype) -> None:
+def recurrent(spec: RecurrentSpec, dtype: torch.dtype) -> None:
     layers = LayerSpec(spec, MlpSpec(64)), *config_of(64, 2, 1, 128).layers[:1]
     config = ModelConfig("Test", 64, 100, layers, 1e-6, False, 4096)
     layout = KVLayout(NUM_BLOCKS, 1, 1, 1024, 128, NAMES[dtype])

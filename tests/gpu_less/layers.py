@@ -11,13 +11,13 @@ from engine.cuda.products import TritonExperts, TritonFormat
 from engine.formats.forms import INTEGERS, GroupedWeight
 from engine.kernels import StepKernels, TorchKernels
 from engine.linear import Linear
-from engine.models.spec import DeltaSpec, SsmSpec
+from engine.models.spec import RecurrentSpec
 from tests.engine.recurrent_scene import Scene
 from tests.gpu_less.contract import TOLERANCE, batch_of, config_of, pool_of
 
 
 def check_recurrence(
-    spec: DeltaSpec | SsmSpec,
+    spec: RecurrentSpec,
     device: torch.device,
     lengths: tuple[int, ...],
     steps: list[dict[int, int]],

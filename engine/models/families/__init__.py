@@ -8,10 +8,8 @@ from engine.formats.scheme import read_scheme
 from engine.models.config import ConfigReader, check_architecture, eos_token_ids, read_json
 from engine.models.families import experts, gemma, hybrid, latent, llama
 from engine.models.spec import ModelConfig
-from engine.models.weight_map import ExpertNames, WeightMap
+from engine.models.weight_map import LLAMA, ExpertNames, WeightMap
 from shared.model_files import is_multimodal, text_values
-
-LLAMA = WeightMap()
 
 
 @dataclass(frozen=True, slots=True)

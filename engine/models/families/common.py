@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.models.config import ConfigReader
-from engine.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelConfig, Rope
+from engine.models.spec import Activation, AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, Rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -35,8 +35,20 @@ def model(keys: ConfigReader, layers: Sequence[LayerSpec], **more: Any) -> Model
     )
 
 
-def attention(keys: ConfigReader, default_head_dim: int = 0, **more: Any) -> AttentionSpec:
-    """Return the attention of all layers. If `default_head_dim` is 0, the default is hidden_size / heads."""
+def attention(
+    keys: ConfigReader,
+    default_head_dim: int = 0,
+    *,
+    biased: bool = False,
+    default_theta: float = 10_000.0,
+    default_share: float | None = None,
+    **more: Any,
+) -> AttentionSpec:
+    """Return the attention of all layers; `more` are fields of AttentionSpec.
+
+    If `default_head_dim` is 0, the default is hidden_size / heads. If `biased`, all products of attention have biases.
+    The rotary embedding is read as `rope` does, unless it is in `more`.
+    """
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     kv_heads = keys.size("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -47,8 +59,8 @@ def attention(keys: ConfigReader, default_head_dim: int = 0, **more: Any) -> Att
     if head_dim % 2:
         keys.refuse("head_dim", "it must be even, for rotary embedding")
     if "rope" not in more:
-        more["rope"] = rope(keys, head_dim)
-    return AttentionSpec(heads, kv_heads, head_dim, **more)
+        more["rope"] = rope(keys, head_dim, default_theta, default_share)
+    return AttentionSpec(heads, kv_heads, head_dim, **({"qkv_bias": biased, "output_bias": biased} | more))
 
 
 def mlp(keys: ConfigReader, size: str = "intermediate_size", activation: str = "hidden_act", **more: Any) -> MlpSpec:
@@ -74,6 +86,14 @@ def layer_kinds(
     if any(kind not in supported for kind in kinds):
         keys.refuse("layer_types", f"supported are {' and '.join(supported)}")
     return list(map(str, kinds))
+
+
+def sparse_model(
+    keys: ConfigReader, mixer: AttentionSpec | LatentSpec, moe: MoeSpec, is_sparse: Callable[[int], bool]
+) -> ModelConfig:
+    """Return a model whose layers have the experts `moe` if `is_sparse(index)`, and an MLP otherwise."""
+    layers = range(keys.size("num_hidden_layers"))
+    return model(keys, [LayerSpec(mixer, moe if is_sparse(index) else mlp(keys)) for index in layers])
 
 
 def windowed(attention: AttentionSpec, kinds: Sequence[str], window: int) -> list[AttentionSpec]:

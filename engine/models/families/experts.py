@@ -25,18 +25,14 @@ def qwen2_moe(keys: ConfigReader) -> ModelConfig:
 
 
 def qwen3_moe(keys: ConfigReader) -> ModelConfig:
-    bias = keys.flag("attention_bias")
     # Unlike Qwen 3, Qwen 3 MoE derives the size of a head from the hidden size.
-    attention = common.attention(keys, qk_norm=True, qkv_bias=bias, output_bias=bias)
+    attention = common.attention(keys, qk_norm=True, biased=keys.flag("attention_bias"))
     return _model(keys, attention, _qwen(keys, 128, 8), is_sparse(keys))
 
 
 def glm4_moe(keys: ConfigReader) -> ModelConfig:
-    bias = keys.flag("attention_bias")
-    attention = common.attention(
-        keys, QWEN3_HEAD_DIM, rope=None, qk_norm=keys.flag("use_qk_norm"), qkv_bias=bias, output_bias=False
-    )
-    attention = replace(attention, rope=common.rope(keys, attention.head_dim, default_share=0.5))
+    bias, norm = keys.flag("attention_bias"), keys.flag("use_qk_norm")
+    attention = common.attention(keys, QWEN3_HEAD_DIM, default_share=0.5, qk_norm=norm, qkv_bias=bias)
     dense = keys.values.get("first_k_dense_replace", 1)
     return _model(keys, attention, sigmoid_moe(keys), lambda index: index >= dense)
 
@@ -44,8 +40,7 @@ def glm4_moe(keys: ConfigReader) -> ModelConfig:
 def gpt_oss(keys: ConfigReader) -> ModelConfig:
     for key, supported in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         keys.require(key, supported, supported)
-    bias = keys.flag("attention_bias", True)
-    attention = common.attention(keys, 64, sinks=True, qkv_bias=bias, output_bias=bias)
+    attention = common.attention(keys, 64, sinks=True, biased=keys.flag("attention_bias", True))
     kinds = common.layer_kinds(keys, lambda index: FULL if index % 2 else SLIDING)
     expert = MlpSpec(keys.size("intermediate_size"), "clamped_swiglu", bias=True)
     choice = choice_of(keys, "num_local_experts", 128, 4)
@@ -96,5 +91,4 @@ def is_sparse(keys: ConfigReader) -> Callable[[int], bool]:
 
 def _model(keys: ConfigReader, attention: AttentionSpec, moe: MoeSpec, is_sparse: Callable[[int], bool]) -> ModelConfig:
     keys.require("use_sliding_window", False, False)
-    layers = range(keys.size("num_hidden_layers"))
-    return common.model(keys, [LayerSpec(attention, moe if is_sparse(index) else common.mlp(keys)) for index in layers])
+    return common.sparse_model(keys, attention, moe, is_sparse)

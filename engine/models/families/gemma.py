@@ -1,6 +1,7 @@
 """Gemma 2 to 4: layers with windows, norms before and after attention and MLP, and scaled embeddings."""
 
 from dataclasses import replace
+from typing import Any
 
 from engine.models.config import ConfigReader
 from engine.models.families import common
@@ -9,9 +10,7 @@ from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, M
 
 
 def gemma2(keys: ConfigReader) -> ModelConfig:
-    attention = _attention(keys, rope=None)
-    attention = replace(attention, rope=common.rope(keys, attention.head_dim))
-    attention = replace(attention, softcap=_cap(keys, "attn_logit_softcapping", 50.0))
+    attention = _attention(keys, softcap=_cap(keys, "attn_logit_softcapping", 50.0))
     kinds = common.layer_kinds(keys, lambda index: FULL if index % 2 else SLIDING)
     window = keys.size("sliding_window", 4096)
     return _model(keys, common.windowed(attention, kinds, window), _cap(keys, "final_logit_softcapping", 30.0))
@@ -22,8 +21,7 @@ def gemma3(keys: ConfigReader) -> ModelConfig:
     keys.require("use_bidirectional_attention", False, False)
     pattern = keys.size("sliding_window_pattern", 6)
     kinds = common.layer_kinds(keys, lambda index: SLIDING if (index + 1) % pattern else FULL)
-    attention = _attention(keys, rope=None, qk_norm=True)
-    attention = replace(attention, softcap=_cap(keys, "attn_logit_softcapping", 0.0))
+    attention = _attention(keys, rope=None, qk_norm=True, softcap=_cap(keys, "attn_logit_softcapping", 0.0))
     ropes = _ropes(keys, attention.head_dim)
     windowed = common.windowed(attention, kinds, keys.size("sliding_window", 4096))
     layers = [replace(one, rope=ropes[kind]) for one, kind in zip(windowed, kinds, strict=True)]
@@ -38,8 +36,8 @@ def gemma4(keys: ConfigReader) -> ModelConfig:
         keys.refuse("num_kv_shared_layers", "Gemma 4 with layers that share KV (E2B, E4B) is not supported")
     if keys.values.get("use_bidirectional_attention") == "all":
         keys.refuse("use_bidirectional_attention", "only causal attention of text is supported")
-    bias = keys.flag("attention_bias")
-    attention = common.attention(keys, 256, rope=None, qk_norm=True, qkv_bias=bias, output_bias=bias, norms_values=True)
+    biased = keys.flag("attention_bias")
+    attention = common.attention(keys, 256, rope=None, qk_norm=True, biased=biased, norms_values=True)
     kinds = common.layer_kinds(keys, lambda index: SLIDING if (index + 1) % 6 else FULL)
     kv_heads, head_dim = _global_heads(keys, attention, kinds)
     given = keys.nested("rope_parameters")
@@ -112,9 +110,8 @@ def _ropes(keys: ConfigReader, head_dim: int) -> dict[str, Rope]:
     return found
 
 
-def _attention(keys: ConfigReader, **more: object) -> AttentionSpec:
-    bias = keys.flag("attention_bias")
-    attention = common.attention(keys, 256, qkv_bias=bias, output_bias=bias, **more)
+def _attention(keys: ConfigReader, **more: Any) -> AttentionSpec:
+    attention = common.attention(keys, 256, biased=keys.flag("attention_bias"), **more)
     scale = (attention.head_dim / keys.positive("query_pre_attn_scalar", 256)) ** 0.5
     return replace(attention, query_scale=scale)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from engine.models.config import ConfigReader
 from engine.models.families import common
@@ -36,9 +37,8 @@ def qwen_moe(keys: ConfigReader, num_experts: int, top_k: int) -> MoeSpec:
 
 def delta_model(keys: ConfigReader, feeds: Sequence[MlpSpec | MoeSpec]) -> ModelConfig:
     """Return a model of Qwen3-Next's kind, with these MLPs or experts."""
-    bias = keys.flag("attention_bias")
-    attention = common.attention(keys, 256, rope=None, qk_norm=True, qkv_bias=bias, output_bias=bias, gated=True)
-    attention = replace(attention, rope=common.rope(keys, attention.head_dim, default_share=0.25))
+    biased = keys.flag("attention_bias")
+    attention = common.attention(keys, 256, default_share=0.25, qk_norm=True, biased=biased, gated=True)
     delta = DeltaSpec(
         keys.size("linear_num_key_heads", 16), keys.size("linear_num_value_heads", 32),
         keys.size("linear_key_head_dim", 128), keys.size("linear_value_head_dim", 128),
@@ -56,10 +56,8 @@ def delta_model(keys: ConfigReader, feeds: Sequence[MlpSpec | MoeSpec]) -> Model
 def granite_hybrid(keys: ConfigReader) -> ModelConfig:
     """Read Granite 4. Most layers have a state space, and the others have attention. In a model, all layers have
     experts and a shared expert, or all have only the shared expert."""
-    bias = keys.flag("attention_bias")
-    attention = common.attention(keys, qkv_bias=bias, output_bias=bias, rope=None)
-    if keys.values.get("position_embedding_type") == "rope":
-        attention = replace(attention, rope=common.rope(keys, attention.head_dim))
+    unrotated: dict[str, Any] = {} if keys.values.get("position_embedding_type") == "rope" else {"rope": None}
+    attention = common.attention(keys, biased=keys.flag("attention_bias"), **unrotated)
     scale = keys.positive("attention_multiplier", 1.0) * attention.head_dim**0.5
     inner = keys.size("mamba_expand", 2) * keys.size("hidden_size")
     heads = keys.size("mamba_n_heads", 128)

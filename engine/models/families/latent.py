@@ -1,13 +1,12 @@
 """Models with latent attention: DeepSeek V2, V3 and R1, GLM-4.7-Flash, Mistral Small 4."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 from engine.models.config import ConfigReader
 from engine.models.families import common
 from engine.models.families.experts import sigmoid_moe
-from engine.models.spec import LatentSpec, LayerSpec, ModelConfig, MoeSpec, Rope
+from engine.models.spec import LatentSpec, ModelConfig, Rope
 
 NO_INDEX = "models that choose tokens by an index (DeepSeek V3.2, GLM-5) are not supported"
 
@@ -22,14 +21,16 @@ def deepseek_v2(keys: ConfigReader) -> ModelConfig:
         keys.refuse("topk_method", "supported are greedy and group_limited_greedy")
     if method == "greedy":
         moe = replace(moe, groups=1, top_groups=1)
-    return _model(keys, latent(keys, 1536, 512, 128, 128), moe, lambda index: index >= dense)
+    return common.sparse_model(keys, latent(keys, 1536, 512, 128, 128), moe, lambda index: index >= dense)
 
 
 def deepseek_v3(keys: ConfigReader) -> ModelConfig:
     dense = _dense_layers(keys, 3)
     keys.require("topk_method", "noaux_tc", "noaux_tc")
     keys.require("scoring_func", "sigmoid", "sigmoid")
-    return _model(keys, latent(keys, 1536, 512, 128, 128), sigmoid_moe(keys, 256), lambda index: index >= dense)
+    return common.sparse_model(
+        keys, latent(keys, 1536, 512, 128, 128), sigmoid_moe(keys, 256), lambda index: index >= dense
+    )
 
 
 def _dense_layers(keys: ConfigReader, default: int) -> int:
@@ -47,7 +48,7 @@ def glm4_moe_lite(keys: ConfigReader) -> ModelConfig:
     layers = keys.size("num_hidden_layers")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers or {*kinds} - {"dense", "sparse"}):
         keys.refuse("mlp_layer_types", f"it must have dense or sparse for each of the {layers} layers")
-    return _model(
+    return common.sparse_model(
         keys, latent(keys, 768, 512, 192, 256), sigmoid_moe(keys, 64, 4),
         lambda index: index >= dense if kinds is None else kinds[index] == "sparse",
     )  # fmt: skip
@@ -56,7 +57,7 @@ def glm4_moe_lite(keys: ConfigReader) -> ModelConfig:
 def mistral4(keys: ConfigReader) -> ModelConfig:
     keys.require("first_k_dense_replace", 0, 0)
     moe = replace(sigmoid_moe(keys, 128, 4), score="softmax", corrects=False)
-    return _model(keys, latent(keys, 1024, 256, 64, 128), moe, lambda index: True)
+    return common.sparse_model(keys, latent(keys, 1024, 256, 64, 128), moe, lambda index: True)
 
 
 def latent(keys: ConfigReader, q_rank: int, kv_rank: int, nope_dim: int, value_dim: int) -> LatentSpec:
@@ -87,8 +88,3 @@ def latent(keys: ConfigReader, q_rank: int, kv_rank: int, nope_dim: int, value_d
             temperature_tokens=given.size("original_max_position_embeddings"),
         )  # fmt: skip
     return replace(spec, query_scale=scale)
-
-
-def _model(keys: ConfigReader, attention: LatentSpec, moe: MoeSpec, is_sparse: Callable[[int], bool]) -> ModelConfig:
-    layers = range(keys.size("num_hidden_layers"))
-    return common.model(keys, [LayerSpec(attention, moe if is_sparse(index) else common.mlp(keys)) for index in layers])

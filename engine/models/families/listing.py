@@ -1,6 +1,6 @@
 """The models that Baton serves, for users to read: published names, and the parts of each family's layers."""
 
-from engine.models.spec import AttentionSpec, DeltaSpec, LatentSpec, ModelConfig, MoeSpec, SsmSpec
+from engine.models.spec import AttentionSpec, LatentSpec, ModelConfig, MoeSpec, RecurrentSpec
 
 WINDOWS, EXPERTS, LATENT, RECURRENT = "sliding windows", "experts", "latent attention", "recurrent layers"
 SINKS, SOFTCAP = "sinks", "soft cap"
@@ -41,7 +41,7 @@ def parts_of(config: ModelConfig) -> tuple[str, ...]:
             named = ((WINDOWS, mixer.window), (SINKS, mixer.sinks), (SOFTCAP, mixer.softcap))
             found.update(name for name, given in named if given)
         found.update(
-            name for name, kind in ((LATENT, LatentSpec), (RECURRENT, DeltaSpec | SsmSpec)) if isinstance(mixer, kind)
+            name for name, kind in ((LATENT, LatentSpec), (RECURRENT, RecurrentSpec)) if isinstance(mixer, kind)
         )
         if isinstance(layer.mlp, MoeSpec) or layer.alongside is not None:
             found.add(EXPERTS)

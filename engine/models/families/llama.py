@@ -11,8 +11,7 @@ QWEN3_HEAD_DIM = 128  # transformers' default for all hidden sizes
 
 
 def llama(keys: ConfigReader) -> ModelConfig:
-    bias = keys.flag("attention_bias")
-    attention = common.attention(keys, qkv_bias=bias, output_bias=bias)
+    attention = common.attention(keys, biased=keys.flag("attention_bias"))
     return uniform(keys, attention, common.mlp(keys, bias=keys.flag("mlp_bias")))
 
 
@@ -39,8 +38,7 @@ def qwen2(keys: ConfigReader) -> ModelConfig:
 
 
 def qwen3(keys: ConfigReader) -> ModelConfig:
-    bias = keys.flag("attention_bias")
-    attention = common.attention(keys, QWEN3_HEAD_DIM, qk_norm=True, qkv_bias=bias, output_bias=bias)
+    attention = common.attention(keys, QWEN3_HEAD_DIM, qk_norm=True, biased=keys.flag("attention_bias"))
     return dense(keys, attention, qwen_kinds(keys))
 
 
@@ -63,26 +61,21 @@ def smollm3(keys: ConfigReader) -> ModelConfig:
     if not isinstance(rotated, list) or len(rotated) < layers or any(one not in (0, 1) for one in rotated):
         keys.refuse("no_rope_layers", f"it must have an entry of 0 or 1 for each of the {layers} layers")
     keys.require("use_sliding_window", False, False)
-    bias = keys.flag("attention_bias")
-    attention = common.attention(keys, qkv_bias=bias, output_bias=bias, rope=None)
-    rope = common.rope(keys, attention.head_dim, default_theta=2_000_000.0)
+    attention = common.attention(keys, biased=keys.flag("attention_bias"), default_theta=2_000_000.0)
     mlp = common.mlp(keys, bias=keys.flag("mlp_bias"))
-    specs = [LayerSpec(replace(attention, rope=rope if one else None), mlp) for one in rotated[:layers]]
+    specs = [LayerSpec(attention if one else replace(attention, rope=None), mlp) for one in rotated[:layers]]
     return common.model(keys, specs, tie_word_embeddings=keys.flag("tie_word_embeddings", True))
 
 
 def phi3(keys: ConfigReader) -> ModelConfig:
     """Phi-3, Phi-4 and Phi-4-mini."""
     window = 0 if keys.values.get("sliding_window") is None else keys.size("sliding_window")
-    attention = common.attention(keys, window=window, rope=None)
-    attention = replace(attention, rope=common.rope(keys, attention.head_dim, default_share=1.0))
-    return uniform(keys, attention, common.mlp(keys))
+    return uniform(keys, common.attention(keys, window=window, default_share=1.0), common.mlp(keys))
 
 
 def granite(keys: ConfigReader) -> ModelConfig:
     """Granite: embeddings, scores, outputs and logits are multiplied by constants."""
-    bias = keys.flag("attention_bias")
-    attention = common.attention(keys, qkv_bias=bias, output_bias=bias)
+    attention = common.attention(keys, biased=keys.flag("attention_bias"))
     scale = keys.positive("attention_multiplier", 1.0) * attention.head_dim**0.5
     return replace(
         uniform(keys, replace(attention, query_scale=scale), common.mlp(keys, bias=keys.flag("mlp_bias"))),

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from safetensors import SafetensorError, safe_open
 
 from engine.formats.scheme import read_scheme
-from engine.models.config import read_json
-from shared.model_files import is_multimodal
+from shared.model_files import is_multimodal, read_object
 
 if TYPE_CHECKING:  # most functions read only headers, and importing torch takes seconds
     import torch
@@ -57,7 +56,7 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the weight files, sorted by name. Raises ValueError if there are none, or if a file in the index is
     missing."""
     if (directory / INDEX).exists():
-        named = read_json(directory / INDEX).get("weight_map")
+        named = read_object(directory / INDEX).get("weight_map")
         if not isinstance(named, dict) or not named:
             raise ValueError(f"{directory / INDEX}: weight_map must map tensors to files")
         return [_inside(directory, name) for name in sorted(set(map(str, named.values())))]
@@ -163,7 +162,7 @@ class Checkpoint:
         self._files = tensor_files(directory)
         self._progress = LoadProgress(directory)
         self._stored = {name: name for name in self._files}
-        if is_multimodal(read_json(directory / "config.json")):
+        if is_multimodal(read_object(directory / "config.json")):
             self._stored = {}
             for name in self._files:
                 own = text_name(name)

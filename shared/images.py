@@ -4,15 +4,15 @@ Routers use the rules to count tokens, and nodes to check and encode pixels. The
 transformers' image processors, which read the same files.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.model_files import read_object
+
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 GEMMA3 = "gemma3"
-MAX_FILE_BYTES = 1 << 20
 MAX_SIDE_RATIO = 200  # limit of Qwen's processor
 BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of filters
 
@@ -83,16 +83,16 @@ def read_image_rules(directory: Path) -> ImageRules | None:
 
     Return None if the model takes no images, or if it has neither preprocessor_config.json nor processor_config.json.
     """
-    config = _object(directory / "config.json")
+    config = read_object(directory / "config.json")
     kind = config.get("model_type")
     if kind not in {*QWEN, GEMMA3} or not isinstance(config.get("vision_config"), dict):
         return None
     file = directory / "preprocessor_config.json"
     if file.is_file():
-        values = _object(file)
+        values = read_object(file)
     else:
         file = directory / "processor_config.json"
-        values = _object(file).get("image_processor", {}) if file.is_file() else {}
+        values = read_object(file).get("image_processor", {}) if file.is_file() else {}
     keys = _Keys(values, file)
     if not values:
         return None
@@ -163,15 +163,3 @@ class _Keys:
         ):
             raise ValueError(f"{self.file}: {name} is {value!r:.40}: it must be a list of 3 numbers")
         return tuple(map(float, value))
-
-
-def _object(file: Path) -> dict[str, Any]:
-    if file.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"{file}: larger than {MAX_FILE_BYTES} bytes")
-    try:
-        value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not valid JSON ({str(error)[:100]}); download it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: not a JSON object")
-    return value

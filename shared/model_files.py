@@ -99,18 +99,21 @@ def _count(config: dict[str, Any], key: str, directory: Path) -> int:
 
 
 def read_object(file: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ConfigError, naming the file, if the file has no readable JSON
-    object."""
+    """Return the JSON object in a file of a model. Raises ConfigError, which names the file, if the file is missing,
+    unreadable, larger than `limit` bytes, or not a JSON object."""
     try:
-        if file.stat().st_size > limit:
-            raise ConfigError(f"{file} is larger than {limit} bytes, so it is not a model's configuration")
-        value = json.loads(file.read_text(encoding="utf-8"))
+        size = file.stat().st_size
+        data = file.read_bytes() if size <= limit else b""
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: missing; a model directory has config.json and *.safetensors") from None
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; --model must name a Hugging Face model directory") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{file} is not JSON: {str(error)[:200]}") from None
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    if size > limit:
+        raise ConfigError(f"{file}: larger than {limit} bytes")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:  # ValueError also if a number has more than 4,300 digits
+        raise ConfigError(f"{file}: not valid JSON ({str(error)[:100]}); download it again") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} is not a JSON object")
+        raise ConfigError(f"{file}: not a JSON object")
     return value

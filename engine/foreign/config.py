@@ -10,9 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from engine.models.config import ConfigReader, eos_token_ids, read_json
+from engine.models.config import ConfigReader, eos_token_ids
 from engine.models.families import FAMILIES, UNSUPPORTED, read_model_config
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from shared.model_files import read_object
 
 OLDEST = (5, 20)
 INSTALL = 'install it with: pip install "baton-serve[models]"'
@@ -31,7 +32,7 @@ def choose_config(directory: Path, model_impl: str) -> ModelConfig:
     """
     if model_impl == "transformers":
         return read_foreign_config(directory)
-    names = read_json(directory / "config.json").get("architectures")
+    names = read_object(directory / "config.json").get("architectures")
     name = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
     if model_impl == "baton" or name in FAMILIES or name in UNSUPPORTED or not is_causal(name):
         return read_model_config(directory)
@@ -45,7 +46,7 @@ def read_foreign_config(directory: Path) -> ModelConfig:
     the reason if the model cannot run this way.
     """
     file = directory / "config.json"
-    keys = ConfigReader(read_json(file), file)
+    keys = ConfigReader(read_object(file), file)
     release = transformers_version()
     if "auto_map" in keys.values:
         keys.refuse("auto_map", "code that comes with a model is never run; use a model without auto_map")

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.models.config import ConfigReader, read_json
+from engine.models.config import ConfigReader
+from shared.model_files import read_object
 
 Layout = Literal["fp8", "int8", "awq", "gptq", "packed int4", "nvfp4", "mxfp4"]
 SUPPORTED = (
@@ -41,7 +42,7 @@ def read_scheme(directory: Path) -> Scheme | None:
     """Return the quantization of a model directory, or None if it has none. Raises ValueError if it is not supported,
     or if a value is invalid."""
     file = directory / "config.json"
-    values = read_json(file)
+    values = read_object(file)
     nested = values.get("text_config")
     for key in ("quantization_config", "compression_config"):
         if values.get(key) is not None:
@@ -51,7 +52,7 @@ def read_scheme(directory: Path) -> Scheme | None:
     file = directory / MODELOPT
     if not file.exists():
         return None
-    given = ConfigReader(read_json(file), file).nested("quantization")
+    given = ConfigReader(read_object(file), file).nested("quantization")
     return None if given.values.get("quant_algo") is None else _modelopt(given)
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.models.config import read_json
 from engine.weights import text_name
+from shared.model_files import read_object
 
 if TYPE_CHECKING:  # `lora_digest` runs before the computing processes start, and importing torch takes seconds
     from torch import Tensor
@@ -84,7 +84,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
             pickled = name == WEIGHTS and (directory / "adapter_model.bin").exists()
             why = "only pickled weights (.bin), which can run code; save the adapter as safetensors" if pickled else ""
             raise ValueError(f"{directory}: has {why or f'no {name}; --lora-modules must name directories of peft'}")
-    config = read_json(directory / CONFIG)
+    config = read_object(directory / CONFIG)
     for key, served in PLAIN.items():
         if config.get(key) not in served:
             raise ValueError(f"{directory / CONFIG}: {key} is {config.get(key)!r:.60}: only {served[0]!r} is served")

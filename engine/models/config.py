@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-MAX_CONFIG_BYTES = 2**20
+from shared.model_files import read_object
+
 MAX_SIZE = 2**31 - 1
 T = TypeVar("T")
 
@@ -74,26 +75,6 @@ class ConfigReader:
         return ConfigReader(values, self._file, f"{self._prefix}{key}.")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a file. Raises ValueError if it is missing, unreadable, over 1 MiB, or not a JSON object."""
-    try:
-        size = file.stat().st_size
-        data = file.read_bytes() if size <= MAX_CONFIG_BYTES else b""
-    except FileNotFoundError:
-        raise ValueError(f"{file}: missing; a model directory has config.json and *.safetensors") from None
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
-    if size > MAX_CONFIG_BYTES:
-        raise ValueError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes")
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:  # ValueError also if a number has more than 4,300 digits
-        raise ValueError(f"{file}: not valid JSON ({str(error)[:100]}); download it again") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{file}: not a JSON object")
-    return values
-
-
 def check_architecture(keys: ConfigReader, supported: Iterable[str]) -> str:
     """Return the architecture's name. Refuse a model that is not `supported`.
 
@@ -112,5 +93,5 @@ def eos_token_ids(keys: ConfigReader, directory: Path, vocab_size: int) -> tuple
     ids = keys.token_ids("eos_token_id", vocab_size)
     file = directory / "generation_config.json"
     if file.exists():
-        ids += ConfigReader(read_json(file), file).token_ids("eos_token_id", vocab_size)
+        ids += ConfigReader(read_object(file), file).token_ids("eos_token_id", vocab_size)
     return tuple(dict.fromkeys(ids))

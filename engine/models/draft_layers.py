@@ -3,10 +3,11 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.models.config import ConfigReader, read_json
+from engine.models.config import ConfigReader
 from engine.models.families import FAMILIES, common
 from engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, ModelConfig, MoeSpec, state_units
 from engine.weights import tensor_files
+from shared.model_files import read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class EagleSpec:
 def read_eagle(path: Path, config: ModelConfig) -> EagleSpec:
     """Read the config.json of an EAGLE-3 checkpoint for a model. Raises ValueError, which names the key, if the
     checkpoint cannot guess for this model."""
-    keys = ConfigReader(read_json(path / "config.json"), path / "config.json")
+    keys = ConfigReader(read_object(path / "config.json"), path / "config.json")
     if config.transformers or not all(isinstance(one.mixer, AttentionSpec) for one in config.layers):
         raise ValueError(
             f"method eagle3: {config.architecture} needs a native family in which all layers have "

@@ -15,7 +15,6 @@ from engine.formats.gguf import GgufCheckpoint
 from engine.formats.reader import UNUSED, QuantizedReader
 from engine.formats.scheme import read_scheme
 from engine.linear import Linear, LinearFormat, Lookup, Plain
-from engine.models.config import read_json
 from engine.models.decoder import AttentionDecoderLayer, Decoder, DecoderLayer, RecurrentDecoderLayer
 from engine.models.draft_head import EagleDecoder, HeadDecoder, PairWeights
 from engine.models.draft_layers import MtpNames, mtp_layer, mtp_names, read_eagle
@@ -37,7 +36,7 @@ from engine.models.spec import (
 )
 from engine.models.weight_map import LLAMA, WeightMap
 from engine.weights import GGUF, Checkpoint, weight_files
-from shared.model_files import is_multimodal
+from shared.model_files import is_multimodal, read_object
 
 Take = Callable[..., Tensor]  # called once per tensor, with its name and shape
 
@@ -56,7 +55,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
         source.finish()
         return model
     scheme, checkpoint = read_scheme(path), Checkpoint(path, device)
-    if config.tie_word_embeddings and is_multimodal(read_json(path / "config.json")):
+    if config.tie_word_embeddings and is_multimodal(read_object(path / "config.json")):
         # Some files state that matrices are tied because that is transformers' default, but have a separate matrix.
         config = replace(config, tie_word_embeddings=checkpoint.dtype_of("lm_head.weight") is None)
     if checkpoint.is_headless and not config.tie_word_embeddings:  # no logits of this head are used

@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model_memory import log_table
-from engine.models.config import MAX_CONFIG_BYTES
 from engine.models.families import read_model_config
 from engine.models.load import load_model
 from engine.models.spec import Rope
 from engine.weights import INDEX, Checkpoint, fingerprint, text_name
 from router.text.model_files import read_model
 from shared import model_files
-from shared.model_files import DEMO_MODEL, OTHER_DEMO_MODELS, resolve
+from shared.model_files import DEMO_MODEL, MAX_CONFIG_BYTES, OTHER_DEMO_MODELS, resolve
 from tests.engine.build import CPU
 from tests.engine.checkpoint_files import CONFIG, entry, raw
 

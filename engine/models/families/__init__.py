@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.formats.scheme import read_scheme
-from engine.models.config import ConfigReader, check_architecture, eos_token_ids, read_json
+from engine.models.config import ConfigReader, check_architecture, eos_token_ids
 from engine.models.families import experts, gemma, hybrid, latent, llama
 from engine.models.spec import ModelConfig
 from engine.models.weight_map import LLAMA, ExpertNames, WeightMap
-from shared.model_files import is_multimodal, text_values
+from shared.model_files import is_multimodal, read_object, text_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ DECODERS = {
 
 def read_model_config(directory: Path) -> ModelConfig:
     """Read config.json and the end tokens of generation_config.json. Raises ValueError if a value is invalid."""
-    keys = ConfigReader(read_json(directory / "config.json"), directory / "config.json")
+    keys = ConfigReader(read_object(directory / "config.json"), directory / "config.json")
     names = keys.values.get("architectures")
     if isinstance(names, list) and len(names) == 1 and str(names[0]) in UNSUPPORTED:
         keys.refuse("architectures", UNSUPPORTED[str(names[0])])

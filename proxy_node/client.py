@@ -3,8 +3,8 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, EventReader, check_supported
+from shared.errors import ConfigError
 from shared.rpc.messages import SubmitRequest
 
 CONNECT_S = 2.0
@@ -113,6 +114,19 @@ class EngineClient:
         """Return the parameters of a new handoff in which the engine pushes the KV of a prompt while it computes it,
         by `generate`. Return None if other engines read the KV, with the parameters of `prefill`."""
         return None
+
+    @contextmanager
+    def describing(self, kind: str, needs: str) -> Iterator[None]:
+        """Raise ConfigError if the block, which reads the server's properties, finds that it is no server of this
+        kind. `needs` says which server is needed."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError):
+            raise ConfigError(f"--engine {self.url}: is no {kind} server; {needs}") from None
+        except EngineFailure as failure:
+            if failure.status == 404:
+                raise ConfigError(f"--engine {self.url}: is no {kind} server ({failure}); {needs}") from None
+            raise
 
     # ---- calls --------------------------------------------------------------------------------------------------
 

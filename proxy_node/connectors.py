@@ -54,8 +54,8 @@ def check_bootstrap(params: object) -> dict[str, Any]:
     return params
 
 
-def read_params(data: bytes, check: Callable[[object], dict[str, Any]] = check_params) -> dict[str, Any]:
-    """Return the parameters of a message. Raises ValueError if they are malformed."""
+def read_params(data: bytes, check: Callable[[object], dict[str, Any]]) -> dict[str, Any]:
+    """Return the parameters in the JSON text `data`. Raises ValueError, as `check` does, if they are malformed."""
     if len(data) > MAX_PARAMS_BYTES:
         raise ValueError(f"kv_transfer_params: more than {MAX_PARAMS_BYTES} bytes")
     try:

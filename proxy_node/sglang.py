@@ -15,10 +15,10 @@ from proxy_node.wire import (
     EngineMetrics,
     EngineOutput,
     EventReader,
+    cache_salt,
     likeliest,
     read_metrics,
 )
-from shared.errors import ConfigError
 from shared.rpc.messages import Logprobs, SubmitRequest, unpack_ids
 
 NEEDS = "Baton needs an SGLang server of version 0.5 or newer"
@@ -51,18 +51,12 @@ class SglangEngine(EngineClient):
     bootstrap: Params = None  # the address, if the server is a prefill server
 
     async def describe(self) -> EngineFacts:
-        try:
+        with self.describing("SGLang", NEEDS):
             card = json.loads(await self.get("/v1/models"))["data"][0]
             self.model, max_model_len = str(card["id"]), int(card["max_model_len"])
             info = json.loads(await self.get("/get_server_info"))
             block_tokens = max(BLOCK_TOKENS, int(info["page_size"]))
             num_blocks, version = int(info["max_total_num_tokens"]) // block_tokens, str(info["version"])
-        except (LookupError, TypeError, ValueError):
-            raise ConfigError(f"--engine {self.url}: is no SGLang server; {NEEDS}") from None
-        except EngineFailure as failure:
-            if failure.status == 404:
-                raise ConfigError(f"--engine {self.url}: is no SGLang server ({failure}); {NEEDS}") from None
-            raise
         dtype = str(info.get("kv_cache_dtype", ""))
         facts = EngineFacts(self.model, version, max_model_len, block_tokens, num_blocks, 1, dtype, "sglang", "", "")
         if (mode := info.get("disaggregation_mode") or "null") == "null":
@@ -156,8 +150,8 @@ def generate_body(submit: SubmitRequest, tokens: list[int]) -> dict[str, Any]:
         "return_logprob": sampling.logprobs is not None,
         "top_logprobs_num": sampling.logprobs or 0,
     }
-    if salt := submit.salt if submit.share_prefix else submit.salt + b"\0" + submit.id.encode():
-        body["extra_key"] = salt.hex()
+    if salt := cache_salt(submit):
+        body["extra_key"] = salt
     return body
 
 

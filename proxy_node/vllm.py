@@ -7,7 +7,6 @@ from typing import Any
 from proxy_node.client import ANSWER_S, MAX_ANSWER_BYTES, EngineClient, EngineFacts, Params, headers_of, read
 from proxy_node.connectors import PREFILL_PARAMS, check_params
 from proxy_node.wire import (
-    EngineFailure,
     EngineMetrics,
     EngineOutput,
     EventReader,
@@ -28,17 +27,10 @@ class VllmEngine(EngineClient):
     # ---- the server ---------------------------------------------------------------------------------------------
 
     async def describe(self) -> EngineFacts:
-        """Ask the server for its properties. Raises ConfigError, which says how to fix it, if it cannot be used."""
-        try:
+        with self.describing("vLLM", NEEDS):
             card = json.loads(await self.get("/v1/models"))["data"][0]
             self.model, max_model_len = str(card["id"]), int(card["max_model_len"])
             version = str(json.loads(await self.get("/version"))["version"])
-        except (LookupError, TypeError, ValueError):
-            raise ConfigError(f"--engine {self.url}: is no vLLM server; {NEEDS}") from None
-        except EngineFailure as failure:
-            if failure.status == 404:
-                raise ConfigError(f"--engine {self.url}: is no vLLM server ({failure}); {NEEDS}") from None
-            raise
         metrics = await self.metrics()
         if metrics.num_engines > 1:
             raise ConfigError(f"--engine {self.url}: has {metrics.num_engines} data-parallel engines; start one each")
@@ -66,11 +58,6 @@ class VllmEngine(EngineClient):
     def generate(
         self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any] | None = None
     ) -> AsyncIterator[EngineOutput]:
-        """Yield the tokens that continue `tokens`, until an output has `finish`. To abort, close the iterator. With
-        `params`, the engine reads the KV of `tokens` from another engine.
-
-        Raises ValueError at once if vLLM does not support the request.
-        """
         body = completion_body(submit, tokens, self.model, params)
         reader = EventReader(len(tokens), body["max_tokens"], self.vocab_size, body["logprobs"] or 0)
         return self.stream("/v1/completions", submit, body, reader)
@@ -81,8 +68,6 @@ class VllmEngine(EngineClient):
     async def prefill(
         self, submit: SubmitRequest, tokens: list[int], *, keeps: bool = True
     ) -> tuple[EngineOutput, Params]:
-        """Compute `tokens`. Return the next token, and the parameters with which another engine reads the KV, or None
-        if the engine does not keep it or has no connector. Raises ValueError if an engine cannot take the request."""
         body = completion_body(submit, tokens, self.model, PREFILL_PARAMS if keeps else None)
         body |= {"max_tokens": 1, "min_tokens": min(1, body["min_tokens"]), "stream": False}
         async with self.call("POST", "/v1/completions", json=body, headers=headers_of(submit)) as answer:

@@ -80,9 +80,15 @@ def completion_body(
         body["seed"] = sampling.seed % 2**63
     if sampling.allowed_tokens:
         body["allowed_token_ids"] = unpack_ids(sampling.allowed_tokens)
-    if salt := submit.salt if submit.share_prefix else submit.salt + b"\0" + submit.id.encode():
-        body["cache_salt"] = salt.hex()
+    if salt := cache_salt(submit):
+        body["cache_salt"] = salt
     return body
+
+
+def cache_salt(submit: SubmitRequest) -> str:
+    """Return the salt of the request's prefix in the engine's cache, in hex digits. Requests with equal salts share
+    prefixes."""
+    return (submit.salt if submit.share_prefix else submit.salt + b"\0" + submit.id.encode()).hex()
 
 
 def check_supported(submit: SubmitRequest) -> None:

@@ -183,7 +183,7 @@ def test_malformed_params_are_refused_before_an_engine_sees_them(name: str, valu
     with pytest.raises(ValueError, match="kv_transfer_params"):
         check_params(PARAMS | {name: value})
     with pytest.raises(ValueError, match="kv_transfer_params"):
-        read_params(json.dumps(PARAMS | {name: value}).encode())
+        read_params(json.dumps(PARAMS | {name: value}).encode(), check_params)
 
 
 async def test_a_lost_prefill_engine_does_not_fail_handed_over_answers() -> None:

@@ -116,19 +116,8 @@ def main() -> None:
             for means in (ours, theirs)
         ]
         limits = f"{pair.ttft_ms:g}, {pair.tbt_ms:g}"
-        rows.append(
-            [
-                number,
-                pair.one,
-                pair.two,
-                pair.rate,
-                limits,
-                *shares,
-                simulated,
-                measured,
-                "yes" if simulated == measured else "no",
-            ]
-        )
+        agrees = "yes" if simulated == measured else "no"
+        rows.append([number, pair.one, pair.two, pair.rate, limits, *shares, simulated, measured, agrees])
         print(rows[-1], flush=True)
     columns = ["pair", "first", "second", "requests/s", "TTFT, TBT ms", "simulated: % within", "measured: % within"]
     columns += ["simulated verdict", "measured verdict", "agree"]

@@ -16,7 +16,7 @@ from scheduler.scheduler import Scheduler, StepLimits
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "policies.md"
-# An invented device: a step of up to 200 tokens takes 10 ms, each further token 40 us more, and attention is added.
+# An invented device: a step of up to 200 tokens takes 10 ms, plus 40 µs for each further token, plus its attention.
 COST = CostModel(
     overhead=2e-3, per_token=4e-5, knee_tokens=200, per_pair=1e-9, per_context=2e-8, per_decode=2e-5, margin=0.0
 )

@@ -59,8 +59,7 @@ def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
 
 
 Devices = Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
-
-
+# Settings that have no effect on vLLM servers, so they are refused together with --engines.
 OF_OUR_NODES = {"devices", "more_models"} | (
     ComputingSettings.model_fields.keys()
     - {*ServingSettings.model_fields, *ProxySettings.model_fields, "cpus", "kv_directory"}

@@ -27,8 +27,8 @@ class RecordedCluster(SimulatedCluster):
     `observer` gets all records with times on the virtual clock, which begins at `epoch_ns` (Unix time).
     """
 
-    def __init__(self, plan: ClusterPlan, observer: RouterObserver, epoch_ns: int, *, seed: int = 0) -> None:
-        super().__init__(plan, skips=False, seed=seed)
+    def __init__(self, plan: ClusterPlan, observer: RouterObserver, epoch_ns: int) -> None:
+        super().__init__(plan, skips=False)
         self._observer, self._epoch_ns = observer, epoch_ns
         self._recorders = {node.info.id: StepRecorder(clock=self.now_ns) for node in self.nodes}
 

@@ -17,6 +17,7 @@ from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource, 
 from compare.main import context_limit
 from compare.options import CompareOptions
 from compare.planning.options import PlanOptions
+from compare.playground.interactive import interpolated
 from compare.run.simulated import UNLIMITED, cluster_plan, outcomes_of
 from compare.stats.measures import miss_causes
 from dashboard.history import RequestHistory
@@ -236,11 +237,7 @@ def block_names(row: TraceRow, index: int, block_tokens: int) -> Iterator[bytes]
 
 
 def _latencies(at_s: float, token_s: Sequence[float]) -> tuple[float, float]:
-    """Return a request's TTFT, and the 99th percentile of its times between tokens, interpolated linearly."""
+    """Return a request's TTFT, and the 99th percentile of its times between tokens."""
     if len(token_s) < 2:
-        return float(token_s[0]) - at_s, 0.0
-    gaps = np.sort(np.diff(token_s))
-    place = 0.99 * (len(gaps) - 1)
-    below = int(place)
-    above = min(below + 1, len(gaps) - 1)
-    return float(token_s[0]) - at_s, float(gaps[below] + (place - below) * (gaps[above] - gaps[below]))
+        return token_s[0] - at_s, 0.0
+    return token_s[0] - at_s, interpolated(np.sort(np.diff(token_s)).tolist(), 0.99)

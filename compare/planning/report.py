@@ -15,6 +15,7 @@ from compare.planning.candidates import REFERENCE_RATE, SAME, Run, Simulations
 from compare.planning.deployment import compose_override, kustomize_component
 from compare.planning.options import PlanOptions
 from compare.planning.search import Measured, SearchResult
+from compare.report.terminal import BOUNDS, show_table
 from compare.stats.capacity import CapacityEstimate, CapacityPoint, balanced, capacity_of, influences, paired_capacities
 from compare.stats.statistics import MIN_PERCENT, TOO_CLOSE, student
 from compare.stats.verdict import CAPACITY, Ranking, rank
@@ -216,12 +217,7 @@ HEADINGS = ["finalist", "req/s", "95 %", "TTFT ms p50", "p99", "TBT p99 ms p50",
 
 def show(plan: Document) -> None:
     """Print the finalists, and the recommendation with its reasons."""
-    lines = [HEADINGS, *map(cells_of, plan["finalists"])]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    typer.echo()
-    for first, *numbers, last in lines:
-        typer.echo("  ".join([first.ljust(widths[0]), *map(str.rjust, numbers, widths[1:]), last]))
-    typer.echo()
+    show_table([HEADINGS, *map(cells_of, plan["finalists"])])
     typer.secho(plan["recommendation"], bold=True)
     same = "no: with half to twice each limit and length, the same mode is better, or neither is clearly better"
     for text in plan["flips"] or [same]:
@@ -232,7 +228,7 @@ def show(plan: Document) -> None:
 def cells_of(one: Document) -> list[str]:
     """Return a finalist's row of the table with the HEADINGS."""
     found, latencies = one["capacity_rps"], one["latencies_ms"]
-    bound = {"above": ">= ", "below": "< "}.get(found["bounded"], "")
+    bound = BOUNDS.get(found["bounded"], "")
     interval = "-" if found["low"] is None or found["high"] is None else f"{found['low']:.1f} to {found['high']:.1f}"
     times = [
         f"{latencies[name][share]:.0f}" if latencies else "-"

@@ -253,12 +253,12 @@ def _row(request: SimulatedRequest, token_s: Sequence[float], cluster: PlayedClu
     return row | {
         "end_ms": round(end_ms, 2),
         "ttft_ms": round(first_ms - MS * request.at_s, 2),
-        "tbt_ms": round(MS * percentile(gaps, 0.99), 2),
+        "tbt_ms": round(MS * interpolated(gaps, 0.99), 2),
         "spans": [*spans, decoding] if len(token_s) > 1 else spans,
     }
 
 
-def percentile(values: Sequence[float], share: float) -> float:
+def interpolated(values: Sequence[float], share: float) -> float:
     """Return a percentile of sorted values, interpolated linearly; 0 if there are none."""
     if not values:
         return 0.0
@@ -283,7 +283,7 @@ def figures(rows: Sequence[Document], query: PlayQuery, plan: ClusterPlan) -> Do
     }
     for name in ("ttft_ms", "tbt_ms"):
         values = sorted(row[name] for row in done)
-        found[name] = {f"p{share}": round(percentile(values, share / 100), 1) for share in (50, 90, 99)}
+        found[name] = {f"p{share}": round(interpolated(values, share / 100), 1) for share in (50, 90, 99)}
     last_ms = max((row.get("end_ms", 0.0) for row in rows), default=0.0)
     gpus = plan.prefill + plan.decode
     tokens = sum(row["answer"] for row in rows if "end_ms" in row)

@@ -28,12 +28,7 @@ def show(report: Document) -> None:
     columns = [column for column in COLUMNS if column[1] in known]
     lines = [["arm", *(heading for heading, *_ in columns), "busy with prompts/decodes %", "top miss cause"]]
     lines += [row_of(report, arm["name"], columns) for arm in report["arms"]]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    typer.echo()
-    for first, *numbers, last in lines:
-        cells = [first.ljust(widths[0]), *map(str.rjust, numbers, widths[1:]), last]
-        typer.echo("  ".join(cells))
-    typer.echo()
+    show_table(lines)
     for problem in report["problems"][1:]:  # the verdict already contains the first problem
         typer.secho(problem, fg="red")
     for note in report["notes"]:
@@ -45,6 +40,15 @@ def show(report: Document) -> None:
     for label, text in (*rows, ("conditions", verdict["conditions"])):
         if text:
             typer.echo(f"  {label + ':':<12}{text}")
+
+
+def show_table(lines: Sequence[Sequence[str]]) -> None:
+    """Print a table between two empty lines. All columns but the first and the last contain numbers."""
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    typer.echo()
+    for first, *numbers, last in lines:
+        typer.echo("  ".join([first.ljust(widths[0]), *map(str.rjust, numbers, widths[1:]), last]))
+    typer.echo()
 
 
 def row_of(report: Document, arm: str, columns: Sequence[Column] = COLUMNS) -> list[str]:

@@ -156,21 +156,21 @@ def outstanding(outcomes: Sequence[Outcome], at_s: Series) -> Series:
     return counts.astype(np.float64)
 
 
-def mser(series: Series, batch: int = BATCH) -> int:
+def mser(series: Series) -> int:
     """Return how many of the first values are warm-up, by MSER-5 (White, Cobb and Spratt, 2000).
 
     The rule minimizes the sum of squared deviations of the remaining batches, divided by the square of their number.
     At most half of the values are cut, because the rule is known to fail beyond that.
     """
-    num_batches = len(series) // batch
+    num_batches = len(series) // BATCH
     if num_batches < 2:
         return 0
-    means = series[: num_batches * batch].reshape(num_batches, batch).mean(axis=1)
+    means = series[: num_batches * BATCH].reshape(num_batches, BATCH).mean(axis=1)
     errors = [
         np.square(means[cut:] - means[cut:].mean()).sum() / (num_batches - cut) ** 2
         for cut in range(num_batches // 2 + 1)
     ]
-    return int(np.argmin(errors)) * batch
+    return int(np.argmin(errors)) * BATCH
 
 
 def is_growing(series: Series) -> bool:

@@ -50,12 +50,12 @@ class Comparison:
     note: str = ""
 
 
-def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def student(values: Sequence[float]) -> Interval:
     """Return the mean with its confidence interval by Student's t distribution."""
     mean, count = fmean(values), len(values)
     if count < 2:
         return Interval(mean, None, None)
-    reach = float(stats.t.ppf((1 + confidence) / 2, count - 1) * stats.sem(values))
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * stats.sem(values))
     return Interval(mean, mean - reach, mean + reach)
 
 

@@ -7,6 +7,7 @@ import { Latency } from "./latency.js";
 import { showEvents, showNodes, showTotals } from "./nodes.js";
 import { Requests } from "./requests.js";
 import { clock, inOrder, isGone, number, say, sayWithCode, span } from "./text.js";
+import { startTheme } from "./theme.js";
 import { Transfers } from "./transfers.js";
 
 const place = (id) => document.getElementById(id);
@@ -75,35 +76,13 @@ startChat(() => model, async (id) => {
   requests.reveal(id);
 });
 
-const dark = matchMedia("(prefers-color-scheme: dark)");
-
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  say(place("theme"), theme === "dark" ? "Light" : "Dark");
-  latency.rebuild();
-  requests.redraw();
-}
-
-/* Stores `theme`, if given, and returns the stored theme: null if there is none, or if the browser forbids storage. */
-function stored(theme) {
-  try {
-    if (theme) localStorage.setItem("baton-theme", theme);
-    return localStorage.getItem("baton-theme");
-  } catch {
-    return null;
-  }
-}
-
-place("theme").addEventListener("click", () => {
-  const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  stored(theme);
-  setTheme(theme);
-});
-dark.addEventListener("change", () => stored() || setTheme(dark.matches ? "dark" : "light"));
 place("pause").addEventListener("click", () => pause(!paused));
 place("window").addEventListener("change", (event) => { lanes.windowMs = Number(event.target.value); });
 addEventListener("resize", () => requests.redraw());
-setTheme(stored() ?? (dark.matches ? "dark" : "light"));
+startTheme(() => {
+  latency.rebuild();
+  requests.redraw();
+});
 
 requestAnimationFrame(function frame(now) {
   lanes.draw(now);

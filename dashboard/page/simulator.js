@@ -1,6 +1,7 @@
 /* The simulator's page. A run is computed by the router (`POST v1/simulate`) or, in the page that needs no server, by
    `batonSimulate`. The settings are in the URL's fragment, so that a link shares them. */
 import { make, ms, number, percent, say } from "./text.js";
+import { startTheme } from "./theme.js";
 import { TOUR } from "./tour.js";
 
 const place = (id) => document.getElementById(id);
@@ -14,8 +15,8 @@ const read = (name) => name === "budget" ? 2 ** Number(fields.budget.value)
   : TEXTS.has(name) ? fields[name].value : Number(fields[name].value);
 const query = () => Object.fromEntries(NAMES.map((name) => [name, read(name)]));
 const DEFAULTS = query();
-const BEST = "The best budget has the most requests within the limits. Among equals, it is the one whose p99 (of TTFT or TBT, "
-  + "whichever is closer) is farthest below its limit.";
+const BEST = "The best budget has the most requests within the limits. If several have equally many, it is the one that "
+  + "stays farthest below the limits: the p99 of TTFT and of TBT are divided by their limits, and the larger one counts.";
 const QUICK_MS = 300, FEWEST = 60, REST_MS = 100; // see `refresh`
 let run = null, playing = 0, timer = 0, newest = 0, stop = new AbortController(), perMs = 0.5, toured = "";
 
@@ -389,14 +390,6 @@ place("tour-next").addEventListener("click", () => tour(step + 1));
 
 /* ---- the rest ---- */
 
-const dark = matchMedia("(prefers-color-scheme: dark)");
-
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  say(place("theme"), theme === "dark" ? "Light" : "Dark");
-  draw();
-}
-
 form.addEventListener("input", () => {
   describe();
   clearTimeout(timer);
@@ -407,8 +400,6 @@ place("best").addEventListener("click", findBest);
 place("time").addEventListener("input", () => { play(false); draw(); });
 place("window").addEventListener("change", draw);
 place("play").addEventListener("click", () => play(!playing));
-place("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
 place("share").addEventListener("click", async () => {
   const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
   say(place("share"), isCopied ? "Copied" : "The address bar has the link");
@@ -417,6 +408,6 @@ place("share").addEventListener("click", async () => {
 addEventListener("hashchange", () => { fromFragment(); refresh(); });
 addEventListener("resize", draw);
 place("home").hidden = Boolean(globalThis.batonSimulate);
-setTheme(dark.matches ? "dark" : "light");
+startTheme(draw);
 fromFragment();
 refresh();

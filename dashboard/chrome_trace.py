@@ -36,14 +36,14 @@ def _steps(pid: int, name: str, ring: StepRing, since_ns: int, max_steps: int) -
     """Yield a node's steps, and samples of its counters."""
     yield _meta(pid, "process_name", name=name)
     yield _meta(pid, "process_sort_index", sort_index=pid)
-    yield _meta(pid, "thread_name", name="passes")
+    yield _meta(pid, "thread_name", name="steps")
     counted_ns = 0
     for row in ring.rows(max(ring.place(since_ns), ring.num_ever - max_steps)):
         parts = (("prompt", row.prefill_tokens), ("decode", row.num_decodes))
         label = " + ".join(f"{what} {count}" for what, count in parts if count)
         arguments = dict(zip(FIELDS, ring.shown(row), strict=True))
         step = _event("X", label, pid, row.start_ns - since_ns, args=arguments)
-        yield step | {"dur": row.duration_us, "cat": "pass"}
+        yield step | {"dur": row.duration_us, "cat": "step"}
         if row.start_ns - counted_ns >= COUNTER_NS:
             counted_ns = row.start_ns
             for what, names in (("blocks", ("owned", "reserved", "cached")), ("requests", ("running", "waiting"))):

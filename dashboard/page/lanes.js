@@ -57,7 +57,7 @@ export class Lanes {
 
   newLane(id) {
     const label = make("small");
-    const canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": `Forward passes of ${id}; arrow keys choose one` });
+    const canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": `Steps of ${id}; arrow keys choose one` });
     const lane = { id, label, canvas, passes: [], shown: null, root: make("div", { class: "lane" }, make("span", {}, `${id} `, label), canvas) };
     canvas.addEventListener("click", (event) => {
       const index = Strip.passAt(this.view(lane), event.offsetX, canvas.clientWidth);
@@ -110,7 +110,7 @@ export class Lanes {
     if (label) this.labelled = now;
     for (const lane of this.lanes.values()) {
       const count = Strip.draw(lane.canvas, this.view(lane));
-      if (label) say(lane.label, counted(count, "pass", "es"));
+      if (label) say(lane.label, counted(count, "step"));
     }
   }
 
@@ -138,7 +138,7 @@ function describe(id, row, sloMs) {
   const why = row[REASON] ? ` (${row[REASON]})` : "";
   const over = sloMs && row[DECODES] && row[DURATION] > sloMs ? ` Over the TBT SLO of ${ms(sloMs)} ms.` : "";
   return [
-    make("p", {}, make("strong", {}, `Pass ${row[NUMBER]} of ${id}: `), parts.join("; ") + "." + over),
+    make("p", {}, make("strong", {}, `Step ${row[NUMBER]} of ${id}: `), parts.join("; ") + "." + over),
     make("p", { class: "note" }, `Budget ${number(row[BUDGET])} tokens${why}.`),
   ];
 }

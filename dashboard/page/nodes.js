@@ -8,7 +8,7 @@ const FACTS = [
   ["Batch", "batch", (node) => batchText(node)],
   ["Queue", "queue", (node) => number(node.waiting)],
   ["Busy", "busy", (node) => percent(node.busy)],
-  ["Passes/s", "passes", (node) => number(node.steps_per_s)],
+  ["Steps/s", "steps", (node) => number(node.steps_per_s)],
   ["Tokens/s", "tokens", (node) => number(node.tokens_per_s)],
   ["Budget", "budget", (node) => number(node.budget || null)],
 ];

@@ -12,7 +12,7 @@ import { Transfers } from "./transfers.js";
 
 const place = (id) => document.getElementById(id);
 
-const lanes = new Lanes(place("lanes"), place("pass"), () => pause(true));
+const lanes = new Lanes(place("lanes"), place("step"), () => pause(true));
 const latency = new Latency(place("latency"));
 const requests = new Requests(place("requests"));
 const transfers = new Transfers(place("transfers"), place("in-flight"));

@@ -8,7 +8,7 @@ export const ms = (value) => number(value, value == null ? 0 : value < 10 ? 2 : 
 
 export const percent = (share) => share == null ? "–" : `${Math.round(share * 100)}%`;
 
-export const counted = (count, name, plural = "s") => `${number(count)} ${name}${count === 1 ? "" : plural}`;
+export const counted = (count, name) => `${number(count)} ${name}${count === 1 ? "" : "s"}`;
 
 export function bytes(size) {
   if (size == null) return "–";

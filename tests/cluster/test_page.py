@@ -40,15 +40,15 @@ def feed(serve: Callable[[Feed], str]) -> tuple[Feed, str]:
     return made, serve(made)
 
 
-def passes_of(page: Any, node: str) -> int:
-    """Return the number of passes of a node that are in view, as the label of its lane states it."""
+def steps_of(page: Any, node: str) -> int:
+    """Return the number of steps of a node that are in view, as the label of its lane states it."""
     labels = page.locator("#lanes .lane span").all_inner_texts()
-    found = [re.fullmatch(rf"{node}\s+([\d,]+) pass(es)?", label) for label in labels]
+    found = [re.fullmatch(rf"{node}\s+([\d,]+) steps?", label) for label in labels]
     return next((int(match[1].replace(",", "")) for match in found if match), 0)
 
 
 def colours_in(page: Any, lane: int) -> set[str]:
-    """Return the kinds of passes whose colours are visible in a lane."""
+    """Return the kinds of steps whose colours are visible in a lane."""
     script = """canvas => {
         const copy = document.createElement('canvas'), seen = new Set();  // for repeated reads
         [copy.width, copy.height] = [canvas.width, canvas.height];
@@ -87,40 +87,40 @@ def test_every_part_is_shown_and_has_a_name(opened: Pages, feed: tuple[Feed, str
     assert page.evaluate(ACCESS) == []
 
 
-def test_the_strip_moves_and_colours_passes_by_their_work(opened: Pages, feed: tuple[Feed, str]) -> None:
+def test_the_strip_moves_and_colours_steps_by_their_work(opened: Pages, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
-    wait_for(lambda: passes_of(page, "decode-0") > 10, "passes in view")
-    before = passes_of(page, "decode-0")
-    wait_for(lambda: passes_of(page, "decode-0") > before + 20, "more passes in view")
+    wait_for(lambda: steps_of(page, "decode-0") > 10, "steps in view")
+    before = steps_of(page, "decode-0")
+    wait_for(lambda: steps_of(page, "decode-0") > before + 20, "more steps in view")
     assert colours_in(page, 0) == {"prefill"}
-    wait_for(lambda: colours_in(page, 2) == {"prefill", "decode", "over"}, "mixed passes over the SLO")
+    wait_for(lambda: colours_in(page, 2) == {"prefill", "decode", "over"}, "mixed steps over the SLO")
 
 
-def test_a_page_that_is_opened_late_shows_earlier_passes(opened: Pages, serve: Callable[[Feed], str]) -> None:
+def test_a_page_that_is_opened_late_shows_earlier_steps(opened: Pages, serve: Callable[[Feed], str]) -> None:
     made = Feed()
     for name in made.ends:
         made.numbers[name], made.ends[name] = 1, made.began_ms + 1e9  # no new steps follow
     page = opened(serve(made))
-    wait_for(lambda: passes_of(page, "decode-0") > 50, "earlier passes")
-    assert passes_of(page, "decode-0") <= 101
+    wait_for(lambda: steps_of(page, "decode-0") > 50, "earlier steps")
+    assert steps_of(page, "decode-0") <= 101
 
 
-def test_a_pass_shows_its_members_by_mouse_and_by_key_and_stops_the_strip(
+def test_a_step_shows_its_members_by_mouse_and_by_key_and_stops_the_strip(
     opened: Pages, feed: tuple[Feed, str]
 ) -> None:
     page = opened(feed[1])
-    wait_for(lambda: passes_of(page, "decode-0") > 100, "passes in view")
+    wait_for(lambda: steps_of(page, "decode-0") > 100, "steps in view")
     lane = page.locator("#lanes canvas").nth(2)
     lane.click(position={"x": lane.bounding_box()["width"] - 60, "y": 40})
-    page.wait_for_selector("#pass li")
+    page.wait_for_selector("#step li")
     assert page.inner_text("#pause") == "Resume"
-    assert page.locator("#pass li.chunk, #pass li.prefill").count() == 1
-    first = int(re.match(r"Pass (\d+) of decode-0", page.inner_text("#pass"))[1])
+    assert page.locator("#step li.chunk, #step li.prefill").count() == 1
+    first = int(re.match(r"Step (\d+) of decode-0", page.inner_text("#step"))[1])
     lane.focus()
     page.keyboard.press("ArrowLeft")
-    page.wait_for_function(f"document.getElementById('pass').textContent.startsWith('Pass {first - 1} of decode-0')")
+    page.wait_for_function(f"document.getElementById('step').textContent.startsWith('Step {first - 1} of decode-0')")
     page.keyboard.press("Escape")
-    assert not page.is_visible("#pass")
+    assert not page.is_visible("#step")
     page.click("#pause")
     assert page.get_attribute("#pause", "aria-pressed") == "false"
 
@@ -294,14 +294,14 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_memory_is_bounded_when_passes_are_many(opened: Pages, serve: Callable[[Feed], str]) -> None:
+def test_memory_is_bounded_when_steps_are_many(opened: Pages, serve: Callable[[Feed], str]) -> None:
     made = Feed(steps_per_s=1000.0)
     for name in made.ends:
-        made.ends[name] -= 40_000.0  # so that 40,000 passes arrive at once, as after a long interruption
+        made.ends[name] -= 40_000.0  # so that 40,000 steps arrive at once, as after a long interruption
     page = opened(serve(made))
     page.select_option("#window", "60000")
-    wait_for(lambda: passes_of(page, "decode-0") > 10_000, "passes in view")
-    assert passes_of(page, "decode-0") <= 25_000
+    wait_for(lambda: steps_of(page, "decode-0") > 10_000, "steps in view")
+    assert steps_of(page, "decode-0") <= 25_000
     page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
@@ -330,9 +330,9 @@ def test_the_page_of_a_running_cluster_is_live(opened: Pages, running: Cluster) 
     work = threading.Thread(target=send)
     work.start()
     try:
-        wait_for(lambda: passes_of(page, "prefill-0") > 0 and passes_of(page, "decode-0") > 20, "passes of both nodes")
-        before = passes_of(page, "decode-0")
-        wait_for(lambda: passes_of(page, "decode-0") > before, "more passes")
+        wait_for(lambda: steps_of(page, "prefill-0") > 0 and steps_of(page, "decode-0") > 20, "steps of both nodes")
+        before = steps_of(page, "decode-0")
+        wait_for(lambda: steps_of(page, "decode-0") > before, "more steps")
         wait_for(lambda: len(answers) > 3, "a few requests")
     finally:
         is_enough.set()
@@ -350,5 +350,5 @@ def test_the_page_of_a_running_cluster_is_live(opened: Pages, running: Cluster) 
     assert "KV transfer" in spans
     page.locator("#lanes canvas").nth(1 if "decode" in page.locator(".lane span").nth(1).inner_text() else 0).focus()
     page.keyboard.press("End")
-    page.wait_for_selector("#pass li")
-    assert page.locator("#pass li").first.inner_text().startswith("cmpl-")
+    page.wait_for_selector("#step li")
+    assert page.locator("#step li").first.inner_text().startswith("cmpl-")

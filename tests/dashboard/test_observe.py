@@ -47,7 +47,7 @@ def test_a_trace_is_valid_and_shows_passes_pushes_and_requests() -> None:
         assert event["ph"] != "X" or event["dur"] >= 0
     names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
     assert sorted(names.values()) == ["decode-0", "prefill-0", "requests"]
-    passes = [event for event in events if event["ph"] == "X" and event["cat"] == "pass"]
+    passes = [event for event in events if event["ph"] == "X" and event["cat"] == "step"]
     assert [(names[e["pid"]], e["name"], e["dur"], e["args"]["number"]) for e in passes] == [
         ("prefill-0", "prompt 16", 10_000, 0),
         ("prefill-0", "prompt 16", 10_000, 1),
@@ -66,7 +66,7 @@ def test_a_trace_is_valid_and_shows_passes_pushes_and_requests() -> None:
 def test_a_trace_begins_at_the_requested_time() -> None:
     world = served()
     events = list(trace_events(world.records, world.base_ns + 20 * MS))
-    assert [event["args"]["number"] for event in events if event.get("cat") == "pass"] == [5]
+    assert [event["args"]["number"] for event in events if event.get("cat") == "step"] == [5]
     assert min(event["ts"] for event in events) >= 0
 
 

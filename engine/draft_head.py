@@ -37,10 +37,11 @@ class DraftHead(TimedDrafter):
     """A draft head in the model's KV pool, on the engine's thread.
 
     The head's KV of position i derives from token i and the hidden state of position i - 1. It is stored in the rows of
-    the model's KV, in the same step, so it is found again with a cached prefix and sent in a handoff. Position 0 has no
-    state before it, and the head does not see it. If the state before a slice is not known, because the prefix was
+    the model's KV, in the same step, so it is found again with a cached prefix, and is sent in a handoff. The head does
+    not see position 0, because no state precedes it. If the state before a slice is not known, because the prefix was
     cached or received, the slice begins one token earlier; the KV of that token is not stored again. A model with
-    recurrent states does not need this, because its states also contain the features of their last token."""
+    recurrent states does not need this, because its states also contain the features of their last token.
+    """
 
     def __init__(
         self, model: HeadDecoder, pool: KVPool, kernels: Kernels, attention: AttentionBackend, num_tokens: int

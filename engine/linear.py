@@ -19,7 +19,8 @@ class Linear(Protocol):
         """Multiply `rows` [T, in] and add the bias, if there is one. Return [T, out] in the dtype of `rows`."""
 
     def lookup(self) -> Lookup | None:
-        """Return a lookup of the weights for a tied embedding, or None if the weights are rounded."""
+        """Return a lookup of the weights for a tied embedding, or None (the default) if the weights are rounded."""
+        return None
 
 
 class ExpertLinear(Protocol):
@@ -33,7 +34,10 @@ class ExpertLinear(Protocol):
 
 
 class LinearFormat(Protocol):
-    """A way to store and multiply weights. `name` is shown to users, for example "float32 packed"."""
+    """A way to store and multiply weights. `name` is shown to users, for example "float32 packed".
+
+    By default, the matrices of quantized checkpoints become dense, and experts are multiplied one after another.
+    """
 
     name: str
 
@@ -42,6 +46,7 @@ class LinearFormat(Protocol):
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         """Convert a matrix of a quantized checkpoint: keep its form if this format multiplies it, or make it dense."""
+        return self.make(weight.dense(), bias)
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Convert a float32 matrix and multiply it in float32. Used for routers, where rounding would change the
@@ -49,11 +54,12 @@ class LinearFormat(Protocol):
 
     def of_experts(self, each: list[Linear]) -> ExpertLinear:
         """Combine the matrices of a layer's experts, which this format made."""
+        return SeparateExperts(each)
 
 
 @dataclass(slots=True)
 class SeparateExperts:
-    """The matrices of experts, multiplied one after another."""
+    """The matrices of a layer's experts, which are multiplied one after another."""
 
     each: list[Linear]
 
@@ -63,7 +69,7 @@ class SeparateExperts:
 
 
 @dataclass(slots=True)
-class PlainLinear:
+class PlainLinear(Linear):
     weight: Tensor  # [out, in]
     bias: Tensor | None = None
 
@@ -74,7 +80,7 @@ class PlainLinear:
         return partial(embedding, weight=self.weight)
 
 
-class Plain:
+class Plain(LinearFormat):
     def __init__(self, held_in: torch.dtype) -> None:
         self.name = f"{held_in}".removeprefix("torch.")
         self._held_in = held_in
@@ -82,11 +88,5 @@ class Plain:
     def make(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
         return PlainLinear(weight.to(self._held_in), None if bias is None else bias.to(self._held_in))
 
-    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        return self.make(weight.dense(), bias)
-
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> PlainLinear:
         return PlainLinear(weight, None if bias is None else bias.float())
-
-    def of_experts(self, each: list[Linear]) -> ExpertLinear:
-        return SeparateExperts(each)

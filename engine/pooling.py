@@ -22,7 +22,7 @@ class Pooler:
     the sums over the chunks of the prompt."""
 
     def __init__(self) -> None:
-        # By request id. The sums of a request are by the number of summed tokens.
+        # By request id: the request, and its sums over its first n tokens, by n.
         self._sums: dict[str, tuple[Request, dict[int, Tensor]]] = {}
 
     def vectors(

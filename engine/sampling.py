@@ -1,9 +1,9 @@
 """Samples the next tokens of many rows at once. A draw depends only on its row's logits, parameters and position.
 
-The meaning and order of the parameters are vLLM's: min_tokens, bad words and bias, penalties, allowed
-tokens, temperature, min_p, top_k, top_p.
-A draw adds Gumbel noise from a counter-based generator (`engine.counter_rng`) to the scores and takes the token with
-the highest sum. The token therefore does not depend on the batch, on chunking, or on the node.
+The meaning and order of the parameters are vLLM's: min_tokens, bad words and bias, penalties, allowed tokens,
+temperature, min_p, top_k, top_p. A draw adds Gumbel noise from a counter-based generator (`engine.counter_rng`) to the
+scores, and takes the token with the highest sum. The token therefore does not depend on the batch, on chunking, or on
+the node.
 """
 
 import math

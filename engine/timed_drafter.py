@@ -10,7 +10,7 @@ from scheduler.request import Request
 
 log = logging.getLogger("baton.engine")
 SMOOTHING = 0.1  # weight of the latest pass in `pass_s`
-KEPT_REQUESTS = 256  # ended requests that a drafter keeps
+KEPT_REQUESTS = 256  # if a drafter keeps more requests than this, it drops those that have ended
 
 
 class TimedDrafter(Drafter):

@@ -1,5 +1,7 @@
-"""A KV channel whose pushes take as long as on an emulated link. A real channel moves the rows, which are much smaller
-than those of the emulated model."""
+"""A KV channel whose pushes take as long as on an emulated link.
+
+A real channel moves the rows of the hash model, which are much smaller than those of the emulated model.
+"""
 
 import asyncio
 from collections.abc import Sequence

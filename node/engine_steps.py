@@ -22,8 +22,11 @@ UNKNOWN = 2**31 - 1  # serial of requests that are not this node's
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """One step, as reported. `cached_tokens` were found in the prefix cache, or came from another engine, for requests
-    that began in this step. The last two are limits of the server."""
+    """One step, as the plugin reports it.
+
+    `cached_tokens` counts the tokens of requests that began in this step whose KV was in the prefix cache or came from
+    another engine. `max_num_seqs` and `max_step_tokens` are limits of the server.
+    """
 
     number: int
     end_ns: int  # Unix time
@@ -54,7 +57,7 @@ class RequestProgress:
 
 
 def read_step(data: bytes) -> EngineStep:
-    """Raises ValueError if a datagram is malformed."""
+    """Return the step that a datagram reports. Raises ValueError if the datagram is malformed."""
     try:
         found = json.loads(data)
         values = [found[each.name] for each in fields(EngineStep)]
@@ -147,7 +150,7 @@ class StepSocket:
         self._socket: socket.socket
 
     def open(self) -> None:
-        """Raises OSError if the path cannot be used."""
+        """Bind the socket, and start to receive reports. Raises OSError if the path cannot be used."""
         with suppress(FileNotFoundError):
             if Path(self._path).is_socket():
                 Path(self._path).unlink()

@@ -39,8 +39,9 @@ NEEDS_CONNECTOR = (
     """start it with --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}' """
     "and its decode engines with kv_consumer"
 )
-ALONE_IT_LACKS = {"prefill": {"generates": "no"}, "decode": {"computes_prompts": "no"}}  # by `EngineFacts.role`
-STEP_TOKENS = 2048  # the step size of an engine is not visible; this is vLLM's default
+# Attributes of a node whose engine cannot do without another engine, by `EngineFacts.role`.
+PAIRED = {"prefill": {"generates": "no"}, "decode": {"computes_prompts": "no"}}
+STEP_TOKENS = 2048  # assumed maximum tokens of a step if the engine does not report its steps: vLLM's default
 Result = TypeVar("Result")
 
 
@@ -163,7 +164,7 @@ class ProxyProcess:
                 "resumes": resumed,
                 "max_step_tokens": str(STEP_TOKENS if step is None else step.max_step_tokens),
             }
-            | ALONE_IT_LACKS.get(facts.role, {}),
+            | PAIRED.get(facts.role, {}),
         )
 
     async def _serve_incarnation(self, info: NodeInfo, lifetime: ProcessLifetime) -> bool:

@@ -50,10 +50,10 @@ class EngineFacts:
 
 
 class EngineClient:
-    """Calls one server. Each call has its own connection. If a server closes an idle connection while a request is sent
-    on it, the request gets no answer, and it must not be repeated. `open` must be entered first.
+    """Calls one server. `open` must be entered first. Calls raise EngineFailure.
 
-    Calls raise EngineFailure.
+    Each call has its own connection, because a server may close an idle connection while a request is sent on it. That
+    request would get no answer, and could not be repeated safely.
     """
 
     probe_params: Params = None  # with these parameters, `generate` needs no other engine

@@ -145,7 +145,7 @@ def chunk_seconds(cost: CostModel, tokens: int, others: int = 0) -> float:
 
 
 def _room(node: NodeView, alone_s: float, cost: CostModel, decodes: StepWork, start: int) -> int:
-    """Return how many prompt tokens from position `start` on fit into a step together with the decodes."""
+    """Return how many prompt tokens, from position `start` on, fit into a step together with the decodes."""
     room = max(1, node.budget_tokens - decodes.num_decodes)
     if not node.tbt_slo_s or not decodes.num_decodes:
         return room

@@ -58,16 +58,13 @@ def multiply(
 
 
 @dataclass(slots=True)
-class TritonGroupedLinear:
+class TritonGroupedLinear(Linear):
     weight: GroupedWeight
     table: Tensor
     bias: Tensor | None
 
     def __call__(self, rows: Tensor) -> Tensor:
         return multiply(rows, self.weight, self.table, self.bias)
-
-    def lookup(self) -> None:
-        return None
 
 
 @dataclass(slots=True)

@@ -81,7 +81,7 @@ def transformers_version() -> str:
 
 
 def is_causal(architecture: str) -> bool:
-    """Whether transformers has a class of this name, which predicts the next token of text."""
+    """Return whether transformers has a class of this name that predicts the next token of a text."""
     if not architecture.endswith(("ForCausalLM", "LMHeadModel")) or find_spec("transformers") is None:
         return False
     return hasattr(import_module("transformers"), architecture)

@@ -1,8 +1,7 @@
 """Recurrent states of transformers' modules, which are kept in Baton's KV pool between the steps of a request.
 
-A pass computes the tokens of all requests in one row, apart from the modules with states. A module with
-states runs once for all decodes and once for each chunk. It gets a transformers `Cache` that holds the states of the
-requests in that run.
+A pass computes the tokens of all requests in one row, except in modules with states. A module with states runs once for
+all decodes, and once for each chunk. In each run, it gets a transformers `Cache` with the states of these requests.
 """
 
 from collections.abc import Callable, Iterator

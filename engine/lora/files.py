@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # `lora_digest` runs before the computing processes start, an
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
-# Fields of adapter_config.json that change the formula, and their supported values.
+# Fields of adapter_config.json that change how an update is computed, and their supported values.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.kernels import StepKernels
-from engine.linear import Linear, LinearFormat, Lookup
+from engine.linear import Linear, LinearFormat
 from engine.lora.files import AdapterFiles, LowRank, lora_digest, read_lora
 from engine.models.decoder import AttentionDecoderLayer, Decoder, DecoderLayer
 from engine.models.families import FAMILIES
@@ -42,7 +42,7 @@ class AdaptedRows:
 
 
 @dataclass(slots=True)
-class AdaptedLinear:
+class AdaptedLinear(Linear):
     """A matrix with the updates of adapters, by digest. In the last layer, some matrices multiply logit rows only."""
 
     base: Linear
@@ -60,9 +60,6 @@ class AdaptedLinear:
                 down, up = update
                 result.index_add_(0, mine, up(down(rows[mine].contiguous())).to(result.dtype))
         return result
-
-    def lookup(self) -> Lookup | None:
-        return None
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from engine.models.spec import AttentionSpec, ModelConfig, state_units, unit_places
 from scheduler.geometry import UNIFORM, Group
 
-TYPICAL_TOKENS = 8192  # unused places in rows are counted for a request of this length
-MOST_PADDING = 0.05
+TYPICAL_TOKENS = 8192  # length of the request for which the waste of unused places is computed
+MOST_PADDING = 0.05  # largest accepted waste, as a share of the memory that the request needs
 STATE_BYTES = 4  # bytes of a number in a recurrent state
 
 

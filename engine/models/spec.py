@@ -244,13 +244,13 @@ class LayerSpec:
 class ModelConfig:
     """The configuration of a decoder.
 
-    Layers share a KV layout with `num_kv_heads` heads of `head_dim`. Some layers may have heads of twice the size, at
-    most half as many: their keys and values take the places of two heads.
+    Layers share a KV layout with `num_kv_heads` heads of `head_dim`. Some layers may have at most half as many heads of
+    twice the size: such a head takes the places of two heads.
 
     Embeddings are multiplied by `embedding_scale`, outputs of attention and MLP by `residual_scale`, and logits by
     `logit_scale`. If `logit_softcap` is not 0, logits become logit_softcap * tanh(logit / logit_softcap).
-    The checkpoint may have `drafter_layers` more layers, which predict further tokens (MTP). The pool has room for the
-    KV of `draft_layers` layers of a draft head, besides the model's own.
+    The checkpoint may have `drafter_layers` more layers, which predict further tokens (MTP). In addition to the KV of
+    the model's layers, the pool has room for that of `draft_layers` layers of a draft head.
     If `transformers` is not empty, that version of transformers runs the model, and layers have only attention's sizes.
     """
 

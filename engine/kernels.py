@@ -1,5 +1,6 @@
 """The element-wise work of a decoder layer, apart from products and attention: the interface, and a torch reference."""
 
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
@@ -107,14 +108,63 @@ class TorchKernels(Kernels):
         return TorchStep(self, batch)
 
 
-class TorchRouting:
-    """The choice of experts in plain torch."""
+class CommonStep:
+    """The part of a step that all sets of kernels compute in the same way, with torch."""
 
     route = staticmethod(route)
     by_expert = staticmethod(by_expert)
 
+    def __init__(self, kernels: Kernels, batch: Batch) -> None:
+        self._kernels, self._batch = kernels, batch
+        self.pool = kernels.pool
+        self.slots = batch.all_slots
 
-class TorchStep(TorchRouting):
+    @cached_property
+    def angles(self) -> list[tuple[Tensor, Tensor]]:
+        """The batch's cosines and sines for each of `Kernels.rotations`."""
+        batch = self._batch
+        return [rotation.angles(batch.positions, batch.on_axes) for rotation in self._kernels.rotations]
+
+    def _angles(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.angles[self._kernels.rotation_of[layer]]
+
+    def _slots(self, layer: int) -> Tensor:
+        return self.slots[self.pool.places.tables[layer]]
+
+    def _rotate_and_store_normed(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+        """Return `rotate_and_store` for a layer that norms values, with heads of the layout's size or twice."""
+        config, layout = self._kernels.config, self.pool.layout
+        spec = config.attention[layer]
+        assert isinstance(spec, AttentionSpec)
+
+        def norm(heads: Tensor, weight: Tensor | None) -> Tensor:
+            return rms_norm(heads, heads.shape[-1:], weight, config.rms_norm_eps)
+
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        q, k, v = heads.tensor_split((spec.heads, spec.heads + spec.kv_heads), dim=1)
+        values = norm(k if spec.values_are_keys else v, None)
+        cosine, sine = (part.to(qkv.dtype) for part in self._angles(layer))
+        keys = rotate(norm(k, k_norm), cosine, sine)
+        if spec.head_dim == layout.head_dim:
+            rows = torch.stack((keys, values), dim=2)
+        else:
+            rows = torch.cat((keys, values), dim=1).view(len(qkv), -1, 2, layout.head_dim)
+        slots, size, place = self._slots(layer).clamp(min=0), layout.block_tokens, self.pool.places.places[layer]
+        self.pool.tensor[:, : rows.shape[1], place][slots // size, :, slots % size] = self.pool.stored(layer, rows)
+        return rotate(norm(q, q_norm), cosine, sine)
+
+    def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
+        cosine, sine = (part.to(q.dtype) for part in self._angles(layer))
+        dims, size = 2 * cosine.shape[-1], self.pool.layout.block_tokens
+        key = rotate(latent[:, None, -dims:], cosine, sine)[:, 0]
+        rows = torch.cat((latent[:, :-dims], key), dim=-1).view(len(latent), 2, -1)
+        slots = self._slots(layer).clamp(min=0)  # padding goes to the dummy block
+        place = self.pool.places.places[layer]
+        self.pool.tensor[:, 0, place][slots // size, slots % size] = self.pool.stored(layer, rows)
+        return torch.cat((q[..., :-dims], rotate(q[..., -dims:], cosine, sine)), dim=-1)
+
+
+class TorchStep(CommonStep):
     """The element-wise work of one step in plain torch.
 
     `TorchKernels.begin` creates this object for one batch, and the decoder uses it on the engine's thread. It owns the
@@ -122,117 +172,49 @@ class TorchStep(TorchRouting):
     """
 
     def __init__(self, kernels: TorchKernels, batch: Batch) -> None:
-        self._config = kernels.config
-        self._kernels = kernels
-        self._batch = batch
-        self.pool = kernels.pool
-        self._slots = batch.all_slots
-        self._pool = kernels.pool.tensor
-        angles = [rotation.angles(batch.positions, batch.on_axes) for rotation in kernels.rotations]
-        self._angles = [angles[number] for number in kernels.rotation_of]
-        size = kernels.pool.layout.block_tokens
+        super().__init__(kernels, batch)
+        size = self.pool.layout.block_tokens
         # The KV of padding goes to block 0, the dummy block, which is never read.
-        self._targets = [(slots.clamp(min=0) // size, slots.clamp(min=0) % size) for slots in self._slots]
+        self._targets = [(slots.clamp(min=0) // size, slots.clamp(min=0) % size) for slots in self.slots]
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(rows, weight.shape, weight, self._config.rms_norm_eps)
+        return rms_norm(rows, weight.shape, weight, self._kernels.config.rms_norm_eps)
 
     def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         hidden = hidden + update
         return hidden, self.norm(hidden, weight)
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
-        config = self._config
+        config, places = self._kernels.config, self.pool.places
         if self._kernels.norms_values[layer]:
-            angles = self._angles[layer]
-            slots = self._slots[self._kernels.pool.places.tables[layer]]
-            return rotate_and_store_normed(self._kernels, slots, angles, layer, qkv, q_norm, k_norm)
+            return self._rotate_and_store_normed(layer, qkv, q_norm, k_norm)
         heads = qkv.view(len(qkv), -1, config.head_dim)
         q, k, v = heads.tensor_split((config.num_heads, config.num_heads + config.num_kv_heads), dim=1)
         if q_norm is not None and k_norm is not None:
             q, k = self.norm(q, q_norm), self.norm(k, k_norm)
-        cosine, sine = (part.to(qkv.dtype) for part in self._angles[layer])
+        cosine, sine = (part.to(qkv.dtype) for part in self._angles(layer))
         # Store K and V with one `index_put`, because this operation takes most of the time of a small step.
         both = torch.stack((rotate(k, cosine, sine), v), dim=2)
-        places = self._kernels.pool.places
         blocks, offsets = self._targets[places.tables[layer]]
-        self._pool[:, :, places.places[layer]][blocks, :, offsets] = self._kernels.pool.stored(layer, both)
+        self.pool.tensor[:, :, places.places[layer]][blocks, :, offsets] = self.pool.stored(layer, both)
         return rotate(q, cosine, sine)
 
-    def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
-        slots = self._slots[self._kernels.pool.places.tables[layer]]
-        return rotate_and_store_latent(self._kernels.pool, slots, self._angles[layer], layer, q, latent)
-
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return gated(gate_up, activation)
+        gate, up = gate_up.chunk(2, dim=-1)
+        if activation == "clamped_swiglu":  # gpt-oss
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return gate * (gate * SWIGLU_ALPHA).sigmoid() * (up + 1)
+        return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
 
     def combine(self, outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        return combine(outputs, places, weights)
+        weighted = outputs[places] * weights[..., None].to(outputs.dtype)
+        total = weighted[:, 0]
+        for place in range(1, places.shape[1]):
+            total = total + weighted[:, place]
+        return total
 
     def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
         return rows * gate.sigmoid()
 
     def recur(self, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor) -> Tensor:
-        return recur(self._kernels.pool, self._batch, layer, inputs, gate, steps, self._config.rms_norm_eps)
-
-
-def rotate_and_store_normed(
-    kernels: Kernels,
-    slots: Tensor,
-    angles: tuple[Tensor, Tensor],
-    layer: int,
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-) -> Tensor:
-    """Return `StepKernels.rotate_and_store` for a layer that norms values, with heads of the layout's size or twice."""
-    spec, layout = kernels.config.attention[layer], kernels.pool.layout
-    assert isinstance(spec, AttentionSpec)
-
-    def norm(heads: Tensor, weight: Tensor | None) -> Tensor:
-        return rms_norm(heads, heads.shape[-1:], weight, kernels.config.rms_norm_eps)
-
-    heads = qkv.view(len(qkv), -1, spec.head_dim)
-    q, k, v = heads.tensor_split((spec.heads, spec.heads + spec.kv_heads), dim=1)
-    values = norm(k if spec.values_are_keys else v, None)
-    cosine, sine = (part.to(qkv.dtype) for part in angles)
-    keys = rotate(norm(k, k_norm), cosine, sine)
-    if spec.head_dim == layout.head_dim:
-        rows = torch.stack((keys, values), dim=2)
-    else:
-        rows = torch.cat((keys, values), dim=1).view(len(qkv), -1, 2, layout.head_dim)
-    slots, size = slots.clamp(min=0), layout.block_tokens
-    pool, place = kernels.pool, kernels.pool.places.places[layer]
-    pool.tensor[:, : rows.shape[1], place][slots // size, :, slots % size] = pool.stored(layer, rows)
-    return rotate(norm(q, q_norm), cosine, sine)
-
-
-def rotate_and_store_latent(
-    pool: KVPool, slots: Tensor, angles: tuple[Tensor, Tensor], layer: int, q: Tensor, latent: Tensor
-) -> Tensor:
-    """Return `StepKernels.rotate_and_store_latent`. A slot of -1 (padding) stands for the dummy block."""
-    cosine, sine = (part.to(q.dtype) for part in angles)
-    dims, size = 2 * cosine.shape[-1], pool.layout.block_tokens
-    key = rotate(latent[:, None, -dims:], cosine, sine)[:, 0]
-    rows = torch.cat((latent[:, :-dims], key), dim=-1).view(len(latent), 2, -1)
-    slots = slots.clamp(min=0)
-    pool.tensor[:, 0, pool.places.places[layer]][slots // size, slots % size] = pool.stored(layer, rows)
-    return torch.cat((q[..., :-dims], rotate(q[..., -dims:], cosine, sine)), dim=-1)
-
-
-def combine(outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Return `StepKernels.combine`."""
-    weighted = outputs[places] * weights[..., None].to(outputs.dtype)
-    total = weighted[:, 0]
-    for place in range(1, places.shape[1]):
-        total = total + weighted[:, place]
-    return total
-
-
-def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Return `StepKernels.gated`. "clamped_swiglu" is the activation of gpt-oss."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    if activation == "clamped_swiglu":
-        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-        return gate * (gate * SWIGLU_ALPHA).sigmoid() * (up + 1)
-    return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
+        return recur(self.pool, self._batch, layer, inputs, gate, steps, self._kernels.config.rms_norm_eps)

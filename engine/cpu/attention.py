@@ -16,8 +16,8 @@ from engine.cpu.simd import CODES, LANES
 from engine.kv_pool import KVPool
 from shared.kv.layout import BYTES_OF
 
-# Maximum number of rows (queries times heads of a group) that are computed together. They are
-# the columns of a product: this many fill whole panels, and their sums fit into the level 2 cache.
+# Maximum number of rows (queries times heads of a group) that are computed together. The rows are the columns of a
+# matrix product: this number of columns fills whole panels, and their sums fit into the second-level cache.
 MAX_ROWS = 128
 MIN_PART = 256  # tokens of the shortest part into which a context is divided
 PARTS_PER_THREAD = 2  # if there are few contexts, they are divided into this many parts per thread, for balance
@@ -25,12 +25,18 @@ PARTS_PER_THREAD = 2  # if there are few contexts, they are divided into this ma
 IntArray = NDArray[np.int32]
 
 
-class PoolMemoryView:
-    """The working memory of each thread.
+class WorkingMemory:
+    """The working memory of each thread. The areas of a thread are, in order:
 
-    The areas of a thread are, in order: queries of a decode; scores; sums (initially a chunk's queries); maxima;
-    totals; address lists of the tokens of three tiles and of LANES rows (later scales); a chunk's queries as columns;
-    the number of tokens that each query sees; a tile converted to float32.
+    0. the queries of a decode, as rows
+    1. the scores of a tile
+    2. the sums of weighted values of each row; before these are cleared, the queries of a chunk, as rows
+    3. the largest score of each row
+    4. the sum of the weights of each row
+    5. lists of addresses: of the tokens of three tiles, and of LANES rows (later the scales of LANES rows)
+    6. the queries of a chunk, as columns
+    7. the number of tokens that each row sees
+    8. a tile converted to float32
     """
 
     def __init__(self, threads: int, rows: int, head_dim: int) -> None:
@@ -55,7 +61,11 @@ class PoolMemoryView:
 
 
 class AttentionWork:
-    """A step's attention work for one window size, divided into items. An item has one unit of work per key head."""
+    """The attention of a step for one window size, divided into items.
+
+    An item consists of adjacent queries of one slice, and of the context that they read or a part of it. Threads take
+    units of work: an item has one for each key head.
+    """
 
     def __init__(self, batch: Batch, kv_heads: int, group: int, window: int, threads: int) -> None:
         starts, ends = np.array(batch.starts, np.int64), np.array(batch.kv_lens, np.int64)
@@ -84,7 +94,8 @@ class AttentionWork:
         self.operations = kv_heads * int(cost.sum())
 
     def _divided(self, items: NDArray[np.int64], parts: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
-        """Divide the context of each item into the given number of parts, and list the parts to merge."""
+        """Return the items with the context of each divided into `parts`, an item for each part. Store in `merged`
+        which results of parts belong together."""
         number = np.arange(parts.sum()) - np.repeat(parts.cumsum() - parts, parts)
         whole, parts_of = np.repeat(items, parts, axis=0), np.repeat(parts, parts)
         low, length = whole[:, 4], whole[:, 5] - whole[:, 4]
@@ -111,7 +122,7 @@ class NumbaAttention:
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
-        self._memory: dict[tuple[int, int, int], PoolMemoryView] = {}
+        self._memory: dict[tuple[int, int, int], WorkingMemory] = {}
         self._numbers: dict[float, Tensor] = {}
 
     def plan(self, batch: Batch) -> "NumbaPlan":
@@ -125,11 +136,12 @@ class NumbaAttention:
         """Return the address of `value` in float32."""
         return self._numbers.setdefault(value, torch.tensor([value])).data_ptr()
 
-    def memory(self, threads: int, group: int, head_dim: int = 0) -> PoolMemoryView:
-        """Return the working memory for keys of `head_dim` dimensions, by default the layout's."""
+    def memory(self, threads: int, group: int, head_dim: int = 0) -> WorkingMemory:
+        """Return the working memory of `threads` threads, for `group` query heads per key head and keys of `head_dim`
+        elements. If `head_dim` is 0, keys have the layout's size."""
         key = (threads, max(MAX_ROWS, group), head_dim or self.pool.layout.head_dim)
         if key not in self._memory:
-            self._memory[key] = PoolMemoryView(*key)
+            self._memory[key] = WorkingMemory(*key)
         return self._memory[key]
 
 

@@ -48,7 +48,7 @@ from engine.cpu.simd import (
     two_to_the,
 )
 
-AREAS = 9  # number of areas in a thread's working memory: see `engine.cpu.attention.PoolMemoryView`
+AREAS = 9  # number of areas in a thread's working memory: see `engine.cpu.attention.WorkingMemory`
 
 
 @part
@@ -66,8 +66,9 @@ def copy_queries(q: int, to: int, shape: tuple[int, int, int, int, int, int]) ->
 
 @part
 def turn(rows_q: int, rows: int, group: int, padded: int, to: int, stride: int, listed: int, ends: int) -> None:
-    """Transpose a chunk's queries into columns; copies of the last query fill the last vector. Also store how many
-    tokens each query sees, counted from the first query's position."""
+    """Transpose a chunk's queries, at `rows_q`, into columns at `to`. Copies of the last row fill the last vector. Also
+    store, at `ends`, how many tokens each row sees, counted from the position of the first query. `listed` is working
+    memory for LANES addresses."""
     for row in range(0, rows, LANES):
         for lane in range(LANES):
             r = min(row + lane, rows - 1)
@@ -100,13 +101,14 @@ def score(
     rows_q: int, rows: int, keys: int, code: int, columns: int, padded: int, scores: int, ahead: int,
     tokens_ahead: int, lines: int,
 ) -> None:  # fmt: skip
-    """Compute the scores of a decode's queries: multiply each of their rows by each key of a tile."""
+    """Compute the scores of a decode's queries: multiply each of their rows by each key of a tile. For each vector of a
+    row, also prefetch `lines` cache lines of the next tile, which `ahead` lists."""
     for token in range(0, columns, LANES):
-        beside = lines if token < tokens_ahead else 0
+        due = lines if token < tokens_ahead else 0
         fetched = address_at(ahead + 8 * token)
         for r in range(rows):
             one, target = rows_q + 4 * padded * r, scores + 4 * (TILE * r + token)
-            dots(keys + 8 * token, code, one, padded, target, fetched, beside)
+            dots(keys + 8 * token, code, one, padded, target, fetched, due)
             fetched += LINE * lines * padded // LANES
 
 

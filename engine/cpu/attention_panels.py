@@ -140,7 +140,12 @@ def _panel_of_listed(vectors: int) -> Any:
 def _product(
     builder: Any, vectors: int, a: Any, row_of_b: Any, c: Any, depth: Any, adds: bool, code: int, fetched: Any
 ) -> None:
-    """Emit a product whose sums stay in registers. `a` is (addresses of its rows, bytes from element to element)."""
+    """Emit c = a b, or c += a b if `adds`, for the rows of a and `vectors` vectors of columns. Sums stay in registers.
+
+    `a` is a pair of the addresses of its rows and the number of bytes between two elements of a row. `row_of_b(index)`
+    emits the address of a row of b, whose elements have the type `code`. `c` is a pair of its address and the number of
+    bytes between two rows. `fetched` is empty, or has the arguments `ahead` and `lines` of `emit_fetch`.
+    """
     a_rows, a_step = a
     rows = len(a_rows)
     places = [
@@ -195,7 +200,7 @@ def listed_times(
         for row in range(0, rows, PANEL_ROWS):
             left, left_ahead = min(PANEL_ROWS, rows - row), rows_ahead - row
             one, at, place = a + 8 * row, b + column, c + row * c_stride + column
-            if column == 0:  # the last rows of a prefetch all remaining rows
+            if column == 0:  # with the last rows of a, prefetch all remaining rows
                 fetch(ahead + 8 * row, min(left, left_ahead) if left < rows - row else left_ahead, row_bytes)
             if is_wide:
                 _wide_listed(one, at, b_stride, place, c_stride, left, depth)

@@ -80,7 +80,8 @@ def fill_up(rows: int, tokens: int, columns: int, zeros: int) -> None:
 
 @part
 def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
-    """Copy keys and values as float32, padded with zeros to whole vectors, and list their new addresses."""
+    """Copy the keys and values of `count` tokens, whose addresses `rows` lists, to `wide` as float32, padded with zeros
+    to whole vectors. List their new addresses at `widened`."""
     _, _, _, code, head_dim, value_at = sizes
     item = 4 if code == FLOAT32 else 2
     padded = (head_dim + LANES - 1) // LANES * LANES
@@ -122,7 +123,8 @@ def first_tile(
 @part
 def softmax(scores: int, low: int, high: int, columns: int, most_at: int, sum_at: int, sums: int, padded: int) -> None:
     """Replace one row of scores by weights relative to the largest score so far. Only columns low <= i < high are
-    visible. If the maximum grows, earlier sums are scaled down."""
+    visible. `most_at`, `sum_at` and `sums` are the addresses of the row's largest score, sum of weights and weighted
+    values. If the largest score grows, the sums so far are scaled down."""
     before = number_at(most_at)
     top = splat(before)
     hidden = splat(-math.inf)

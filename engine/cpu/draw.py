@@ -161,8 +161,8 @@ def rest_of_one(key, token):
 def winner(scores, tokens, count, key):
     """Return the index of the score that is largest after its token's noise, -log(-log(u)), is added to it.
 
-    The noise is at most -log(1 - u), and the binary logarithm of a float is at least exponent + mantissa - 1. The
-    resulting bound of the noise is computed for many tokens at once."""
+    The noise is computed only if a bound shows that one of TILE tokens may win: it is at most -log(1 - u), and the
+    binary logarithm of a float is at least its exponent plus its mantissa minus 1. The bound takes no logarithm."""
     best, where = -math.inf, 0
     for first in range(0, count, TILE):
         last, hopeful = min(count, first + TILE), 0
@@ -179,7 +179,10 @@ def winner(scores, tokens, count, key):
 
 @inlined
 def nth_score(area, scores, ranked, count, nth):
-    """Return the nth largest score, counted from 0. Scores below the nth largest of the runs' maxima are ignored."""
+    """Return the nth largest score, counted from 0.
+
+    The scores are divided into runs. The result is at least the nth largest of the runs' maxima, so that smaller scores
+    are ignored."""
     runs, least = count // RUN, np.float32(-math.inf)
     if nth < runs:
         for run in range(runs):

@@ -86,7 +86,7 @@ class FusedDecode:
         scratch = max(panels.row_scratch for panels in _panels(model))
         self._memory["scratch"] = torch.empty(top_k * MAX_ROWS, scratch, dtype=torch.uint8)
         self._at = {name: tensor.data_ptr() for name, tensor in self._memory.items()}
-        self._calls: list[tuple[Kernel, list[int]]] = []  # the first argument is the number of rows for each decode
+        self._calls: list[tuple[Kernel, list[int]]] = []  # the first argument is the number of rows per decode
         # Indices of the calls of `attend`, by table and window; `merge` follows each.
         self._attends_of: dict[tuple[int, int], list[int]] = {}
         self._write(model)
@@ -219,8 +219,11 @@ def _routing_memory(spec: MoeSpec) -> dict[str, Tensor]:
 
 
 def fused_decode_of(model: Decoder, kernels: object, attention: object) -> FusedDecode | None:
-    """Return the fused pass, or None if a part is not a numba kernel, a product before the head pads its columns, or
-    the model needs other kernels (see `is_plain`)."""
+    """Return the fused pass.
+
+    Return None if attention, the other kernels or a matrix are not numba's, if a matrix other than the head has padded
+    columns, or if the model needs other kernels (see `is_plain`).
+    """
     if not isinstance(kernels, NumbaKernels) or not isinstance(attention, NumbaAttention) or not is_plain(model):
         return None
     panels = _panels(model)

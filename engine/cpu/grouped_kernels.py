@@ -148,7 +148,7 @@ _multiply = written(types.void, (types.int64,) * 12, _emit_tiles)
 
 @part
 def sum_groups(rows: int, x: int, x_stride: int, groups: int, group_bytes: int, sums: int) -> None:
-    """Store the sum of the inputs of each group of this thread's rows in `sums`, float32 [rows, groups]."""
+    """Store the sum of the inputs of each group in `sums`, float32 [rows, groups], for the rows of this thread."""
     for row in range(thread_number(), rows, num_threads()):
         for group in range(groups):
             added, begin = splat(0.0), x + row * x_stride + group * group_bytes
@@ -162,7 +162,8 @@ def multiply_grouped_panel(
     first: int, last: int, x: int, x_stride: int, weights: int, groups: int, words: int, has_zeros: int, start: int,
     result: int, stride: int, sums: int, table: int,
 ) -> None:  # fmt: skip
-    """Multiply rows first <= i < last by one panel, whose first column of the result is at `result`."""
+    """Multiply rows first <= i < last of x by one panel. `weights` and `start` are the addresses of the panel's weights
+    and bias, `result` is that of its columns in the first row of the result, and `sums` has the sums of groups."""
     tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
     for tile in range(tiles):
         row = first + (last - first) * tile // tiles

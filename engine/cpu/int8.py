@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.formats.forms import QuantizedWeight
-from engine.linear import ExpertLinear, Linear, Plain, SeparateExperts
+from engine.linear import Linear, LinearFormat, Plain
 
 ENGINE = "fbgemm"
 LEVELS = 127  # largest rounded weight and activation
@@ -46,7 +45,7 @@ def packed_by_fbgemm() -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class Int8Linear:
+class Int8Linear(Linear):
     packed: Any  # weights packed by FBGEMM, with the scales of output channels
     bias: Tensor | None
 
@@ -58,11 +57,8 @@ class Int8Linear:
         product.mul_(largest)
         return product if self.bias is None else product.add_(self.bias)
 
-    def lookup(self) -> None:
-        return None
 
-
-class Int8:
+class Int8(LinearFormat):
     """The format of int8 weights for FBGEMM. Other rows of a product can change only the last bit of a row's result.
 
     `levels` is the largest rounded weight that this CPU multiplies exactly.
@@ -78,14 +74,8 @@ class Int8:
         """Round and pack `weight`. Raises ValueError if a weight is not finite."""
         return _packed(weight.float(), self.levels, None if bias is None else bias.float())
 
-    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        return self.make(weight.dense(), bias)
-
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return Plain(torch.float32).make(weight, bias)
-
-    def of_experts(self, each: list[Linear]) -> ExpertLinear:
-        return SeparateExperts(each)
 
 
 def rounded_weights(weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:

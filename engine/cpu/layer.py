@@ -10,7 +10,7 @@ from engine.cpu import routing, routing_kernels
 from engine.cpu.malloc import empty
 from engine.cpu.recurrence import recur, sigmoid_gated
 from engine.cpu.simd import CODES
-from engine.kernels import Kernels, rotate_and_store_latent, rotate_and_store_normed
+from engine.kernels import CommonStep, Kernels
 from engine.kv_pool import KVPool
 from engine.models.spec import Activation, ModelConfig
 from engine.recurrence import RecurrentLayer
@@ -35,7 +35,7 @@ class NumbaKernels(Kernels):
         return NumbaStep(self, batch)
 
 
-class NumbaStep:
+class NumbaStep(CommonStep):
     """The element-wise kernels of one step on a CPU.
 
     `NumbaKernels.begin` creates this object for one batch. The decoder uses it on the engine's thread and drops it
@@ -44,12 +44,11 @@ class NumbaStep:
 
     route = staticmethod(routing.route)
     by_expert = staticmethod(routing.by_expert)
+    sigmoid_gated = staticmethod(sigmoid_gated)
+    _kernels: NumbaKernels
 
     def __init__(self, kernels: NumbaKernels, batch: Batch) -> None:
-        self._kernels = kernels
-        self._batch = batch
-        self.pool = kernels.pool
-        self.angles = [rotation.angles(batch.positions, batch.on_axes) for rotation in kernels.rotations]
+        super().__init__(kernels, batch)
         self.slots = [slots.contiguous() for slots in batch.all_slots]
         self._pool = kernels.pool.tensor.data_ptr()
 
@@ -74,27 +73,18 @@ class NumbaStep:
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         kernels, config, qkv = self._kernels, self._kernels.config, _checked(qkv)
-        places = kernels.pool.places
-        slots = self.slots[places.tables[layer]]
         if kernels.norms_values[layer]:
-            angles = self.angles[kernels.rotation_of[layer]]
-            return rotate_and_store_normed(kernels, slots, angles, layer, qkv, q_norm, k_norm)
+            return self._rotate_and_store_normed(layer, qkv, q_norm, k_norm)
         q = empty(len(qkv), config.num_heads, config.head_dim)
-        cosine, sine = self.angles[kernels.rotation_of[layer]]
+        cosine, sine = self._angles(layer)
         numba_kernels.rotate_and_store(
             2 * qkv.numel(), len(qkv), qkv.data_ptr(), q.data_ptr(),
-            cosine.data_ptr(), sine.data_ptr(), slots.data_ptr(),
+            cosine.data_ptr(), sine.data_ptr(), self._slots(layer).data_ptr(),
             config.num_heads, config.num_kv_heads, config.head_dim,
             0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(),
-            self._pool + places.places[layer] * kernels.pool.layout.layer_bytes, *kernels.pool_shape,
+            self._pool + self.pool.places.places[layer] * self.pool.layout.layer_bytes, *kernels.pool_shape,
         )  # fmt: skip
         return q
-
-    def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
-        kernels = self._kernels
-        angles = self.angles[kernels.rotation_of[layer]]
-        slots = self.slots[kernels.pool.places.tables[layer]]
-        return rotate_and_store_latent(kernels.pool, slots, angles, layer, q, latent)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate_up = _checked(gate_up)
@@ -116,12 +106,8 @@ class NumbaStep:
         )  # fmt: skip
         return combined
 
-    def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
-        return sigmoid_gated(rows, gate)
-
     def recur(self, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor) -> Tensor:
-        kernels = self._kernels
-        return recur(kernels.pool, self._batch, layer, inputs, gate, steps, kernels.epsilon_at)
+        return recur(self.pool, self._batch, layer, inputs, gate, steps, self._kernels.epsilon_at)
 
 
 def _checked(rows: Tensor) -> Tensor:

@@ -172,8 +172,9 @@ def multiply_panel(
     first: int, last: int, x: int, x_stride: int, weights: int, start: int, result: int, stride: int, row_scales: int,
     code: int, steps: int,
 ) -> None:  # fmt: skip
-    """Multiply rows first <= i < last by one panel. `weights`, `start` and `result` are the addresses of the panel's
-    weights and initial sums, and of its columns of the result."""
+    """Multiply rows first <= i < last of x by one panel. `weights` and `start` are the addresses of the panel's weights
+    and initial sums, and `result` is that of its columns in the first row of the result. `steps` is the number of steps
+    along the depth. `row_scales` has the scales of rows that are rounded to 8 bits (INT8)."""
     step_bytes = PANEL * (2 if code in (BFLOAT16, FLOAT16) else 4)
     cached = steps if code == INT8 else CACHED_STEPS
     tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
@@ -198,9 +199,10 @@ def multiply_panel(
 
 @part
 def own_panels(cost: int, panels: int, done: int, total: int) -> tuple[int, int]:
-    """Return which panels of an expert this thread multiplies: those that begin in its share of the `total` cost.
+    """Return the range of an expert's panels that this thread multiplies.
 
-    A panel of this expert costs `cost`, and all panels of earlier experts cost `done`."""
+    The `total` cost of all panels of all experts is divided into a share for each thread, which multiplies the panels
+    that begin in its share. A panel of this expert costs `cost`, and all panels of earlier experts cost `done`."""
     threads, thread = num_threads(), thread_number()
     begin, end = total * thread // threads - done, total * (thread + 1) // threads - done
     return max(0, (begin + cost - 1) // cost), min(panels, (end + cost - 1) // cost)
@@ -208,8 +210,8 @@ def own_panels(cost: int, panels: int, done: int, total: int) -> tuple[int, int]
 
 @part
 def cost_of_experts(experts: int, counts: int, panels: int) -> int:
-    """Return the cost of a product. A panel costs its expert's number of rows, plus that of a tile for reading its
-    weights."""
+    """Return the cost of the product of all experts. A panel costs its expert's number of rows, plus TILE_ROWS for
+    reading its weights. An expert without rows costs nothing."""
     cost = 0
     for expert in range(experts):
         if address_at(counts + 8 * expert):

@@ -14,13 +14,13 @@ from engine.cpu.malloc import empty
 from engine.cpu.matmul_kernels import INT8, PANEL, expert_product, product
 from engine.cpu.simd import CODES, LANES
 from engine.formats.forms import ChannelWeight, GroupedWeight, QuantizedWeight
-from engine.linear import ExpertLinear, Linear, SeparateExperts
+from engine.linear import ExpertLinear, Linear, LinearFormat, SeparateExperts
 
 KERNEL_INPUTS = 16  # the product that reads codes supports groups whose size is a multiple of this
 IN_STEP = 4  # int8 weights per column that one instruction multiplies
 
 
-class PanelLinear:
+class PanelLinear(Linear):
     """A matrix stored in panels.
 
     `panels` [panels, steps, PANEL, ...] holds the weights in the format that `code` denotes. `columns`
@@ -37,10 +37,10 @@ class PanelLinear:
         self.is_exact = is_exact
         self.padded = len(panels) * PANEL
         steps, column_bytes = panels.shape[1], 4 * columns.stride(0)
-        # The kernel's constant arguments, which differ only in two addresses between the matrices of experts; below,
-        # the work and the bytes of scratch memory per row.
+        # The kernel's constant arguments. Those of two experts' matrices differ only in the two addresses.
         self.fixed = (code, depth, steps, len(panels), panels.data_ptr(), columns.data_ptr(), column_bytes)
-        self.row_work = steps * self.padded
+        self.row_work = steps * self.padded  # elementary operations for each row
+        # Bytes of scratch memory for each row.
         self.row_scratch = 4 + -(-depth // LANES) * LANES if code == INT8 else 0
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -76,9 +76,6 @@ class GroupedPanels(PanelLinear):
         self.fixed = (*fixed, _table(weight.table).data_ptr())
         self.row_work = depth * self.padded
         self.row_scratch = 4 * groups if weight.zeros is not None else 0
-
-    def lookup(self) -> None:
-        return None
 
 
 @cache
@@ -120,7 +117,7 @@ def experts_in_panels(each: list[Linear]) -> ExpertLinear:
 
 
 @dataclass(slots=True)
-class ReorderedLinear:
+class ReorderedLinear(Linear):
     """A matrix whose columns are not in the order of the inputs, as after GPTQ with act-order."""
 
     inner: PanelLinear
@@ -128,9 +125,6 @@ class ReorderedLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.inner(rows[:, self.order])
-
-    def lookup(self) -> None:
-        return None
 
 
 def grouped_linear(weight: GroupedWeight, bias: Tensor | None) -> PanelLinear | ReorderedLinear:
@@ -154,7 +148,17 @@ def in_columns(values: Tensor) -> Tensor:
     return pad(values, (0, -len(values) % PANEL)).view(-1, PANEL)
 
 
-class Panels:
+class PanelFormat(LinearFormat):
+    """A format that stores weights in panels. Exact matrices are kept in float32."""
+
+    def make_exact(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
+        return Panels(torch.float32).make(weight, bias)
+
+    def of_experts(self, each: list[Linear]) -> ExpertLinear:
+        return experts_in_panels(each)
+
+
+class Panels(PanelFormat):
     """The format of weights in float32, bfloat16 or float16. A row's product does not depend on the other rows."""
 
     def __init__(self, held_in: torch.dtype) -> None:
@@ -174,17 +178,8 @@ class Panels:
         is_exact = held.dtype in {weight.dtype, torch.float32}
         return PanelLinear(code, depth, width, panels, columns, is_exact=is_exact)
 
-    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PanelLinear:
-        return self.make(weight.dense(), bias)
 
-    def make_exact(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
-        return Panels(torch.float32).make(weight, bias)
-
-    def of_experts(self, each: list[Linear]) -> ExpertLinear:
-        return experts_in_panels(each)
-
-
-class Int8Panels:
+class Int8Panels(PanelFormat):
     """The format of int8 weights with a scale per output channel, for CPUs with AVX-512 VNNI.
 
     Activations are rounded to 8 bits with a scale per row (W8A8), and integer products are exact. A row's product does
@@ -210,9 +205,3 @@ class Int8Panels:
         if not isinstance(weight, ChannelWeight):
             return self.make(weight.dense(), bias)
         return self._made(weight.levels, weight.scales, bias)
-
-    def make_exact(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
-        return Panels(torch.float32).make(weight, bias)
-
-    def of_experts(self, each: list[Linear]) -> ExpertLinear:
-        return experts_in_panels(each)

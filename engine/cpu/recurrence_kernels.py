@@ -28,9 +28,9 @@ from engine.cpu.simd import (
     total,
 )
 
-VECTORS = 2  # vectors of columns that a thread keeps: with 128 rows, they fit into half of the first cache
+VECTORS = 2  # vectors of columns in a tile: with 128 rows, they fit into half of the first-level cache
 TILE = VECTORS * LANES
-PIECE = 64  # tokens of a head that, with its state, fit into the second cache
+PIECE = 64  # tokens of a head that fit into the second-level cache together with the state of the head
 FETCHED_AHEAD = 8  # tokens between the one whose inputs are prefetched and the one that is computed
 
 
@@ -51,7 +51,8 @@ def gate_row(row: int, gates: int, size: int) -> None:
 
 @part
 def input_at(inputs: int, stride: int, past: int, kept: int, size: int, token: int) -> int:
-    """Return the address of an input of the convolution. Negative tokens precede the slice."""
+    """Return the address of a token's input of the convolution. A negative token precedes the slice: its input is one
+    of the last `kept` inputs before the slice, which are at `past`."""
     return inputs + 4 * stride * token if token >= 0 else past + 4 * size * (kept + token)
 
 
@@ -157,7 +158,8 @@ def step_sizes(values: Any) -> None:
 
 @part
 def fetch_tile(source: int, tile: int, rows: int, stride: int, left: int) -> None:
-    """Copy up to TILE columns of a matrix to a contiguous tile."""
+    """Copy the first `left` columns, at most TILE, of a matrix to a contiguous tile. The rows of the matrix have
+    `stride` elements."""
     for row in range(rows):
         for vector in range(VECTORS):
             at, to = 4 * LANES * vector, tile + 4 * TILE * row + 4 * LANES * vector
@@ -172,7 +174,7 @@ def clear_tile(tile: int, rows: int) -> None:
 
 @part
 def keep_tile(tile: int, target: int, rows: int, stride: int, left: int) -> None:
-    """Copy a tile back to a matrix."""
+    """Copy a tile to the first `left` columns, at most TILE, of a matrix whose rows have `stride` elements."""
     for row in range(rows):
         for vector in range(VECTORS):
             at, source = 4 * LANES * vector, tile + 4 * TILE * row + 4 * LANES * vector

@@ -111,7 +111,7 @@ def sort_by_expert(values: Any) -> None:
         put_address(choice // top_k, sources + 8 * address_at(at))
         put_address(address_at(at), places + 8 * choice)
         put_address(address_at(at) + 1, at)
-    for expert in range(experts - 1, 0, -1):  # now it has the end of each expert's rows
+    for expert in range(experts - 1, 0, -1):  # `counts` now has the end of each expert's rows
         end = address_at(counts + 8 * expert)
         put_address(end - address_at(counts + 8 * (expert - 1)), counts + 8 * expert)
 

@@ -8,7 +8,7 @@ from engine.batch import Batch
 from engine.cuda import layer_kernels as triton_rows
 from engine.cuda import routing_kernels as triton_routing
 from engine.cuda.recurrence import recur
-from engine.kernels import Kernels, rotate_and_store_latent, rotate_and_store_normed
+from engine.kernels import CommonStep, Kernels
 from engine.models.spec import Activation, MoeSpec
 from engine.recurrence import RecurrentLayer
 from engine.routing import by_expert
@@ -28,18 +28,16 @@ class TritonKernels(Kernels):
         return TritonStep(self, batch)
 
 
-class TritonStep:
+class TritonStep(CommonStep):
     """The element-wise kernels of one step on a GPU.
 
     `TritonKernels.begin` creates this object for one batch, and the decoder uses it on the engine's thread. It writes
     KV directly into the pool.
     """
 
-    def __init__(self, kernels: TritonKernels, batch: Batch) -> None:
-        self._kernels = kernels
-        self._batch = batch
-        self.pool = kernels.pool
-        self._slots = batch.all_slots
+    def _angles(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the angles for a layer. They are computed for each layer, so that a graph can replay this."""
+        return self._kernels.rotations[self._kernels.rotation_of[layer]].angles(self._batch.positions)
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
@@ -62,11 +60,9 @@ class TritonStep:
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         """Return the queries as a view of `qkv`, where they are rotated in place."""
         kernels, batch, config = self._kernels, self._batch, self._kernels.config
-        rotation = kernels.rotations[kernels.rotation_of[layer]]
-        slots = self._slots[kernels.pool.places.tables[layer]]
         if kernels.norms_values[layer]:
-            angles = rotation.angles(batch.positions)
-            return rotate_and_store_normed(kernels, slots, angles, layer, qkv, q_norm, k_norm)
+            return self._rotate_and_store_normed(layer, qkv, q_norm, k_norm)
+        rotation = kernels.rotations[kernels.rotation_of[layer]]
         keys, values = kernels.pool.layer(layer)
         key_scale, value_scale = kernels.pool.scales[layer]
         group = config.num_heads // config.num_kv_heads
@@ -75,19 +71,13 @@ class TritonStep:
         if len(qkv):
             triton_rows.rotate_and_store[(len(qkv), config.num_kv_heads)](
                 qkv, q_norm if normed else qkv, k_norm if normed else qkv, keys, values,
-                batch.positions, slots, rotation.frequencies, rotation.magnitudes, config.rms_norm_eps,
+                batch.positions, self._slots(layer), rotation.frequencies, rotation.magnitudes, config.rms_norm_eps,
                 1 / key_scale, 1 / value_scale, qkv.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
                 GROUP=group, PAGE=kernels.pool.layout.block_tokens, HEAD_DIM=config.head_dim,
                 BLOCK_G=block_g, BLOCK_H=block_h, NORMED=normed, FLOAT8=kernels.pool.is_float8,
                 num_warps=_warps(block_g * block_h, 1),
             )  # fmt: skip
         return qkv[:, : config.num_heads * config.head_dim].view(len(qkv), config.num_heads, config.head_dim)
-
-    def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
-        kernels, batch = self._kernels, self._batch
-        angles = kernels.rotations[kernels.rotation_of[layer]].angles(batch.positions)
-        slots = self._slots[kernels.pool.places.tables[layer]]
-        return rotate_and_store_latent(kernels.pool, slots, angles, layer, q, latent)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=1)
@@ -141,8 +131,7 @@ class TritonStep:
         return out
 
     def recur(self, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor) -> Tensor:
-        kernels = self._kernels
-        return recur(kernels.pool, self._batch, layer, inputs, gate, steps, kernels.config.rms_norm_eps)
+        return recur(self.pool, self._batch, layer, inputs, gate, steps, self._kernels.config.rms_norm_eps)
 
 
 def _warps(elements: int, least: int) -> int:

@@ -6,13 +6,7 @@ const labelWidth = () => (innerWidth < NARROW_PX ? 64 : 112);
 /* Chunks are painted over transfers, so that the exposed part of a transfer stays visible. */
 const LAYERS = ["transfer", "queued", "wait", "decode", "chunk"];
 
-/* Return the parts of a request's spans between two times, in the order of painting. */
-function clipped(spans, from, to) {
-  return spans
-    .filter((span) => span.end_ms > from && span.start_ms < to)
-    .map((span) => ({ ...span, start_ms: Math.max(from, span.start_ms), end_ms: Math.min(to, span.end_ms) }))
-    .sort((a, b) => LAYERS.indexOf(a.kind) - LAYERS.indexOf(b.kind));
-}
+const inLayers = (spans) => spans.sort((a, b) => LAYERS.indexOf(a.kind) - LAYERS.indexOf(b.kind));
 
 /* Draw one request's spans, one row per node. */
 function gantt(spans) {
@@ -77,7 +71,7 @@ function requestsUnderWay(requests, view) {
   const left = h("p", { class: "note" });
   view.painters.push(() => {
     const { from, to } = view;
-    const rows = requests.map((each) => ({ label: "…" + each.id.slice(-6), spans: clipped(each.spans, from, to) }));
+    const rows = requests.map((each) => ({ label: "…" + each.id.slice(-6), spans: inLayers(Strip.clipped(each.spans, from, to)) }));
     const seen = rows.filter((row) => row.spans.length), more = seen.length - GANTT_ROWS;
     Strip.gantt(canvas, { rows: seen.slice(0, GANTT_ROWS), from, to, labelWidth: labelWidth() });
     const hidden = `${plural(more, "more request")} with a timeline not drawn here: zoom in to see them`;

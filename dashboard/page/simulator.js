@@ -285,9 +285,7 @@ function share(values, part) {
 
 function rowOf(one, from, to) {
   const waiting = { kind: "queued", node: "", start_ms: one.at_ms, end_ms: one.begun_ms };
-  const spans = [waiting, ...(one.spans ?? [])].filter((each) => each.end_ms > from && each.start_ms < to)
-    .map((each) => ({ ...each, start_ms: Math.max(each.start_ms, from), end_ms: Math.min(each.end_ms, to) }));
-  return { label: one.id, spans };
+  return { label: one.id, spans: Strip.clipped([waiting, ...(one.spans ?? [])], from, to) };
 }
 
 /* Draws points, or steps if `isLine`, over the whole run; with a line at `limit`, and running p50 and p99. */

@@ -211,5 +211,9 @@ const Strip = (() => {
     return row?.spans.find((span) => span.start_ms - 1 / scale <= time && time <= span.end_ms + 1 / scale) || null;
   }
 
-  return { draw, passAt, firstAfter, isOver, gantt, rowsOf, spanAt, coloursOf };
+  /* Returns the parts of spans between two times. */
+  const clipped = (spans, from, to) => spans.filter((span) => span.end_ms > from && span.start_ms < to)
+    .map((span) => ({ ...span, start_ms: Math.max(from, span.start_ms), end_ms: Math.min(to, span.end_ms) }));
+
+  return { draw, passAt, firstAfter, isOver, gantt, rowsOf, clipped, spanAt, coloursOf };
 })();

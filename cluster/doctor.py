@@ -106,7 +106,7 @@ async def _installation(settings: DoctorSettings) -> AsyncIterator[Finding]:
 
 def libraries(_: DoctorSettings) -> str:
     if sys.platform != "linux":
-        raise ValueError(f"{sys.platform}: Baton needs Linux; elsewhere, use its containers")
+        raise ValueError(f"{sys.platform}: Baton needs Linux; on other systems, run it in a container")
     return f"Python {sys.version.split()[0]}, torch {version('torch')}"
 
 
@@ -152,8 +152,8 @@ async def registry(settings: DoctorSettings) -> str:
             raise OSError(f"--registry {hide_password(settings.registry)}: no Redis within {REDIS_S:g} s: {reason}")
         if redis.skipped:
             raise ValueError(
-                f"{redis.skipped} nodes in Redis are not signed with this process's secret: give the file that the "
-                "nodes have as --cluster-secret-file"
+                f"{redis.skipped} nodes in Redis are not signed with this process's secret: --cluster-secret-file "
+                "must be the file that the nodes have"
             )
         return f"Redis answers, and knows {len(redis.nodes)} nodes of cluster {settings.cluster}"
     finally:
@@ -190,7 +190,7 @@ async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
         return f"{endpoint.model} at {settings.url}"
 
     async def replays() -> str:
-        """Check that a prompt always gets the same answer. The salt keeps the first answers from cached prefixes."""
+        """Check that a prompt always gets the same answer. With a new salt, the first answers use no cached prefix."""
         prompts, salt = _prompts(endpoint.max_model_len), secrets.token_hex(8)
         answers = {"at once": await greedy_answers(endpoint, prompts, salt)}
         answers["from the prefix cache"] = await greedy_answers(endpoint, prompts, salt)
@@ -238,8 +238,9 @@ def _fingerprints(status: Document) -> str:
 
 def _blocks(status: Document) -> str:
     blocks = {node["id"]: node["blocks"] for node in _members(status)}
+    # The sum includes the total itself.
     if wrong := [name for name, counts in blocks.items() if sum(counts.values()) != 2 * counts["total"]]:
-        raise ValueError(f"{', '.join(wrong)}: the sum of the states is not the total: restart it, and report its log")
+        raise ValueError(f"{', '.join(wrong)}: the blocks do not add up to the total: restart it, and report its log")
     return "all accounted for"
 
 
@@ -249,7 +250,7 @@ def _channels(status: Document) -> str:
         f"{node['id']} {node['channel_fallbacks']} times" for node in _members(status) if node["channel_fallbacks"]
     ]
     if slower:
-        raise CheckWarning(f"{', '.join(slower)} fell back to a slower one (in use: {used}): its log says why")
+        raise CheckWarning(f"nodes used a slower channel: {', '.join(slower)} (in use: {used}); their logs say why")
     return used or "none was needed yet"
 
 

@@ -37,7 +37,7 @@ class CompareOptions:
         f" Default: {' '.join(DEFAULT_ARMS)}.",
     )  # fmt: skip
     engines: str = flag(
-        "URL,URL", "", "vLLM servers that run already: the devices of all arms; see docs/engines.md. Needs --model."
+        "URL,URL", "", "Running vLLM servers, which are the devices of all arms; see docs/engines.md. Needs --model."
     )
     url: list[str] = flag("URL", [], "A running stack, in place of an arm. Give two or more.", parser=base_url)
     api_key: str = flag("KEY", "", "Key for these stacks; an admin key also reads records.", envvar="BATON_API_KEY")
@@ -57,7 +57,9 @@ class CompareOptions:
     attainment: float = flag(
         "SHARE", 0.9, "With --find-capacity: share of requests that must meet the limits.", min=0.01, max=0.999
     )
-    on: str = flag("PLACE", "live", "live: nodes compute; emulated: they sleep instead; sim: on a virtual clock.")
+    on: str = flag(
+        "PLACE", "live", "live: nodes compute; emulated: they sleep instead; sim: everything runs on a virtual clock."
+    )
     emulate: str = flag(
         "NAME", "", "Cost model of emulated or simulated nodes; with --on live, every period is also simulated with it."
         f" Default: {DEFAULT_EMULATED}.",

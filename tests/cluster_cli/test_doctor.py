@@ -57,8 +57,8 @@ async def test_a_healthy_cluster_gets_a_line_for_each_check() -> None:
             {"fingerprint": "bb"},
             "decode-1: bb; the other nodes have aa, so there are no handoffs",
         ),
-        ("blocks", "failed", {"blocks": NODE["blocks"] | {"free": 49}}, "is not the total"),
-        ("channels", "warning", {"channel_fallbacks": 2}, "decode-1 2 times fell back"),
+        ("blocks", "failed", {"blocks": NODE["blocks"] | {"free": 49}}, "do not add up to the total"),
+        ("channels", "warning", {"channel_fallbacks": 2}, "nodes used a slower channel: decode-1 2 times"),
         ("clocks", "warning", {"clock_offset_ms": -90_000.0}, "decode-1 by +90000 ms"),
     ],
 )
@@ -134,7 +134,10 @@ def test_a_running_cluster_with_redis_passes(tmp_path: Path, capsys: pytest.Capt
                 assert "ok       registry      Redis answers, and knows 2 nodes of cluster default" in lines
             assert main(["doctor", *flags]) == 1
     (failed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
-    assert "registry      2 nodes in Redis are not signed with this process's secret: give the file" in failed
+    assert (
+        "registry      2 nodes in Redis are not signed with this process's secret: --cluster-secret-file must be"
+        in failed
+    )
 
 
 def test_a_running_cluster_with_the_embedded_registry_and_a_dead_node(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from compare.planning.candidates import Simulations, candidates, prepare
 from compare.planning.options import PlanOptions
 from compare.planning.page import page_of
 from compare.planning.report import Document, document, show, slo_of
-from compare.planning.search import Measured, PlanSearch, SearchResult
+from compare.planning.search import PlanSearch, SearchResult
 from compare.planning.validation import validate
 from scheduler.policy import POLICIES
 from shared.errors import ConfigError
@@ -47,17 +47,13 @@ def run_plan(options: PlanOptions) -> int:
 async def _search(search: PlanSearch, arms: Sequence[str], simulations: Simulations) -> SearchResult:
     estimate = max(simulations.first_rate(arm, search.slo) for arm in arms)
     found = await search.best(arms, ESTIMATE_SHARE * estimate)
-    pair = {one.arm: one.capacity.rate for one in found if one is _first_of(found, one)}
+    best = {one.is_split: one for one in reversed(found)}  # the best finalist of each mode
+    pair = {one.arm: one.capacity.rate for one in found if best[one.is_split] is one}
     varied = await asyncio.gather(*(search.varied(arm, rate) for arm, rate in pair.items()))
     causes = await asyncio.gather(*(search.causes(one.arm, found[0].capacity.rate) for one in found))
     lengths = await search.by_lengths(pair, simulations)
     by_arm = {one.arm: each for one, each in zip(found, causes, strict=True)}
     return SearchResult(search.scores, search.points, found, by_arm, dict(zip(pair, varied, strict=True)), lengths)
-
-
-def _first_of(found: Sequence[Measured], one: Measured) -> Measured:
-    """Return the best finalist of the same mode."""
-    return next(other for other in found if other.is_split == one.is_split)
 
 
 def _write(out: Path, plan: Document, say: Any) -> None:

@@ -127,11 +127,11 @@ def recommendation(found: Sequence[Measured], ranking: Ranking | None, options: 
 def winners(varied: RunsByArm, slo: LatencySlo, attainment: float) -> list[Document]:
     """Return, for each pair of limits around the SLO, the arm that carries at least MIN_PERCENT more for every seed, or
     "" if there is none. Capacities are interpolated between the rates of `varied`."""
-    cells = []
+    cells, seeds = [], sorted({seed for runs in varied.values() for _, seed in runs})
     for ttft in FACTORS:
         for tbt in FACTORS:
             limits = replace(slo, ttft_ms=slo.ttft_ms * ttft, tbt_ms=slo.tbt_ms * tbt)
-            by_seed = [_capacities(varied, limits, attainment, seed) for seed in sorted(_seeds(varied))]
+            by_seed = [_capacities(varied, limits, attainment, seed) for seed in seeds]
             leads = Counter(_leader(rates) for rates in by_seed)
             rates = {arm: fmean(each[arm] for each in by_seed) for arm in varied}
             arm = next(iter(leads)) if len(leads) == 1 else ""
@@ -168,10 +168,6 @@ def winners_by_lengths(result: SearchResult, simulations: Simulations) -> list[D
         winner = _leader(rates, MIN_COARSE_PERCENT)
         cells.append({"prompt_tokens": prompt, "answer_tokens": answer, "winner": winner, "capacity_rps": rates})
     return cells
-
-
-def _seeds(varied: RunsByArm) -> set[int]:
-    return {seed for runs in varied.values() for _, seed in runs}
 
 
 def _capacities(varied: RunsByArm, slo: LatencySlo, attainment: float, seed: int) -> dict[str, float]:

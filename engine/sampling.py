@@ -51,10 +51,6 @@ class SamplingRow:
         too_early = self.position - self.num_prompt < self.min_tokens
         return too_early and bool(self.stop_tokens) and self.matcher is None
 
-    @property
-    def is_penalized(self) -> bool:
-        return is_penalized(self.sampling)
-
 
 def depends_on_tokens(sampling: SamplingParams) -> bool:
     """Return whether the sampling parameters make a draw depend on the tokens before it."""
@@ -162,7 +158,7 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
         for token, amount in _shifts(row).items()
         if 0 <= token < logits.shape[1]  # stop tokens outside the vocabulary cannot be drawn anyway
     ]
-    penalized = [(index, row) for index, row in enumerate(rows) if row.is_penalized]
+    penalized = [(index, row) for index, row in enumerate(rows) if is_penalized(row.sampling)]
     limited = [(index, row.sampling.allowed_tokens) for index, row in enumerate(rows) if row.sampling.allowed_tokens]
     if not shifts and not penalized and not limited and masks is None:
         return logits

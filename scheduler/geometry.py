@@ -15,19 +15,16 @@ from typing import Literal, NamedTuple
 class Group:
     """Layers whose KV is kept for the same time, or all layers with a recurrent state.
 
-    `rows` is the number of rows of one block, or of one state. In a "window" group, a query sees `size` tokens, itself
-    included. In a "chunk" group (Llama 4), the sequence is divided into parts of `size` tokens, and a query sees only
-    the earlier tokens of its own part."""
+    `rows` is the number of rows of one block, or of one state. In a "window" group, a query sees the last `size`
+    tokens, including its own."""
 
-    kind: Literal["full", "window", "chunk", "state"]
+    kind: Literal["full", "window", "state"]
     rows: int = 1
     size: int = 0
 
     def first_seen(self, position: int) -> int:
         """Return the first position that a query at `position` sees. No later query sees an earlier position."""
-        if self.kind == "window":
-            return max(0, position + 1 - self.size)
-        return position // self.size * self.size if self.kind == "chunk" else 0
+        return max(0, position + 1 - self.size) if self.kind == "window" else 0
 
 
 UNIFORM = (Group("full"),)

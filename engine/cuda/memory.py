@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.cuda.kv.driver import CudaDevice, CudaRegion, PinnedStaging
 from shared.kv.memory import Staging
+from shared.kv.shm import runs
 
 PIECE_BYTES = 16 << 20  # bytes summed at once: these and their products fit into the L2 cache of an H200 (50 MB)
 WORD_BYTES = 8
@@ -58,7 +59,8 @@ class DeviceMemory:
             if self._stream is not None:  # otherwise, torch would initialize the default device, the first GPU
                 stack.enter_context(torch.cuda.device(self.device))
                 stack.enter_context(torch.cuda.stream(self._stream))
-            sums = [self._sums(words[first:last]) for first, last in _runs(rows, max(1, PIECE_BYTES // self.row_bytes))]
+            pieces = runs(rows, rows, max(1, PIECE_BYTES // self.row_bytes))
+            sums = [(words[rows[start] : rows[end - 1] + 1] * self._weights).sum(dim=1) for start, end in pieces]
             return torch.cat(sums).cpu().numpy().astype("<i8").tobytes() if sums else b""
 
     def staging(self) -> Staging:
@@ -68,9 +70,6 @@ class DeviceMemory:
         """Free the memory. Idempotent. The device must be idle. Views of the rows must not be used afterwards."""
         self.rows = torch.empty((0, 0), dtype=torch.uint8)
         self.region.close()
-
-    def _sums(self, words: Tensor) -> Tensor:
-        return (words * self._weights).sum(dim=1)
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
@@ -88,14 +87,3 @@ def _tensor(region: CudaRegion, device: torch.device, size: int) -> Tensor:
         return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=raw), device=device)
     # In tests, a fake driver provides memory of the host.
     return torch.frombuffer((ctypes.c_ubyte * size).from_address(region.address), dtype=torch.uint8)
-
-
-def _runs(rows: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Return runs of consecutive rows, of at most `limit` rows each, as ranges [first, last)."""
-    runs: list[tuple[int, int]] = []
-    for row in rows:
-        if runs and runs[-1][1] == row and row - runs[-1][0] < limit:
-            runs[-1] = runs[-1][0], row + 1
-        else:
-            runs.append((row, row + 1))
-    return runs

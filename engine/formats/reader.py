@@ -63,9 +63,7 @@ class QuantizedReader:
             scales = self._scale(own, *([count] if shape == [count] else [count, rows, 1])).view(count, rows, 1)
             high, wide = out // rows, width
         return [
-            self._finite(
-                name, one.float() * scale.repeat_interleave(high, 0)[:out].repeat_interleave(wide, 1)[:, :width]
-            )
+            self._finite(name, one.float() * _spread(scale, high, wide, out, width))
             for one, scale in zip(stored, scales, strict=True)
         ]
 
@@ -79,8 +77,7 @@ class QuantizedReader:
         )
         high, wide = self._scheme.block
         if high:
-            scale = self._scale(scale_name, -(-out // high), -(-width // wide))
-            scale = scale.repeat_interleave(high, 0)[:out].repeat_interleave(wide, 1)[:, :width]
+            scale = _spread(self._scale(scale_name, -(-out // high), -(-width // wide)), high, wide, out, width)
         else:
             scale = self._channels(scale_name, out)[:, None]
         return self._finite(f"{name}.weight", weight * scale)
@@ -225,6 +222,11 @@ class QuantizedReader:
     def _divisible(self, name: str, size: int, by: int) -> None:
         if size % by:
             self._files.refuse(name, f"has a side of {size}, which is not a multiple of {by}, as its format needs")
+
+
+def _spread(scales: Tensor, high: int, wide: int, out: int, width: int) -> Tensor:
+    """Return the scale of each weight, [out, width], from the scales of blocks of `high` x `wide` weights."""
+    return scales.repeat_interleave(high, 0)[:out].repeat_interleave(wide, 1)[:, :width]
 
 
 def _unpacked(integers: Tensor, bits: int) -> Tensor:

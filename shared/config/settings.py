@@ -494,7 +494,7 @@ class RouterSettings(ServingSettings):
 class JoiningSettings(CommonSettings):
     """A process that joins a cluster as a node"""
 
-    id: LabelOrNone = setting("", "Unique name.", "ROLE-HOST in a container, elsewhere ROLE-HOST-PID")
+    id: LabelOrNone = setting("", "Unique name.", "ROLE-HOST in a container, ROLE-HOST-PID otherwise")
     host: Host = setting("127.0.0.1", "Address that the node listens on for RPCs.")
     port: Port = setting(0, "Port for RPCs.", "any free port")
     advertise: HostOrNone = setting(

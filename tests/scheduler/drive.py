@@ -224,7 +224,7 @@ GROUPS = st.sampled_from(
         (FULL,),
         (Group("full", 2), WINDOW),
         (Group("window", 1, 7), Group("window", 1, 3)),
-        (FULL, Group("chunk", 1, 6)),
+        (FULL, Group("window", 1, 6)),
         (FULL, STATE),
         (Group("full", 2), WINDOW, STATE),
     ]

@@ -8,7 +8,7 @@ from scheduler.geometry import Geometry, Group
 KV_GROUPS = st.lists(
     st.one_of(
         st.builds(Group, st.just("full"), st.integers(1, 3)),
-        st.builds(Group, st.sampled_from(["window", "chunk"]), st.integers(1, 3), st.integers(1, 20)),
+        st.builds(Group, st.just("window"), st.integers(1, 3), st.integers(1, 20)),
     ),
     min_size=1,
     max_size=3,
@@ -20,9 +20,7 @@ GEOMETRIES = st.builds(lambda size, kv, state: Geometry(size, (*kv, *state)), st
 def sees(group: Group, query: int, key: int) -> bool:
     if key > query:
         return False
-    if group.kind == "window":
-        return key > query - group.size
-    return group.kind == "full" or key // group.size == query // group.size
+    return group.kind == "full" or key > query - group.size
 
 
 @given(GEOMETRIES, st.integers(1, 80), st.data())

@@ -2,18 +2,15 @@
 
 A template is a program that comes with the model. Jinja's sandbox denies the template access to the file system, but
 does not limit its time or memory, and Python cannot stop a thread. Therefore this module also runs as a child process
-(`python -m router.text.chat_template`). The child reads a JSON line with the template, then one line for each
-conversation, and writes one line with each result. The child's memory is limited, and a timer of CPU time kills the
-child if it takes too long. With a child process, long conversations also do not hold the router's interpreter lock.
+(`python -m router.text.chat_template`), whose CPU time and memory are limited. The child's first line is the template;
+each later line has the variables of one conversation. With a child process, long conversations also do not hold the
+router's interpreter lock.
 """
 
 import contextlib
 import json
 import re
-import resource
 import secrets
-import signal
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -25,13 +22,14 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.text.child_process import ChildProcess
+from router.text.child_process import ChildProcess, limit_process, questions, reply
 from shared.errors import ConfigError, RequestError
 
 MAX_SOURCE_BYTES = 1 << 20
 MEMORY_BYTES = 512 << 20  # address space of the child; an interpreter with Jinja takes 50 MiB
 MAX_CHARACTERS = 8 << 20  # limit of a rendered prompt; no model's context has room for more
 RENDER_S = 2  # CPU time limit for one conversation, after which the child is killed
+TOO_MUCH = "it takes too long or too much memory"
 
 # One message of a conversation: `role`, `content` and further fields, with JSON values.
 Message = dict[str, Any]
@@ -69,9 +67,8 @@ def _source(directory: Path, config: dict[str, Any]) -> str | None:
 class ChatTemplate:
     """A compiled template.
 
-    The router's tokenizer owns it. It owns the child process that renders the template, and restarts the process after
-    it was killed. `render` blocks, so callers run it on a worker thread. It is thread-safe: conversations are rendered
-    one at a time, each within RENDER_S.
+    The router's tokenizer owns it, and it owns the child process that renders the template. `render` blocks, so callers
+    run it on a worker thread. It is thread-safe: conversations are rendered one at a time, each within RENDER_S.
     """
 
     def __init__(self, source: str, tokens: dict[str, str], special: Sequence[str]) -> None:
@@ -84,8 +81,11 @@ class ChatTemplate:
         names = sorted((re.escape(name) for name in special if name), key=len, reverse=True)
         self._special = re.compile("|".join(names) or "(?!)")  # "(?!)" matches nothing
         self._lock = threading.Lock()
-        self._child = ChildProcess("router.text.chat_template")
-        self._load()
+        self._child = ChildProcess("router.text.chat_template", source)
+        reasons = self._child.start()
+        if reasons != {}:
+            reason = TOO_MUCH if reasons is None else reasons["failed"]
+            raise ConfigError(f"the model's chat template does not compile: {reason}")
 
     @classmethod
     def load(cls, directory: Path, config: dict[str, Any], special: Sequence[str]) -> "ChatTemplate | None":
@@ -115,10 +115,7 @@ class ChatTemplate:
         given = {"messages": marked, "add_generation_prompt": add_generation_prompt, "documents": None}
         given["tools"] = [self._marked(tool, mark) for tool in tools] or None
         with self._lock:
-            if not self._child.is_running:
-                self._child.start()
-                self._load()
-            answer = self._ask(self._tokens | own | given)
+            answer = self._child.ask(self._tokens | own | given) or {"refused": TOO_MUCH}
         if "refused" in answer:
             raise RequestError(f"The chat template refuses this conversation: {answer['refused']}", "messages")
         if "failed" in answer:
@@ -143,15 +140,6 @@ class ChatTemplate:
         if isinstance(value, dict):
             return {self._marked(key, mark): self._marked(each, mark) for key, each in value.items()}
         return [self._marked(each, mark) for each in value] if isinstance(value, list) else value
-
-    def _load(self) -> None:
-        """Send the template to a new child. Raises ConfigError when it does not compile."""
-        if reasons := self._ask(self.source):
-            raise ConfigError(f"the model's chat template does not compile: {next(iter(reasons.values()))}")
-
-    def _ask(self, question: object) -> dict[str, str]:
-        answer = self._child.ask(question)
-        return {"refused": "it takes too long or too much memory"} if answer is None else answer
 
 
 # The rest of this module runs in the child process.
@@ -198,23 +186,16 @@ def _render(template: jinja2.Template, values: dict[str, Any]) -> dict[str, str]
 
 def main() -> None:
     """Render conversations from standard input until it ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C also reaches the router, which may still need this process
-    source = json.loads(sys.stdin.readline())
-    # SIGPROF kills the process; a template cannot catch it. CPU time does not depend on how busy the machine is.
-    signal.setitimer(signal.ITIMER_PROF, RENDER_S)
+    limit_process(MEMORY_BYTES)
+    lines = questions(RENDER_S)
     try:
-        template = _compile(source)
+        template = _compile(next(lines))
     except (jinja2.TemplateError, ArithmeticError, RecursionError, MemoryError) as error:
-        print(json.dumps({"failed": str(error)[:200] or type(error).__name__}))
+        reply({"failed": str(error)[:200] or type(error).__name__})
         return
-    print("{}", flush=True)
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, RENDER_S)
-        print(json.dumps(_render(template, json.loads(line))), flush=True)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    reply({})
+    for values in lines:
+        reply(_render(template, values))
 
 
 if __name__ == "__main__":

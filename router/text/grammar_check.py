@@ -2,16 +2,12 @@
 
 llguidance is native code. It limits its own work, but not well enough for untrusted input: a chain of 5,000 rules
 overflows the stack, which crashes the process. Therefore this module also runs as a child process (`python -m
-router.text.grammar_check`), whose processor time, memory and stack are limited. Grammars that pass there also pass on
+router.text.grammar_check`), whose CPU time, memory and stack are limited. Grammars that pass there also pass on
 nodes, where the limits are higher. The child has no tokenizer, so nodes check the names of special tokens.
 """
 
 import contextlib
-import json
 import re
-import resource
-import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,10 +19,10 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.text.child_process import ChildProcess
+from router.text.child_process import ChildProcess, limit_process, questions, reply
 from shared.grammar import LIMITS, lark_grammar, one_line
 
-CHECK_S = 4.0  # limit of processor time
+CHECK_S = 4.0  # CPU time limit for one grammar, after which the child is killed
 MEMORY_BYTES = 1 << 30  # address space of the child
 STACK_BYTES = 2 << 20  # a quarter of the stack of a node's threads
 REMEMBERED = 256  # number of cached results, because clients send the same grammars again
@@ -43,13 +39,13 @@ class GrammarChecker(Collector):
     """Checks grammars, and converts them to llguidance's format. Also a Prometheus collector of the number and duration
     of checks.
 
-    The router's handlers share one object. It owns the child process, which it starts for the first grammar and after a
-    kill. `check` blocks for up to CHECK_S of the child's processor time, so callers run it on a thread.
+    The router's handlers share one object, which owns the child process. `check` blocks for up to CHECK_S of the
+    child's CPU time, so callers run it on a thread.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._child: ChildProcess | None = None
+        self._child = ChildProcess("router.text.grammar_check")
         self._checked = lru_cache(REMEMBERED)(self._ask)
         self._counts = {"accepted": 0, "refused": 0}
         self._waited_s = 0.0
@@ -77,10 +73,6 @@ class GrammarChecker(Collector):
 
     def _ask(self, text: str, is_source: bool) -> dict[str, str]:
         with self._lock:
-            if self._child is None:
-                self._child = ChildProcess("router.text.grammar_check")
-            elif not self._child.is_running:
-                self._child.start()
             answer = self._child.ask([text, is_source])
         return {"error": "it takes too much time or memory to compile"} if answer is None else answer
 
@@ -113,16 +105,11 @@ def checked(text: str, is_source: bool) -> dict[str, str]:
 
 def main() -> None:
     """Check grammars from standard input until it ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C also reaches the router, which may still need this process
+    limit_process(MEMORY_BYTES)
     threading.stack_size(STACK_BYTES)
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, CHECK_S)  # SIGPROF kills the process
+    for text, is_source in questions(CHECK_S):
         with ThreadPoolExecutor(1) as small_stack:
-            answer = small_stack.submit(checked, *json.loads(line)).result()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(answer), flush=True)
+            reply(small_stack.submit(checked, text, is_source).result())
 
 
 if __name__ == "__main__":

@@ -1,25 +1,20 @@
 """Decodes and resizes clients' images in a child process, and places them in the prompt.
 
 Decoders of image formats are large libraries that read untrusted bytes. Therefore this module also runs as a child
-process (`python -m router.text.images`). The child reads a JSON line with the model's rules, then one line for each
-image, in base64, and writes one line with each result. Its memory is limited, and an alarm kills it if it takes too
-long.
+process (`python -m router.text.images`), whose CPU time and memory are limited. The child's first line has the model's
+rules; each later line is one image in base64.
 """
 
 import base64
 import contextlib
 import hashlib
 import io
-import json
-import resource
-import signal
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from router.text.child_process import ChildProcess
+from router.text.child_process import ChildProcess, limit_process, questions, reply
 from shared.errors import RequestError
 from shared.images import ImageRules
 from shared.limits import MAX_IMAGE_BYTES
@@ -28,7 +23,7 @@ from shared.rpc.messages import Media
 FORMATS = ("PNG", "JPEG", "WEBP")
 MEMORY_BYTES = 2 << 30  # address space of the child, unless BYTES_PER_PIXEL for the largest allowed image is more
 BYTES_PER_PIXEL = 16  # Pillow needs up to 8, and twice as many while it converts an image
-DECODE_S = 10  # time limit for one image, after which the child is killed
+DECODE_S = 10  # CPU time limit for one image, after which the child is killed
 DATA_URL = "data:image/"
 DIGEST_BYTES = 16
 
@@ -46,15 +41,16 @@ class ImageLimits:
 class ImageReader:
     """Decodes the images of clients for one model.
 
-    The router owns it. It owns a child process, started for the first image and after a kill, which decodes one image
-    at a time, each within DECODE_S. `read` blocks, so callers run it on `thread`, which does no other work of the
-    router."""
+    The router owns it, and it owns the child process, which decodes one image at a time, each within DECODE_S. `read`
+    blocks, so callers run it on `thread`, which does no other work of the router.
+    """
 
     def __init__(self, rules: ImageRules, limits: ImageLimits = ImageLimits()) -> None:
         self.rules = rules
         self.limits = limits
         self.thread = ThreadPoolExecutor(1, "images")
-        self._child: ChildProcess | None = None
+        settings = {"rules": asdict(rules), "max_pixels": limits.pixels}
+        self._child = ChildProcess("router.text.images", settings)
 
     def read(self, urls: Sequence[tuple[str, str]]) -> list[Media]:
         """Return the images at data URLs, each given with the name of its parameter. Their offsets are 0.
@@ -78,7 +74,7 @@ class ImageReader:
         if not head.endswith(";base64"):
             text = f"`{param}` must be a URL of the form data:image/png;base64,…"
             raise RequestError(f"{text}; other encodings are not supported.", param, "invalid_value")
-        answer = self._ask(data)
+        answer = self._child.ask(data)
         if answer is None:
             answer = {"failed": "takes too long or too much memory to decode; send a smaller image"}
         if "failed" in answer:
@@ -88,16 +84,6 @@ class ImageReader:
         sizes = width.to_bytes(4) + height.to_bytes(4)
         digest = hashlib.blake2b(sizes + pixels, digest_size=DIGEST_BYTES).digest()
         return Media(0, *self.rules.grid(width, height), digest, width, height, pixels)
-
-    def _ask(self, data: str) -> dict[str, Any] | None:
-        settings = {"rules": asdict(self.rules), "max_pixels": self.limits.pixels}
-        if self._child is None:
-            self._child = ChildProcess("router.text.images")
-            self._child.ask(settings)
-        elif not self._child.is_running:
-            self._child.start()
-            self._child.ask(settings)
-        return self._child.ask(data)
 
 
 def placed(tokens: Sequence[int], media: Sequence[Media], rules: ImageRules) -> list[int]:
@@ -167,18 +153,14 @@ def main() -> None:
     """Decode images from standard input until it ends."""
     from PIL import Image
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C also reaches the router, which may still need this process
     Image.MAX_IMAGE_PIXELS = None  # `decoded` has a limit of its own
-    settings = json.loads(sys.stdin.readline())
+    lines = questions(DECODE_S)
+    settings = next(lines)
     rules, max_pixels = ImageRules(**settings["rules"]), settings["max_pixels"]
-    memory_bytes = max(MEMORY_BYTES, BYTES_PER_PIXEL * max_pixels)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    print("{}", flush=True)
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, DECODE_S)  # SIGPROF kills the process
-        print(json.dumps(decoded(json.loads(line), rules, max_pixels)), flush=True)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    limit_process(max(MEMORY_BYTES, BYTES_PER_PIXEL * max_pixels))
+    reply({})
+    for data in lines:
+        reply(decoded(data, rules, max_pixels))
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ class PacedFleet:
     def __init__(self, num_nodes: int = NUM_NODES) -> None:
         text = Tokenizer.load(DEMO_MODEL)
         # Use only tokens of letters, because a token that ends inside a character produces no event.
-        plain = [token for token in range(text.vocab_size) if text.vocabulary.bytes_of(token).isalpha()]
+        plain = [token for token in range(text.vocabulary.size) if text.vocabulary.bytes_of(token).isalpha()]
         self.rows: dict[str, PacedRequest] = {}
         self.nodes = [PacedNode(f"paced-{number}", plain[-997:], self.rows) for number in range(num_nodes)]
 

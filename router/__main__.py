@@ -83,7 +83,7 @@ async def _serve(
 ) -> int:
     dashboard = Dashboard() if settings.dashboard else None
     observer = dashboard or RouterObserver()
-    served = connect(settings, models, _identity(), _registry(settings, share), share, observer)
+    served = connect(settings, models, f"router-{secrets.token_hex(8)}", _registry(settings, share), share, observer)
     admin = Admin([each.pool for each in served], settings.drain_timeout_s)
     first, *more = (each.parts for each in served)
     adapters = AdapterSync(served[0].pool, first.dispatcher.adapter_requests)
@@ -133,10 +133,6 @@ async def _serve(
             _log_addresses(listeners, keys is None)
         await _serve_http(lifetime, servers, observer)
     return 0
-
-
-def _identity() -> str:
-    return f"router-{secrets.token_hex(8)}"
 
 
 async def _serve_http(lifetime: ProcessLifetime, servers: "list[HttpServer]", observer: RouterObserver) -> None:

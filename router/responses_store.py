@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import redis.asyncio
 
@@ -26,7 +26,7 @@ LEASE_S = 3.0
 TIMEOUT_S = 5.0  # timeout of a command; a shorter one would fail requests on a busy machine
 RETENTION_S = 30 * 24 * 3600  # as in OpenAI's API
 MAX_BYTES = 256 << 20  # limit of MemoryStore; older responses are dropped
-POLL_S = 0.05  # how often a reader on another router looks for new deltas
+POLL_S = 0.05  # seconds between two reads by a client of another router
 CANCELLED = "cancelled"  # the error in the last delta of a response that was cancelled
 
 
@@ -49,48 +49,38 @@ def is_last(delta: TokenDelta) -> bool:
     return bool(delta.finish or delta.error)
 
 
-class ResponsesStore:
+class ResponsesStore(Protocol):
     """The interface of the stores. Methods raise UnavailableError if the store does not answer."""
 
-    is_shared = False  # other routers may take over responses
+    is_shared: bool = False  # whether other routers use the store, and may take over responses
 
     async def create(self, response: StoredResponse, owner: str) -> None:
         """Store a new response, whose lease the run `owner` holds."""
-        raise NotImplementedError
 
-    async def get(self, response_id: str) -> StoredResponse | None:
-        raise NotImplementedError
+    async def get(self, response_id: str) -> StoredResponse | None: ...
 
     async def read(self, response_id: str, start: int) -> list[TokenDelta]:
         """Return the log from entry `start` on."""
-        raise NotImplementedError
 
     async def append(self, response_id: str, owner: str, position: int, delta: TokenDelta, *, ends: bool) -> bool:
-        """Append entry number `position` and renew the lease. With `ends`, it is the last entry. Return False if the
-        owner has lost the lease; it must then stop."""
-        raise NotImplementedError
+        """Append entry number `position`, which is the last one if `ends` is set, and renew the lease. Return False if
+        the owner has lost the lease; the owner must then stop."""
 
     async def end(self, response_id: str, delta: TokenDelta) -> None:
         """Append a last entry and end the lease, regardless of its holder, unless the log has ended."""
-        raise NotImplementedError
 
-    async def delete(self, response_id: str) -> None:
-        raise NotImplementedError
+    async def delete(self, response_id: str) -> None: ...
 
     async def renew(self, owners: Mapping[str, str]) -> list[str]:
         """Renew each owner's lease. Return the ids whose lease the owner has lost."""
-        raise NotImplementedError
 
     async def release(self, owners: Mapping[str, str]) -> None:
         """Give up leases, so that other routers may take over at once."""
-        raise NotImplementedError
 
     async def adopt(self, owner: str, limit: int) -> list[str]:
         """Take over at most `limit` expired leases, and return their ids."""
-        raise NotImplementedError
 
-    async def close(self) -> None:
-        raise NotImplementedError
+    async def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -166,8 +156,9 @@ class MemoryStore(ResponsesStore):
                 return
 
 
+# Scripts in Lua, which Redis runs atomically.
 # Keys: lease, log, running. Arguments: owner, position, milliseconds of the lease, "1" for the last entry, id, entry,
-# seconds of retention.
+# seconds for which a finished log is kept.
 APPEND = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local count = redis.call('LLEN', KEYS[2])
@@ -178,19 +169,19 @@ if ARGV[4] == '1' then
 else redis.call('PEXPIRE', KEYS[1], ARGV[3]) end
 return 1
 """
-# Keys: lease, log, running. Arguments: id, entry, retention.
+# Keys: lease, log, running. Arguments: id, entry, seconds for which a finished log is kept.
 END = """
 if redis.call('SREM', KEYS[3], ARGV[1]) == 0 then return 0 end
 redis.call('RPUSH', KEYS[2], ARGV[2]); redis.call('EXPIRE', KEYS[2], ARGV[3]); redis.call('DEL', KEYS[1])
 return 1
 """
-# Key: lease. Arguments: owner, milliseconds; 0 releases the lease.
+# Key: lease. Arguments: owner, milliseconds of the lease, where 0 releases it.
 RENEW = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
-# Keys: lease, running. Arguments: owner, milliseconds, id. Check `running` first, because a response that has ended has
-# no lease either.
+# Keys: lease, running. Arguments: owner, milliseconds of the lease, id. Check `running` first, because a response that
+# has ended has no lease either.
 ADOPT = """
 if redis.call('SISMEMBER', KEYS[2], ARGV[3]) == 0 then return 0 end
 return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2], 'NX') and 1 or 0

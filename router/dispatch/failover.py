@@ -59,7 +59,8 @@ class Failover:
     def record_failure(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str], now: float) -> None:
         """Record a failed attempt. `decode_nodes` are the decode nodes that take requests; `now` is in seconds. Raises
         UnavailableError or RequestError if no further attempt is allowed."""
-        # Do not count an attempt that has tokens and whose node is still alive: the node only hands its requests back.
+        # A live node that already produced tokens gives its requests back, for example because it drains. This is not a
+        # failure.
         self.failures += failure.is_gone or not attempt.has_output
         self._assign_fault(attempt, failure, decode_nodes)
         if failure.is_suspect:
@@ -113,8 +114,9 @@ class Failover:
 def inexact_reason(attempt: Attempt) -> str:
     """Return why an attempt may continue the tokens of an earlier one differently, or "" if it cannot.
 
-    Our nodes draw each token by its position. A vLLM server may use one generator for a whole request, and applies
-    penalties only to the tokens of one call; its proxy reports in `resumes` what the server can resume.
+    Baton's own nodes seed the draw of each token with the token's position, so they continue exactly. A vLLM
+    server may use one random generator for a whole request, and applies penalties only to the tokens of one call. Its
+    proxy node reports in `resumes` which requests the server can continue exactly.
     """
     sampling = attempt.request.sampling
     found = [node.info.attributes["resumes"] for node in attempt.nodes if "resumes" in node.info.attributes]

@@ -24,11 +24,6 @@ REGISTRY_S = 2.0  # how long the registry may take to report the new role
 BODY_BYTES, BODY_S = 4096, 10.0
 
 
-def admin_routes(pools: Sequence[NodePool], drain_s: float) -> list[Route]:
-    """Return the admin routes. A node that changes its role waits up to `drain_s` seconds for its requests to end."""
-    return Admin(pools, drain_s).routes()
-
-
 class RoleBody(BaseModel):
     role: Literal["prefill", "decode"]
 
@@ -38,6 +33,7 @@ class Admin:
     cannot leave the cluster without a usable node."""
 
     def __init__(self, pools: Sequence[NodePool], drain_s: float) -> None:
+        """A node that changes its role waits up to `drain_s` seconds for its requests to end."""
         self._pools = pools
         self._drain_s = drain_s
         self._becoming: dict[str, str] = {}  # the new role of each node that is changing its role

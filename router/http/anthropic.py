@@ -4,7 +4,6 @@ Names and limits are as in Anthropic's API. Thinking blocks have an empty signat
 them when they come back. `cache_control` has no effect, because every prefix is cached.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,24 +16,24 @@ from router.http.asgi import ResponseWriter
 from router.http.bodies import Body, ChatBody, ReasoningEffort, Stop, TemplateArguments, TokenCount, validated
 from router.http.generation import GenerationService
 from router.http.messages import (
-    MAX_CALL_ID,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
     FunctionName,
+    Id,
     Strict,
     check_depth,
     images_of_parameter,
+    object_in,
     tag_of,
 )
 from router.http.output import TextDelta
 from router.http.parsing import encode_chat
-from router.http.responses import dump
+from router.http.responses import dump, typed_events
 from router.http.tools import check_tools
 from router.text.tool_parser import AnswerPart, call_id
 from shared.errors import RequestError
 
-Id = Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)]
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 Event = dict[str, Any]
 
@@ -70,7 +69,7 @@ class RedactedBlock(ContentBlock):
 
 
 class ToolUseBlock(ContentBlock):
-    """A call that the model asked for."""
+    """A call that the model requested."""
 
     type: Literal["tool_use"]
     id: Id
@@ -156,7 +155,7 @@ class AnthropicChoice(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Whether the model thinks. `budget_tokens` is accepted, but does not limit the thinking."""
+    """Switches the reasoning on or off. `budget_tokens` is accepted, but does not limit the reasoning."""
 
     model_config = Strict
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -230,7 +229,7 @@ class MessagesBody(CountTokensBody):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-SWITCHES = ("enable_thinking", "thinking")  # names of this switch in chat templates
+SWITCHES = ("enable_thinking", "thinking")  # variables by which chat templates switch the reasoning on and off
 
 
 def _function(tool: AnthropicTool) -> dict[str, Any]:
@@ -243,7 +242,8 @@ def _text(content: str | Sequence[TextBlock]) -> str:
 
 
 def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any]]:
-    """Convert a message to chat messages. Tool results become separate messages, which precede the text."""
+    """Convert message `number` to chat messages: one for each tool result, then one for the rest. Raises RequestError
+    if a block is not allowed in a message of this role."""
     blocks = message.blocks()
     for place, block in enumerate(blocks):
         of_user = isinstance(block, ToolResultBlock | ImageBlock)
@@ -316,10 +316,7 @@ class MessageEvents:
         """Return the events for a delta. `stop_reason` is the stop string or token that ended the answer."""
         events: list[Event] = []
         self._num_generated += len(delta.tokens)
-        parts = delta.parts
-        if parts is None:
-            parts = [AnswerPart("content", delta.text)] if delta.text else []
-        for part in parts:
+        for part in delta.all_parts():
             events += self._part(part)
         if delta.finish is not None:
             events += self._close()
@@ -370,21 +367,8 @@ class MessageEvents:
         if not content:
             return []
         if content[-1]["type"] == "tool_use":
-            content[-1]["input"] = parsed_input("".join(self._inputs))
+            content[-1]["input"] = object_in("".join(self._inputs)) or {}  # empty if the answer ended inside the call
         return [{"type": "content_block_stop", "index": len(content) - 1}]
-
-
-def parsed_input(text: str) -> dict[str, Any]:
-    """Return the input of a call, or an empty one if the answer ended inside the call."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {}
-
-
-def encode_event(event: Event) -> bytes:
-    return f"event: {event['type']}\ndata: {dump(event)}\n\n".encode()
 
 
 @dataclass(frozen=True)
@@ -401,8 +385,8 @@ class AnthropicApi:
         with named_parameters():
             chat = validated(ChatBody, body.chat_fields() | fields | {"stop": body.stop_sequences})
             (request,) = await self.generation.requests(chat, message_id, reply)
-        tools, model = self.generation.tokenizer.syntax.tools, body.model or self.generation.model.name
-        events = MessageEvents(message_id, model, len(request.prompt), tools.id_form if tools is not None else "")
+        model, id_form = body.model or self.generation.model.name, self.generation.tokenizer.syntax.id_form
+        events = MessageEvents(message_id, model, len(request.prompt), id_form)
         output = self.generation.output(chat, message_id, [request], reply.arrived)
         try:
             async with self.generation.deltas(output) as deltas:
@@ -410,7 +394,7 @@ class AnthropicApi:
                     new = events.start(choice.prompt.cached_tokens) if delta.is_first else []
                     new += events.add(delta, delta.stop_reason, has_calls=choice.has_calls)
                     if body.stream:
-                        await reply.events(b"".join(map(encode_event, new)))
+                        await reply.events(typed_events(new))
         finally:
             reply.log_fields = output.log_fields()
         if body.stream:

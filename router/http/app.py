@@ -20,15 +20,14 @@ from starlette.types import Receive, Scope, Send
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.requests import ModelCard
 from router.http.adapters import AdapterRoutes
-from router.http.anthropic import AnthropicApi, CountTokensBody, MessagesBody
+from router.http.anthropic import AnthropicApi
 from router.http.asgi import ResponseWriter, deadline_of, read_body, to_response, while_connected
 from router.http.auth import ApiCors, ApiKeys, AuthMiddleware
 from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from router.http.generation import GenerationService, ModelParts, ServedModels
-from router.http.openapi import DETOKENIZE, DOCS, RERANK, SCORE, TOKENIZE, document_routes
+from router.http.openapi import DETOKENIZE, DOCS, POSTS, RERANK, SCORE, TOKENIZE, document_routes
 from router.http.parsing import check_ids, encode, encode_chat, run_in_thread
-from router.http.pooling import EmbeddingBody, PoolingApi, RerankBody, ScoreBody
-from router.http.response_bodies import ResponsesBody
+from router.http.pooling import PoolingApi
 from router.http.response_runs import RequestSlots, ResponseRuns
 from router.http.responses import ResponseFormatter
 from router.http.responses_api import ResponsesApi
@@ -144,26 +143,26 @@ def _body_routes(handlers: "ApiHandlers", runs: ResponseRuns | None, body_timeou
     responses = [ResponsesApi(service, runs) for service in handlers.models.services]
     posts = [_posts(service, each) for service, each in zip(handlers.models.services, responses, strict=True)]
     routes = [
-        Route(path, JsonEndpoint(handlers, body_timeout_s, kind, [each[path][1] for each in posts]), methods=["POST"])
-        for path, (kind, _) in posts[0].items()
+        Route(path, JsonEndpoint(handlers, body_timeout_s, kind, [each[path] for each in posts]), methods=["POST"])
+        for path, (kind, _, _) in POSTS.items()
     ]
     return [*routes, *responses[0].routes()]
 
 
-def _posts(service: GenerationService, responses: ResponsesApi) -> dict[str, tuple[type[Body], Handler]]:
-    """Return a model's routes: for each path, the kind of body and the handler."""
+def _posts(service: GenerationService, responses: ResponsesApi) -> dict[str, Handler]:
+    """Return a model's handler for each path in POSTS."""
     generate, messages, pooling = CompletionsApi(service), AnthropicApi(service), PoolingApi(service)
     return {
-        "/v1/completions": (CompletionBody, generate.completions),
-        "/v1/chat/completions": (ChatBody, generate.completions),
-        "/v1/responses": (ResponsesBody, responses.create),
-        "/v1/messages": (MessagesBody, messages.create),
-        "/v1/messages/count_tokens": (CountTokensBody, messages.count_tokens),
-        "/v1/embeddings": (EmbeddingBody, pooling.embeddings),
-        **dict.fromkeys(RERANK, (RerankBody, pooling.rerank)),
-        **dict.fromkeys(SCORE, (ScoreBody, pooling.score)),
-        **dict.fromkeys(TOKENIZE, (TokenizeBody, generate.tokenize)),
-        **dict.fromkeys(DETOKENIZE, (DetokenizeBody, generate.detokenize)),
+        "/v1/completions": generate.completions,
+        "/v1/chat/completions": generate.completions,
+        "/v1/responses": responses.create,
+        "/v1/messages": messages.create,
+        "/v1/messages/count_tokens": messages.count_tokens,
+        "/v1/embeddings": pooling.embeddings,
+        **dict.fromkeys(RERANK, pooling.rerank),
+        **dict.fromkeys(SCORE, pooling.score),
+        **dict.fromkeys(TOKENIZE, generate.tokenize),
+        **dict.fromkeys(DETOKENIZE, generate.detokenize),
     }
 
 

@@ -29,7 +29,8 @@ MAX_TIMEOUT_S = 86_400.0
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 STREAM_HEADERS = {"content-type": STREAM_TYPE, "cache-control": "no-cache", "x-accel-buffering": "no"}
 CLIENT_GONE = 499  # nginx's status for a client that disconnected; used only in the access log
-KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_limit"}  # the `type` of an error
+# The `type` of an error, without its suffix `_error`, by status
+KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_limit"}
 KINDS |= {503: "service_unavailable", 504: "timeout"}
 ANTHROPIC = "/v1/messages"  # the path of Anthropic's API, which has other names for some types of errors
 ANTHROPIC_KINDS = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
@@ -43,6 +44,10 @@ class Identity:
 
     tenant: str
     is_admin: bool = False
+
+    def allowed_priority(self, wanted: int) -> int:
+        """Return the priority of a request. Only an admin may raise it, which means to give a number below 0."""
+        return wanted if self.is_admin else max(0, wanted)
 
 
 ANONYMOUS = Identity("", is_admin=True)
@@ -161,8 +166,11 @@ def to_response(request: Request, error: Exception) -> Response:
 
 
 class ResponseWriter:
-    """One response: either a JSON object or a stream of events. The request's task creates it, on the event loop. It
-    also sets the request id in the task's log lines, and writes the request's line in the access log."""
+    """Sends one response: either a JSON object or a stream of events.
+
+    The task that handles the request creates it, on the event loop. It also sets the request id that the task's log
+    lines show, and writes the request's line in the access log.
+    """
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.scope = scope

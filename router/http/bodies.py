@@ -34,14 +34,15 @@ from shared.errors import RequestError
 from shared.limits import INT32_MAX, MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROBS
 
 MAX_PROMPTS, MAX_SAMPLES = 64, 8
-MAX_LISTED = 8  # models in an error
+MAX_LISTED = 8  # maximum number of models that an error lists
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
 MAX_TEMPLATE_ARGUMENTS = 32
-# OpenAI's fields that do not affect the tokens, or that are hints for models and services which Baton does not have.
+# Fields of the OpenAI and Anthropic APIs that do not affect the tokens, or that are hints for features which Baton does
+# not have.
 IGNORED = frozenset(("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "session_id"))
 IGNORED |= {"cache_control", "user_profile_id"}
 IGNORED |= {"prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity"}
-# Known fields that are not supported. Each is accepted only with the listed values, which have no effect.
+# Known fields that are not supported. Each is accepted only with one of its listed values, which have no effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
     ("audio", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "moderation"), ()
 )
@@ -50,7 +51,7 @@ UNSUPPORTED |= dict.fromkeys(("conversation", "context_management"), ())
 UNSUPPORTED |= {"embed_dtype": ("float32",), "endianness": ("native", "little"), "max_tokens_per_doc": ()}
 UNSUPPORTED |= {"functions": ([],), "function_call": ("none",)}
 UNSUPPORTED |= {"modalities": (["text"],), "use_beam_search": (False,)}
-# vLLM's
+# Fields of vLLM
 UNSUPPORTED |= dict.fromkeys(("chat_template", "ec_transfer_params", "kv_transfer_params", "logprob_token_ids"), ())
 UNSUPPORTED |= dict.fromkeys(("prompt_embeds", "repetition_detection", "request_id"), ())
 UNSUPPORTED |= dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},))
@@ -63,7 +64,7 @@ UNSUPPORTED |= {"thinking_token_budget": (-1,)}
 UNSUPPORTED |= dict.fromkeys(("compaction", "container", "diagnostics", "inference_geo", "thread"), ())
 UNSUPPORTED |= {"fallbacks": ([],), "previous_input_messages": (), "previous_response": ()}
 UNSUPPORTED |= {"enable_response_messages": (False,), "mcp_servers": ([],), "prompt": (), "speed": ("standard",)}
-# vLLM no longer accepts these older names of parameters; each is followed by its replacement.
+# Fields that are not accepted, each with the field to use instead. vLLM used the names with `guided_` earlier.
 REPLACED = {f"guided_{name}": f"structured_outputs.{name}" for name in ("choice", "grammar", "json", "regex")}
 REPLACED["prompt"] = "messages"
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -81,6 +82,7 @@ EXPECTED = {
     "tools": f"must be a list of at most {MAX_TOOLS} functions",
     "tool_choice": 'must be "none", "auto", "required" or an object with the type "function" and a function\'s name',
 }
+# An error in a field names this many parts of the place where it occurred; for fields that are not listed, one.
 NESTED = {
     "messages": 3,
     "response_format": 3,
@@ -92,7 +94,7 @@ NESTED = {
     "output_config": 3,
     "text": 3,
     "reasoning": 2,
-}  # how many parts of an error's location form the parameter's name
+}
 
 
 def _finite(text: str) -> float:
@@ -138,8 +140,18 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
+Priority = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
+Truncation = TokenCount | Literal[-1]  # the number of tokens of a prompt that are kept; -1 keeps as many as fit
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def listed(prompts: Any) -> list[Any]:
+    """Return the prompts in the value of a field of the type `Prompt | list[Prompt]`. A list of integers is one
+    prompt."""
+    is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
+    return [prompts] if is_one else list(prompts)
 
 
 def _check_names(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +168,8 @@ TemplateArguments = Annotated[
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream: whether it reports the usage in the last event, and whether in every event."""
+    """`include_usage` reports the usage in the last event of a stream. With `continuous_usage_stats`, every event
+    reports the usage so far."""
 
     model_config = Strict
     include_usage: bool = False
@@ -165,8 +178,8 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """The base class of all bodies, with strict types and the model's name. A body may be as large as a prompt that
-    fills the model's context, plus `more_bytes`."""
+    """The base class of all bodies. The types of its fields are strict. `more_bytes` is added to the maximum size of a
+    body, which otherwise suffices for a prompt that fills the model's context."""
 
     model_config = Strict
     more_bytes: ClassVar[int] = 0
@@ -178,7 +191,7 @@ class GenerateBody(Body):
 
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] = []
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
     frequency_penalty: Penalty = 0.0
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -191,7 +204,7 @@ class GenerateBody(Body):
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     presence_penalty: Penalty = 0.0
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
+    priority: Priority = 0
     prompt_logprobs: LogprobCount | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     response_format: ResponseFormat | None = None
@@ -207,7 +220,7 @@ class GenerateBody(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | Literal[-1] | None = None
+    truncate_prompt_tokens: Truncation | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> "GenerateBody":
@@ -262,10 +275,8 @@ class CompletionBody(GenerateBody):
 
     @property
     def prompts(self) -> list[Any]:
-        """The prompts, each a text or a list of token ids. If the body's `prompt` is a list of integers, it is one
-        prompt."""
-        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if is_one else list(self.prompt)
+        """The prompts, each a text or a list of token ids."""
+        return listed(self.prompt)
 
     @property
     def num_logprobs(self) -> int | None:

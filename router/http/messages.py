@@ -17,9 +17,19 @@ from router.text.images import DATA_URL
 from shared.errors import RequestError
 
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CALLS = 2048, 1024, 256, 256
-MAX_NAME, MAX_CALL_ID, MAX_DEPTH = 64, 256, 32
+MAX_NAME, MAX_DEPTH = 64, 32
 Strict = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Id = Annotated[str, Field(min_length=1, max_length=256)]  # the id of a call, or of an earlier answer or its parts
+
+
+def object_in(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that the text consists of, or None if it is anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def check_depth(value: Any) -> Any:
@@ -88,8 +98,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 class FunctionCall(BaseModel):
-    """A call that the model asked for. `arguments` is the text of a JSON object; an empty text stands for `{}`.
-    OpenAI's client adds `parsed_arguments`, which have no effect."""
+    """A call that the model requested. `arguments` is a JSON object as a string; an empty string means `{}`.
+    OpenAI's client adds `parsed_arguments`, which has no effect."""
 
     model_config = Strict
     name: FunctionName
@@ -97,12 +107,9 @@ class FunctionCall(BaseModel):
     parsed_arguments: Annotated[Any, Field(description="Accepted and ignored.")] = None
 
     def parsed(self) -> dict[str, Any]:
-        """Return the arguments. Raises PydanticCustomError if they are no JSON object."""
-        try:
-            value = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
+        """Return the arguments. Raises PydanticCustomError if they are no JSON object, or nested too deeply."""
+        value = object_in(self.arguments or "{}")
+        if value is None:
             raise PydanticCustomError("arguments", "`arguments` must be the text of a JSON object")
         check_depth(value)
         return value
@@ -112,10 +119,15 @@ class ToolCall(BaseModel):
     """An entry of `tool_calls` in a message of the assistant."""
 
     model_config = Strict
-    id: Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)]
+    id: Id
     type: Literal["function"] = "function"
     function: FunctionCall
     index: Annotated[int, Field(ge=0)] | None = None  # a field of stream deltas, which some clients send back
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call in the form that chat templates expect."""
+        function = {"name": self.function.name, "arguments": self.function.parsed()}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class TextPart(BaseModel):
@@ -150,7 +162,8 @@ class ImagePart(BaseModel):
 
 
 def tag_of(value: Any, default: str = "") -> str:
-    """Return the tag of a value in a union. In the locations of errors, "~" marks a tag."""
+    """Return the tag by which pydantic finds the type of a value in a union: its `type`, after a "~". In the location
+    of an error, the "~" distinguishes tags from fields."""
     return "~" + str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", ""))
 
 
@@ -167,10 +180,6 @@ def _check_not_null(content: object) -> object:
     return content
 
 
-def _texts(parts: Iterable[TextPart | ImagePart]) -> list[str]:
-    return [part.text for part in parts if isinstance(part, TextPart)]
-
-
 class ChatMessage(BaseModel):
     """One message of a conversation."""
 
@@ -179,7 +188,7 @@ class ChatMessage(BaseModel):
     content: Annotated[Content, BeforeValidator(_check_not_null)]
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] = []
-    tool_call_id: Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)] | None = None
+    tool_call_id: Id | None = None
     reasoning_content: str | None = None
 
     @model_validator(mode="before")
@@ -216,33 +225,27 @@ class ChatMessage(BaseModel):
     def plain(self) -> Message:
         """Return the message in the form that chat templates expect.
 
-        Text parts are joined by newlines, as in vLLM, unless there are images, which the template places.
+        Text parts are joined by newlines, as in vLLM. If there are images, the parts stay separate, so that the
+        template can place the images between the texts.
         """
-        parts = self.content if not isinstance(self.content, str) else []
-        text: Any = self.content if isinstance(self.content, str) else "\n".join(_texts(parts))
-        if any(isinstance(part, ImagePart) for part in parts):
-            text = [
-                {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
-                for part in parts
-            ]
+        text: Any = self.content
+        if not isinstance(text, str):
+            parts = [{"type": "image"} if isinstance(part, ImagePart) else part.model_dump() for part in text]
+            has_images = any(part["type"] == "image" for part in parts)
+            text = parts if has_images else "\n".join(part["text"] for part in parts)
         message: Message = {"role": self.role, "content": text}
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": self._plain_call(call)} for call in self.tool_calls
-            ]
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
             # The field's name in gpt-oss's template, which refuses it together with text and calls.
             if not (text and self.tool_calls):
                 message["thinking"] = self.reasoning_content
         return message
-
-    def _plain_call(self, call: ToolCall) -> Message:
-        return {"name": call.function.name, "arguments": call.function.parsed()}
 
 
 ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -262,7 +265,7 @@ def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 @contextmanager
 def images_of_parameter(name: str) -> Iterator[None]:
-    """Rename the image parameter in errors, for a chat that was made from a request of another API."""
+    """Name the parameter `name` in errors about images, for a chat that was made from a request of another API."""
     try:
         yield
     except RequestError as error:

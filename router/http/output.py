@@ -21,17 +21,23 @@ from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
 @dataclass(slots=True)
 class TextDelta:
-    """The text and tokens that one token delta adds to a choice. The text may belong to earlier tokens than `tokens`,
-    because incomplete characters and possible stop strings are held back."""
+    """The text and tokens that one token delta adds to a choice. A part of the text may come from tokens of earlier
+    deltas, because incomplete characters and possible stop strings are held back."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     is_first: bool = False
-    parts: list[AnswerPart] | None = None  # parts of the text, if the answer is parsed
+    parts: list[AnswerPart] | None = None  # parts of the text; None if the answer is not parsed
     finish: str | None = None  # "stop" or "length" in the choice's last delta
     stop_reason: str | int | None = None  # the stop string or token that ended the choice
-    vector: bytes = b""  # result of a pooled request
+    vector: bytes = b""  # the embedding or the logits of a pooling request, as packed float32
+
+    def all_parts(self) -> list[AnswerPart]:
+        """Return the parts of the text. A text that is not parsed is one part."""
+        if self.parts is not None:
+            return self.parts
+        return [AnswerPart("content", self.text)] if self.text else []
 
 
 @dataclass(slots=True)

@@ -81,8 +81,7 @@ async def build_requests(
             salt=salt,
             speculative=body.speculative,
             adapter=adapter,
-            # Only an admin may raise the priority of a request.
-            priority=body.priority if identity.is_admin else max(0, body.priority),
+            priority=identity.allowed_priority(body.priority),
             traceparent=traceparent,
             tenant=identity.tenant,
             deadline=deadline,
@@ -197,8 +196,8 @@ def _truncated(prompt: list[int], body: GenerateBody, model: ModelCard) -> list[
 
 
 def _spellings(words: list[str], model: ModelCard, tokenizer: Tokenizer) -> list[bytes]:
-    """Return the packed ids of each word as it is encoded at the start of a text and, if only its first token changes,
-    also after a space, as in vLLM."""
+    """Return the packed token ids of each word, as it is encoded at the start of a text. If the word after a space has
+    the same number of tokens but another first token, add this encoding too. This is vLLM's rule."""
     spellings = []
     for word in words:
         first = tokenizer.encode(word.lstrip() or word, add_special_tokens=False)

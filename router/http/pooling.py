@@ -1,6 +1,6 @@
 """Embeddings and scores: POST /v1/embeddings of OpenAI, and /v1/rerank and /v1/score of vLLM.
 
-Each text, or pair of texts, is a request whose prompt the nodes compute and which generates no tokens.
+Each text, or pair of texts, becomes a generation request. The nodes compute its prompt, and generate no tokens.
 """
 
 import asyncio
@@ -17,7 +17,16 @@ from pydantic_core import PydanticCustomError
 
 from router.dispatch.requests import GenerationRequest
 from router.http.asgi import ResponseWriter
-from router.http.bodies import Body, CompletionBody, Prompt, TemplateArguments
+from router.http.bodies import (
+    Body,
+    CacheSalt,
+    CompletionBody,
+    Priority,
+    Prompt,
+    TemplateArguments,
+    Truncation,
+    listed,
+)
 from router.http.generation import GenerationService
 from router.http.messages import Strict
 from router.http.parsing import cache_namespace, check_ids, encode, run_in_thread
@@ -29,6 +38,7 @@ from shared.rpc.messages import SamplingParams, pack_ids
 MAX_INPUTS = 2048  # as in OpenAI's API
 AT_ONCE, AT_ONCE_TOKENS = 64, 65_536  # how many prompts and tokens of one HTTP request are computed at once
 MORE_BYTES = 32 << 20
+# The body of a pooling request as the classes for generation need it. The one token is not sent to the client.
 ONE_TOKEN = CompletionBody(prompt=[0], max_tokens=1, temperature=0.0)
 
 Text = Annotated[str, Field(min_length=1)]
@@ -39,9 +49,9 @@ class PoolingBody(Body):
     """The parameters of embeddings and scores."""
 
     more_bytes: ClassVar[int] = MORE_BYTES
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | Literal[-1] | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority = 0
+    truncate_prompt_tokens: Truncation | None = None
 
 
 def _check_input(value: object) -> object:
@@ -72,8 +82,7 @@ class EmbeddingBody(PoolingBody):
     @property
     def inputs(self) -> list[Any]:
         """The texts or lists of token ids."""
-        is_one = isinstance(self.input, str) or isinstance(self.input[0], int)
-        return [self.input] if is_one else list(self.input)
+        return listed(self.input)
 
 
 class PairBody(PoolingBody):
@@ -85,7 +94,7 @@ class PairBody(PoolingBody):
 
 
 class RerankDocument(BaseModel):
-    """A document as an object."""
+    """A document that is given as an object, not as a string."""
 
     model_config = Strict
     text: Text
@@ -101,7 +110,7 @@ class RerankBody(PairBody):
 
 
 class ScoreBody(PairBody):
-    """POST /v1/score. `queries` and `documents` are other names of `text_1` and `text_2`."""
+    """POST /v1/score. `queries` is another name of `text_1`, and `documents` another name of `text_2`."""
 
     text_1: Text | Texts | None = None
     text_2: Text | Texts | None = None
@@ -120,7 +129,7 @@ class ScoreBody(PairBody):
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        """The first and the second texts."""
+        """The first texts and the second texts of the pairs. One first text is compared with all second texts."""
         given = self.text_1 or self.queries or [], self.text_2 or self.documents or []
         left, right = ([one] if isinstance(one, str) else one for one in given)
         return left, right
@@ -261,7 +270,7 @@ class PoolingApi:
                 1,
                 sampling,
                 salt=cache_namespace(identity.tenant, body.cache_salt, adapter),
-                priority=body.priority if identity.is_admin else max(0, body.priority),
+                priority=identity.allowed_priority(body.priority),
                 adapter=adapter,
                 traceparent=reply.traceparent,
                 tenant=identity.tenant,

@@ -31,7 +31,6 @@ from router.http.bodies import (
     validated,
 )
 from router.http.messages import (
-    MAX_CALL_ID,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
@@ -39,6 +38,7 @@ from router.http.messages import (
     FunctionChoice,
     FunctionDefinition,
     FunctionName,
+    Id,
     NamedChoice,
     Strict,
     ToolDefinition,
@@ -48,7 +48,6 @@ from router.http.messages import (
 from router.http.structured import JsonSchema, ResponseFormat
 from shared.errors import RequestError
 
-Id = Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID)]
 INCLUDES = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
@@ -146,7 +145,7 @@ class MessageItem(ResponseItem):
 
 
 class CallItem(ResponseItem):
-    """A call that the model asked for."""
+    """A call that the model requested."""
 
     type: Literal["function_call"]
     call_id: Id
@@ -267,7 +266,7 @@ class ResponsesBody(GenerateBody):
     include: Annotated[list[INCLUDES], Field(max_length=16)] = Field(default_factory=list)
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # this parameter limits only tools that the server runs
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # no effect: the server runs no tools
     metadata: Annotated[Metadata, Field(max_length=16)] = Field(default_factory=dict)
     n: Literal[1] = 1
     parallel_tool_calls: bool = True

@@ -10,15 +10,11 @@ from typing import Any
 
 from router.http.output import TextDelta
 from router.http.response_bodies import ResponsesBody
-from router.http.responses import chat_logprobs, dump
+from router.http.responses import chat_logprobs
 from router.text.tokenizer import Tokenizer
 from router.text.tool_parser import AnswerPart, call_id
 
 Event = dict[str, Any]
-
-
-def encode_event(event: Event) -> bytes:
-    return f"event: {event['type']}\ndata: {dump(event)}\n\n".encode()
 
 
 class ResponseEvents:
@@ -75,9 +71,7 @@ class ResponseEvents:
     def add(self, delta: TextDelta, cached_tokens: int) -> list[Event]:
         """Return the events for a delta. `cached_tokens` is the length of the cached prefix of the prompt."""
         events: list[Event] = []
-        parts = delta.parts
-        if parts is None:
-            parts = [AnswerPart("content", delta.text)] if delta.text else []
+        parts = delta.all_parts()
         self._num_generated += len(delta.tokens)
         thoughts, others = (sum(len(p.text) for p in parts if (p.kind == "reasoning") is so) for so in (True, False))
         self._num_reasoning += round(len(delta.tokens) * thoughts / max(1, thoughts + others))
@@ -175,10 +169,8 @@ class ResponseEvents:
             case "reasoning":
                 item |= {"summary": [], "content": [], "encrypted_content": None}
             case _:
-                tools = self._tokenizer.syntax.tools
-                form = tools.id_form if tools is not None else ""
-                item |= {"name": name, "arguments": ""}
-                item |= {"call_id": call_id(form, response_id, 0, self._num_calls, name)}
+                identity = call_id(self._tokenizer.syntax.id_form, response_id, 0, self._num_calls, name)
+                item |= {"name": name, "arguments": "", "call_id": identity}
                 self._num_calls += 1
         output.append(item)
         self._item = item

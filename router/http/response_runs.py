@@ -12,10 +12,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from secrets import token_hex
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from router.dispatch.requests import GenerationRequest
 from router.http.asgi import Identity, described
+from router.http.bodies import ChatBody
 from router.http.generation import ServedModels
 from router.http.output import OutputProcessor, PromptOutput
 from router.http.response_bodies import ResponsesBody, items_of
@@ -29,7 +30,7 @@ from shared.rpc.messages import SamplingParams, TokenDelta, pack_ids, unpack_ids
 
 log = logging.getLogger("baton.responses")
 Result = TypeVar("Result")
-# Pause between calls to a store that does not answer, and how long a run repeats them.
+# A call to a store that does not answer is repeated after STORE_PAUSE_S seconds, for up to STORE_PATIENCE_S seconds.
 STORE_PAUSE_S, STORE_PATIENCE_S = 0.2, 60.0
 
 
@@ -45,12 +46,17 @@ def body_of(stored: StoredResponse) -> ResponsesBody:
     return ResponsesBody.model_validate_json(stored.body)
 
 
+def chat_of(stored: StoredResponse) -> ChatBody:
+    """Return the chat that generates the response. Raises RequestError or ValueError if this version cannot read it."""
+    return body_of(stored).to_chat(items_of(stored.context))
+
+
 class Replay:
     """Builds the events of a stored response from its log."""
 
     def __init__(self, models: ServedModels, stored: StoredResponse) -> None:
-        body, prompt = body_of(stored), unpack_ids(stored.prompt)
-        generation, chat = models.of(body.model), body.to_chat(items_of(stored.context))
+        body, chat, prompt = body_of(stored), chat_of(stored), unpack_ids(stored.prompt)
+        generation = models.of(body.model)
         request = GenerationRequest(stored.id, prompt, stored.max_tokens, SamplingParams(), chat.min_tokens)
         self.tokens: list[int] = []
         self.events = ResponseEvents(
@@ -117,12 +123,19 @@ class ResponseRuns:
         self._group.start(_patiently(lambda: self.cancel(response_id)))
 
     async def replay(self, stored: StoredResponse) -> Replay:
-        """Return the response so far."""
+        """Process the response's whole log."""
         replay = Replay(self._models, stored)
         replay.events.start()
         for delta in await self.store.read(stored.id, 0):
             replay.add(delta)
         return replay
+
+    async def snapshot(self, stored: StoredResponse) -> dict[str, Any]:
+        """Return the response so far, as the API shows it."""
+        replay = await self.replay(stored)
+        response = replay.events.response
+        is_queued = response["background"] and response["status"] == "in_progress" and not replay.tokens
+        return response | ({"status": "queued"} if is_queued else {})
 
     async def follow(self, stored: StoredResponse) -> AsyncGenerator[list[Event], None]:
         """Yield the events of a response until it ends or is deleted. The first events come with the first delta."""
@@ -184,8 +197,8 @@ class ResponseRuns:
         is_background: bool,
     ) -> None:
         """Generate the response after the deltas in `known`. End if another router has taken it over."""
-        body = body_of(stored)
-        chat, generation = body.to_chat(items_of(stored.context)), self._models.of(body.model)
+        chat = chat_of(stored)
+        generation = self._models.of(chat.model)
         output = generation.output(chat, request.id, [request], time.monotonic())
         for delta in known:
             output.choices[0].process(delta)
@@ -222,7 +235,7 @@ class ResponseRuns:
     async def _watch(self) -> None:
         """Renew the leases, and take over responses whose lease has expired."""
         while True:
-            with suppress(UnavailableError):  # the runs wait for the store themselves
+            with suppress(UnavailableError):  # try again later; the runs also wait for the store
                 for name in await self.store.renew(self._owners):
                     if (task := self._tasks.get(name)) is not None:
                         task.cancel()
@@ -232,10 +245,7 @@ class ResponseRuns:
                     for name in await self.store.adopt(owner, free):
                         try:
                             await self._adopt(name, owner)
-                        except (
-                            RequestError,
-                            ValueError,
-                        ) as error:  # another version of Baton may have stored it
+                        except (RequestError, ValueError) as error:  # another version of Baton may have stored it
                             log.warning("cannot continue response %s: %s", name, error)
                             text = "The response cannot be continued by this version."
                             await self.store.end(name, TokenDelta(name, error=text))
@@ -249,11 +259,10 @@ class ResponseRuns:
         known = await self.store.read(response_id, 0)
         # A new id, because nodes may still run the request of the router that died.
         run_id = f"{response_id}-{token_hex(4)}"
-        body = body_of(stored)
-        chat = body.to_chat(items_of(stored.context))
+        chat = chat_of(stored)
         chat.seed = stored.seed
         identity = Identity(stored.tenant, stored.is_admin)
-        (request,) = await self._models.of(body.model).build(chat, run_id, identity)
+        (request,) = await self._models.of(chat.model).build(chat, run_id, identity)
         request.prompt, request.max_tokens = unpack_ids(stored.prompt), stored.max_tokens
         request.generated = tuple(token for delta in known for token in unpack_ids(delta.tokens))
         request.version = next((ModelVersion(*each.version) for each in reversed(known) if each.version), ANY_VERSION)
@@ -262,7 +271,7 @@ class ResponseRuns:
 
 
 async def _patiently(call: Callable[[], Awaitable[Result]]) -> Result | None:
-    """Repeat a call of the store until it answers. Return None after STORE_PATIENCE_S."""
+    """Repeat a call to the store until the store answers. Return None if it does not answer in time."""
     deadline = time.monotonic() + STORE_PATIENCE_S
     while time.monotonic() < deadline:
         with suppress(UnavailableError):

@@ -6,7 +6,7 @@ Events are built by escaping and concatenating strings, because encoding a JSON 
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
@@ -27,6 +27,11 @@ def dump(value: object) -> str:
 
 def event(value: object) -> bytes:
     return f"data: {dump(value)}\n\n".encode()
+
+
+def typed_events(events: Iterable[dict[str, Any]]) -> bytes:
+    """Return server-sent events that are named by the `type` of their data, as in the Responses and Messages APIs."""
+    return "".join(f"event: {each['type']}\ndata: {dump(each)}\n\n" for each in events).encode()
 
 
 class ResponseFormatter:
@@ -117,8 +122,7 @@ class ResponseFormatter:
         return parts if is_shown else [part for part in parts if part.kind != "reasoning"]
 
     def _call_id(self, choice: OutputProcessor, part: AnswerPart) -> str:
-        tools = self._tokenizer.syntax.tools
-        return call_id(tools.id_form if tools is not None else "", self._output.id, choice.index, part.call, part.text)
+        return call_id(self._tokenizer.syntax.id_form, self._output.id, choice.index, part.call, part.text)
 
     def _finish(self, choice: OutputProcessor, delta: TextDelta) -> str | None:
         """Return the reason why a choice ended."""

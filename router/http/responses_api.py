@@ -6,11 +6,10 @@ A response of another tenant gives the status 404, like one that does not exist.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from secrets import token_hex
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -22,8 +21,9 @@ from router.http.bodies import Body, ChatBody
 from router.http.generation import GenerationService
 from router.http.messages import images_of_parameter
 from router.http.response_bodies import Item, ResponsesBody, items_of, items_to_json
-from router.http.response_events import Event, ResponseEvents, encode_event, items_with_ids
+from router.http.response_events import ResponseEvents, items_with_ids
 from router.http.response_runs import ResponseRuns, body_of
+from router.http.responses import typed_events
 from router.responses_store import StoredResponse
 from shared.errors import RequestError
 from shared.rpc.messages import pack_ids
@@ -48,10 +48,6 @@ def named_parameters() -> Iterator[None]:
             param, param.replace("].function.", "].") if param.startswith("tools[") else error.param
         )
         raise
-
-
-def encode_events(events: Sequence[Event]) -> bytes:
-    return b"".join(map(encode_event, events))
 
 
 @dataclass(frozen=True)
@@ -115,12 +111,12 @@ class ResponsesApi:
                     new = [*started, *events.add(delta, choice.prompt.cached_tokens)]
                     started = []
                     if body.stream:
-                        await reply.events(encode_events(new))
+                        await reply.events(typed_events(new))
         except Exception as error:
             if started or not body.stream:  # the status of the reply shows the error
                 raise
             _, value, _ = described(error, response_id)
-            await reply.events(encode_events(events.fail("failed", message=value["error"]["message"])))
+            await reply.events(typed_events(events.fail("failed", message=value["error"]["message"])))
         finally:
             reply.log_fields = output.log_fields()
         if body.stream:
@@ -141,7 +137,7 @@ class ResponsesApi:
             request.deadline = None
         await runs.create(stored, request, is_background=body.background)
         if body.background and not body.stream:
-            await reply.json(await self._snapshot(stored))
+            await reply.json(await runs.snapshot(stored))
             return
         try:
             async with aclosing(runs.follow(stored)) as groups:
@@ -150,7 +146,7 @@ class ResponsesApi:
                         await runs.store.delete(stored.id)  # the client never gets the id
                         raise error
                     if body.stream:
-                        await reply.events(encode_events(events))
+                        await reply.events(typed_events(events))
         except asyncio.CancelledError:  # the client is gone
             if not body.background:
                 runs.abandon(stored.id)
@@ -160,7 +156,7 @@ class ResponsesApi:
         if body.stream:
             await reply.end()
         else:
-            await reply.json(await self._snapshot(stored))
+            await reply.json(await runs.snapshot(stored))
 
     async def get(self, request: Request) -> Response:
         """Handle GET /v1/responses/{id}. With `stream`, the events after number `starting_after` follow."""
@@ -174,42 +170,29 @@ class ResponsesApi:
             raise RequestError("`stream` must be true or false.", "stream")
         if after != "-1" and (stream == "false" or not after.isascii() or not after.isdigit() or len(after) > 9):
             raise RequestError("`starting_after` must be the number of an event, with `stream`.", "starting_after")
-        stored = await self._stored(request)
+        runs, stored = await self._stored(request)
         if stream == "false":
-            return JSONResponse(await self._snapshot(stored))
-        return StreamingResponse(self._events_after(stored, int(after)), headers=STREAM_HEADERS)
-
-    async def _events_after(self, stored: StoredResponse, number: int) -> AsyncIterator[bytes]:
-        assert self.runs is not None
-        try:
-            async with aclosing(self.runs.follow(stored)) as groups:
-                async for events in groups:
-                    if new := [event for event in events if event["sequence_number"] > number]:
-                        yield encode_events(new)
-        except Exception as error:  # noqa: BLE001 - the status of the reply is already sent
-            _, value, _ = described(error, stored.id)
-            yield encode_event({"type": "error", **value})
+            return JSONResponse(await runs.snapshot(stored))
+        return StreamingResponse(_events_after(runs, stored, int(after)), headers=STREAM_HEADERS)
 
     async def delete(self, request: Request) -> Response:
         """Handle DELETE /v1/responses/{id}. An unfinished response ends."""
-        stored = await self._stored(request)
-        assert self.runs is not None
-        await self.runs.cancel(stored.id)
-        await self.runs.store.delete(stored.id)
+        runs, stored = await self._stored(request)
+        await runs.cancel(stored.id)
+        await runs.store.delete(stored.id)
         return JSONResponse({"id": stored.id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """Handle POST /v1/responses/{id}/cancel. A response that has ended stays as it is."""
-        stored = await self._stored(request)
-        assert self.runs is not None
+        runs, stored = await self._stored(request)
         if not body_of(stored).background:
             raise RequestError("Only a response with `background` can be cancelled.", "id")
-        await self.runs.cancel(stored.id)
-        return JSONResponse(await self._snapshot(stored))
+        await runs.cancel(stored.id)
+        return JSONResponse(await runs.snapshot(stored))
 
     async def input_items(self, request: Request) -> Response:
         """Handle GET /v1/responses/{id}/input_items."""
-        stored, query = await self._stored(request), request.query_params
+        (_, stored), query = await self._stored(request), request.query_params
         limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
         if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= MAX_LIMIT:
             raise RequestError(f"`limit` must be from 1 to {MAX_LIMIT}.", "limit")
@@ -226,35 +209,39 @@ class ResponsesApi:
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
         return JSONResponse({"object": "list", "data": page, "has_more": start + len(page) < len(items), **ends})
 
-    async def _stored(self, request: Request) -> StoredResponse:
+    async def _stored(self, request: Request) -> tuple[ResponseRuns, StoredResponse]:
+        """Return the response that the path names. Raises RequestError."""
         return await self._load(request.path_params["id"], request.scope[SCOPE_KEY].tenant, "id")
 
-    async def _load(self, response_id: str, tenant: str, param: str) -> StoredResponse:
-        """Return a stored response of the tenant. Raises RequestError."""
+    async def _load(self, response_id: str, tenant: str, param: str) -> tuple[ResponseRuns, StoredResponse]:
+        """Return a stored response of the tenant, and the runs of its store. Raises RequestError if there is none."""
         if self.runs is None:
             raise RequestError(f"This path {NEEDS_STORE}.", param, "not_found", 404)
         stored = await self.runs.store.get(response_id)
         if stored is None or stored.tenant != tenant:
             raise RequestError("The response does not exist.", param, "response_not_found", 404)
-        return stored
+        return self.runs, stored
 
     async def _context(self, response_id: str | None, tenant: str) -> list[Item]:
         """Return the items of the conversation up to the end of an earlier response."""
         if response_id is None:
             return []
-        stored = await self._load(response_id, tenant, "previous_response_id")
-        assert self.runs is not None
-        response = (await self.runs.replay(stored)).events.response
+        runs, stored = await self._load(response_id, tenant, "previous_response_id")
+        response = (await runs.replay(stored)).events.response
         if response["status"] not in ("completed", "incomplete"):
             text = f"The previous response has the status {response['status']}; it must be completed or incomplete."
             raise RequestError(text, "previous_response_id", "invalid_value")
         answer = ResponsesBody.model_validate({"input": response["output"]}).items
         return [*items_of(stored.context), *body_of(stored).items, *answer]
 
-    async def _snapshot(self, stored: StoredResponse) -> dict[str, Any]:
-        """Return the response so far."""
-        assert self.runs is not None
-        replay = await self.runs.replay(stored)
-        response = replay.events.response
-        is_queued = response["background"] and response["status"] == "in_progress" and not replay.tokens
-        return response | ({"status": "queued"} if is_queued else {})
+
+async def _events_after(runs: ResponseRuns, stored: StoredResponse, number: int) -> AsyncIterator[bytes]:
+    """Yield the events after event `number`, as server-sent events."""
+    try:
+        async with aclosing(runs.follow(stored)) as groups:
+            async for events in groups:
+                if new := [event for event in events if event["sequence_number"] > number]:
+                    yield typed_events(new)
+    except Exception as error:  # noqa: BLE001 - the status of the reply is already sent
+        _, value, _ = described(error, stored.id)
+        yield typed_events([{"type": "error", **value}])

@@ -3,8 +3,9 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
+from router.http.messages import Strict
 from router.text.answer_grammar import lark_of
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
@@ -17,7 +18,7 @@ Marker = Annotated[str, Field(min_length=1, max_length=256)]
 class StructuralTag(BaseModel):
     """A tag begins with the text `begin` and ends with the text `end`. The content in between matches `schema`."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+    model_config = Strict
     begin: Marker
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     end: Annotated[str, Field(max_length=256)]
@@ -27,7 +28,7 @@ class StructuralTags(BaseModel):
     """The tags that an answer may have. The `begin` of each tag starts with a trigger; other text contains no
     trigger."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+    model_config = Strict
     type: Literal["structural_tag"]
     structures: Annotated[list[StructuralTag], Field(min_length=1, max_length=MAX_TAGS)]
     triggers: Annotated[list[Marker], Field(min_length=1, max_length=MAX_TAGS)]

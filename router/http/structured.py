@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
+from router.http.messages import Strict, object_in
 from router.http.structural_tags import StructuralTags
 from router.text.grammar_check import GrammarChecker, GrammarError
 from router.text.tokenizer import Tokenizer
@@ -24,16 +25,17 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 UNKNOWN_KEYWORDS = re.compile(r'Unimplemented keys: \["([^"]*)"')
 OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
-Strict = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 Schema = dict[str, Any]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_BYTES)]
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """An unchecked constraint of an answer. `text` is a grammar in llguidance's format or, if `is_source`, in Lark or
-    GBNF. `param` is the parameter that an error names. `schema` is set if the client gave a JSON schema. If `tags` are
-    set, `text` is not used.
+    """A constraint of an answer, which is not checked yet.
+
+    `param` is the parameter that an error names. `text` is a grammar: in Lark or GBNF if `is_source` is set, or else in
+    llguidance's format. `schema` is the client's JSON schema, if there is one. If `tags` is given, the grammar is made
+    from the tags, and `text` is not used.
     """
 
     param: str
@@ -165,19 +167,15 @@ def _check_size(size: int, param: str) -> None:
 
 
 def _parsed(given: Schema | str, param: str) -> Schema:
-    """Return a JSON object that was given as an object or as its text."""
-    if isinstance(given, dict):
-        return given
-    try:
-        value = json.loads(given)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise RequestError(f"`{param}` must be an object of JSON, or the text of one.", param)
+    """Return a JSON object, which may be given as a string. Raises RequestError if the string contains none."""
+    value = given if isinstance(given, dict) else object_in(given)
+    if value is None:
+        raise RequestError(f"`{param}` must be a JSON object, or a string that contains one.", param)
     return value
 
 
 def _depth(value: Any) -> int:
+    """Return how deep lists and objects are nested: 1 for an object of numbers."""
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -187,7 +185,8 @@ def _depth(value: Any) -> int:
 
 
 def _closed(value: Any) -> Any:
-    """Return a schema whose objects have only the properties that it names, as in vLLM's guidance backend."""
+    """Return the schema with `additionalProperties: false` wherever it names properties, as in vLLM's guidance
+    backend."""
     if isinstance(value, list):
         return [_closed(each) for each in value]
     if not isinstance(value, dict):

@@ -54,9 +54,8 @@ def merged_status(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if "models" in first:
         models = {name: [document["models"][name] for document in documents] for name in first["models"]}
         status["models"] = {name: _counts(each) for name, each in models.items()}
-    of_nodes = {name: first["totals"][name] for name in ("running",)}
-    queued = sum(document["queue"]["requests"] for document in documents)
-    of_nodes["queued"] = first["totals"]["queued"] - first["queue"]["requests"] + queued
+    queued = first["totals"]["queued"] - first["queue"]["requests"] + status["queue"]["requests"]
+    of_nodes = {"running": first["totals"]["running"], "queued": queued}
     status["totals"] = _sum([document["totals"] for document in documents]) | of_nodes
     status["latency"] = _largest([document["latency"] for document in documents])
     return status | {"workers": [document["router"]["id"] for document in documents]}

@@ -28,6 +28,7 @@ log = logging.getLogger("baton.fleet")
 SLOW_START_S = 10.0  # during this time, a node that joins busy nodes gets less than its share of requests
 MAX_DETECTORS = 1024
 MAX_IMAGES = 20_000
+# A group, and its prefill and decode nodes that may be chosen
 Allowed = tuple[RoutableNodes[NodeConnection], list[NodeConnection], list[NodeConnection]]
 FEW_NODES = 64  # with at most this many nodes, each change of a node is processed at once
 NOTIFY_S = 0.1

@@ -34,8 +34,7 @@ class Tokenizer:
     ) -> None:
         """`syntax` describes how the model writes tool calls and reasoning; by default, it is derived from the
         template."""
-        found = find_syntax(template.source if template is not None else None)
-        self.syntax = found if syntax is None else syntax
+        self.syntax = syntax or find_syntax(None if template is None else template.source)
         self._tokenizer = tokenizer
         self._as_text = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         self._as_text.encode_special_tokens = True
@@ -77,12 +76,8 @@ class Tokenizer:
         tokenizer.no_padding()
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         template = ChatTemplate.load(directory, config, special)
-        syntax = find_syntax(template.source if template is not None else None, tool_parser, reasoning_parser)
+        syntax = find_syntax(None if template is None else template.source, tool_parser, reasoning_parser)
         return cls(tokenizer, config, template, syntax)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.vocabulary.size
 
     def least_tokens(self, text: str) -> int:
         """Return a lower bound for the number of tokens that `encode` would return."""

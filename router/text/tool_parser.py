@@ -3,8 +3,8 @@
 The result does not depend on how the text is divided into pieces. Text that breaks the syntax before a function's name
 is complete is content, so no text is lost. Whitespace next to reasoning and calls is dropped.
 
-The parser is a coroutine made of generators. Each reader yields when it needs more text, so its code looks like that of
-a parser that has the whole text."""
+The parser consists of generators, called readers. A reader yields when it needs more text, so its code reads like that
+of a parser that has the whole text."""
 
 import ast
 import hashlib
@@ -89,8 +89,8 @@ class AnswerParser:
         max_calls: int = 0,
     ) -> None:
         """`tools` maps the names of the functions to the schemas of their parameters; if it is None, the text is not
-        searched for calls. `prompt_end` is the last text of the prompt, which may begin the reasoning. Calls after the
-        first `max_calls` are dropped; 0 keeps all."""
+        searched for calls. `prompt_end` is the end of the prompt's text, where the reasoning may begin. At most
+        `max_calls` calls are returned, and later ones are dropped; 0 means no limit."""
         self._syntax = syntax
         self._schemas = tools or {}
         self._tools = syntax.tools if tools is not None else None
@@ -349,7 +349,7 @@ class AnswerParser:
                 if not again or not (yield from self._next_of(again)):
                     return
             except SyntaxBrokenError:
-                if self._kept is not None:  # one character is enough to end the marker
+                if self._kept is not None:  # make one character content, so that the marker is not found again
                     self._at, self._kept = self._kept + 1, None
                     self._say(self._text[self._at - 1])
                 return

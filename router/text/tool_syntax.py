@@ -19,9 +19,8 @@ class ReasoningSyntax:
 
     start: str
     end: str
-    found_by: tuple[
-        str, ...
-    ] = ()  # all of these occur in the chat template; if empty, the syntax is chosen only by name
+    # A chat template that contains all of these texts has this syntax. If empty, the syntax is chosen only by its name.
+    found_by: tuple[str, ...] = ()
     is_implicit: bool = False
 
 
@@ -246,6 +245,11 @@ class AnswerSyntax:
     reasoning: ReasoningSyntax | None = None
     tools: ToolSyntax | None = None
     takes_tools: bool = False  # the chat template has a place for the definitions of tools
+
+    @property
+    def id_form(self) -> str:
+        """The form of the ids of calls; see `ToolSyntax`."""
+        return "" if self.tools is None else self.tools.id_form
 
     @property
     def is_harmony(self) -> bool:

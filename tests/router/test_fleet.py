@@ -17,7 +17,7 @@ import pytest
 from starlette.applications import Starlette
 
 import router.nodes.connection as router_connection
-from router.http.admin import admin_routes
+from router.http.admin import Admin
 from router.http.asgi import to_response
 from router.nodes import pool
 from router.nodes.connection import NodeConnection
@@ -500,7 +500,8 @@ async def test_placement_uses_the_speed_that_a_node_reports_if_it_is_valid() -> 
 async def test_concurrent_role_changes_leave_a_decode_node() -> None:
     async with stage("d0 d1", mode="colocated") as here:
         handlers = dict.fromkeys((RequestError, UnavailableError), to_response)
-        transport = httpx.ASGITransport(Starlette(routes=admin_routes([here.fleet], 0.1), exception_handlers=handlers))
+        routes = Admin([here.fleet], 0.1).routes()
+        transport = httpx.ASGITransport(Starlette(routes=routes, exception_handlers=handlers))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
 
             async def post(node: str, role: str) -> int:

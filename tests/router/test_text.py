@@ -17,7 +17,7 @@ STORIES = Path(__file__).parents[1] / "data" / "stories260K"
 
 
 def token_id(tokenizer: Tokenizer, name: str) -> int:
-    return next(token for token in range(tokenizer.vocab_size) if tokenizer.token_name(token) == name)
+    return next(token for token in range(tokenizer.vocabulary.size) if tokenizer.token_name(token) == name)
 
 
 def chunks(row: list[int] | str, cuts: list[int]) -> list:

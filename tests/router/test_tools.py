@@ -153,10 +153,7 @@ async def test_markers_in_text_of_clients_are_not_tokens(client, hermes):
     await openai_client.chat.completions.create(model="tiny", messages=messages, tools=[tool])
     prompt = dispatcher.answers[0].request.prompt
     text = hermes.decode(prompt, skip_special_tokens=False)
-    token = {
-        name: next(t for t in range(hermes.vocab_size) if hermes.token_name(t) == name)
-        for name in ("<|im_end|>", "<think>", "</think>")
-    }
+    token = hermes.special_ids
     assert text.count("<|im_end|>") == prompt.count(token["<|im_end|>"]) + 2 == 6
     assert (text.count("<think>"), prompt.count(token["<think>"]), prompt.count(token["</think>"])) == (1, 0, 0)
 

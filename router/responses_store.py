@@ -45,10 +45,6 @@ class StoredResponse:
     seed: int
 
 
-def is_last(delta: TokenDelta) -> bool:
-    return bool(delta.finish or delta.error)
-
-
 class ResponsesStore(Protocol):
     """The interface of the stores. Methods raise UnavailableError if the store does not answer."""
 
@@ -57,7 +53,8 @@ class ResponsesStore(Protocol):
     async def create(self, response: StoredResponse, owner: str) -> None:
         """Store a new response, whose lease the run `owner` holds."""
 
-    async def get(self, response_id: str) -> StoredResponse | None: ...
+    async def get(self, response_id: str) -> StoredResponse | None:
+        """Return the record of a response, or None if it does not exist."""
 
     async def read(self, response_id: str, start: int) -> list[TokenDelta]:
         """Return the log from entry `start` on."""
@@ -69,7 +66,8 @@ class ResponsesStore(Protocol):
     async def end(self, response_id: str, delta: TokenDelta) -> None:
         """Append a last entry and end the lease, regardless of its holder, unless the log has ended."""
 
-    async def delete(self, response_id: str) -> None: ...
+    async def delete(self, response_id: str) -> None:
+        """Remove the record, the log and the lease of a response, as far as they exist."""
 
     async def renew(self, owners: Mapping[str, str]) -> list[str]:
         """Renew each owner's lease. Return the ids whose lease the owner has lost."""

@@ -84,7 +84,7 @@ def recent_rate(total: float, count: int) -> float:
 
 
 def load_of_prefill(demand: Demand, node: NodeCapability, wait_s: float = QUEUE_S) -> float | None:
-    """Return how many nodes compute the prompts, or None if the speed of the nodes is unknown.
+    """Return how many nodes are needed to compute the prompts, or None if the speed of the nodes is unknown.
 
     A long queue shows a higher load sooner than the mean of a minute does. The queue counts only up to the recent rate,
     because it will be empty by the time that more nodes have started.
@@ -97,7 +97,7 @@ def load_of_prefill(demand: Demand, node: NodeCapability, wait_s: float = QUEUE_
 
 
 def load_of_decode(demand: Demand, node: NodeCapability) -> float:
-    """Return how many nodes hold and decode the requests.
+    """Return how many nodes are needed to hold and decode the requests.
 
     By Little's law, the number of requests in progress is the rate of arrivals multiplied by the time that a request
     stays. As in `load_of_prefill`, queued requests count only up to what the recent rate explains.

@@ -51,7 +51,7 @@ class QueueEntry:
     num_left: int
     expires: float
     deadline: float = inf  # deadline of the whole answer
-    # None before the grant, and after a pause, because the time would include the pause
+    # None before the grant. Also None after a pause, because the time on the node would include the pause.
     granted_at: float | None = None
     has_pending_prefill: bool = True
     granted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -73,7 +73,8 @@ class PriorityLevel:
     tokens: dict[str, int] = field(default_factory=dict)
 
     def share(self, tenant: str, cost: int) -> int:
-        """Return how many queued tokens are served before a new request of the tenant, if the tenants take turns."""
+        """Return how many tokens are served until a new request of the tenant is served, with the request's own `cost`,
+        if the tenants take turns."""
         tenants = len(self.queues) + (tenant not in self.queues)
         return min(sum(self.tokens.values()) + cost, (self.tokens.get(tenant, 0) + cost) * tenants)
 
@@ -88,6 +89,7 @@ class ThroughputEstimator:
         self.finished_tokens = 0.0  # decays with time
 
     def pass_time(self, now: float, is_busy: bool) -> None:
+        """Advance the clock to `now`, and measure the time since the last call if requests were queued (`is_busy`)."""
         past_s, self._now = max(0.0, now - self._now), max(now, self._now)
         if is_busy:
             kept = exp(-past_s / RATE_S)
@@ -263,6 +265,7 @@ class AdmissionQueue:
         return self._granted(now)
 
     def resume(self, entry: QueueEntry) -> None:
+        """Give a sample its slot back, even if this exceeds the capacity."""
         self.held_requests += 1
         self.held_tokens += entry.sample_tokens
 

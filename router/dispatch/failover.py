@@ -93,9 +93,9 @@ class Failover:
             self.prefix_node = prefill.info.id
 
     def _record_crash(self, attempt: Attempt, node: NodeConnection, now: float) -> None:
-        """Apply the poison rule: after two crashes without a token in between, the request is the likely cause; after
-        three if the first two were at about the same time. A node that is back in the same incarnation did not crash,
-        but only lost its connection."""
+        """Record that a node crashed while it computed the request. Raises RequestError if the request is the likely
+        cause: after two crashes without a token in between, or after three if the first two happened at about the same
+        time. A node that is back in the same incarnation did not crash, but only lost its connection."""
         if attempt.produced_by(node):
             self._crashed = []
             return

@@ -1,7 +1,7 @@
 """Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens, translated to a chat and back.
 
-Names and limits are as in Anthropic's API. Thinking blocks have an empty signature, because Baton does not check
-them when they come back. `cache_control` has no effect, because every prefix is cached.
+Names and limits are as in Anthropic's API. Thinking blocks have an empty signature, because Baton does not verify the
+blocks that a client sends back. `cache_control` has no effect, because every prefix is cached.
 """
 
 from collections.abc import Iterator, Sequence
@@ -290,7 +290,8 @@ def named_parameters() -> Iterator[None]:
 
 
 class MessageEvents:
-    """Builds the events of an answer, and the message so far. `start` comes first, then `add` for each delta."""
+    """Builds the events of an answer, and the message so far. Call `start` first, and then `add` for each delta. Both
+    return the new events."""
 
     def __init__(self, message_id: str, model: str, num_prompt: int, id_form: str) -> None:
         self.message: dict[str, Any] = {
@@ -312,8 +313,8 @@ class MessageEvents:
         self.message["usage"] = usage | {"cache_read_input_tokens": cached_tokens, "cache_creation_input_tokens": 0}
         return [{"type": "message_start", "message": self.message | {"content": [], "usage": self.message["usage"]}}]
 
-    def add(self, delta: TextDelta, stop_reason: str | int | None, *, has_calls: bool) -> list[Event]:
-        """Return the events for a delta. `stop_reason` is the stop string or token that ended the answer."""
+    def add(self, delta: TextDelta, *, has_calls: bool) -> list[Event]:
+        """Return the events for a delta. `has_calls` is true if the answer so far has tool calls."""
         events: list[Event] = []
         self._num_generated += len(delta.tokens)
         for part in delta.all_parts():
@@ -321,8 +322,8 @@ class MessageEvents:
         if delta.finish is not None:
             events += self._close()
             reason = STOP_REASONS[delta.finish]
-            if isinstance(stop_reason, str):
-                reason, self.message["stop_sequence"] = "stop_sequence", stop_reason
+            if isinstance(delta.stop_reason, str):
+                reason, self.message["stop_sequence"] = "stop_sequence", delta.stop_reason
             self.message["stop_reason"] = "tool_use" if has_calls and reason == "end_turn" else reason
             self.message["usage"] = self.message["usage"] | {"output_tokens": self._num_generated}
             ending = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
@@ -385,18 +386,15 @@ class AnthropicApi:
         with named_parameters():
             chat = validated(ChatBody, body.chat_fields() | fields | {"stop": body.stop_sequences})
             (request,) = await self.generation.requests(chat, message_id, reply)
-        model, id_form = body.model or self.generation.model.name, self.generation.tokenizer.syntax.id_form
+        model, id_form = self.generation.name_for(body), self.generation.tokenizer.syntax.id_form
         events = MessageEvents(message_id, model, len(request.prompt), id_form)
         output = self.generation.output(chat, message_id, [request], reply.arrived)
-        try:
-            async with self.generation.deltas(output) as deltas:
-                async for choice, delta in deltas:
-                    new = events.start(choice.prompt.cached_tokens) if delta.is_first else []
-                    new += events.add(delta, delta.stop_reason, has_calls=choice.has_calls)
-                    if body.stream:
-                        await reply.events(typed_events(new))
-        finally:
-            reply.log_fields = output.log_fields()
+        async with self.generation.deltas(output, reply) as deltas:
+            async for choice, delta in deltas:
+                new = events.start(choice.prompt.cached_tokens) if delta.is_first else []
+                new += events.add(delta, has_calls=choice.has_calls)
+                if body.stream:
+                    await reply.events(typed_events(new))
         if body.stream:
             await reply.end()
         else:

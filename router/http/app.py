@@ -203,18 +203,14 @@ class CompletionsApi:
         request_id = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + token_hex(16)
         requests = await self.generation.requests(body, request_id, reply)
         output = self.generation.output(body, request_id, requests, reply.arrived)
-        formatter = ResponseFormatter(
-            output, body, self.generation.tokenizer, body.model or self.generation.model.name, int(time.time())
-        )
-        try:
-            async with self.generation.deltas(output) as deltas:
-                async for choice, delta in deltas:
-                    if body.stream:
-                        await reply.events(formatter.events(choice, delta))
-                    else:
-                        formatter.collect(choice, delta)
-        finally:
-            reply.log_fields = output.log_fields()
+        model, created = self.generation.name_for(body), int(time.time())
+        formatter = ResponseFormatter(output, body, self.generation.tokenizer, model, created)
+        async with self.generation.deltas(output, reply) as deltas:
+            async for choice, delta in deltas:
+                if body.stream:
+                    await reply.events(formatter.events(choice, delta))
+                else:
+                    formatter.collect(choice, delta)
         if body.stream:
             await reply.events(formatter.ending())
             await reply.end()
@@ -256,7 +252,7 @@ class ApiHandlers:
 
     models: ServedModels
     registry: CollectorRegistry
-    request_timeout_s: float  # 0 for none
+    request_timeout_s: float  # 0 means no limit
     slots: RequestSlots
     started_ms: int = field(default_factory=lambda: now_ns() // 10**6)
 

@@ -1,4 +1,4 @@
-"""Runs the generation of one HTTP request: builds its output, and counts its usage."""
+"""The models of a router, and the service that generates the answers of each model for the handlers of all APIs."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.requests import GenerationRequest, ModelCard
 from router.http.asgi import Identity, ResponseWriter
-from router.http.bodies import ChatBody, CompletionBody
+from router.http.bodies import Body, ChatBody, CompletionBody
 from router.http.output import Output, RequestOutput
 from router.http.parsing import build_requests
 from router.metrics.request_metrics import RequestMetrics
@@ -29,7 +29,7 @@ class ModelParts:
 
 @dataclass(frozen=True)
 class GenerationService:
-    """Generates the answers of one model, for the handlers of all APIs."""
+    """Generates the answers of one model, and counts the tokens that each tenant uses."""
 
     dispatcher: Dispatcher
     tokenizer: Tokenizer
@@ -38,6 +38,10 @@ class GenerationService:
     metrics: RequestMetrics
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     images: ImageReader | None = None  # None: the model takes no images
+
+    def name_for(self, body: Body) -> str:
+        """Return the name of the model in the response to a body: the name that the client gave, or the model's own."""
+        return body.model or self.model.name
 
     def adapters(self) -> dict[str, str]:
         """Return the digests of the LoRA adapters, by name. An adapter with the model's own name is not served."""
@@ -84,12 +88,17 @@ class GenerationService:
         return RequestOutput(request_id, body, requests, self.tokenizer, self.metrics, self.observer, arrived)
 
     @asynccontextmanager
-    async def deltas(self, output: RequestOutput) -> AsyncIterator[AsyncGenerator[Output, None]]:
-        """Generate the output, and provide its text as it arrives. Count the tokens for the client's tenant."""
+    async def deltas(
+        self, output: RequestOutput, reply: ResponseWriter | None = None
+    ) -> AsyncIterator[AsyncGenerator[Output, None]]:
+        """Generate the output, and provide its text as it arrives. Count the tokens for the client's tenant, and add
+        the output's fields to the access log of the reply."""
         try:
             async with output.open(self.dispatcher) as deltas:
                 yield deltas
         finally:
+            if reply is not None:
+                reply.log_fields = output.log_fields()
             used = (output.num_prompt_tokens, output.num_cached, output.num_generated)
             self.metrics.used(output.prompts[0].request.tenant, *used)
 

@@ -139,6 +139,7 @@ class TextPart(BaseModel):
 
 
 def check_url(url: object) -> object:
+    """Raise an error if the URL of an image is not a data URL."""
     if isinstance(url, str) and not url.startswith(DATA_URL):
         text = "must begin with {data}: the image itself in base64. The server fetches nothing from the network"
         raise PydanticCustomError("url", text, {"data": DATA_URL})

@@ -179,7 +179,7 @@ class PoolingApi:
             | ({"document": {"text": texts[index]}} if body.return_documents else {})
             for index in order
         ]
-        model = body.model or self._generation.model.name
+        model = self._generation.name_for(body)
         await reply.json({"id": name, "model": model, "usage": _usage(prompts), "results": results})
 
     def _check_embeds(self) -> None:
@@ -303,7 +303,7 @@ class PoolingApi:
         return array("f", [one / length for one in cut]) if length not in {0.0, 1.0} else cut
 
     def _list(self, name: str, body: Body, data: list[Any], prompts: list[list[int]]) -> dict[str, Any]:
-        model = body.model or self._generation.model.name
+        model = self._generation.name_for(body)
         found = {"id": name, "object": "list", "created": int(time()), "model": model}
         return found | {"data": data, "usage": _usage(prompts)}
 

@@ -18,8 +18,8 @@ Event = dict[str, Any]
 
 
 class ResponseEvents:
-    """Builds the events of one response, and the response so far. `start` comes first, then `add` for each delta, and
-    `fail` if there is no last delta. Each of them returns the new events."""
+    """Builds the events of one response, and the response so far. Call `start` first, and then `add` for each delta.
+    Call `fail` if the response ends without a last delta. Each of these methods returns the new events."""
 
     def __init__(
         self, response_id: str, created: int, body: ResponsesBody, model: str, tokenizer: Tokenizer, num_prompt: int
@@ -135,7 +135,7 @@ class ResponseEvents:
                 content["text"] += part.text
                 content["logprobs"] += logprobs
                 events.append(self._of_item("output_text.delta", content_index=0, delta=part.text, logprobs=logprobs))
-                delta.logprobs = []  # logprobs belong to the first text
+                delta.logprobs = []  # if a delta has several texts, only the first one gets the logprobs
             case "reasoning":
                 self._item["content"][0]["text"] += part.text
                 events.append(self._of_item("reasoning_text.delta", content_index=0, delta=part.text))

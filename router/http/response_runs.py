@@ -43,12 +43,25 @@ class RequestSlots:
 
 
 def body_of(stored: StoredResponse) -> ResponsesBody:
+    """Return the body of the request. Raises ValueError if this version cannot read it."""
     return ResponsesBody.model_validate_json(stored.body)
 
 
 def chat_of(stored: StoredResponse) -> ChatBody:
     """Return the chat that generates the response. Raises RequestError or ValueError if this version cannot read it."""
     return body_of(stored).to_chat(items_of(stored.context))
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRun:
+    """One run of a stored response, which continues after the deltas in `known`. `owner` is the name that holds the
+    response's lease."""
+
+    stored: StoredResponse
+    request: GenerationRequest
+    known: Sequence[TokenDelta]
+    owner: str
+    is_background: bool
 
 
 class Replay:
@@ -59,9 +72,8 @@ class Replay:
         generation = models.of(body.model)
         request = GenerationRequest(stored.id, prompt, stored.max_tokens, SamplingParams(), chat.min_tokens)
         self.tokens: list[int] = []
-        self.events = ResponseEvents(
-            stored.id, stored.created, body, body.model or generation.model.name, generation.tokenizer, len(prompt)
-        )
+        model = generation.name_for(body)
+        self.events = ResponseEvents(stored.id, stored.created, body, model, generation.tokenizer, len(prompt))
         timings = SampleTimings(SloTargets(), 0.0)
         self._choice = OutputProcessor(0, PromptOutput(request), generation.tokenizer, chat, timings)
         self._cached_tokens = 0
@@ -109,7 +121,7 @@ class ResponseRuns:
     async def create(self, stored: StoredResponse, request: GenerationRequest, *, is_background: bool) -> None:
         """Store a response and start to generate it."""
         await self.store.create(stored, self._owner)
-        self._start(stored, request, [], self._owner, is_background=is_background)
+        self._start(ResponseRun(stored, request, (), self._owner, is_background))
 
     async def cancel(self, response_id: str) -> None:
         """End a response with the status "cancelled", unless it has ended."""
@@ -164,68 +176,54 @@ class ResponseRuns:
 
     # ---- runs ----------------------------------------------------------------------------------------------------
 
-    def _start(
-        self,
-        stored: StoredResponse,
-        request: GenerationRequest,
-        known: Sequence[TokenDelta],
-        owner: str,
-        *,
-        is_background: bool,
-    ) -> None:
-        self._slots.used += is_background
-        if (earlier := self._tasks.get(stored.id)) is not None:  # this router was frozen, and has lost the lease
+    def _start(self, run: ResponseRun) -> None:
+        name = run.stored.id
+        self._slots.used += run.is_background
+        if (earlier := self._tasks.get(name)) is not None:  # this router was frozen, and has lost the lease
             earlier.cancel()
-        task = self._group.start(self._run(stored, request, known, owner, is_background=is_background))
-        self._tasks[stored.id], self._owners[stored.id] = task, owner
+        task = self._group.start(self._generate(run))
+        self._tasks[name], self._owners[name] = task, run.owner
 
         def ended(_: asyncio.Task[None]) -> None:
-            self._slots.used -= is_background
-            if self._tasks[stored.id] is task:
-                del self._tasks[stored.id], self._owners[stored.id]
-            self._wake(stored.id)
+            self._slots.used -= run.is_background
+            if self._tasks[name] is task:
+                del self._tasks[name], self._owners[name]
+            self._wake(name)
 
         task.add_done_callback(ended)
 
-    async def _run(
-        self,
-        stored: StoredResponse,
-        request: GenerationRequest,
-        known: Sequence[TokenDelta],
-        owner: str,
-        *,
-        is_background: bool,
-    ) -> None:
-        """Generate the response after the deltas in `known`. End if another router has taken it over."""
-        chat = chat_of(stored)
+    async def _generate(self, run: ResponseRun) -> None:
+        """Generate the rest of a response. End if another router has taken the response over."""
+        name, request = run.stored.id, run.request
+        chat = chat_of(run.stored)
         generation = self._models.of(chat.model)
         output = generation.output(chat, request.id, [request], time.monotonic())
-        for delta in known:
+        for delta in run.known:
             output.choices[0].process(delta)
-        position = len(known)
+        position = len(run.known)
         try:
             async with generation.deltas(output) as deltas:
                 async for choice, text in deltas:
-                    delta = TokenDelta(stored.id, choice.num_tokens - len(text.tokens), pack_ids(text.tokens))
+                    delta = TokenDelta(name, choice.num_tokens - len(text.tokens), pack_ids(text.tokens))
                     # A replay finds the stop string itself, so the log does not contain this end.
                     delta.finish = "" if isinstance(text.stop_reason, str) else text.finish or ""
                     delta.logprobs, delta.cached_tokens = text.logprobs, choice.prompt.cached_tokens
                     delta.version = list(request.version)
-                    if not await self._append(stored.id, owner, position, delta, ends=text.finish is not None):
+                    if not await self._append(run, position, delta, ends=text.finish is not None):
                         return
                     position += 1
         except Exception as error:  # noqa: BLE001 - becomes the end of the response
-            if not is_background:
-                self.errors[stored.id] = error
-            _, value, _ = described(error, stored.id)
-            last = TokenDelta(stored.id, error=value["error"]["message"])
-            await self._append(stored.id, owner, position, last, ends=True)
+            if not run.is_background:
+                self.errors[name] = error
+            _, value, _ = described(error, name)
+            last = TokenDelta(name, error=value["error"]["message"])
+            await self._append(run, position, last, ends=True)
 
-    async def _append(self, response_id: str, owner: str, position: int, delta: TokenDelta, *, ends: bool) -> bool:
+    async def _append(self, run: ResponseRun, position: int, delta: TokenDelta, *, ends: bool) -> bool:
         """Append to the log, and wait while the store does not answer. Return False if the lease is lost."""
-        append = self.store.append
-        is_kept = await _patiently(lambda: append(response_id, owner, position, delta, ends=ends))
-        self._wake(response_id)
+        append, name = self.store.append, run.stored.id
+        is_kept = await _patiently(lambda: append(name, run.owner, position, delta, ends=ends))
+        self._wake(name)
         return bool(is_kept)
 
     def _wake(self, response_id: str) -> None:
@@ -267,7 +265,7 @@ class ResponseRuns:
         request.generated = tuple(token for delta in known for token in unpack_ids(delta.tokens))
         request.version = next((ModelVersion(*each.version) for each in reversed(known) if each.version), ANY_VERSION)
         log.info("took over response %s after %d tokens", response_id, len(request.generated))
-        self._start(stored, request, known, owner, is_background=True)
+        self._start(ResponseRun(stored, request, known, owner, is_background=True))
 
 
 async def _patiently(call: Callable[[], Awaitable[Result]]) -> Result | None:

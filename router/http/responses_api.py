@@ -101,12 +101,12 @@ class ResponsesApi:
         self, body: ResponsesBody, chat: ChatBody, request: GenerationRequest, response_id: str, reply: ResponseWriter
     ) -> None:
         """Answer without storing the response."""
-        tokenizer, model = self.generation.tokenizer, body.model or self.generation.model.name
+        tokenizer, model = self.generation.tokenizer, self.generation.name_for(body)
         events = ResponseEvents(response_id, int(time.time()), body, model, tokenizer, len(request.prompt))
         started = events.start()
         output = self.generation.output(chat, response_id, [request], reply.arrived)
         try:
-            async with self.generation.deltas(output) as deltas:
+            async with self.generation.deltas(output, reply) as deltas:
                 async for choice, delta in deltas:
                     new = [*started, *events.add(delta, choice.prompt.cached_tokens)]
                     started = []
@@ -117,8 +117,6 @@ class ResponsesApi:
                 raise
             _, value, _ = described(error, response_id)
             await reply.events(typed_events(events.fail("failed", message=value["error"]["message"])))
-        finally:
-            reply.log_fields = output.log_fields()
         if body.stream:
             await reply.end()
         else:

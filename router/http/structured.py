@@ -79,6 +79,7 @@ class ResponseFormat(BaseModel):
     triggers: list[Any] | None = None
 
     def constraint(self) -> Constraint | None:
+        """Return the constraint, or None for any text. Raises RequestError if the fields do not fit the type."""
         if self.type == "structural_tag" or self.structures is not None or self.triggers is not None:
             return _of_tags(self.model_dump(exclude_none=True), "response_format")
         if (self.type == "json_schema") != (self.json_schema is not None):
@@ -105,6 +106,7 @@ class StructuredOutputs(BaseModel):
     whitespace_pattern: Text | None = None
 
     def constraint(self) -> Constraint:
+        """Return the constraint. Raises RequestError if the fields contradict each other or are too large."""
         given = [name for name in KINDS if getattr(self, "json_" if name == "json" else name) is not None]
         if len(given) != 1:
             names = ", ".join(f"`{name}`" for name in KINDS)

@@ -15,11 +15,13 @@ from shared.errors import RequestError
 
 
 def requires_call(body: ChatBody) -> bool:
+    """Return whether the answer must be a tool call."""
     return body.tool_choice == "required" or isinstance(body.tool_choice, NamedChoice)
 
 
 def may_call(body: ChatBody) -> bool:
-    """Return whether the answer may have calls. A constraint on the text excludes calls, unless they are required."""
+    """Return whether the answer may have tool calls. An answer that must match a constraint has none, unless the client
+    requires a call."""
     return bool(body.tools) and body.tool_choice != "none" and (requires_call(body) or body.constraint() is None)
 
 
@@ -53,6 +55,7 @@ def answer_parser(body: GenerateBody, tokenizer: Tokenizer, prompt: list[int]) -
 
 
 def is_single(body: ChatBody) -> bool:
+    """Return whether the answer may have at most one tool call."""
     return not body.parallel_tool_calls or isinstance(body.tool_choice, NamedChoice)
 
 

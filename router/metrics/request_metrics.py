@@ -236,6 +236,7 @@ class RequestMetrics(Collector):
     # ---- recording ----------------------------------------------------------------------------------------------
 
     def accepted(self, num_prompt: int, max_tokens: int) -> None:
+        """Record an admitted prompt of `num_prompt` tokens, whose samples may have up to `max_tokens` tokens."""
         self._counts["prompt",] += num_prompt
         self._recent.add("prompt_tokens", num_prompt)
         self._seen["prompt"].observe(num_prompt)
@@ -318,6 +319,7 @@ class RequestMetrics(Collector):
         return per_s | {name: counts[name] for name in ("refused", "failed", "finished")}
 
     def attainment(self) -> float | None:
+        """Return the share of the last minute's samples that met their SLO, from 0 to 1, or None without samples."""
         kept = self._kept.totals()
         return kept[True] / kept.total() if kept else None
 

@@ -93,8 +93,8 @@ class AdapterSync:
             log.warning("node %s cannot load the LoRA adapter %s: %s", connection.info.id, name, error)
 
     async def _set(self, connection: NodeConnection, name: str, directory: str = "") -> str:
-        """Load the adapter on a node, or unload it without a directory. Wait until the registry reports the change.
-        Return the reason if the node refuses."""
+        """Load the adapter from `directory` on a node, or unload it if `directory` is "". Wait until the registry
+        reports the change. Return the reason why the node refuses, or "" if it does not."""
         key = connection.info.id, name
         if key in self._changing:
             return ""

@@ -261,7 +261,8 @@ class NodeConnection:
 
 
 def _parts(command: RouterCommand) -> Iterator[RouterCommand]:
-    """Split a command into messages of limited size. The first one has the aborts. Tokens and pixels count as size."""
+    """Split a command into messages whose tokens and pixels have about MAX_COMMAND_BYTES at most. The first message has
+    the aborts."""
     part, size = RouterCommand(command.router, aborts=command.aborts, records=command.records), 0
     for submit in command.submits:
         if size > MAX_COMMAND_BYTES:

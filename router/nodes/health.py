@@ -16,7 +16,7 @@ class OutlierDetector:
     """The failures and ejections of one node, over all its incarnations."""
 
     ejected_until: float = 0.0
-    times: int = 0  # the number of recent ejections
+    times: int = 0  # ejections in a row: each began at most FORGET_S after the one before had ended
     failures: deque[float] = field(default_factory=deque)
 
     def died(self, now: float) -> None:

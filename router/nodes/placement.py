@@ -66,8 +66,8 @@ def needs_peer(info: NodeInfo) -> bool:
 
 
 class RoutableNodes(Generic[Routable]):
-    """The nodes of one fingerprint that take requests, by role. It is replaced when a node changes, so that the time of
-    a choice does not grow with the number of nodes."""
+    """The nodes of one fingerprint that take requests, by role. The pool creates new lists only when a node changes, so
+    that the time of a choice does not grow with the number of nodes."""
 
     def __init__(self, prefill: list[Routable], decode: list[Routable]) -> None:
         self.prefill, self.decode = prefill, decode

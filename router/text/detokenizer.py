@@ -115,7 +115,10 @@ def _max_token_bytes(written: dict[str, Any]) -> int:
 
 
 class ByteLevelDetokenizer:
-    """A detokenizer for byte-level BPE (GPT-2, Llama 3, Qwen), where the bytes of all tokens form one UTF-8 text."""
+    """A detokenizer for byte-level BPE (GPT-2, Llama 3, Qwen), where the bytes of all tokens form one UTF-8 text.
+
+    `push` and `finish` return the text that no later token can change.
+    """
 
     def __init__(self, vocabulary: TokenVocabulary, skipped: frozenset[int]) -> None:
         self._vocabulary = vocabulary

@@ -23,7 +23,8 @@ ANNOTATIONS = {"type", "description", "title", "default", "examples", "enum", "a
 
 
 class ToolGrammarError(Exception):
-    """A schema cannot be enforced in the syntax of the model. `reason` continues "The parameters"."""
+    """A schema cannot be enforced in the syntax of the model. `reason` completes a sentence that begins with "The
+    parameters"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

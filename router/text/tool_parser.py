@@ -237,7 +237,7 @@ class AnswerParser:
         if not (yield from self._peek()).startswith(("{", "[", *(quote[0] for quote in quotes))):
             return (yield from self._find((",", "}", "]", ";", "\n", " "), MAX_HEADER))
         depth, quote, size, pieces = 0, "", 0, list[str]()
-        hold = max(map(len, quotes)) - 1 if max(map(len, quotes)) > 1 else 1
+        hold = max(1, max(map(len, quotes)) - 1)  # this many characters at the end may begin a quote or an escape
         while True:
             rest = self._rest
             while found := (_string_end(quote) if quote else _structure(quotes)).search(rest, size):

@@ -39,9 +39,9 @@ MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
 MAX_TEMPLATE_ARGUMENTS = 32
 # Fields of the OpenAI and Anthropic APIs that do not affect the tokens, or that are hints for features which Baton does
 # not have.
-IGNORED = frozenset(("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "session_id"))
-IGNORED |= {"cache_control", "user_profile_id"}
-IGNORED |= {"prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity"}
+IGNORED = frozenset(("cache_control", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options"))
+IGNORED |= {"prompt_cache_retention", "safety_identifier", "service_tier", "session_id", "store", "user"}
+IGNORED |= {"user_profile_id", "verbosity"}
 # Known fields that are not supported. Each is accepted only with one of its listed values, which have no effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
     ("audio", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "moderation"), ()

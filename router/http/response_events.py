@@ -147,10 +147,7 @@ class ResponseEvents:
     def _logprobs(self, delta: TextDelta) -> list[dict[str, Any]]:
         if not self._body.has_logprobs:
             return []
-        found: list[dict[str, Any]] = chat_logprobs(self._tokenizer, delta.logprobs, self._body.top_logprobs or 0)[
-            "content"
-        ]
-        return found
+        return chat_logprobs(self._tokenizer, delta.logprobs, self._body.top_logprobs or 0)
 
     def _of_item(self, kind: str, **fields: Any) -> Event:
         assert self._item is not None

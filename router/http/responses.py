@@ -225,7 +225,8 @@ class ResponseFormatter:
     def _logprobs(self, choice: OutputProcessor, entries: list[Logprobs], *, is_first: bool) -> dict[str, Any]:
         table = self._tables[choice.index]
         if table is None:
-            return chat_logprobs(self._tokenizer, entries, self._body.num_logprobs or 0)
+            content = chat_logprobs(self._tokenizer, entries, self._body.num_logprobs or 0)
+            return {"content": content, "refusal": None}
         if is_first and self._echo is not None:
             return table.format([*choice.prompt.logprobs, *entries], choice.prompt.request.prompt[0])
         return table.format(entries)
@@ -275,18 +276,18 @@ class CompletionLogprobs:
         return top
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> dict[str, Any]:
-    """Format logprobs for chat completions. From `bytes`, clients can assemble characters that span several tokens."""
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> list[dict[str, Any]]:
+    """Return the logprobs of each token as chat completions and the Responses API show them. From `bytes`, clients can
+    assemble characters that span several tokens."""
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
         data = list(tokenizer.vocabulary.bytes_of(token))
         return {"token": tokenizer.token_text(token), "logprob": _finite(logprob), "bytes": data}
 
-    content = [
+    return [
         shown(entry.token, entry.logprob) | {"top_logprobs": [shown(*each) for each in _alternatives(entry, num_top)]}
         for entry in entries
     ]
-    return {"content": content, "refusal": None}
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> list[dict[str, Any] | None]:

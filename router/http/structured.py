@@ -128,11 +128,11 @@ class StructuredOutputs(BaseModel):
         schema = {"type": "object"} if self.json_ is None else _parsed(self.json_, param)
         if self.disable_additional_properties:
             schema = _closed(schema)
-        options: dict[str, Any] = {"whitespace_flexible": False} if self.disable_any_whitespace else {}
+        options: dict[str, Any] = {}
         if self.disable_any_whitespace:
-            options["whitespace_pattern"] = None
+            options = {"whitespace_flexible": False, "whitespace_pattern": None}
         elif self.whitespace_pattern is not None:
-            options["whitespace_pattern"] = self.whitespace_pattern
+            options = {"whitespace_pattern": self.whitespace_pattern}
         return schema_constraint(schema, param, **options)
 
 

@@ -224,9 +224,8 @@ class RequestMetrics(Collector):
         self._model_name = model_name
         self._slo = slo
         self._seen = {what: Buckets(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}
-        self._counts = Counter[tuple[str, ...]](
-            dict.fromkeys(SHOWN_AS_0, 0)
-        )  # indexed by a key of COUNTERS and the label values
+        # By a key of COUNTERS and the values of the labels, without the model's name
+        self._counts = Counter[tuple[str, ...]](dict.fromkeys(SHOWN_AS_0, 0))
         self._kept = SlidingCounts(clock)  # number of samples by whether they met their SLO
         window = {what: SlidingPercentiles(clock) for what in ("ttft", "tbt", "ttst")}
         self._window: dict[str, SlidingPercentiles] = first._window if first else window

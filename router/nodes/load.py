@@ -146,9 +146,9 @@ def attribute(info: NodeInfo, name: str, default: float) -> float:
 
 
 def node_status(info: NodeInfo, stats: NodeStats, alive: bool) -> dict[str, Any]:
-    shown: dict[str, Any] = {name: getattr(info, name) for name in INFO} | {
-        name: getattr(stats, name) for name in STATS
-    }
+    """Return a node's entry in `/v1/status`. A node that is not `alive` has the state "lost"."""
+    shown: dict[str, Any] = {name: getattr(info, name) for name in INFO}
+    shown |= {name: getattr(stats, name) for name in STATS}
     adapters = ",".join(f"{name}={digest[:12]}" for name, digest in sorted(info.adapters.items()))
     return shown | {
         "state": stats.state if alive else "lost",

@@ -203,6 +203,41 @@ def test_an_eagle_head_changes_no_answer(handed_over: bool, tmp_path: Path) -> N
     assert accepted > 10
 
 
+MANY = [
+    ("eagle", 500, True),
+    *((kind, 25_000, way) for way in (True, False) for kind in ["grouped", "latent", "eagle"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "least", "handed_over"), thinned(MANY, len(MANY)))
+def test_many_guesses_of_a_head_give_no_different_answer(
+    kind: str, least: int, handed_over: bool, tmp_path: Path
+) -> None:
+    """The cases of `make nightly` verify 150,000 guesses."""
+    if kind == "eagle":
+        write_eagle(
+            Qwen3Config(**SIZES | {"num_hidden_layers": 5, "head_dim": 16, "num_key_value_heads": 2}),
+            tmp_path,
+            agrees=True,
+        )
+        model = load_model(tmp_path, torch.float32, CPU)
+        model.config = replace(model.config, draft_layers=1)
+        head = load_eagle(tmp_path / "eagle", model)
+    else:
+        model, head = model_of(kind)
+    drafted = accepted = seed = 0
+    while drafted < least:
+        expected = run_together(requests_of(seed), Node(model, StepLimits(), 6, 4))
+        here, there = (Node(model, StepLimits(max_num_batched_tokens=64), 6, 4) for _ in "ht")
+        for node in (here, there):
+            drafting(node, head, 1 + seed % 8)
+        assert run_together(requests_of(seed), here, there if handed_over else None) == expected
+        drafted += here.scheduler.counters.draft_tokens
+        accepted += here.scheduler.counters.accepted_tokens
+        seed += 1
+    assert 0.02 * drafted < accepted < 0.98 * drafted
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_guesses_are_the_same_in_both_modes_after_hits_and_after_preemption(kind: str) -> None:
     """Each guess derives from the whole text, so its logits do not depend on where the text was computed."""

@@ -26,7 +26,6 @@ from engine.cpu.malloc import keep_large_blocks, share_one
 from engine.cpu.selection import attention_on_cpu, kernels_on_cpu, linear_on_cpu
 from engine.kernels import Kernels
 from engine.kv_pool import KVPool
-from engine.models.config import ConfigReader
 from engine.models.decoder import Decoder
 from engine.models.experts import Experts
 from engine.models.families import FAMILIES
@@ -34,6 +33,7 @@ from engine.models.kv_places import kv_places
 from engine.models.spec import ModelConfig, MoeSpec
 from engine.runner import TorchRunner
 from scheduler.request import Request, Slice, StateUse, Step
+from shared.config_reader import ConfigReader
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 from shared.rpc.messages import SamplingParams

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.config_reader import ConfigReader
 from shared.model_files import read_object
 
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
@@ -93,73 +94,39 @@ def read_image_rules(directory: Path) -> ImageRules | None:
     else:
         file = directory / "processor_config.json"
         values = read_object(file).get("image_processor", {}) if file.is_file() else {}
-    keys = _Keys(values, file)
     if not values:
         return None
+    keys = ConfigReader(values, file)
     for key in ("do_resize", "do_rescale", "do_normalize"):
-        if values.get(key, True) is not True:
-            raise ValueError(f"{file}: {key} is {values[key]!r:.20}: only true is supported")
-    if values.get("do_pan_and_scan"):
-        raise ValueError(f"{file}: do_pan_and_scan is true: only false is supported")
-    own = _Keys(config, directory / "config.json")
-    token = own.count("image_token_id", "image_token_index")
+        keys.require(key, True, True)
+    keys.require("do_pan_and_scan", False, False)
+    own, size = ConfigReader(config, directory / "config.json"), keys.nested("size")
     common: dict[str, Any] = {
         "model_type": str(kind),
-        "token": token,
-        "rescale": keys.number("rescale_factor", 1 / 255),
+        "token": own.size(_present(own, "image_token_id", "image_token_index")),
+        "rescale": keys.positive("rescale_factor", 1 / 255),
     }
     if kind == GEMMA3:
-        tokens, size = own.count("mm_tokens_per_image"), _Keys(values.get("size") or {}, file)
+        tokens = own.size("mm_tokens_per_image")
         if math.isqrt(tokens) ** 2 != tokens:
-            raise ValueError(f"{own.file}: mm_tokens_per_image is {tokens}: it must be a square")
+            own.refuse("mm_tokens_per_image", "it must be a square")
         return ImageRules(
-            **common, marker=own.count("boi_token_id", "boi_token_index"),
-            end=own.count("eoi_token_id", "eoi_token_index"), resample=keys.count("resample", default=BILINEAR),
-            mean=keys.colors("image_mean", (0.5, 0.5, 0.5)), std=keys.colors("image_std", (0.5, 0.5, 0.5)),
-            width=size.count("width"), height=size.count("height"), tokens=tokens,
+            **common, marker=own.size(_present(own, "boi_token_id", "boi_token_index")),
+            end=own.size(_present(own, "eoi_token_id", "eoi_token_index")), resample=keys.size("resample", BILINEAR),
+            mean=keys.numbers("image_mean", 3, (0.5, 0.5, 0.5)), std=keys.numbers("image_std", 3, (0.5, 0.5, 0.5)),
+            width=size.size("width"), height=size.size("height"), tokens=tokens,
         )  # fmt: skip
-    size = _Keys(values.get("size") or {}, file)
-    least = keys.count("min_pixels", default=size.count("shortest_edge", "min_pixels", default=56 * 56))
-    most = keys.count("max_pixels", default=size.count("longest_edge", "max_pixels", default=28 * 28 * 1280))
+    least = keys.size("min_pixels", size.size(_present(size, "shortest_edge", "min_pixels"), 56 * 56))
+    most = keys.size("max_pixels", size.size(_present(size, "longest_edge", "max_pixels"), 28 * 28 * 1280))
     return ImageRules(
-        **common, marker=token, end=token, resample=keys.count("resample", default=BICUBIC),
-        mean=keys.colors("image_mean", (0.48145466, 0.4578275, 0.40821073)),
-        std=keys.colors("image_std", (0.26862954, 0.26130258, 0.27577711)),
-        patch=keys.count("patch_size", default=14), merge=keys.count("merge_size", default=2),
-        temporal=keys.count("temporal_patch_size", default=2), min_pixels=least, max_pixels=most,
+        **common, marker=common["token"], end=common["token"], resample=keys.size("resample", BICUBIC),
+        mean=keys.numbers("image_mean", 3, (0.48145466, 0.4578275, 0.40821073)),
+        std=keys.numbers("image_std", 3, (0.26862954, 0.26130258, 0.27577711)),
+        patch=keys.size("patch_size", 14), merge=keys.size("merge_size", 2),
+        temporal=keys.size("temporal_patch_size", 2), min_pixels=least, max_pixels=most,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    values: dict[str, Any]
-    file: Path
-
-    def count(self, *names: str, default: int | None = None) -> int:
-        """Return the value of the first key that is present, a positive integer."""
-        for name in names:
-            value = self.values.get(name)
-            if value is None:
-                continue
-            if type(value) is not int or not 0 < value < 2**31:
-                raise ValueError(f"{self.file}: {name} is {value!r:.40}: it must be a positive integer")
-            return value
-        if default is None:
-            raise ValueError(f"{self.file}: {names[0]} is missing: it must be a positive integer")
-        return default
-
-    def number(self, name: str, default: float) -> float:
-        value = self.values.get(name, default)
-        if type(value) not in {int, float} or not 0 < value < 1e6:
-            raise ValueError(f"{self.file}: {name} is {value!r:.40}: it must be a positive number")
-        return float(value)
-
-    def colors(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        value = self.values.get(name, default)
-        if (
-            not isinstance(value, list | tuple)
-            or len(value) != 3
-            or any(type(one) not in {int, float} for one in value)
-        ):
-            raise ValueError(f"{self.file}: {name} is {value!r:.40}: it must be a list of 3 numbers")
-        return tuple(map(float, value))
+def _present(keys: ConfigReader, *names: str) -> str:
+    """Return the first of the names that has a value, or the first name if none has."""
+    return next((name for name in names if keys.values.get(name) is not None), names[0])

@@ -10,9 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from engine.models.config import ConfigReader, eos_token_ids
+from engine.models.config import eos_token_ids
 from engine.models.families import FAMILIES, UNSUPPORTED, read_model_config
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from shared.config_reader import ConfigReader
 from shared.model_files import read_object
 
 OLDEST = (5, 20)

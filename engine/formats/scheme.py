@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.models.config import ConfigReader
+from shared.config_reader import ConfigReader
 from shared.model_files import read_object
 
 Layout = Literal["fp8", "int8", "awq", "gptq", "packed int4", "nvfp4", "mxfp4"]

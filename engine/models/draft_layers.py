@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.models.config import ConfigReader
 from engine.models.families import FAMILIES, common
 from engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, ModelConfig, MoeSpec, state_units
 from engine.weights import tensor_files
+from shared.config_reader import ConfigReader
 from shared.model_files import read_object
 
 

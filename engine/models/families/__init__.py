@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.formats.scheme import read_scheme
-from engine.models.config import ConfigReader, check_architecture, eos_token_ids
+from engine.models.config import check_architecture, eos_token_ids
 from engine.models.families import experts, gemma, hybrid, latent, llama
 from engine.models.spec import ModelConfig
 from engine.models.weight_map import LLAMA, ExpertNames, WeightMap
+from shared.config_reader import ConfigReader
 from shared.model_files import is_multimodal, read_object, text_values
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.models.config import ConfigReader
 from engine.models.spec import Activation, AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, Rope
+from shared.config_reader import ConfigReader
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.models.config import ConfigReader
 from engine.models.families import common
 from engine.models.families.common import FULL, SLIDING
 from engine.models.families.llama import QWEN3_HEAD_DIM
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
+from shared.config_reader import ConfigReader
 
 
 def mixtral(keys: ConfigReader) -> ModelConfig:

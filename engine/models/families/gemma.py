@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from engine.models.config import ConfigReader
 from engine.models.families import common
 from engine.models.families.common import FULL, SLIDING
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, Rope
+from shared.config_reader import ConfigReader
 
 
 def gemma2(keys: ConfigReader) -> ModelConfig:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.models.config import ConfigReader
 from engine.models.families import common
 from engine.models.families.common import FULL
 from engine.models.families.experts import choice_of, is_sparse
 from engine.models.spec import DeltaSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, SsmSpec
+from shared.config_reader import ConfigReader
 
 LINEAR = "linear_attention"
 GRANITE_KINDS = {"mamba": LINEAR, "attention": FULL}

@@ -3,10 +3,10 @@
 import math
 from dataclasses import replace
 
-from engine.models.config import ConfigReader
 from engine.models.families import common
 from engine.models.families.experts import sigmoid_moe
 from engine.models.spec import LatentSpec, ModelConfig, Rope
+from shared.config_reader import ConfigReader
 
 NO_INDEX = "models that choose tokens by an index (DeepSeek V3.2, GLM-5) are not supported"
 

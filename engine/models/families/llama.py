@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from engine.models.config import ConfigReader
 from engine.models.families import common
 from engine.models.families.common import FULL, SLIDING
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from shared.config_reader import ConfigReader
 
 QWEN3_HEAD_DIM = 128  # transformers' default for all hidden sizes
 

@@ -29,7 +29,7 @@ from shared.clock import now_ns
 from shared.lifecycle import TaskGroup
 from shared.model_files import DEMO_MODEL
 from shared.registry import Announcer, StreamAnnouncer
-from shared.rpc.messages import NodeInfo, NodeStats, RequestEvent, RouterCommand, StepRecord
+from shared.rpc.messages import NodeInfo, NodeStats, RequestEvent, StepRecord
 from shared.rpc.methods import ATTACH, RpcServer
 
 RATE = 10_000.0  # tokens per second of the busy nodes
@@ -73,7 +73,7 @@ class IdleFleet:
         tasks.start(self._beat(sessions))
         self.num_attached += 1
         try:
-            await sessions.attach(stream, NodeStats, _ignore, lambda _: None)
+            await sessions.attach(stream, NodeStats, lambda *_: None, lambda _: None)
         finally:
             self.num_attached -= 1
             await tasks.close()
@@ -93,10 +93,6 @@ class IdleFleet:
 
 async def _loopback() -> list[str]:
     return ["127.0.0.1"]
-
-
-def _ignore(_router: str, _command: RouterCommand) -> None:
-    pass
 
 
 class ProbedProcess(RouterProcess):

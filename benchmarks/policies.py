@@ -6,6 +6,7 @@ Draws docs/policies/*.svg and writes the table in docs/policies.md. The output i
 """
 
 import random
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -141,6 +142,7 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> None:
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     (DOCS / "policies").mkdir(exist_ok=True)
     for path, text in pages().items():
         path.write_text(text)

@@ -179,6 +179,7 @@ def document(texts: Sequence[str], results: Path = RESULTS) -> list[str]:
 
 def main() -> None:
     """Write the tables of every results file into its page. The text outside the blocks does not change."""
+    argparse.ArgumentParser(description=main.__doc__).parse_args()
     for path, text in zip(PAGES, document([path.read_text() for path in PAGES]), strict=True):
         path.write_text(text)
         print(f"written: {path}")

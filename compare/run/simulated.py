@@ -72,11 +72,8 @@ class SimulatedEndpoint(Endpoint):
         super().__init__(name)
         self.url, self.model, self.max_model_len, self.is_baton = name, plan.device.name, 0, True
         self._epoch_ns, self._numbers, self._records = time.time_ns(), numbers, records
-        self._history = RequestHistory(now=self._now_ns, limits=UNLIMITED)
+        self._history = RequestHistory(lambda: self._epoch_ns + round(1e9 * self._cluster.events.now), UNLIMITED)
         self._cluster = RecordedCluster(plan, self._history, self._epoch_ns) if records else SimulatedCluster(plan)
-
-    def _now_ns(self) -> int:
-        return self._epoch_ns + round(1e9 * self._cluster.events.now)
 
     def serve(self, spec: LoadSpec, recording: LoadRecording) -> None:
         """Simulate one trial, and fill in the recording as the load generator does."""

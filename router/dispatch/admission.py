@@ -41,8 +41,8 @@ def deadline_error() -> UnavailableError:
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """One prompt and its `num_left` unfinished samples. It waits until `expires` at the latest; once granted, each
-    sample has a slot until it ends."""
+    """One prompt and its `num_left` unfinished samples. It waits in the queue until it is granted, at the latest until
+    the monotonic time `expires`. Once it is granted, each sample has a slot until the sample ends."""
 
     tenant: str
     priority: int  # smaller numbers are served first

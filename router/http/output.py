@@ -121,7 +121,7 @@ class OutputProcessor:
         return text if self.num_tokens <= self._min_tokens else self._stops.push(text)
 
 
-Output = tuple[OutputProcessor, TextDelta]
+Output = tuple[OutputProcessor, TextDelta]  # a choice, and what one token delta adds to it
 
 
 class RequestOutput:

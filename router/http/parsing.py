@@ -21,7 +21,7 @@ from shared.rpc.messages import Media, SamplingParams, pack_ids
 
 COMPLETION_TOKENS = 16  # default of `max_tokens` for completions, as in OpenAI and vLLM
 AT_ONCE = 8192  # this number of characters takes about 1 ms to encode; longer texts are encoded on a thread
-ENCODE_S = 10.0
+ENCODE_S = 10.0  # time limit for work on a thread
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -155,6 +155,7 @@ class ResponseFormatter:
     # Whole answers
 
     def collect(self, choice: OutputProcessor, delta: TextDelta) -> None:
+        """Keep a text delta for `answer`."""
         self._collected[choice.index].append(delta)
 
     def answer(self) -> dict[str, Any]:

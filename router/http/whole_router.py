@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from router.metrics.merged import MergedMetrics, merged_requests, merged_status
 
-ANSWER_S = 5.0
+ANSWER_S = 5.0  # how long another worker may take to answer; after that, it is left out
 logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs each request
 DEFAULT_LIMIT = 100  # number of requests that `/v1/requests` returns by default
 

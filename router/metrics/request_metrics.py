@@ -219,8 +219,8 @@ class RequestMetrics(Collector):
         *,
         first: "RequestMetrics | None" = None,
     ) -> None:
-        """`slo` returns the targets for requests that arrive now. `first` has the metrics of the router's first model.
-        If it is given, the latencies and totals of `/v1/status` cover both models."""
+        """`slo` returns the targets for requests that arrive now. `first` has the metrics of the router's first model,
+        and is None for that model itself. The latencies and totals in `/v1/status` cover all models."""
         self._model_name = model_name
         self._slo = slo
         self._seen = {what: Buckets(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}

@@ -12,7 +12,7 @@ from shared.clock import now_ns
 from shared.rpc.messages import NodeInfo, NodeStats
 
 log = logging.getLogger("baton.fleet")
-MAX_EVENTS = 50
+MAX_EVENTS = 50  # number of the latest events that are kept
 MAX_GONE = 256  # maximum number of nodes that are kept after they left or were lost
 KEPT_NS = {"lost": 600 * 10**9, "left": 60 * 10**9}  # how long such nodes are kept, by state
 # Maps the new state of a node to the kind, the level and the reason of its event. A lost connection has its own reason.

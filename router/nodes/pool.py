@@ -26,12 +26,12 @@ from shared.rpc.messages import NodeInfo, NodeStats
 
 log = logging.getLogger("baton.fleet")
 SLOW_START_S = 10.0  # during this time, a node that joins busy nodes gets less than its share of requests
-MAX_DETECTORS = 1024
-MAX_IMAGES = 20_000
+MAX_DETECTORS = 1024  # at this number, the detectors of nodes without recent failures are removed
+MAX_IMAGES = 20_000  # number of images whose nodes are remembered
 # A group, and its prefill and decode nodes that may be chosen
 Allowed = tuple[RoutableNodes[NodeConnection], list[NodeConnection], list[NodeConnection]]
 FEW_NODES = 64  # with at most this many nodes, each change of a node is processed at once
-NOTIFY_S = 0.1
+NOTIFY_S = 0.1  # with more nodes, the capacity is computed once in this time
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
 

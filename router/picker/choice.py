@@ -6,11 +6,11 @@ from hashlib import blake2b
 from math import ceil
 from typing import Any
 
-PREFIX_CHARS = 1024
+PREFIX_CHARS = 1024  # of each field
 # The fields that can make up the start of a prompt, in their order in the prompt.
 PREFIX_FIELDS = ("instructions", "system", "prompt", "messages", "input", "query")
-MAX_ADDRESSES = 3
-OVERLOAD = 1.25
+MAX_ADDRESSES = 3  # the chosen router, and others that the gateway may try if it does not answer
+OVERLOAD = 1.25  # a router gets no request that would raise its number above this multiple of the mean
 
 
 def choose(key: bytes, under_way: Mapping[str, int]) -> list[str]:

@@ -12,6 +12,7 @@ from router.dispatch.requests import PoolingRule
 from shared.errors import ConfigError
 from shared.model_files import MAX_CONFIG_BYTES, read_object
 
+# Values of `SamplingParams.pooling`, by the names of sentence-transformers
 KINDS = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 NONE = "This model is neither an embedding model nor a reranker: its directory has no modules.json."
 

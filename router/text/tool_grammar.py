@@ -18,7 +18,7 @@ from shared.grammar import lark_grammar, with_json_options
 
 TEXT = r"/(.|\n)*/"
 ANY_TEXT = f"TEXT: {TEXT}"
-# Keywords that do not restrict a string.
+# Keywords that do not restrict a string, or that `_element` enforces.
 ANNOTATIONS = {"type", "description", "title", "default", "examples", "enum", "anyOf", "oneOf", "deprecated"}
 
 

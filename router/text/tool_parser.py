@@ -23,7 +23,9 @@ NAME = re.compile(r"[\w.-]{1,64}")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
+# JSON's names of the literals that some models write as in Python
 LITERALS = {"True": "true", "False": "false", "None": "null"}
+# The Python types of the types in JSON schemas
 KINDS: dict[str, type | tuple[type, ...]] = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
 KINDS |= {"array": list, "object": dict, "null": type(None)}
 CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's names in Python's syntax

@@ -99,8 +99,8 @@ def set_ahead(runner: Runner, mode: str, *, speculates: bool = False) -> None:
 def leads(step: Step) -> bool:
     """Return whether the next step may be built before this step's tokens are known.
 
-    It may not if a request of this step has penalties, bad words or a grammar, because its next draw then depends on
-    this step's token, or if the number of tokens is unknown because guesses are verified.
+    There are two reasons why it may not. The next draw of a request with penalties, bad words or a grammar depends on
+    this step's token. And if this step verifies guesses, the number of its tokens is not known.
     """
     sampled = (slice_.request for slice_ in step.slices if slice_.samples)
     dependent = any(request.matcher is not None or depends_on_tokens(request.sampling) for request in sampled)

@@ -1,10 +1,11 @@
 """Verifies guessed tokens by drawing: a guess is right if it is the token that the model draws at its position.
 
 A draw depends only on logits, seed and position, so tokens, logprobs and ends of answers are the same as without
-guesses, greedy or not. (Rejection sampling would preserve only their distribution.) To a runner, a slice with k guesses
-is k + 1 decodes at successive positions, whose tokens are read from a row that contains the guesses. Attention at a
-position reads the KV that the same step stored at the positions before it. Recurrent layers compute these decodes as
-one slice.
+guesses, greedy or not. (Rejection sampling would preserve only their distribution.)
+
+A runner computes a slice with k guesses as k + 1 decodes at successive positions. It reads their tokens from a row that
+contains the guesses. Attention at a position reads the KV that the same step stored at the positions before it.
+Recurrent layers compute these decodes as one slice.
 """
 
 from collections.abc import Iterator, Sequence

@@ -25,8 +25,8 @@ def default_id(role: str) -> str:
 def advertised(settings: JoiningSettings) -> str:
     """Return the host at which others reach this node.
 
-    A node that listens on every address advertises the local address from which it reaches the registry, or the first
-    router that it reaches. The address has the same family as `settings.host`. Waits until a name of the
+    A node that listens on every address advertises the local address from which it reaches Redis or, if the routers
+    are the registry, one of them. The address has the same family as `settings.host`. Waits until a name of the
     registry resolves, because the routers may start later. Raises ValueError if there is no route to the registry.
     """
     if settings.advertise or settings.host not in EVERY_ADDRESS:

@@ -378,8 +378,8 @@ class ProxyNode:
     async def _push(self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any]) -> None:
         """Let a decode engine wait for the KV of a prompt, and let the engine compute the prompt and push the KV.
 
-        The decode node sends no token before this node has committed the handoff, because a decode engine may generate
-        from a part of the KV if the prefill engine gives up the request.
+        The decode node sends no token before this node has committed the handoff. Otherwise, if the prefill engine gave
+        up the request, the decode engine might generate from a part of the KV.
         """
         accept = AcceptRequest(submit, json.dumps(params).encode(), PUSH_LEASE_MS, FROM_COMMIT)
         await self._call(submit, ACCEPT, accept)

@@ -848,8 +848,8 @@ class Scheduler:
     def _save_at(self, request: Request, slice_: Slice) -> int:
         """Return the position in the slice at which to save the state, or 0.
 
-        States are saved at the end of the cached KV if no state was found there, at the last whole block of the prompt,
-        at multiples of the interval, and at the latest whole block while decoding.
+        While a prompt is computed, states are saved at the end of the cached KV if no state was found there, at the
+        last whole block of the prompt, and at multiples of the interval. Each decode that completes a block saves one.
         """
         if slice_.is_decode:
             return 0 if slice_.end % self.block_tokens else slice_.end

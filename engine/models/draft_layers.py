@@ -51,8 +51,8 @@ def with_mtp(config: ModelConfig, path: Path) -> ModelConfig:
 def with_head(config: ModelConfig, size: int) -> ModelConfig:
     """Return the config of a model whose pool has room for a draft head that reads vectors of `size` numbers.
 
-    If the model has recurrent states, they include the vector of their last token, because a slice that begins with a
-    state cannot compute this vector from the token before.
+    If the model has recurrent states, each state includes the vector of its last token: a slice that begins with the
+    state needs this vector, and cannot compute it.
     """
     return replace(config, draft_layers=1, units=(*config.units, size) if state_units(config) else ())
 

@@ -1,15 +1,14 @@
 """The engine without its thread: each iteration of its loop is a callback on virtual time, followed by an audit.
 
-Only the waiting is simulated; the rest is the real `Engine`. The audit counts the requests that hold each block and
-compares these counts with the reference counts of the pool.
+Only the waiting is simulated; the rest is the real `Engine`. The audit is that of the scheduler, after every iteration
+and not only now and then.
 """
 
 import asyncio
 import logging
 import queue
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from random import Random
 from typing import Any
 
@@ -138,9 +137,8 @@ class SimEngine(Engine):
             done = counters.prompt_tokens + counters.generated_tokens - before
             self._next(self.world.scenario.iteration_s * done / TOKENS_PER_ITERATION)
         self.world.audit(self.process, self._scheduler)
-        for block in self._blocks_in_flight():
-            if not self._scheduler.pool._references[block]:
-                self.world.violate(f"{self.process}: block {block} is free, but the step in flight uses it")
+        if num_free := self._scheduler.pool.count_unowned(self._blocks_in_flight()):
+            self.world.violate(f"{self.process}: {num_free} blocks are free, but the step in flight uses them")
 
     def _blocks_in_flight(self) -> list[int]:
         """Return the rows that the step in flight uses. A slice reads what its first token sees."""
@@ -222,36 +220,15 @@ class Launched:
 
 def ledger_error(scheduler: Scheduler) -> str:
     """Return the first difference between the pool's counts and the blocks that requests hold; "" if there is none."""
-    pool = scheduler.pool
-    holders: Counter[int] = Counter()
+    reserved = 0
     for request in scheduler.requests.values():
-        if request.borrows_blocks:
-            continue
-        if request.state is RequestState.WAITING and request.rows:
+        if request.state is RequestState.WAITING and request.rows and not request.borrows_blocks:
             return f"{request.id} waits but holds blocks"
-        holders.update(request.rows)
-    for blocks in (*(parked for _, parked in scheduler._parked), *scheduler._saves.values()):
-        holders.update(blocks)
-    quarantined = set(pool._quarantined)
-    cached = [row for first in pool._cached for row in pool._bundles[pool._name_of[first]]]
-    idle = Counter([*pool._empty, *cached])
-    if any(block >= len(pool._references) for block in chain(holders, idle, quarantined)):
-        return f"blocks from {len(pool._references)} on were never allocated, but are in use"
-    for block in range(1, len(pool._references)):
-        owners = holders[block] + (block in quarantined)
-        if owners != pool._references[block]:
-            return f"block {block} has {owners} owners, but the pool counts {pool._references[block]}"
-        if idle[block] != (owners == 0):
-            return f"block {block} has {owners} owners but is in {idle[block]} free lists"
-        if block in quarantined and holders[block]:
-            return f"block {block} is in quarantine but in use"
-    reserved = {
-        block
-        for request in scheduler.requests.values()
-        if request.state is RequestState.RECEIVING_KV
-        for block in request.reserved
-    }
-    if reserved != set(pool._reserved):
-        return f"the pool has reserved {sorted(pool._reserved)}, but requests that receive KV hold {sorted(reserved)}"
-    ledger = pool.ledger()
+        if request.state is RequestState.RECEIVING_KV:
+            reserved += len(request.reserved)
+    if error := scheduler.audit():
+        return error
+    ledger = scheduler.ledger()
+    if ledger.reserved != reserved:
+        return f"requests that receive KV hold {reserved} blocks, but the pool reserved others: {ledger}"
     return "" if ledger.balances else f"blocks do not balance: {ledger}"

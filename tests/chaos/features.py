@@ -7,7 +7,6 @@ with those of transformers and peft.
 import atexit
 import shutil
 import tempfile
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
@@ -115,8 +114,6 @@ def _answered(running: Cluster, number: int) -> Outcome:
 def check_use(running: Cluster) -> None:
     """Raise AssertionError if the nodes that run have not encoded an image, or not guessed a token right."""
     assert sum(node["images_encoded"] for node in running.status()["nodes"]) > 0, "no image was encoded"
-    with urllib.request.urlopen(running.url + "/metrics", timeout=60) as response:
-        lines = response.read().decode().splitlines()
-    names = ("vllm:spec_decode_num_accepted_tokens_total{", "vllm:spec_decode_num_draft_tokens_total{")
-    accepted, guessed = (sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in names)
+    seen = running.metric_sums()
+    accepted, guessed = (seen[f"vllm:spec_decode_num_{name}_tokens_total"] for name in ("accepted", "draft"))
     assert 0 < accepted < guessed, f"{accepted:g} of {guessed:g} guesses were right"

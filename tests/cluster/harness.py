@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.secret import write_secret
 from engine.hash_model import expected_tokens
@@ -93,6 +94,12 @@ def prompt_of(seed: int, length: int) -> list[int]:
 def expected(prompt: list[int], count: int, groups: tuple[Group, ...] = UNIFORM) -> list[int]:
     """Return the hash model's answer to the prompt, of `count` tokens."""
     return expected_tokens(prompt, count, DEMO_VOCABULARY, groups=groups)
+
+
+def copy_tokenizer(directory: Path) -> None:
+    """Give a model the tokenizer of the demo model."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, directory)
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> None:
@@ -252,6 +259,18 @@ class Cluster:
         request = urllib.request.Request(self.urls[router] + path, headers=self.headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
             return dict(json.load(answer))
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            return str(answer.read(), "utf-8")
+
+    def metric_sums(self) -> dict[str, float]:
+        """Return each metric's sum over all values of its labels, by the name of the sample."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.metrics()):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        return found
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float = START_S) -> dict[str, Any]:
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), self.headers)

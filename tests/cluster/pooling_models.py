@@ -1,7 +1,6 @@
 """Tiny random embedding models and rerankers, in the format of sentence-transformers, and their expected results."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from tests.cluster.harness import DEMO, DEMO_VOCABULARY
+from tests.cluster.harness import DEMO, DEMO_VOCABULARY, copy_tokenizer
 from tests.engine.families import CONFIGS, save
 
 TYPES = {
@@ -43,8 +42,7 @@ def make(directory: Path, *modules: tuple[str, dict[str, Any]], name: str = "qwe
     config = deepcopy(CONFIGS[name])
     config.vocab_size, config.max_position_embeddings = DEMO_VOCABULARY, positions
     model = save(config, directory)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, directory)
+    copy_tokenizer(directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     (directory / "sentence_bert_config.json").write_text(
         json.dumps({"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}})

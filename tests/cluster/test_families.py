@@ -4,7 +4,6 @@ Requests run concurrently, so that they share steps, find prefixes in the cache 
 """
 
 import json
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -21,7 +20,7 @@ from engine.components import build
 from engine.models.families import FAMILIES
 from engine.options import BuildOptions
 from scheduler.geometry import UNIFORM, Geometry
-from tests.cluster.harness import DEMO, DEMO_VOCABULARY, cluster
+from tests.cluster.harness import DEMO_VOCABULARY, cluster, copy_tokenizer
 from tests.engine.build import thinned
 from tests.engine.families import CONFIGS, MULTIMODAL, SIZES, save
 from tests.sweep.tiny_configs import tiny_model
@@ -67,8 +66,7 @@ def written_tiny(name: str, directory: Path) -> list[list[int]]:
 
 def answers(reference: Any, directory: Path) -> list[list[int]]:
     reference.generation_config.eos_token_id = None
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, directory)
+    copy_tokenizer(directory)
     with torch.inference_mode():
         return [
             reference.generate(torch.tensor([prompt]), max_new_tokens=COUNT, do_sample=False)[0, len(prompt) :].tolist()

@@ -3,8 +3,6 @@
 import signal
 import socket
 import time
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,9 +33,7 @@ def test_a_node_reports_its_own_metrics_as_the_router_does(running: Cluster) -> 
     prompt = prompt_of(1, 100)
     assert running.complete(prompt, 8) == expected(prompt, 8)
     running.settled()
-    request = urllib.request.Request(running.url + "/metrics")
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        routers = samples(answer.read().decode())
+    routers = samples(running.metrics())
     for name in NODES:
         status, text = probe(running, name, "/metrics")
         assert status == 200

@@ -1,7 +1,6 @@
 """Test that clusters answer requests of the model and of two LoRA adapters at once with the tokens of peft."""
 
 import json
-import shutil
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cluster.harness import DEMO, DEMO_VOCABULARY, START_S, Cluster, cluster, prompt_of, wait_for
+from tests.cluster.harness import DEMO_VOCABULARY, START_S, Cluster, cluster, copy_tokenizer, prompt_of, wait_for
 from tests.engine.families import CONFIGS, save
 from tests.engine.lora_files import save_adapter
 
@@ -27,8 +26,7 @@ def made(name: str, directory: Path) -> tuple[list[str], dict[str, list[list[int
     config = deepcopy(CONFIGS[name])
     config.vocab_size = DEMO_VOCABULARY
     base = save(config, directory)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, directory)
+    copy_tokenizer(directory)
     models: dict[str, Any] = {directory.name: base}
     for seed, adapter in enumerate(("sql", "poems")):
         models[adapter] = save_adapter(deepcopy(base), directory / adapter, seed)

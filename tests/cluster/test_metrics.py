@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.harness import ROOT, Cluster, cluster, completion, expected, free_port, wait_for
 
@@ -25,28 +24,14 @@ def running() -> Iterator[Cluster]:
         yield running
 
 
-def scrape(running: Cluster) -> str:
-    with urllib.request.urlopen(f"{running.url}/metrics", timeout=10) as answer:
-        return str(answer.read(), "utf-8")
-
-
-def sums(running: Cluster) -> dict[str, float]:
-    """Return each metric's sum over all values of its labels, by metric name."""
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(scrape(running)):
-        for sample in family.samples:
-            found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
-
-
 def lines(running: Cluster, name: str) -> list[dict[str, Any]]:
     text = (running.directory / f"{name}.log").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
 def test_the_metrics_count_a_handoff(running):
-    wait_for(lambda: sums(running)["vllm:request_queue_time_seconds_count"] >= 1, "the records of both nodes")
-    seen = sums(running)
+    wait_for(lambda: running.metric_sums()["vllm:request_queue_time_seconds_count"] >= 1, "the records of both nodes")
+    seen = running.metric_sums()
     assert seen["vllm:generation_tokens_total"] >= 20
     assert seen["vllm:iteration_tokens_total_sum"] >= len(PROMPT) + 19
     assert seen["vllm:nixl_bytes_transferred_sum"] == seen["baton_kv_transfer_bytes_total"] > 0
@@ -113,7 +98,12 @@ def test_promtool_objects_only_to_the_names_of_vllms_metrics(running):
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian's package prometheus has it)")
     checked = subprocess.run(
-        ["promtool", "check", "metrics"], input=scrape(running), text=True, capture_output=True, timeout=30, check=False
+        ["promtool", "check", "metrics"],
+        input=running.metrics(),
+        text=True,
+        capture_output=True,
+        timeout=30,
+        check=False,
     )
     objections = checked.stderr.splitlines()
     assert objections, "promtool always objects to colons in names"

@@ -105,8 +105,7 @@ def test_the_role_of_a_node_of_each_model_can_change(running: Cluster, alone: di
 
 def test_metrics_have_the_name_of_the_model(running: Cluster, alone: dict[str, list[int]]) -> None:
     ask(running, "stories")
-    with urllib.request.urlopen(f"{running.url}/metrics", timeout=60) as answer:
-        text = answer.read().decode()
+    text = running.metrics()
     families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(families) == len(set(families)), "each family is written once"
     samples = {family.name: family.samples for family in text_string_to_metric_families(text)}

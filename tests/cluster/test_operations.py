@@ -198,8 +198,7 @@ def test_a_killed_node_and_a_planned_departure_are_reported_once() -> None:
         wait_for(lambda: running.nodes()["decode-1"]["state"] == "left", "the stopped node is shown as gone")
         running.complete([5] * 100, 1)  # a handoff that ends with its first token
         status, log = running.status(), (running.directory / "router.log").read_text()
-        with urllib.request.urlopen(running.url + "/metrics") as answer:
-            metrics = answer.read().decode()
+        metrics = running.metrics()
         with urllib.request.urlopen(running.url + "/ready?role=decode") as answer:
             assert answer.status == 200
         running.send_signal("decode-2", signal.SIGKILL)

@@ -1,8 +1,6 @@
 """Test that clusters answer the same with and without speculative decoding, in both modes, and count the guesses."""
 
 import json
-import shutil
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config
 
-from tests.cluster.harness import DEMO, DEMO_VOCABULARY, Cluster, cluster, wait_for
+from tests.cluster.harness import DEMO, DEMO_VOCABULARY, Cluster, cluster, copy_tokenizer, wait_for
 from tests.engine.build import thinned
 from tests.engine.draft_files import write_eagle, write_mtp
 from tests.engine.families import CONFIGS, SIZES
@@ -67,8 +65,7 @@ def models_fixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     sizes = SIZES | {"vocab_size": DEMO_VOCABULARY, "max_position_embeddings": 1024, "num_hidden_layers": 5}
     write_eagle(Qwen3Config(**sizes, head_dim=16, num_key_value_heads=2), eagle, agrees=True)
     for directory in (mtp, eagle):
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(DEMO / file, directory)
+        copy_tokenizer(directory)
     return {"mtp": mtp, "eagle3": eagle}
 
 
@@ -92,7 +89,7 @@ def test_answers_are_the_same_with_and_without_guesses(drafter: str, prefill: in
         asked = [(number, way) for number in range(4) for way in WAYS]
         plain = nearly(list(pool.map(lambda one: answer(running, *one, speculative=False), asked)))
         before = running.settled()
-        assert "spec_decode_num_drafts_total{" in metrics(running)
+        assert "spec_decode_num_drafts_total{" in running.metrics()
         assert counted(running, "draft_tokens") == 0
         assert list(pool.map(lambda one: answer(running, *one), asked)) == plain
         after = running.settled()
@@ -121,11 +118,5 @@ def test_answers_are_the_same_after_the_death_of_a_decode_node(drafter: str, mod
         assert running.settled()["requests"]["moved"] > 0
 
 
-def metrics(running: Cluster) -> str:
-    with urllib.request.urlopen(running.url + "/metrics", timeout=60) as response:
-        return str(response.read(), "utf-8")
-
-
 def counted(running: Cluster, name: str) -> float:
-    lines = metrics(running).splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:spec_decode_num_{name}_total{{"))
+    return running.metric_sums().get(f"vllm:spec_decode_num_{name}_total", 0.0)

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.harness import (
     DEMO,
@@ -53,16 +52,6 @@ def processes_at(running: Cluster, port: int) -> list[psutil.Process]:
     ]
 
 
-def sums(running: Cluster) -> dict[str, float]:
-    """Return each metric's sum over all values of its labels, by the name of the sample."""
-    found: dict[str, float] = {}
-    with urllib.request.urlopen(f"{running.url}/metrics", timeout=10) as answer:
-        for family in text_string_to_metric_families(str(answer.read(), "utf-8")):
-            for sample in family.samples:
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
-
-
 def outcome(connection: socket.socket, prompt: list[int]) -> str:
     """Read a streamed answer to its end. Return "right", "wrong" or "cut"."""
     connection.settimeout(START_S)
@@ -86,7 +75,7 @@ def test_the_answers_and_metrics_of_all_workers_are_those_of_one_router(running:
         assert list(pool.map(lambda prompt: running.complete(prompt, 5), prompts)) == [
             expected(prompt, 5) for prompt in prompts
         ]
-    seen = sums(running)
+    seen = running.metric_sums()
     assert seen["vllm:generation_tokens_total"] == 24 * 5
     assert seen["vllm:prompt_tokens_total"] == sum(map(len, prompts))
     assert seen["vllm:request_success_total"] == seen["vllm:e2e_request_latency_seconds_count"] == 24

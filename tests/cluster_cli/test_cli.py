@@ -18,6 +18,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.clients import COLUMNS, NUM_NARROW, head, latency_line, row_of, tail
+from tests.command_line import refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,13 +155,7 @@ def test_the_model_of_a_cluster_is_a_flag_or_an_argument(argv: list[str], capsys
     ],
 )
 def test_wrong_usage_exits_with_2_and_one_line(argv: list[str], start: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(argv)
-    assert ended.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith(start)
+    assert refusal(capsys, lambda: main(argv)).startswith(start)
 
 
 # ---- status --------------------------------------------------------------------------------------------------------

@@ -11,18 +11,14 @@ from compare.options import CompareOptions
 from compare.report.terminal import row_of, show
 from compare.run.session import Experiment
 from shared.model_files import DEMO_MODEL
+from tests.command_line import refusal
 from tests.compare.reports import page_report
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(["compare", *arguments])
-    captured = capsys.readouterr()
-    assert caught.value.code == 2
-    assert captured.out == ""
-    assert captured.err.startswith("baton compare: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
+    line = refusal(capsys, lambda: main(["compare", *arguments]))
+    assert line.startswith("baton compare: ")
+    return line
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +68,7 @@ def test_an_output_directory_below_a_file_is_refused(capsys: pytest.CaptureFixtu
 
 
 def test_urls_that_do_not_answer_are_refused(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as caught:  # after the plan of the session was printed
         main(["compare", "--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:11", "--out", "o"])
     assert caught.value.code == 2
     assert "nothing answers at http://127.0.0.1:9" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from compare.planning.report import flips, recommendation, winners
 from compare.planning.search import Measured, kept
 from compare.stats.capacity import CapacityPoint, capacity_of, paired_capacities
 from compare.stats.verdict import CAPACITY, rank
+from tests.command_line import refusal
 
 ONE, SPLIT = "colocated:2", "disaggregated:1p1d"
 SMALL: dict[str, Any] = {"gpus": 3, "budgets": [2048], "policies": ["stall_free"], "seeds": 3, "requests": 100}
@@ -65,14 +66,9 @@ def test_options_that_make_no_sense_are_refused(
     Path("long.jsonl").write_text('{"t": 0, "prompt_len": 2000000, "max_tokens": 10}')
     Path("old.json").write_text('{"version": 0}')
     before = set(Path().iterdir())
-    with pytest.raises(SystemExit) as caught:
-        main(["plan", *arguments])
-    said = capsys.readouterr()
-    assert caught.value.code == 2
-    assert said.out == ""
-    assert complaint in said.err
-    assert said.err.startswith("baton plan: ")
-    assert said.err.count("\n") == 1
+    line = refusal(capsys, lambda: main(["plan", *arguments]))
+    assert line.startswith("baton plan: ")
+    assert complaint in line
     assert set(Path().iterdir()) == before
 
 

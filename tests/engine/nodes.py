@@ -21,6 +21,18 @@ SUBMIT = SubmitRequest("", "", b"", 0, 0, SamplingParams())
 MAX_ITERATIONS = 5000
 
 
+def requests_of(seed: int, shared: bool, samplings: Sequence[SamplingParams]) -> list[Request]:
+    """Return a request with a random prompt for each sampling. With `shared`, all prompts have the same beginning."""
+    rng = Random(seed)
+    stem = [rng.randrange(VOCABULARY) for _ in range(16)]
+    rows = []
+    for index, sampling in enumerate(samplings):
+        prompt = stem[: 16 * shared] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 16))]
+        rows.append(Request(f"r{index}", prompt, len(prompt), 12, sampling=sampling))
+        rows[-1].needs_prompt_logprobs = sampling.prompt_logprobs is not None
+    return rows
+
+
 class Guesses(TextDrafter):
     """Guesses the tokens of known answers, each right with a given probability."""
 

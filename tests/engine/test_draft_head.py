@@ -5,7 +5,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ from shared.rpc.messages import SamplingParams
 from tests.engine.build import CONFIG, CPU, GREEDY, VOCABULARY, device_code, every_backend, thinned
 from tests.engine.draft_files import write_eagle, write_mtp
 from tests.engine.families import CONFIGS, SIZES, reference
-from tests.engine.nodes import Node, run_together
+from tests.engine.nodes import Node, requests_of, run_together
 
 torch.set_num_threads(1)
 __all__ = ["every_backend"]  # a fixture
@@ -77,17 +76,6 @@ def drafting(node: Node, head: HeadDecoder, num_tokens: int = 3) -> DraftHead:
     node.runner.use_head(drafter)
     node.scheduler.speculation = Speculation(drafter, num_tokens)
     return drafter
-
-
-def requests_of(seed: int, shared: bool = False, samplings: Sequence[SamplingParams] = SAMPLINGS) -> list[Request]:
-    rng = Random(seed)
-    stem = [rng.randrange(VOCABULARY) for _ in range(16)]
-    rows = []
-    for index, sampling in enumerate(samplings):
-        prompt = stem[: 16 * shared] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 16))]
-        rows.append(Request(f"r{index}", prompt, len(prompt), 12, sampling=sampling))
-        rows[-1].needs_prompt_logprobs = sampling.prompt_logprobs is not None
-    return rows
 
 
 def recorded(drafter: DraftHead) -> dict[tuple[str, int], Tensor]:
@@ -181,8 +169,8 @@ def test_a_draft_head_changes_no_answer(
     here, there = (Node(model, limits, 1.5 if tight else 6, block_tokens) for _ in range(2))
     for node in (here, there):
         drafting(node, head)
-    expected = run_together(requests_of(seed, shared), Node(model, StepLimits(), 6, 4))
-    assert run_together(requests_of(seed, shared), here, there if handed_over else None) == expected
+    expected = run_together(requests_of(seed, shared, SAMPLINGS), Node(model, StepLimits(), 6, 4))
+    assert run_together(requests_of(seed, shared, SAMPLINGS), here, there if handed_over else None) == expected
     assert not here.scheduler.audit()
 
 
@@ -194,11 +182,11 @@ def test_an_eagle_head_changes_no_answer(handed_over: bool, tmp_path: Path) -> N
     model.config = replace(model.config, draft_layers=1)
     accepted = 0
     for seed in range(3):
-        expected = run_together(requests_of(seed, True), Node(model, StepLimits(), 6, 4))
+        expected = run_together(requests_of(seed, True, SAMPLINGS), Node(model, StepLimits(), 6, 4))
         here, there = (Node(model, StepLimits(max_num_batched_tokens=20), 6, 4) for _ in range(2))
         for node in (here, there):
             drafting(node, load_eagle(tmp_path / "eagle", model))
-        assert run_together(requests_of(seed, True), here, there if handed_over else None) == expected
+        assert run_together(requests_of(seed, True, SAMPLINGS), here, there if handed_over else None) == expected
         accepted += here.scheduler.counters.accepted_tokens
     assert accepted > 10
 
@@ -227,11 +215,11 @@ def test_many_guesses_of_a_head_give_no_different_answer(
         model, head = model_of(kind)
     drafted = accepted = seed = 0
     while drafted < least:
-        expected = run_together(requests_of(seed), Node(model, StepLimits(), 6, 4))
+        expected = run_together(requests_of(seed, False, SAMPLINGS), Node(model, StepLimits(), 6, 4))
         here, there = (Node(model, StepLimits(max_num_batched_tokens=64), 6, 4) for _ in "ht")
         for node in (here, there):
             drafting(node, head, 1 + seed % 8)
-        assert run_together(requests_of(seed), here, there if handed_over else None) == expected
+        assert run_together(requests_of(seed, False, SAMPLINGS), here, there if handed_over else None) == expected
         drafted += here.scheduler.counters.draft_tokens
         accepted += here.scheduler.counters.accepted_tokens
         seed += 1
@@ -250,10 +238,10 @@ def test_guesses_are_the_same_in_both_modes_after_hits_and_after_preemption(kind
         logits = recorded(drafting(here, head, 1))
         drafting(there, head, 1)
         if ways.get("again"):
-            run_together(requests_of(0, True), here)
+            run_together(requests_of(0, True, SAMPLINGS), here)
             logits.clear()
         before = here.scheduler.counters.cache_hits
-        run_together(requests_of(0, True), here, there if ways.get("handed_over") else None)
+        run_together(requests_of(0, True, SAMPLINGS), here, there if ways.get("handed_over") else None)
         assert (here.scheduler.counters.cache_hits > before) or not ways.get("again")
         assert (here.scheduler.counters.preemptions > 0) == tight
         found.append(logits)
@@ -277,7 +265,9 @@ def test_a_failing_head_ends_only_the_guesses() -> None:
         store(*given)
 
     head.store = failing
-    assert run_together(requests_of(3), node) == run_together(requests_of(3), Node(model, StepLimits(), 6, 4))
+    assert run_together(requests_of(3, False, SAMPLINGS), node) == run_together(
+        requests_of(3, False, SAMPLINGS), Node(model, StepLimits(), 6, 4)
+    )
     assert drafter.has_failed
     assert node.scheduler.counters.draft_tokens > 0
 

@@ -3,7 +3,6 @@ target's."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from random import Random
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from scheduler.request import Request, Step
 from scheduler.scheduler import StepLimits
 from shared.rpc.messages import SamplingParams
 from tests.engine.build import CONFIG, CPU, GREEDY, VOCABULARY, device_code, every_backend
-from tests.engine.nodes import Node, run_together
+from tests.engine.nodes import Node, requests_of, run_together
 
 torch.set_num_threads(1)
 __all__ = ["every_backend"]  # a fixture
@@ -55,16 +54,6 @@ def drafting(node: Node, model: Decoder, num_tokens: int = 4) -> DraftModel:
     return drafter
 
 
-def requests_of(seed: int, shared: bool = False, samplings: Sequence[SamplingParams] = SAMPLINGS) -> list[Request]:
-    rng = Random(seed)
-    stem = [rng.randrange(VOCABULARY) for _ in range(16)]
-    rows = []
-    for index, sampling in enumerate(samplings):
-        prompt = stem[: 16 * shared] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 16))]
-        rows.append(Request(f"r{index}", prompt, len(prompt), 12, sampling=sampling))
-    return rows
-
-
 def answers_of(model: Decoder, rows: Sequence[Request]) -> list[list[int]]:
     return run_together(rows, Node(model, StepLimits(), 6, 4))
 
@@ -91,8 +80,8 @@ def test_a_draft_model_changes_no_answer(
     model, limits = model_of(*layers), StepLimits(max_num_batched_tokens=budget)
     here, there = (Node(model, limits, 1.5 if tight else 6, block_tokens) for _ in range(2))
     drafting(here, model_of(SMALL, seed=1))
-    expected = answers_of(model, requests_of(seed, shared))
-    assert run_together(requests_of(seed, shared), here, there if handed_over else None) == expected
+    expected = answers_of(model, requests_of(seed, shared, SAMPLINGS))
+    assert run_together(requests_of(seed, shared, SAMPLINGS), here, there if handed_over else None) == expected
     assert not here.scheduler.audit()
 
 
@@ -106,8 +95,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(handed_over: bool, tight
         room = 1.5 if tight else 6
         here, there = (Node(model, StepLimits(max_num_batched_tokens=20), room, 1 if tight else 4) for _ in range(2))
         drafting(here, model)
-        expected = answers_of(model, requests_of(seed, not tight))
-        assert run_together(requests_of(seed, not tight), here, there if handed_over else None) == expected
+        expected = answers_of(model, requests_of(seed, not tight, SAMPLINGS))
+        assert run_together(requests_of(seed, not tight, SAMPLINGS), here, there if handed_over else None) == expected
         counters = here.scheduler.counters
         assert counters.accepted_tokens == counters.draft_tokens
         drafted += counters.draft_tokens
@@ -128,7 +117,7 @@ def test_a_shared_prefix_is_computed_once_by_the_draft_model() -> None:
         return inner(step)
 
     drafter.runner.run = run
-    for row in requests_of(0, shared=True, samplings=[GREEDY, GREEDY]):
+    for row in requests_of(0, True, [GREEDY, GREEDY]):
         run_together([row], node)
     assert max(sizes) >= 16
     assert sum(size >= 16 for size in sizes) == 1, sizes
@@ -163,5 +152,5 @@ def test_a_failing_draft_model_ends_only_the_guesses() -> None:
         return TorchRunner.run(drafter.runner, step)
 
     drafter.runner.run = run
-    assert run_together(requests_of(3), node) == answers_of(model, requests_of(3))
+    assert run_together(requests_of(3, False, SAMPLINGS), node) == answers_of(model, requests_of(3, False, SAMPLINGS))
     assert 0 < node.scheduler.counters.draft_tokens < 40

@@ -4,7 +4,6 @@ policy, other requests, cache hits or preemption, nor on the pool in which the p
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from random import Random
 
 import pytest
 import torch
@@ -19,8 +18,8 @@ from scheduler.policy import POLICIES, Policy
 from scheduler.request import Request
 from scheduler.scheduler import StepLimits
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import CONFIG, CPU, VOCABULARY, every_backend
-from tests.engine.nodes import Guesses, Node, run_together
+from tests.engine.build import CONFIG, CPU, every_backend
+from tests.engine.nodes import Guesses, Node, requests_of, run_together
 
 torch.set_num_threads(1)
 __all__ = ["every_backend"]  # a fixture
@@ -47,16 +46,6 @@ KINDS = {
 @cache
 def model_of(kind: str) -> Decoder:
     return random_decoder(replace(CONFIG, layers=KINDS[kind]), torch.float32, CPU, deviation=0.3)
-
-
-def requests_of(seed: int, shared: bool) -> list[Request]:
-    rng = Random(seed)
-    stem = [rng.randrange(VOCABULARY) for _ in range(16)]
-    rows = []
-    for index, sampling in enumerate(SAMPLINGS):
-        prompt = stem[: 16 * shared] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 16))]
-        rows.append(Request(f"r{index}", prompt, len(prompt), 12, sampling=sampling))
-    return rows
 
 
 def run_alone(model: Decoder, rows: Sequence[Request]) -> list[list[int]]:
@@ -89,13 +78,13 @@ def test_tokens_do_not_depend_on_the_decisions_of_the_scheduler(
     limits, model = StepLimits(max_num_batched_tokens=budget, max_num_partial_prefills=2), model_of(kind)
     if not policy.chunked:  # a prompt is then computed in a step of any size
         limits = replace(limits, max_num_batched_tokens=max(budget, LONGEST))
-    alone, speculation = run_alone(model, requests_of(seed, shared)), None
+    alone, speculation = run_alone(model, requests_of(seed, shared, SAMPLINGS)), None
     if rightness is not None and not any(isinstance(layer.mixer, DeltaSpec) for layer in KINDS[kind]):
-        rows = [row.tokens + tokens for row, tokens in zip(requests_of(seed, shared), alone, strict=True)]
+        rows = [row.tokens + tokens for row, tokens in zip(requests_of(seed, shared, SAMPLINGS), alone, strict=True)]
         speculation = Speculation(Guesses(seed, rightness, rows), 4)
     # In a tight pool, running requests are preempted.
     here, there = (Node(model, limits, 1.5 if tight else 5, block_tokens, policy, speculation) for _ in range(2))
-    assert run_together(requests_of(seed, shared), here, there if handed_over else None) == alone
+    assert run_together(requests_of(seed, shared, SAMPLINGS), here, there if handed_over else None) == alone
     for node in (here, there):
         assert not node.scheduler.audit()
         assert node.scheduler.ledger().owned == 0
@@ -104,14 +93,14 @@ def test_tokens_do_not_depend_on_the_decisions_of_the_scheduler(
 @pytest.mark.parametrize("kind", ["attention", "states"])  # with windows, requests shrink
 def test_a_tight_pool_really_preempts(kind: str) -> None:
     here = Node(model_of(kind), StepLimits(max_num_batched_tokens=64), 1.5, 1, POLICIES["stall_free"])
-    run_together(requests_of(0, False), here, None)
+    run_together(requests_of(0, False, SAMPLINGS), here, None)
     assert here.scheduler.counters.preemptions > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shared_prefix_is_found_in_the_cache(kind: str) -> None:
     here = Node(model_of(kind), StepLimits(max_num_batched_tokens=64), 5, 4, POLICIES["stall_free"])
-    for row in requests_of(0, True):
+    for row in requests_of(0, True, SAMPLINGS):
         here.scheduler.add(row)
         while here.scheduler.has_work:
             here.step()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from urllib.request import urlopen
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.cluster.harness import DEMO, DEMO_VOCABULARY, Cluster, cluster, free_port, wait_for
+from tests.cluster.harness import DEMO, DEMO_VOCABULARY, Cluster, cluster, copy_tokenizer, free_port, wait_for
 
 VLLM = os.environ.get("BATON_PEER_VLLM", "")
 MAX_MODEL_LEN = 2048
@@ -106,8 +105,7 @@ def random_qwen3(directory: Path) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(directory)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, directory)
+    copy_tokenizer(directory)
     return directory
 
 

@@ -150,7 +150,7 @@ def up(settings: RaySettings) -> int:
         if not (host := _placed(settings, {name: actor}).get(name)):
             return 1
         urls.append(f"http://{host}:{port}")
-        secret = ray.get(actor.secret.remote())  # the secret of the first `baton ray up`
+        secret = ray.get(actor.secret.remote())  # a router that already runs keeps its first secret
     joined = "" if settings.registry else _actor_name(settings.cluster, f"{ROUTER}-")
     actors = {child.name: _start(settings, child, secret, joined) for child in nodes}
     if len(_placed(settings, actors)) < len(actors):

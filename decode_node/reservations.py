@@ -43,7 +43,7 @@ class Reservation:
     num_checked: int = 0  # number of leading `rows` that match their checksums
     phase: ReservationPhase = ReservationPhase.OPEN
     is_repeated: bool = False  # rows were damaged at the commit, and may be written once more
-    was_quarantined: bool = False  # it was in quarantine, and its request ended when the quarantine began
+    was_quarantined: bool = False  # it has left quarantine; its request failed when the quarantine began
 
     def move_to(self, phase: ReservationPhase) -> None:
         assert phase in LEGAL[self.phase], f"reservation: {self.phase} -> {phase} is not a legal transition"

@@ -35,7 +35,8 @@ class PrivateMemory:
 
 
 class KVPool:
-    """A view of `memory` as a tensor of shape `layout.shape`. It shares the memory that peers write to.
+    """A view of `memory` as a tensor of shape `layout.shape`. What peers write to `memory` is visible in the
+    tensor.
 
     `places` are the places of the model's layers. By default, a row holds all layers. If the pool's dtype is float8,
     the keys and values of a layer are divided by the layer's `scales`, by default 1, and limited to the dtype's range.

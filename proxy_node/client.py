@@ -77,7 +77,7 @@ class EngineClient:
     # ---- what each API does in its own way ----------------------------------------------------------------------
 
     async def describe(self) -> EngineFacts:
-        """Ask the server for its properties. Raises ConfigError, which says how to fix it, if it cannot be used."""
+        """Ask the server for its properties. Raises ConfigError, with the fix, if the server cannot be used."""
         raise NotImplementedError
 
     async def metrics(self) -> EngineMetrics:

@@ -146,7 +146,7 @@ def splits(result: SearchResult, simulations: Simulations, attainment: float) ->
     measured = {one.arm: one.capacity for one in result.found}
     capacities |= measured
     ordered = sorted(capacities, key=lambda arm: (arm in measured, capacities[arm].rate, result.scores[arm]))
-    best = {simulations.arm(arm).prefill: arm for arm in ordered}  # the last one of each number is kept
+    best = {simulations.arm(arm).prefill: arm for arm in ordered}  # the last one, which is the best, stays
     return [
         {"prefill": prefill, "arm": arm, "is_measured": arm in measured} | _capacity(capacities[arm])
         for prefill, arm in sorted(best.items())

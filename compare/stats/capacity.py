@@ -19,7 +19,7 @@ CLIFF_DROP = 0.25  # smallest drop of attainment between adjacent rates that cou
 PRECISION = 0.03  # the search ends when half of the interval's width is at most this share of the capacity
 MAX_SEEDS = 20
 BRACKET_RATIO = 1.15  # bisection ends when the two rates are at most this ratio apart
-STEP = 1.08  # every seed is measured at the estimate, and at the estimate divided and multiplied by this factor
+STEP = 1.08  # every seed is measured at the estimate, at estimate / STEP and at estimate * STEP
 WIDEST = 2.0**12  # the search covers rates from the first rate / WIDEST to the first rate * WIDEST
 
 

@@ -179,7 +179,7 @@ class NumbaPlan:
         return out[..., : layer.latent] if layer.latent else out
 
     def prepared(self, num_heads: int, window: int, head_dim: int = 0, wide: int = 0) -> "PreparedAttention":
-        """Return the kernel arguments that all layers with this window size share.
+        """Return the kernel arguments that all layers with the same window, `head_dim` and `wide` share.
 
         `head_dim` is the number of elements of a query head. It is twice the `head_dim` of the KV layout if the layers
         have latent attention or are `wide` (see `AttentionLayer`).

@@ -1,5 +1,5 @@
-"""Numba kernel that multiplies rows by a matrix of grouped 4-bit codes. Importing this module compiles it or loads it
-from disk.
+"""Numba kernel that multiplies rows by a matrix of grouped 4-bit codes. Importing this module compiles the kernel or
+loads it from disk.
 
 A panel holds PANEL columns. For each group of inputs, it has the columns' scales, their zeros if there are any, and
 integers of 32 bits, each with the codes of one column for eight inputs. A code becomes a weight by a permutation of the

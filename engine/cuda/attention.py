@@ -178,8 +178,9 @@ class TritonPlan:
         return self._backend.splits(programs, min(most, layer.window + queries) if layer.window else most)
 
     def _heads(self, layer: AttentionLayer, q: Tensor, queries: int) -> Heads:
-        """Return how heads are divided if each item of the work list has this number of queries. With large heads, the
-        sums of more rows than a tile has would not fit into a program, so several programs share a key head."""
+        """Return how the heads are divided among programs if each item of the work list has `queries` queries. With
+        large heads, the sums of more rows than a tile has would not fit into a program, so several programs share a key
+        head."""
         kv_heads, count, size = layer.wide or self._backend.pool.layout.kv_heads, q.shape[1], layer.latent or q.shape[2]
         whole = Heads(kv_heads, count // kv_heads, size, q.shape[2] - size)
         if not whole.is_large:

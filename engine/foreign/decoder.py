@@ -138,8 +138,9 @@ class ForeignDecoder:
 
     The runner owns the model and calls it on one thread at a time. During a pass, `_pass` receives the calls of
     attention and masks that the model's modules make. `config` has the sizes of keys and values that a probe pass
-    found. Heads that are smaller than those of other layers are padded, and missing KV heads are copies. `states` are
-    the states of its layers. If `stepwise`, layers with states get one token at a time."""
+    found. Heads that are smaller than those of other layers are padded, and missing KV heads are copies. `states` has
+    the recurrent states that the probe pass found in its layers. If `stepwise`, layers with states get one token at
+    a time."""
 
     def __init__(self, module: Any, config: ModelConfig) -> None:
         self.module = module.eval()

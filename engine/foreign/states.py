@@ -127,7 +127,8 @@ class StateProbe(DynamicCache):  # type: ignore[misc]
 
 
 class StatefulModule(nn.Module):
-    """A module of transformers whose states are in the pool during a pass, when `run` receives its arguments."""
+    """Wraps a module of transformers that has states. Each call goes to `run`, which keeps the states in the pool
+    during a pass."""
 
     def __init__(self, states: ModuleStates, run: Callable[..., Any]) -> None:
         super().__init__()

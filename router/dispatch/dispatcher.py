@@ -44,7 +44,7 @@ from shared.rpc.messages import SubmitRequest, pack_ids
 log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # how long a new request waits for a node before it is refused
 WAIT_UNDER_WAY_S = 30.0  # how long an accepted request waits for a node before it fails
-RETRY_PAUSE_S = 0.05  # the pause before a retry, for each earlier attempt of the sample, with a jitter of 50 %
+RETRY_PAUSE_S = 0.05  # the pause before a retry is this times the number of earlier attempts, with 50 % of jitter
 NEWS_S = 0.2  # after a failure, wait this long for the loss of a node to be noticed, which usually takes less
 SEED_STEP = 0x9E3779B97F4A7C15  # difference of the seeds of successive samples (the golden ratio, as in splitmix64)
 COUNTS = (

@@ -275,7 +275,7 @@ def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any
 
 @contextmanager
 def named_parameters() -> Iterator[None]:
-    """Replace a chat's parameter in an error by the corresponding parameter of this API."""
+    """In an error, replace a parameter of chat completions by the corresponding one of this API."""
     try:
         with images_of_parameter("messages"):
             yield

@@ -177,8 +177,8 @@ class AuthMiddleware:
 class ApiCors(CORSMiddleware):
     """ASGI middleware that lets pages of some origins call the API from a browser. Other routes get no CORS headers.
 
-    It answers preflight requests, which browsers send without a key. Browsers do not add stored credentials to other
-    requests, because `allow_credentials` is not set: a page must have a key.
+    It answers preflight requests, which browsers send without a key. To the requests themselves, browsers add no
+    stored credentials, because `allow_credentials` is not set. So a page must send a key.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], routes: Sequence[BaseRoute]) -> None:

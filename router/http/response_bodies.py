@@ -102,7 +102,7 @@ MessageContent = Annotated[Annotated[str, Tag("~text")] | Annotated[MessageParts
 
 
 def text_of(content: str | Sequence[InputText | RefusalPart | InputImage]) -> str:
-    """Return the texts and refusals of a content, joined by newlines, without its images."""
+    """Return the texts and refusals in a message's content, joined by newlines. Images are left out."""
     if isinstance(content, str):
         return content
     texts = (part for part in content if not isinstance(part, InputImage))

@@ -38,7 +38,7 @@ NEEDS_STORE = "needs a store of responses; start the router with --responses-sto
 
 @contextmanager
 def named_parameters() -> Iterator[None]:
-    """Replace a chat's parameter in an error by the corresponding parameter of this API."""
+    """In an error, replace a parameter of chat completions by the corresponding one of this API."""
     try:
         with images_of_parameter("input"):
             yield

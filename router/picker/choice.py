@@ -30,7 +30,7 @@ def choose(key: bytes, under_way: Mapping[str, int]) -> list[str]:
 
 
 def key_of(tenant: str, path: str, body: bytes) -> bytes:
-    """Return the key to hash: the tenant, the cache salt and the first PREFIX_CHARS of the prompt or of the messages.
+    """Return the key to hash: the tenant, the cache salt and the beginnings of the prompt or messages (PREFIX_FIELDS).
 
     If the body has no prompt or is not JSON, the key is the tenant and the path. `tenant` is the value of a header.
     """

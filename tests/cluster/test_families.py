@@ -1,4 +1,4 @@
-"""Test that whole clusters give the tokens of transformers for every family, and for models without one.
+"""Test that whole clusters generate the same tokens as transformers, for every family and for models of none.
 
 Requests run concurrently, so that they share steps, find prefixes in the cache and, in the small pool, are preempted.
 """

@@ -24,7 +24,7 @@ def check_recurrence(
     saved: dict[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Check the results of all requests, and their last and saved states, with slices of padding in each step."""
+    """Check that Triton kernels give the results, last states and saved states of torch kernels, also with padding."""
     tolerance = max(1e-4, TOLERANCE[dtype])
     expected, found = (Scene(spec, kind, device, dtype, lengths) for kind in (TorchKernels, TritonKernels))
     wanted, last = expected.run(Random(0), steps, saved)

@@ -1,4 +1,4 @@
-"""The models that Baton serves, for users to read: published names, and the parts of each family's layers."""
+"""A list for users of the models that Baton serves: published names, and the parts of each family's layers."""
 
 from engine.models.spec import AttentionSpec, LatentSpec, ModelConfig, MoeSpec, RecurrentSpec
 

@@ -7,7 +7,7 @@ from engine.models.families.common import FULL, SLIDING
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from shared.config_reader import ConfigReader
 
-QWEN3_HEAD_DIM = 128  # transformers' default for all hidden sizes
+QWEN3_HEAD_DIM = 128  # transformers' default `head_dim`, whatever the hidden size
 
 
 def llama(keys: ConfigReader) -> ModelConfig:

@@ -5,7 +5,6 @@
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 
 BENCHMARKS = {
     "cpu": "Baton on a CPU, compared with llama.cpp, vLLM and transformers",
@@ -28,18 +27,44 @@ BENCHMARKS = {
 }
 
 
-PLACES = {  # the module and the function of each benchmark that is not `main` of the module with its name
-    "footprint": ("benchmarks.handoff", "footprint"),
-    "gpu_first_run": ("benchmarks.gpu.first_run", "main"),
-    "document": ("benchmarks.result", "main"),
-}
-
-
-def load(name: str) -> Callable[[], None]:
-    """Import only this benchmark, without the others and their libraries, and return its function."""
-    module, function = PLACES.get(name, (f"benchmarks.{name}", "main"))
-    found: Callable[[], None] = getattr(import_module(module), function)
-    return found
+def load(name: str) -> Callable[[], None]:  # noqa: C901, PLR0912 - one case for each benchmark
+    """Import only this benchmark, without the others and their libraries, and return its `main`."""
+    match name:
+        case "cpu":
+            from benchmarks.cpu import main
+        case "four_bit":
+            from benchmarks.four_bit import main
+        case "speculation":
+            from benchmarks.speculation import main
+        case "grammar":
+            from benchmarks.grammar import main
+        case "layers":
+            from benchmarks.layers import main
+        case "handoff":
+            from benchmarks.handoff import main
+        case "footprint":
+            from benchmarks.handoff import footprint as main
+        case "router":
+            from benchmarks.router import main
+        case "fleet":
+            from benchmarks.fleet import main
+        case "policies":
+            from benchmarks.policies import main
+        case "recording":
+            from benchmarks.recording import main
+        case "step_times":
+            from benchmarks.step_times import main
+        case "simulator":
+            from benchmarks.simulator import main
+        case "agreement":
+            from benchmarks.agreement import main
+        case "validation":
+            from benchmarks.validation import main
+        case "gpu_first_run":
+            from benchmarks.gpu.first_run import main
+        case _:
+            from benchmarks.result import main
+    return main
 
 
 def main() -> None:

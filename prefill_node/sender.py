@@ -107,7 +107,7 @@ class OutgoingHandoff:
             raise ValueError(f"the grant has {len(targets)} rows, but {len(self.order)} are to be sent")
 
     def sources(self, count: int) -> list[int]:
-        """Return the next `count` rows to push, or fewer if the request has been aborted."""
+        """Return the next `count` rows to push, or fewer if the request has ended on this node."""
         tables, states = self.request.tables, self.request.states
         rows = []
         for group, block, row in self.order[self.num_pushed :][:count]:
@@ -341,8 +341,10 @@ class HandoffSender(RoleAdapter):
             await channel.push(descriptor, reservation_id, (), ())
             return
         source = outgoing.sources(len(targets))
-        if len(source) < len(targets):
-            raise ChannelError("the request's blocks are gone")  # the request has just been aborted
+        if len(source) < len(targets):  # the engine has ended the request, and `cancel` is about to be called
+            while not outgoing.reason:
+                await outgoing.wait()
+            return
         began_ns = now_ns()
         try:
             await channel.push(descriptor, reservation_id, source, targets)

@@ -5,7 +5,7 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from engine.hash_model import HashRunner
 from engine.runner import SliceOutput
 from node.node import Node
-from prefill_node.decode_peers import HandoffTiming
+from node.output_publisher import PrefillProgress
+from prefill_node.decode_peers import DecodePeer, HandoffTiming
 from prefill_node.sender import HandoffSender, OutgoingHandoff
 from scheduler.geometry import Geometry
 from scheduler.request import Request, Step
@@ -275,6 +276,30 @@ async def test_a_request_that_ends_at_its_first_token_is_not_committed() -> None
         await here.empty()
         assert here.decoder.all(CommitRequest) == []
         assert (here.stats().handoffs, here.stats().handoffs_failed) == (0, 0)
+
+
+async def test_a_push_that_begins_after_the_request_has_ended_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench(steps=0) as here:
+        sender = here.node.role
+        assert isinstance(sender, HandoffSender)
+        report, failures = sender.on_progress, list[str]()
+
+        def report_late(progress: PrefillProgress) -> None:
+            """The sender learns of the computed tokens before it learns of the end, which has freed the blocks."""
+            report(replace(progress, finish=None, first_token=None))
+            if progress.finish is not None:
+                asyncio.get_running_loop().call_later(0.1, report, progress)
+
+        monkeypatch.setattr(sender, "on_progress", report_late)
+        monkeypatch.setattr(DecodePeer, "call_failed", lambda peer: failures.append(peer.address))
+        here.submit(max_tokens=1)
+        await here.decoder.receives(ReserveRequest)
+        here.steps.release(1000)
+        assert (await here.decoder.receives(StopRequest)).reason == "finished: length"
+        await here.empty()
+        assert failures == [], "the decode node did nothing wrong"
+        assert (here.stats().handoffs, here.stats().handoffs_failed) == (0, 0)
+        assert [delta.error for delta in here.deltas] == [""]
 
 
 async def test_a_reservation_whose_grant_may_be_lost_is_stopped() -> None:

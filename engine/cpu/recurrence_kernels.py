@@ -219,14 +219,18 @@ def update(tile: int, query: int, key: int, next_key: int, value: int, to: int, 
 def recur_tokens(
     tile: int, count: int, query: int, key: int, value: int, stride: int, to: int, to_stride: int, sizes: int,
     sizes_stride: int, size: int, left: int, skip: float, is_delta: int, saved: int, target: int, width: int,
+    ahead: int, ahead_stride: int, ahead_size: int,
 ) -> None:  # fmt: skip
     """Compute `count` tokens with one tile of a state. After `saved` of them, the tile is stored at `target`, in a
-    matrix of `width` columns, unless `saved` is 0."""
+    matrix of `width` columns, unless `saved` is 0. With each token, prefetch a row of `ahead_size` numbers at `ahead`,
+    because the computation leaves the memory idle."""
     known = splat(0.0), splat(0.0)
     if is_delta:
         known = known_values(tile, key, size)
     for token in range(count):
         at, step = stride * token, sizes + sizes_stride * token
+        for line in range(0, 4 * ahead_size, 64):
+            prefetch(ahead + ahead_stride * token + line)
         following = update(
             tile, query + at, key + at, key + at + stride if token + 1 < count else key, value + at,
             to + to_stride * token, size, left, known, number_at(step), number_at(step + 4), skip,
@@ -270,7 +274,7 @@ def recur(values: Any) -> None:
                 target + 4 * ((start * heads + head) * value_dim + column), 4 * heads * value_dim,
                 sizes + 8 * (start * heads + head), 8 * heads, key_dim, value_dim - column,
                 number_at(skips + 4 * head), 0, address_at(save_at + 8 * index) if kept >= 0 else 0,
-                pool + 4 * (kept + column), value_dim,
+                pool + 4 * (kept + column), value_dim, 0, 0, 0,
             )  # fmt: skip
             if address_at(write + place) >= 0:
                 keep_tile(tile, pool + 4 * (address_at(write + place) + column), key_dim, value_dim, value_dim - column)
@@ -331,15 +335,16 @@ def keep_states(pool: int, places: int, heads: int, key_dim: int, value_dim: int
 
 @part
 def norm_piece(
-    count: int, row: int, stride: int, norms: int, gate: int, gate_stride: int, size: int, epsilon: float
-) -> None:
-    """Norm `count` results of a head and multiply them by silu of the gates."""
+    count: int, row: int, stride: int, norms: int, gate: int, gate_stride: int, to: int, to_stride: int, size: int,
+    epsilon: float,
+) -> None:  # fmt: skip
+    """Norm `count` results of a head, multiply them by silu of the gates, and store them at `to`."""
     for _ in range(count):
         for at in range(0, size, LANES):
             prefetch(gate + gate_stride * FETCHED_AHEAD + 4 * at)
-        norm_row(row, norms, row, size, epsilon)
-        gate_row(row, gate, size)
-        row, gate = row + stride, gate + gate_stride
+        norm_row(row, norms, to, size, epsilon)
+        gate_row(to, gate, size)
+        row, gate, to = row + stride, gate + gate_stride, to + to_stride
 
 
 @kernel
@@ -374,21 +379,35 @@ def delta(values: Any) -> None:
                 read + place, write + place, save + place, save_at + 8 * index, key_head, key_heads, shared, key_dim,
                 value_dim, rows, row_bytes,
             )  # fmt: skip
+            num_fetched, next_head, next_token = 0, key_head, end
+            if end == count:
+                next_head, next_token = key_head + num_threads(), 0
             for head in range(shared):
                 number, row = key_head * shared + head, start + begin
                 kept_at = address_at(save + matrices + 8 * head)
                 here = saved - begin if kept_at >= 0 and begin < saved <= end else 0
-                to = target + 4 * (row * heads + number) * value_dim
+                own = rows + 4 * (2 * key_dim + head * value_dim)  # a result replaces its value
                 for column in range(0, value_dim, TILE):
+                    if num_fetched < 2 + shared and column + TILE < value_dim:  # what the next piece reads
+                        _, strip, ahead_size = input_head(
+                            num_fetched, next_head, key_heads, shared, key_dim, value_dim
+                        )  # fmt: skip
+                        ahead, ahead_stride = inputs + 4 * ((start + next_token) * stride + strip), 4 * stride
+                        num_fetched += 1
+                    else:
+                        ahead, ahead_stride = gates + 4 * (row * gate_stride + number * value_dim), 4 * gate_stride
+                        ahead_size = value_dim
                     recur_tokens(
                         states + head * head_bytes + 4 * column * key_dim, end - begin, rows, rows + 4 * key_dim,
-                        rows + 4 * (2 * key_dim + head * value_dim + column), row_bytes, to + 4 * column,
-                        4 * heads * value_dim, sizes + 8 * (row * heads + number), 8 * heads, key_dim,
+                        own + 4 * column, row_bytes, own + 4 * column, row_bytes,
+                        sizes + 8 * (row * heads + number), 8 * heads, key_dim,
                         value_dim - column, 0.0, 1, here, pool + 4 * (kept_at + column), value_dim,
+                        ahead, ahead_stride, ahead_size,
                     )  # fmt: skip
                 norm_piece(
-                    end - begin, to, 4 * heads * value_dim, norms + 4 * number * value_dim,
-                    gates + 4 * (row * gate_stride + number * value_dim), 4 * gate_stride, value_dim, epsilon,
+                    end - begin, own, row_bytes, norms + 4 * number * value_dim,
+                    gates + 4 * (row * gate_stride + number * value_dim), 4 * gate_stride,
+                    target + 4 * (row * heads + number) * value_dim, 4 * heads * value_dim, value_dim, epsilon,
                 )  # fmt: skip
         keep_states(pool, write + matrices, shared, key_dim, value_dim, states)
 

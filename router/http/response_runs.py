@@ -98,7 +98,8 @@ class ResponseRuns:
     def __init__(self, models: ServedModels, store: ResponsesStore, owner: str, slots: RequestSlots) -> None:
         """`owner` is the id of this router, which changes with each start."""
         self.store = store
-        self.errors: dict[str, Exception] = {}  # errors of failed foreground runs, until their handler reads them
+        # Errors of foreground runs that failed before their first token, until the handler reads them.
+        self.errors: dict[str, Exception] = {}
         self._models = models
         self._owner = owner
         self._slots = slots
@@ -213,7 +214,7 @@ class ResponseRuns:
                         return
                     position += 1
         except Exception as error:  # noqa: BLE001 - becomes the end of the response
-            if not run.is_background:
+            if not run.is_background and position == 0:
                 self.errors[name] = error
             _, value, _ = described(error, name)
             last = TokenDelta(name, error=value["error"]["message"])

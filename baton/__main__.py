@@ -5,9 +5,9 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run the command. Import its packages from this folder or, in a checkout, from the folder that contains it.
+    """Run the command with the packages in this folder or, in a checkout, in its parent folder.
 
-    That folder comes first in `sys.path`, because other programs may have packages of the same names.
+    Put the packages' folder first in `sys.path`, because other installed programs may have packages of the same names.
     """
     here = Path(__file__).resolve().parent
     sys.path.insert(0, str(here if (here / "cluster").is_dir() else here.parent))

@@ -38,7 +38,7 @@ from benchmarks.result import (
 
 CONTEXT = 512
 STEPS = {1: 32, 8: 16, 32: 10}
-OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # Baton's default; vLLM accepts only whole GiB, but touches only what it uses
+OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # Baton's default; vLLM accepts only whole GiB, but only the used part is resident
 WORK_KV_GIB = 0.4  # enough for 32 contexts and their steps; both models need the same KV per token
 FP32, BITS16, INT8 = "Baton fp32", "Baton 16-bit weights", "Baton int8"
 LLAMA_F32, VLLM_FP32, TRANSFORMERS = "llama.cpp F32", "vLLM fp32", "transformers fp32"
@@ -291,7 +291,7 @@ def main() -> None:
     groups = _kept(out)
     workers = WorkerPool(CpuOptions(args.model, args.threads, args.directory, args.llama, args.vllm))
     allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(allowed)[: args.threads])  # the workers inherit it
+    os.sched_setaffinity(0, sorted(allowed)[: args.threads])  # the workers inherit this affinity
     try:
         for index, group in enumerate(chosen):
             groups[group] = measure(group, workers, args.repeats)

@@ -116,7 +116,7 @@ def spawned(command: list[str]) -> "subprocess.Popen[str]":
 async def started(
     busy: PacedFleet, num_nodes: int, cpu: int, flags: list[str]
 ) -> AsyncIterator[tuple[ProbedProcess, dict[str, float]]]:
-    """Start a router on `cpu`. When `num_nodes` nodes are attached, yield it, and the figures of joining."""
+    """Start a router on `cpu`. When `num_nodes` nodes are attached, yield the router and the figures of joining."""
     port, registry_port = free_port(), free_port()
     ports = f"--port {port} --registry-port {registry_port} --disaggregate never --max-concurrent-requests 4096"
     command = [sys.executable, "-m", "benchmarks.probed_router", "--model", str(DEMO_MODEL), *ports.split(), *flags]

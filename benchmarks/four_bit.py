@@ -62,7 +62,8 @@ def written(kind: str) -> Path:
             tensors[f"{prefix}{name}.scales"] = torch.full((width // GROUP, out), 0.004, dtype=torch.float16)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     config = CONFIG if kind == "bfloat16" else CONFIG | {"quantization_config": AWQ}
-    (path / "config.json").write_text(json.dumps(config))  # last, so that an incomplete directory is written again
+    # Write this file last, so that an incomplete checkpoint is written again.
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 

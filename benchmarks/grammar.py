@@ -37,7 +37,7 @@ PERSON = {
     "required": ["id", "name", "address", "tags"],
     "additionalProperties": False,
 }
-# Texts that never end, so that every step has the whole batch.
+# Grammars of texts that do not end during a measurement, so that every step has the whole batch.
 GRAMMARS = {
     "a JSON schema": json_grammar({"type": "array", "items": PERSON, "minItems": 10_000}),
     "any JSON": json_grammar({"type": "array", "minItems": 10_000}),

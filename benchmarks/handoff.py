@@ -83,7 +83,8 @@ def measured(model: Path, threads: int, repeats: int) -> dict[int, dict[str, lis
 def row_of(model: str, size: int, runs: dict[str, list[dict[str, float]]]) -> list[Any]:
     ours, theirs = ([run["ttft_ms"] for run in runs[name]] for name in ARMS)
     ttft, share = ratio(ours, theirs), median([run["exposed_of_prefill"] for run in runs["disaggregated"]])
-    # The goal for the exposed transfer applies from 4000 tokens. In shorter prompts, the last chunk is a larger part.
+    # The goal for the exposed transfer applies to prompts of at least 4000 tokens. In shorter prompts, the last chunk
+    # is a larger part of the whole.
     goal = share <= 0.03 if size >= 4000 else None
     return [model, size, median(ours), median(theirs), ttft, ttft <= 1.03, 100 * share, goal]
 
@@ -110,7 +111,8 @@ def main() -> None:
 
 
 def started(mode: str) -> dict[str, float]:
-    """Start a cluster of the demo model. Return the seconds until it is ready and until a token, and MiB by process."""
+    """Start a cluster of the demo model. Return the seconds until it is ready and until the first token, and the MiB of
+    each process."""
     flags = (*ARMS[mode], "--model", str(DEMO_MODEL), "--served-model-name", "model", "--threads", "1")
     began = time.monotonic()
     with running_cluster(flags, 1 + ("--prefill" in flags)) as (url, pid), httpx.Client(base_url=url) as client:

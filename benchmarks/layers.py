@@ -50,7 +50,7 @@ QWEN35: dict[str, Any] = {
 
 
 class RecurrenceClock:
-    """The kernels of one step, which adds the time of its recurrences to `seconds`."""
+    """The kernels of one step. Adds the time of each recurrence to `seconds`."""
 
     def __init__(self, step: Any, seconds: list[float]) -> None:
         self._step, self._seconds = step, seconds
@@ -117,8 +117,8 @@ def recurrence_runs(config: ModelConfig, repeats: int) -> dict[str, list[float]]
 
 
 def expert_arms(config: ModelConfig) -> tuple[dict[str, Callable[[], float]], int]:
-    """Return two calls, which time the experts of the layers and the reading of the chosen experts' weights, and the
-    number of bytes of these weights."""
+    """Return two functions, and the number of bytes of the chosen experts' weights. One function times the experts of
+    the layers, and the other times the reading of these weights."""
     pool, model = pool_for(config, TOKENS), decoder_of(config)
     layers = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
     moe = layers[0].spec
@@ -128,7 +128,7 @@ def expert_arms(config: ModelConfig) -> tuple[dict[str, Callable[[], float]], in
     kernels = kernels_on_cpu(config, pool).begin(batch)
     rows = torch.randn(BATCH, config.hidden_size)
     chosen = sum(chosen_experts(layer, moe, rows, kernels) for layer in layers)
-    count = chosen * 3 * moe.expert.inner * config.hidden_size  # numbers in the matrices of the chosen experts
+    count = chosen * 3 * moe.expert.inner * config.hidden_size  # number of weights of the chosen experts
     memory = torch.ones(count)
 
     def compute() -> float:

@@ -95,7 +95,7 @@ def _weights(config: dict[str, Any]) -> dict[str, Tensor]:
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
     named: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        # Transformers keeps all experts in one tensor, but files have a tensor for each.
+        # Transformers keeps all experts of a layer in one tensor, but files have separate tensors for each expert.
         if name.endswith("experts.gate_up_proj"):
             for number, (gate, up) in enumerate(one.chunk(2) for one in weight):
                 named |= {f"{name[:-12]}{number}.gate_proj.weight": gate, f"{name[:-12]}{number}.up_proj.weight": up}

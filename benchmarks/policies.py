@@ -17,7 +17,7 @@ from scheduler.scheduler import Scheduler, StepLimits
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "policies.md"
-# An invented device: a step of up to 200 tokens takes 10 ms, plus 40 µs for each further token, plus its attention.
+# An invented device: a step takes 10 ms for up to 200 tokens, 40 µs for each further token, and the time of attention.
 COST = CostModel(
     overhead=2e-3, per_token=4e-5, knee_tokens=200, per_pair=1e-9, per_context=2e-8, per_decode=2e-5, margin=0.0
 )
@@ -101,8 +101,8 @@ def table(runs: dict[str, PolicyRun]) -> str:
 
 
 def strip(name: str, run: PolicyRun, max_tokens: int) -> str:
-    """Return an SVG with a rectangle per step, decodes at its bottom. Heights grow with the square root of the
-    tokens."""
+    """Return an SVG with one rectangle per step. The part at the bottom stands for the decodes. The height of a
+    rectangle grows with the square root of the number of tokens."""
     pixels, name = WIDTH / SHOWN_S, name + (f" (continues until {run.ended:.1f} s)" if run.ended > SHOWN_S else "")
     paths: dict[str, list[str]] = {kind: [] for kind in COLOURS}
     bottom = TOP + HEIGHT

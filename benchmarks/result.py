@@ -164,7 +164,10 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def document(texts: Sequence[str], results: Path = RESULTS) -> list[str]:
-    """Return the texts of the pages with new text in all blocks. Raises ValueError if a results file has no block."""
+    """Return the texts of the pages, with the text between the comment lines replaced by the tables of the results.
+
+    Raises ValueError if no page has comment lines for one of the results files.
+    """
     named = {match[2] for text in texts for match in BLOCK.finditer(text)}
     tabled = {file.stem: json.loads(file.read_text()) for file in results.glob("*.json")}
     tabled = {name: found for name, found in tabled.items() if "tables" in found}

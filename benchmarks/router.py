@@ -92,7 +92,8 @@ class PacedNode:
                 for submit in command.submits:
                     self._rows.append(PacedRequest(submit, session))
                     self._all_rows[submit.id.split("-")[1]] = self._rows[-1]
-                if command.aborts:  # the benchmark ends all streams at the same time
+                # The benchmark ends all streams at the same time, so an abort ends all requests of the session.
+                if command.aborts:
                     self._rows = [row for row in self._rows if row.stream is not session]
         finally:
             self._streams.remove(session)
@@ -256,7 +257,8 @@ async def streaming(router: RouterProcess, fleet: PacedFleet, rate: float, secon
 
 async def memory(router: RouterProcess, fleet: PacedFleet) -> dict[str, float]:
     """Measure how much memory the router needs for each open stream."""
-    async with streams(router, fleet, NUM_STREAMS, []):  # memory that the first streams leave allocated is not counted
+    # Open some streams before the measurement, so that memory that they leave allocated is not counted.
+    async with streams(router, fleet, NUM_STREAMS, []):
         await fleet.run(1000, 1)
     before = memory_of(router.pid)
     async with streams(router, fleet, NUM_IDLE, []):

@@ -44,7 +44,7 @@ def simulate(arm: str, node_rate: float, count: int) -> Figures:
 
 
 def long_run(nodes: int, count: int) -> Figures:
-    """Run many requests, which are drawn as they arrive and not kept, in a separate process."""
+    """Simulate many requests, which are drawn as they arrive and then discarded. Runs in a separate process."""
     simulations = prepare(PlanOptions(preset="chat"))
     plan = simulations.plan(f"colocated:{nodes}")
     cluster, began = SimulatedCluster(plan), time.process_time()
@@ -55,7 +55,7 @@ def long_run(nodes: int, count: int) -> Figures:
 
 
 def repeating(simulations: Simulations, block_tokens: int, rate: float, count: int) -> Iterator[SimulatedRequest]:
-    """Yield `count` requests, whose lengths and gaps repeat and whose prompts share nothing."""
+    """Yield `count` requests, whose lengths and gaps repeat and whose prompts share no prefixes."""
     rows = simulations.rows(1)
     lap_s = rows[-1].at_s + 1 / REFERENCE_RATE
     for number in range(count):

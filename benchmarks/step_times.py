@@ -68,7 +68,8 @@ class StepTimer:
 
 
 def held_out() -> tuple[Table, Any]:
-    """Predict every other step of FILE. Return a table that summarizes the relative errors, and these errors."""
+    """Fit a cost model to every second step of FILE, and predict the other steps. Return a table that summarizes the
+    relative errors, and these errors."""
     data = json.loads(FILE.read_text())
     works = [StepWork(*row[:-1]) for row in data["steps"]]
     seconds = np.array([row[-1] / 1e6 for row in data["steps"]])

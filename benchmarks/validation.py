@@ -67,7 +67,10 @@ class MeasuredRun:
         return ttft, np.array([(own[-1] - own[0]) / (len(own) - 1) for own in tokens])
 
     def fit(self) -> CostModel:
-        """Return the cost model with the smallest relative errors of the first half: TPOT, and TTFT plus 100 ms."""
+        """Return the cost model with the smallest sum of two mean relative errors over the first FIRST requests.
+
+        These are the error of the TPOT, and the error of the TTFT after 100 ms are added to both values.
+        """
 
         def error(logs: Series) -> float:
             ttft, tpot = self.simulated(_model(logs))
@@ -78,7 +81,8 @@ class MeasuredRun:
                 + np.abs((ttft[first] + slack) / (self.ttft_s[first] + slack) - 1).mean()
             )
 
-        simplex = np.vstack((np.zeros(len(SCALES)), np.eye(len(SCALES))))  # each number e times as large
+        # The first vertex is the start. Each of the others makes one number e times as large.
+        simplex = np.vstack((np.zeros(len(SCALES)), np.eye(len(SCALES))))
         options = {"initial_simplex": simplex, "maxfev": 400, "xatol": 1e-3}
         return _model(minimize(error, simplex[0], method="Nelder-Mead", options=options).x)
 
@@ -106,7 +110,7 @@ def against_vllm(directory: Path) -> Table:
 
 
 def step_of(row: dict[str, str]) -> StepWork:
-    """Return the mean step of a closed loop, in which each other request begins once while a request generates."""
+    """Return the mean step of a closed loop. While one request generates, each of the other requests begins once."""
     batch, prompt, answer = (int(row[name]) for name in ("batch_size", "isl", "osl"))
     tokens = batch * prompt / answer
     context = batch * (prompt + answer / 2)
@@ -114,7 +118,7 @@ def step_of(row: dict[str, str]) -> StepWork:
 
 
 def against_h200(directory: Path) -> Table:
-    """Fit the time per output token of each model and engine to every other row, and predict the other rows."""
+    """For each model and engine, fit the time per output token to every second row, and predict the remaining rows."""
     groups: dict[tuple[str, ...], dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
     works: dict[tuple[int, ...], StepWork] = {}
     with (directory / "aiconfigurator_silicon_h200_h100.csv").open() as file:

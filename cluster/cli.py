@@ -40,7 +40,7 @@ LOCAL_URL = "http://127.0.0.1:8000"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `baton` with `argv`, by default `sys.argv`. Return the exit status, or raise SystemExit with it."""
+    """Run `baton` with `argv` (default: `sys.argv[1:]`). Return the exit status, or raise SystemExit with a status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     status = run_app(_app(), arguments or ["--help"], "baton")
     return status if isinstance(status, int) else 0
@@ -78,7 +78,7 @@ def _app() -> typer.Typer:
 
 
 def _run(name: str, settings: Settings) -> int:
-    """Run the command `name`, whose flags are the settings of a process."""
+    """Run the command `name`, which is one of PROCESSES, with the settings that its flags gave."""
     match settings:
         case DoctorSettings():
             from cluster.doctor import run_doctor
@@ -116,7 +116,7 @@ def _options(
         bool, typer.Option("--version", help="Print the version and exit.", callback=lambda on: on and _print_version())
     ] = False,
 ) -> None:
-    """Options of `baton` itself."""
+    """Define the options of `baton` itself, which precede the name of a command."""
 
 
 def _print_version() -> None:
@@ -205,7 +205,10 @@ def _ray_down(
 
 
 def _on_ray(run: Callable[[Any], int]) -> int:
-    """Connect to Ray, and call `run` with the module `cluster.ray`. Return its exit status, or 1 without Ray."""
+    """Connect to Ray, call `run` with the module `cluster.ray`, and return the exit status of `run`.
+
+    Return 1 if Ray is not installed or there is no Ray cluster.
+    """
     try:
         import cluster.ray
     except ModuleNotFoundError as error:

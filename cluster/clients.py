@@ -32,7 +32,7 @@ Document = dict[str, Any]
 
 
 class UnreachableError(Exception):
-    """No router answers at the URL, or the answer is an error or is not from a router. The message is one line."""
+    """No server answers at the URL, the answer is an error, or the server is not a router. The message is one line."""
 
 
 def fails_with_1(command: str, run: Callable[[], int]) -> int:
@@ -182,7 +182,7 @@ def tail(status: Document, now: float) -> list[str]:
 def row_of(node: Document) -> tuple[str, ...]:
     """Return the cells of a node's row. The batch "512p+8d" has 512 prompt tokens and 8 decodes.
 
-    A node that is lost or has left has only its name, role and state, because its last report is out of date.
+    If a node is lost or has left, its row shows only its name, role and state, because its last report is out of date.
     """
     state = str(node.get("state", "?")) if node.get("alive", True) or node.get("state") == "left" else "lost"
     named = (str(node.get("id", "?")), str(node.get("role", "?")), state)
@@ -248,7 +248,8 @@ def change_role(url: str, node: str, role: str, api_key: str = "") -> int:
 def run_chat(url: str, api_key: str, system: str, **options: float | None) -> int:
     """Answer prompts from standard input, one per line. Return 1 if a prompt from a pipe got no answer, else 0.
 
-    `options` are fields of each request. If an answer fails or is stopped, its question leaves the conversation.
+    `options` are added to each request as fields. If an answer fails or is stopped, the conversation does not keep its
+    question.
     """
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -296,8 +297,10 @@ def _prompts(is_terminal: bool) -> Iterator[str]:
 
 
 def _answer(url: str, api_key: str, fields: Document) -> str:
-    """Print an answer as it arrives, with its reasoning and then its timing to stderr. Return the answer's text. Raises
-    UnreachableError."""
+    """Request an answer, print it as it arrives, and return its text. Raises UnreachableError.
+
+    The model's reasoning and, at the end, the timing are printed to stderr.
+    """
     body = {name: value for name, value in fields.items() if value is not None}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     text, num_tokens, started, ttft_s, total_s = "", 0, time.monotonic(), 0.0, 0.0

@@ -1,8 +1,8 @@
 """The `baton doctor` command, which checks this installation or a running cluster, and changes nothing.
 
-Without --url, it checks this machine and starts small clusters, whose answers must be equal in both modes and over
-every KV channel. With --url, it checks the registry and the nodes of that cluster, and that answers are repeatable.
-With --engine, it checks vLLM servers.
+Without --url, it checks this machine. It then starts small clusters, and checks that they give the same answers in both
+modes (co-located and disaggregated) and over every KV channel. With --url, it checks the registry and the nodes of the
+running cluster, and that answers are repeatable. With --engine, it checks vLLM servers.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ from shared.rpc import tls
 
 REDIS_S = 3.0
 PROMPT_TOKENS = (1, 16, 33, 130, 700)  # lengths at, near and beyond the boundaries of blocks and chunks
-IDS = 250  # token ids in prompts are lower, so that every vocabulary has them
+IDS = 250  # token ids in prompts are below this number, so that every model's vocabulary has them
 CLOCK_MS = 1000.0  # a larger difference between clocks causes a warning
-REPORT_S = 10.0  # nodes report twice a second, and less often on a busy machine
+REPORT_S = 10.0  # maximum wait for the nodes' reports, which arrive twice a second, or less often on a busy machine
 REPORT_POLL_S = 0.2
 CO_LOCATED = "co-located"
 CHOSEN = {"kv_channel", "kv_directory", "cpus", "emulate"}  # settings that doctor chooses itself
@@ -71,7 +71,7 @@ async def _run(settings: DoctorSettings) -> int:
     stages = (_engines,) if settings.engine else (_installation, _running if settings.url else _replays_here)
     for stage in stages:
         if failed and not settings.url:
-            break  # the clusters could not start
+            break  # the clusters of the next stage could not start
         async for finding in stage(settings):
             print(f"{finding.level:9}{finding.name:14}{finding.text}", flush=True)
             failed |= {finding.name} if finding.level == "failed" else set()
@@ -137,7 +137,8 @@ def secret_files(settings: DoctorSettings) -> str:
     tls.configure(settings.cluster_secret_file, {} if settings.url else {"--registry-host": settings.registry_host})
     if settings.api_keys_file or settings.api_keys:
         ApiKeys(settings.api_keys_file, settings.api_keys)
-    elif not (settings.url or in_container() or tls.is_loopback(settings.host)):  # A container's --host is internal.
+    # In a container, --host is an address inside the container, which does not show who can connect.
+    elif not (settings.url or in_container() or tls.is_loopback(settings.host)):
         raise CheckWarning(f"--host {settings.host} serves any client without a key: give --api-keys-file")
     given = [flag_of(name) for name in ("cluster_secret_file", "api_keys_file") if getattr(settings, name)]
     return f"{' and '.join(given)} can be used" if given else "none are given, and none are needed here"
@@ -240,7 +241,7 @@ def _fingerprints(status: Document) -> str:
 
 def _blocks(status: Document) -> str:
     blocks = {node["id"]: node["blocks"] for node in _members(status)}
-    # The sum includes the total itself.
+    # The counts contain the total too, so their sum must be twice the total.
     if wrong := [name for name, counts in blocks.items() if sum(counts.values()) != 2 * counts["total"]]:
         raise ValueError(f"{', '.join(wrong)}: the blocks do not add up to the total: restart it, and report its log")
     return "all accounted for"
@@ -312,7 +313,7 @@ async def _replays_here(settings: DoctorSettings) -> AsyncIterator[Finding]:
 
 
 def _arm(settings: DoctorSettings, name: str, directory: str) -> Arm:
-    """Return an arm with the user's settings. Unless the arm is co-located, its cluster hands off every prompt."""
+    """Return an arm with the user's settings. If it is not co-located, its prefill node hands off every prompt."""
     given = {
         field: format_value(getattr(settings, field))
         for field, about in ComputingSettings.model_fields.items()
@@ -336,7 +337,7 @@ async def _answered(stack: LocalStack, started: Awaitable[None], answers: dict[s
 
 
 async def _reported(endpoint: Endpoint, num_handoffs: int) -> Document:
-    """Return the cluster's status once the nodes have reported the handoffs, or after REPORT_S."""
+    """Return the cluster's status. First wait until the nodes have reported the handoffs, but at most REPORT_S."""
     deadline = time.monotonic() + REPORT_S
     while True:
         status = await endpoint.status()
@@ -346,7 +347,7 @@ async def _reported(endpoint: Endpoint, num_handoffs: int) -> Document:
 
 
 def handed_off(status: Document, channel: str, count: int) -> str:
-    """Check that the channel was used, because equal tokens prove nothing about an unused channel."""
+    """Check that the prompts were handed off over `channel`. Equal tokens prove nothing about an unused channel."""
     used = {name for node in status["nodes"] for name in node["channels"].values()}
     if status["handoffs"] < count or used != {channel}:
         raise ValueError(

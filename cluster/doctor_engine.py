@@ -1,6 +1,6 @@
 """The checks of `baton doctor --engine`: whether a vLLM server can be a node of Baton, and whether two can exchange KV.
 
-The checks send about thirty short requests, and expect servers without other traffic.
+The checks send about thirty short requests. The servers must have no other traffic.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ async def engine_checks(settings: DoctorSettings) -> AsyncIterator[list[tuple[st
 
 
 class EngineExaminer:
-    """Examines one server. The first check describes it; the others need the description."""
+    """Examines one server. The first check reads the description of the server, which the other checks need."""
 
     def __init__(self, engine: VllmEngine, max_model_len: int, tokenizer: Tokenizer) -> None:
         self.engine, self._max_model_len, self._tokenizer = engine, max_model_len, tokenizer
@@ -147,8 +147,7 @@ CONFIG = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 
 
 async def hands_over(prefill: EngineExaminer, decode: EngineExaminer) -> str:
-    """Check that KV moves from one server to the other, and that the answer has the same tokens as an answer of one
-    server alone."""
+    """Check that KV moves from `prefill` to `decode`, and that the answer has the tokens that `prefill` alone gives."""
     request, prompt = prefill.request(4)
     before = await decode.value("nixl_bytes_transferred_sum")
     _, params = await prefill.engine.prefill(request, prompt)

@@ -22,9 +22,9 @@ from shared.config.settings import EVERY_ADDRESS
 from shared.lifecycle import set_parent_death_signal
 from shared.logs import json_line
 
-# Prints a line. The arguments are the name of the process, the line and, unless it is info, the level.
+# Prints a line. The arguments are the name of the process, the line and the level (default: "info").
 Say = Callable[..., None]
-GetJson = Callable[[], Awaitable[Any]]  # sends a request and returns the JSON of its answer, or None if there is none
+GetJson = Callable[[], Awaitable[Any]]  # sends a request and returns the JSON of its answer, or None on failure
 
 MAX_LINE_BYTES = 1 << 16
 RESTARTS_PER_MINUTE = 5
@@ -32,7 +32,7 @@ FIRST_DELAY_S = 0.5
 COUNT_S = 0.5  # how long the router may take to report its running requests before it drains
 GRACE_S = 2.0  # how long a process may take to exit after its drain
 BAD_SETTINGS = 2  # the exit status of a process with invalid settings, which is not restarted
-WAITING_S, MAX_WAITING_S = 5.0, 60.0  # time before the first report on nodes that are not ready, and between reports
+WAITING_S, MAX_WAITING_S = 5.0, 60.0  # time before the first report of late nodes; longest time between reports
 
 
 def up(settings: LocalSettings) -> int:
@@ -42,7 +42,8 @@ def up(settings: LocalSettings) -> int:
     other. Raises ConfigError, before any process starts, if the settings are invalid.
     """
     settings, key = with_own_key(checked(settings))
-    if not settings.cluster_secret_file and not settings.registry:  # with Redis, there may be other hosts
+    # With Redis, nodes on other hosts need the secret too, so the user must provide it.
+    if not settings.cluster_secret_file and not settings.registry:
         settings = settings.model_copy(update={"cluster_secret_file": own_secret(settings.kv_directory)})
     children = plan(settings, settings.cpus or sorted(os.sched_getaffinity(0)))
     say = printer([child.name for child in children], settings.log_format)
@@ -105,7 +106,7 @@ async def report_waiting(
 ) -> None:
     """Report the nodes that are not ready, after `delay_s` and then at doubling intervals, until all are ready.
 
-    `names` are the ids of the nodes, or empty if these choose their ids themselves.
+    `names` are the ids of the nodes. It is empty if the nodes choose their own ids.
     """
     started = time.monotonic()
     while True:
@@ -127,7 +128,7 @@ def num_ready(status: Any) -> int:
 
 
 async def get_json(client: httpx.AsyncClient, url: str) -> Any:
-    """Return the JSON of a response with status 200, or None if there is none."""
+    """Send a GET request. Return the JSON of the response, or None if the request fails or the status is not 200."""
     with contextlib.suppress(httpx.HTTPError, ValueError):
         answer = await client.get(url)
         return answer.json() if answer.status_code == 200 else None
@@ -144,7 +145,7 @@ async def until(get: GetJson, is_enough: Callable[[Any], bool]) -> None:
 
 
 def printer(names: Iterable[str], log_format: str = "text") -> Say:
-    """Return a function that prints a line of a process: after the name of the process, or as a JSON object."""
+    """Return a function that prints a line of a process, either with the process's name before it or as JSON."""
     if log_format == "json":
         return lambda name, line, level="info": print(json_line(name, line, level), flush=True)
     width = max(map(len, names))
@@ -330,8 +331,8 @@ async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
 def restart_delay_s(restarts: Sequence[float], now: float) -> float:
     """Return the delay before the next restart.
 
-    The delay doubles with each restart in the last minute. After RESTARTS_PER_MINUTE restarts in the last minute, it
-    lasts until the oldest of them is a minute ago.
+    The delay doubles with each restart in the last minute. After RESTARTS_PER_MINUTE restarts within a minute, the
+    delay ends one minute after the first of these restarts.
     """
     recent = [at for at in restarts if now - at < 60]
     if len(recent) >= RESTARTS_PER_MINUTE:

@@ -64,7 +64,10 @@ def swept() -> dict[str, object]:
 
 
 def show_models(model: str, *, as_markdown: bool) -> int:
-    """Print the list, or the memory of `model` with the default settings of a CPU. Return the exit status."""
+    """Print the list of models or, if `model` is given, the memory that it takes with the default settings on a CPU.
+
+    Return the exit status.
+    """
     if not model:
         width = max(len(names) for names, _ in NAMES.values())
         plain = "\n".join(f"{names:{width}}  {', '.join(parts)}".rstrip() for names, parts in NAMES.values())

@@ -40,8 +40,8 @@ from shared.model_files import DEMO_MODEL, resolve
 
 ROUTER = "router"
 OF_ONE_MODEL = ("lora_modules", "speculative_config")  # settings that do not apply to nodes of --more-models
-# Number of times that a waiting OpenMP thread spins before it sleeps: a few µs. The default is milliseconds.
-# If the router or another node shares its core, a spinning thread may take time from the thread that it waits for.
+# Number of times that a waiting OpenMP thread spins before it sleeps. This many spins take a few µs; the default takes
+# milliseconds. If several processes share a core, a spinning thread may take CPU time from the thread it waits for.
 SPIN = "1000"
 
 
@@ -135,7 +135,7 @@ class LocalSettings(ServingSettings, ComputingSettings, EngineSettings):
         return self
 
     def places(self) -> list[str]:
-        """Return the device of each node: prefill nodes first, and nodes of further models last."""
+        """Return the devices of the nodes: prefill nodes first, then decode nodes, then the nodes of --more-models."""
         devices = self.devices or (self.device,)
         return [devices[number % len(devices)] for number in range(self.num_all_nodes())]
 
@@ -201,7 +201,7 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
     nodes: list[tuple[str, str, dict[str, object]]] = [
         (role, f"{role}-{number}", {}) for role, count in counts for number in range(count)
     ]
-    for text in settings.more_models:  # each has one node, which computes prompts and decodes
+    for text in settings.more_models:  # each of these models has one node, which computes prompts and decodes
         model, _, directory = text.partition("=")
         other = {"model": directory, "served_model_name": model, "max_model_len": 0} | dict.fromkeys(OF_ONE_MODEL, "")
         nodes.append(("decode", f"decode-{re.sub('[^A-Za-z0-9_.-]', '-', model)[:40]}", other))
@@ -217,7 +217,7 @@ def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
         ]
     for (role, name, other), cpus, device in zip(nodes, share_out(cores, len(nodes)), places, strict=True):
         num_threads = settings.threads or len(cpus) or 1
-        # With Redis as registry, nodes of other machines may have the same names, so these are not used as ids.
+        # With Redis as registry, nodes on other machines may have the same names, so a name cannot be an id.
         own = {"id": "" if settings.registry else name, "host": "127.0.0.1", "port": 0, "threads": num_threads}
         own |= {"device": device, "gpu_memory_utilization": settings.gpu_memory_utilization / places.count(device)}
         node = _part(settings, NodeSettings, own | {"registry": registry} | other)
@@ -246,7 +246,7 @@ def checked(settings: LocalSettings) -> LocalSettings:
     """Check the settings, the model's files and the ports. Return the settings with the model's directory and with free
     ports.
 
-    Raises ConfigError, which names the setting, if a node or the router could not start with them.
+    Raises ConfigError if a node or the router could not start with the settings. The error names the wrong setting.
     """
     settings = with_model(settings)
     if not settings.engines:
@@ -289,7 +289,7 @@ def _checked_model(text: str, settings: LocalSettings) -> str:
 
 
 def _check_nodes(settings: LocalSettings) -> None:
-    """Make the start-up checks of the nodes, except those that need torch. Raises ConfigError."""
+    """Run the checks that nodes make when they start, except those that need torch. Raises ConfigError."""
     from engine.options import BuildOptions, check_channel, check_options
 
     places = settings.places()
@@ -343,8 +343,8 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
 def _free_port(name: str, host: str, port: int) -> int:
     """Return `port`, or any free port if it is 0. Raises ConfigError if `port` is in use.
 
-    Ports below the range of outgoing connections are tried first, so that no outgoing connection takes the port before
-    the router.
+    If `port` is 0, the first candidates are below the range that the system uses for outgoing connections. Otherwise,
+    an outgoing connection could take the port before the router does.
     """
     if port == 0:
         for candidate in random.sample(range(20_000, 32_000), 20):

@@ -33,9 +33,11 @@ POLL_S = 1.0
 class Supervisor:
     """Runs one process of Baton on the host where Ray placed this actor, and restarts it when it ends.
 
-    A thread owns the process; Ray calls the methods on another thread. The process dies with the actor. A node
-    joins the routers of all actors whose names begin with `routers`, the first one at `port`. It reads their addresses
-    from a file, which this actor writes again when a router is added or has moved.
+    One thread owns the process; Ray calls the methods on another thread. The process dies with the actor.
+
+    If the process is a node, it joins the routers of all actors whose names begin with `routers`. Nodes join the first
+    router at `port`, and the others at the port that `_port_offset` gives. The node reads the routers' addresses from
+    a file. This actor rewrites the file when a router is added or has moved.
     """
 
     def __init__(self, child: Child, secret: bytes, routers: str, port: int) -> None:
@@ -45,7 +47,7 @@ class Supervisor:
         self._secret = secret
         self._process: subprocess.Popen[bytes] | None = None
         self._restarts: list[float] = []
-        self._exit_status: int | None = None  # set if the process is not restarted
+        self._exit_status: int | None = None  # set when the process has ended and will not be restarted
         self._draining = threading.Event()
         self._keeper: threading.Thread | None = None
         self.start(child)
@@ -72,7 +74,7 @@ class Supervisor:
             self._keeper.start()
 
     def drain(self) -> None:
-        """Send SIGTERM to the process, which is not restarted."""
+        """Send SIGTERM to the process, and do not restart it."""
         self._draining.set()
         if self._process is not None:
             self._process.terminate()
@@ -117,7 +119,8 @@ class Supervisor:
                 self._find_routers(registry)
 
     def _find_routers(self, registry: Path) -> None:
-        """Write the file with the addresses of the routers. While Ray restarts an actor, its last address is kept."""
+        """Write the routers' addresses to the file `registry`. While Ray restarts a router's actor, keep the router's
+        last address."""
         before, actors = dict(self._found), dict[str, Any]()
         with contextlib.suppress(RayError, ValueError):
             actors = _actors(self._routers)
@@ -160,16 +163,18 @@ def up(settings: RaySettings) -> int:
 
 
 def _port_offset(name: str) -> int:
-    """Return the difference between a router's ports and the first router's ports, because several may run on one
-    host."""
+    """Return the difference between the ports of the router `name` and those of the first router.
+
+    Routers have different ports, because several of them may run on one host.
+    """
     return 2 * int(name.rpartition("-")[2])
 
 
 def _start(settings: RaySettings, child: Child, secret: bytes, routers: str) -> Any:
-    """Return the actor of a process, which starts the process if it does not run. Create it if it does not exist."""
+    """Return the actor of a process. Create the actor if it does not exist. It starts the process if necessary."""
     role = child.name.partition("-")[0]
     gpus = 1 if settings.placement == "gpu" and role != ROUTER else 0
-    # Here, each node has its own device, so it does not share the memory with other nodes.
+    # On Ray, each node has a device of its own, so nodes do not divide a device's memory among them.
     own = {"BATON_HOST": settings.host, "BATON_GPU_MEMORY_UTILIZATION": str(settings.gpu_memory_utilization)}
     placed = Child(child.name, child.command, child.environment | own)
     actor: Any = (
@@ -194,7 +199,8 @@ def _start(settings: RaySettings, child: Child, secret: bytes, routers: str) -> 
 
 
 def _placed(settings: RaySettings, actors: dict[str, Any]) -> dict[str, str]:
-    """Return the address of the host of each actor that Ray has placed. For the others, print what they need."""
+    """Return the address of the host of each actor that Ray has placed. For each other actor, print which host it
+    needs."""
     addresses = _addresses(actors, PLACED_S)
     for name in actors.keys() - addresses.keys():
         label = f"the label {LABEL}={name.partition('-')[0]}"
@@ -236,7 +242,7 @@ def down(cluster: str, timeout_s: float) -> int:
     live = _addresses(actors, ANSWER_S)
     for is_router in (True, False):
         part = [actors[name] for name in live if name.startswith(ROUTER) == is_router]
-        with contextlib.suppress(RayError):  # an actor whose host has just failed has no process
+        with contextlib.suppress(RayError):  # if an actor's host has just failed, there is no process to drain
             _drain(part, timeout_s + GRACE_S)
     for actor in actors.values():
         ray.kill(actor)
@@ -257,7 +263,7 @@ def _actor_name(cluster: str, name: str) -> str:
 
 
 def _actors(prefix: str) -> dict[str, Any]:
-    """Return the actors whose names begin with `prefix`, by the rest of their names."""
+    """Return the actors whose names begin with `prefix`. Each key is the rest of a name."""
     names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
     return {
         name.removeprefix(prefix): ray.get_actor(name, NAMESPACE) for name in sorted(names) if name.startswith(prefix)

@@ -26,7 +26,7 @@ KEY_BYTES = 32
 def new_pem() -> bytes:
     """Return a new private key and its self-signed certificate, whose validity period allows for wrong clocks."""
     key = ec.generate_private_key(ec.SECP256R1())
-    # While a new certificate replaces an old one, their unique names distinguish them.
+    # The name is unique, which distinguishes the old and the new certificate while a secret is being replaced.
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"baton cluster {secrets.token_hex(8)}")])
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
@@ -42,7 +42,10 @@ def new_pem() -> bytes:
 
 
 def write_secret(path: Path) -> bool:
-    """Write a new secret file atomically, readable only by its owner. Return False if it exists. Raises OSError."""
+    """Write a new secret file atomically, readable only by its owner. Raises OSError.
+
+    Return False if the file already exists.
+    """
     written = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -72,7 +75,7 @@ def run_secret(file: Path, *, if_absent: bool) -> int:
 
 
 def own_secret(directory: str) -> str:
-    """Return the path of this user's secret file, and write it if it does not exist. Raises ConfigError on failure."""
+    """Return the path of this user's secret file. Write the file if it does not exist. Raises ConfigError."""
     try:
         path = private(directory).absolute() / NAME
         write_secret(path)

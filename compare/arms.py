@@ -26,7 +26,10 @@ class ArmSettings(ServingSettings, ComputingSettings, EngineSettings):
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One stack under comparison: its number of nodes of each role, with one node per device, and its settings."""
+    """One of the compared stacks: the number of nodes of each role, and the settings of its router and nodes.
+
+    Each node has one device.
+    """
 
     name: str
     prefill: int
@@ -63,7 +66,7 @@ class Arm:
 
 
 def parse_arm(text: str, common: Mapping[str, str] = {}) -> Arm:
-    """Parse one arm. Its own settings override `common`. Raises a ConfigError that names the wrong part."""
+    """Parse one arm. The settings in `text` override `common`. Raises a ConfigError that names the wrong part."""
     topology, _, tail = text.partition("@")
     match = TOPOLOGY.fullmatch(topology)
     if match is None:

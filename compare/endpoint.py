@@ -1,4 +1,4 @@
-"""A client of one stack, which calls its OpenAI API and, if the stack is Baton, reads the records of its router."""
+"""A client of one stack. It calls the stack's OpenAI API and, if the stack is Baton, reads the router's records."""
 
 import asyncio
 import contextlib

@@ -32,13 +32,14 @@ from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, read_limits, resolve
 
 NO_VERDICT = 1
-# Limit of the slowdown that estimates assume: a load average also counts processes of lower priority.
+# Largest slowdown by other processes that an estimate assumes. A load average overstates the slowdown, because it also
+# counts processes of lower priority.
 MAX_SLOWDOWN = 3.0
 BUSY = 0.5  # at a higher load average per core, other processes distort the figures
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated", "sim")
 DEVICES = {"emulated": "emulated", "sim": "simulated"}
-PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # prompt lengths: less than a block to more than a chunk
+PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # prompt lengths, from less than a block to more than a chunk
 WORDS_ONLY = 4096  # vocabulary size if the model is not local; `compare.load.outcome.body_of` turns ids into words
 
 
@@ -136,7 +137,8 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         for number, arm in enumerate(all_arms, 1)
     ]
     keeps_all = bool(options.url or options.engines) or fit_together(all_arms, str(model))
-    load = (1 + os.getloadavg()[0]) / len(os.sched_getaffinity(0))  # load of running processes
+    # The number of running processes per core, with one more for this session.
+    load = (1 + os.getloadavg()[0]) / len(os.sched_getaffinity(0))
     slowdown = min(max(1.0, load), MAX_SLOWDOWN)
     plan = experiment.plan(options.duration, keeps_all=keeps_all, slowdown=slowdown)
     return experiment, Deployments(stacks, keeps_all=keeps_all), plan

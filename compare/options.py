@@ -13,12 +13,12 @@ from shared.api_client import base_url
 DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
 DEFAULT_EMULATED = "h200-llama-3.1-8b"
 DEFAULT_PRESET = "mix"
-TTFT_SLO = "--ttft-slo-ms", "--slo-ttft-ms"  # the second is deprecated; it will be removed after one release
+TTFT_SLO = "--ttft-slo-ms", "--slo-ttft-ms"  # the second name is deprecated, and will be removed after one release
 TBT_SLO = "--tbt-slo-ms", "--slo-tbt-ms"
 
 
 def flag(metavar: str, default: Any, about: str, *names: str, **more: Any) -> Any:
-    """Return a field with the description of its flag, whose default is shown unless it is empty."""
+    """Return a dataclass field that describes a flag. The help shows the default, unless the default is empty."""
     more["show_default"] = default not in ("", None, [])
     option = typer.Option(*names, metavar=metavar or None, help=about, **more)
     values: Any = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}

@@ -1,7 +1,7 @@
-"""Print the requirements that `make lock` pins: those of Baton, the picker, the build and torch, without torch itself
-and the CUDA libraries.
+"""Print the requirements that `make lock` pins: those of Baton, the picker, the build and torch.
 
-The CPU and CUDA builds of torch have equal versions but different hashes, and only the CUDA build needs CUDA libraries.
+torch itself and the CUDA libraries are left out. The CPU and CUDA builds of torch have equal versions but different
+hashes, and only the CUDA build needs the CUDA libraries.
 """
 
 import re

@@ -21,11 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "dashboard" / "page"
 VERSION, SHA256 = "314.0.7", "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
-PARTS = {  # names in the package: by the names that the worker uses
+PARTS = {  # maps the names that the worker uses to the names in the package
     "loader": "pyodide.mjs", "module": "pyodide.asm.mjs", "wasm": "pyodide.asm.wasm", "library": "python_stdlib.zip",
     "lock": "pyodide-lock.json",
 }  # fmt: skip
-NOT_FETCHED = 3  # exit status
+NOT_FETCHED = 3  # exit status if Pyodide could not be downloaded
 ENTRY = "compare.playground.interactive"
 LIST = f"""
 import json, sys, {ENTRY}
@@ -64,7 +64,7 @@ def code() -> bytes:
 
 
 def inlined(page: str) -> str:
-    """Return the page with its styles and scripts in it. Modules that it imports get data URLs."""
+    """Return the page with its styles and scripts embedded. Imported modules become data URLs."""
     page = re.sub(r'<link rel="icon"[^>]*>\n', "", page)
     page = re.sub(
         r'<link rel="stylesheet" href="page/([^"]+)">', lambda found: f"<style>\n{_text(found[1])}</style>", page

@@ -16,7 +16,7 @@ OPTIONAL_ENGINE = ("cpu", "cuda")
 # Lower these caps when the tree shrinks. Raise them only for a new capability: lines were added for the operator's
 # view, the installation, and families of models. The goals without them are 14,500, 27,000 and 28,000 lines.
 MAX_CORE_LINES = 34_320  # the serving path without the kernels of engine/cpu and engine/cuda
-MAX_LINES = 57_721  # all Python outside tests
+MAX_LINES = 57_788  # all Python outside tests
 MAX_TEST_LINES = 50_347
 DOCUMENTED_LINES = 60  # a class longer than this must have a docstring
 MAX_FUNCTION_LINES = 60

@@ -1,8 +1,8 @@
 """Benchmark attention over a paged KV pool on a GPU, for decodes and prompts, in two memory layouts.
 
-The published figures in this file are from NVIDIA aiconfigurator, for an H200 (vLLM, FlashAttention 3; 32 and 8 heads
-of 128, bfloat16). On a CPU, Triton's interpreter runs everything at toy size. A run on a CPU only tests the code; its
-times mean nothing.
+The published figures in this file are from NVIDIA aiconfigurator, for an H200 (vLLM, FlashAttention 3; 32 query heads
+and 8 KV heads of 128, bfloat16). On a CPU, Triton's interpreter runs everything at toy size. A run on a CPU only tests
+the code; its times mean nothing.
 """
 
 import time
@@ -65,7 +65,7 @@ class GpuScene:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float16 if self.toy else torch.bfloat16  # numpy has no bfloat16, so Triton's interpreter has none
+        return torch.float16 if self.toy else torch.bfloat16  # Triton's interpreter uses numpy, which has no bfloat16
 
     @property
     def token_bytes(self) -> int:
@@ -123,7 +123,7 @@ class RowMemory:
 
 
 class LayerMajorPool(KVPool):
-    """A pool in the layout LBNHC of vLLM and most engines, for comparison. The kernels see only other strides."""
+    """A pool in the layout LBNHC of vLLM and most engines, for comparison. For kernels, only the strides differ."""
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         layout = self.layout

@@ -1,6 +1,7 @@
 """Benchmark recurrent layers, experts and sampling on a GPU, in the shapes of Qwen3.5 9B, gpt-oss-20b and Llama 3.
 
-A decode should take the time to read and write its states, or to read the weights of the experts that its tokens chose.
+Ideally, a decode takes only the time to read and write its states or, in a layer with experts, the time to read the
+weights of the experts that its tokens chose.
 """
 
 from itertools import product
@@ -87,8 +88,8 @@ def experts(scene: GpuScene, tokens: int) -> list[Cell]:
 
 
 def sampled(scene: GpuScene, name: str, rows: int) -> list[Cell]:
-    """Return how many milliseconds a draw of a token for each row takes, for two models: a random one, which considers
-    tens of thousands of tokens likely, and a certain one, which considers a few hundred likely."""
+    """Return how many milliseconds it takes to draw one token for each row, with two kinds of logits. With the first
+    kind, tens of thousands of tokens are likely; with the second, a few hundred are."""
     from engine.cuda.draw import draw
 
     count, vocab = (2, 300) if scene.toy else (rows, VOCABULARY)

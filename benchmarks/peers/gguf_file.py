@@ -62,7 +62,8 @@ def write(model: Path, kind: str, out: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     architecture = config["model_type"].replace("_", "")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    # For Llama, llama.cpp rotates pairs of adjacent rows; for others, rows i and i + d/2, as the checkpoint does.
+    # For Llama, llama.cpp applies rotary embeddings to pairs of adjacent rows. For the other architectures, it applies
+    # them to rows i and i + d/2, which is the order of the checkpoint.
     rotated = {"q_proj": heads, "k_proj": kv_heads} if architecture == "llama" else {}
     target = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(out, architecture)

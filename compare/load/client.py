@@ -178,7 +178,7 @@ def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float 
             "cannot be measured"
         )
     broken = ["Connect" in outcome.error or "Disconnected" in outcome.error for outcome in outcomes]
-    # If the last request was not broken, the server has recovered, and the broken ones only miss the SLO.
+    # If the last request was not broken, the server has recovered. The broken requests then only miss the SLO.
     if broken and broken[-1]:
         problems.append(f"the server was unreachable or disconnected in {sum(broken)} of {len(outcomes)} requests")
     return problems
@@ -206,8 +206,8 @@ def main() -> int:
 async def drive(spec: LoadSpec, recording: LoadRecording) -> None:
     """Make one run in a separate process, and fill in `recording`.
 
-    `recording` gets an outcome for every arrival, even if the load generator crashes. If the call is cancelled, it gets
-    only outcomes of requests that have ended. Raises OSError if the process cannot be started.
+    `recording` gets an outcome for every arrival, even if the load generator crashes. If the call is cancelled,
+    `recording` gets only the outcomes of requests that have ended. Raises OSError if the process cannot be started.
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "compare.load.client"),

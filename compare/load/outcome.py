@@ -15,7 +15,7 @@ TIMEOUT = "timeout"  # value of `Outcome.error` after a timeout
 TBT_OF = ("p99", "max", "mean")
 COUNTS = ("ids", "logprobs", "usage", "events")  # how tokens are counted, most reliable first
 MAX_LINE = 16 << 20  # maximum bytes of one event, which limits memory; an event that echoes a prompt fits
-WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # each is one token
+WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # one token each
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,8 @@ class CompletionReader:
         if tokens := logprobs.get("tokens"):
             self.counted = worst_count((self.counted, "logprobs"))
             return len(tokens)
-        # Once events are counted, a count from the usage of a later event would hide that one event had several tokens.
+        # Once tokens are counted by events, do not count by usage again: the total would be right, and would hide that
+        # an event had several tokens.
         if running and self._num_reported is not None and self.counted != "events":
             self.counted = worst_count((self.counted, "usage"))
             return max(0, self._num_reported - len(self._outcome.token_s))

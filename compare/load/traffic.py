@@ -177,7 +177,7 @@ class TrafficSource:
         if self._preset:
             rows = _preset_rows(self._preset, len(at_s), random)
             return [replace(row, at_s=at) for row, at in zip(rows, at_s, strict=True)], 1
-        first = int(random.integers(len(trace)))  # a random row, so that lengths also differ between seeds
+        first = int(random.integers(len(trace)))  # start at a random row, so that lengths also differ between seeds
         rows = [_lap(trace[(first + index) % len(trace)], index // len(trace), at) for index, at in enumerate(at_s)]
         return rows, -(-len(rows) // len(trace))
 

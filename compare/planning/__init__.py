@@ -1,1 +1,1 @@
-"""`baton plan`: searches for the cluster that carries the most of a given traffic within an SLO."""
+"""`baton plan`: searches for the cluster that serves given traffic at the highest rate within an SLO."""

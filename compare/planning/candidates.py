@@ -30,8 +30,8 @@ from simulator.recorded import RecordedCluster
 from simulator.routed import SimulatedRequest
 
 REFERENCE_RATE = 1.0  # requests/s at which traffic is drawn; for other rates, the times are scaled
-MOST_REQUESTS = 20_000  # limit of a run; the traffic of a seed is drawn once
-TYPICAL_BATCH = 64  # number of decodes in a step that estimates assume
+MOST_REQUESTS = 20_000  # number of requests that are drawn for each seed; no run has more
+TYPICAL_BATCH = 64  # largest number of decodes in a step that estimates assume
 DEFAULT_TRAFFIC = "chat"
 PLACES = ("live", "emulated")  # values of --validate
 Latencies = NDArray[np.float64]
@@ -54,7 +54,7 @@ def candidates(options: PlanOptions) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The latencies of the last half of a run's requests, in milliseconds; infinite if a request failed.
+    """The latencies of the last half of a run's requests, in milliseconds. Those of a failed request are infinite.
 
     A run is long enough for the load to be steady in the last half or, if the cluster is overloaded, for requests to
     miss the SLO.
@@ -69,7 +69,7 @@ class Run:
 
 
 class Simulations:
-    """Runs candidates on the plan's traffic. Each process has one; the traffic of the last seeds is kept."""
+    """Simulates candidates with the plan's traffic. Each process has one instance, which caches the traffic by seed."""
 
     def __init__(self, source: TrafficSource, device: Emulation, settings: Sequence[str]) -> None:
         self._source, self.device = source, device
@@ -119,8 +119,8 @@ class Simulations:
         return max(row.prompt_len * lengths[0] + row.max_tokens * lengths[1] for row in self.rows(0))
 
     def request_s(self, slo: LatencySlo, lengths: Lengths = SAME) -> tuple[float, float, float]:
-        """Return estimates in seconds: the GPU time of a prompt; the GPU time of an answer, with as many decodes in a
-        step as the SLO allows; and the duration of an answer."""
+        """Return three estimates in seconds: the GPU time of a prompt, the GPU time of an answer, and the duration of
+        an answer. They assume as many decodes in a step as the SLO allows, up to TYPICAL_BATCH."""
         prompt, answer = (mean * factor for mean, factor in zip(self.mean_lengths, lengths, strict=True))
         cost = self.device.cost
         prompt_s = cost.per_token * prompt + cost.per_pair * prompt**2 / 2
@@ -140,8 +140,10 @@ class Simulations:
         return 0.8 * min(plan.prefill / prompt_s, plan.decode / answer_s)
 
     def split_for(self, arm: str, slo: LatencySlo, lengths: Lengths) -> str:
-        """Return the split for other lengths, given the best one for the lengths of the traffic: the ratio of prefill
-        to decode nodes follows the ratio of their estimated work."""
+        """Return the split that suits other lengths. `arm` is the best candidate for the traffic's own lengths.
+
+        The ratio of prefill to decode nodes follows the ratio of their estimated work.
+        """
         plan = self.plan(arm)
         if not plan.prefill:
             return arm
@@ -156,7 +158,7 @@ class Simulations:
 
 
 def miss_counts(simulations: Simulations, arm: str, rate: float, count: int, slo: LatencySlo) -> dict[str, int]:
-    """Simulate `count` requests. For each main cause, return how many of the last half miss the SLO because of it."""
+    """Simulate `count` requests. Return, by main cause, how many requests of the last half miss the SLO."""
     plan = simulations.plan(arm)
     history = RequestHistory(now=lambda: round(1e9 * cluster.events.now), limits=UNLIMITED)
     cluster = RecordedCluster(plan, history, epoch_ns=0)
@@ -209,8 +211,8 @@ def prepare(options: PlanOptions) -> Simulations:
 
 
 def block_names(row: TraceRow, index: int, block_tokens: int) -> Iterator[bytes]:
-    """Yield a name for each full block of a row's prompt. Names are equal if all tokens up to the end of the block are
-    equal.
+    """Yield a name for each full block of a row's prompt. Two names are equal if all tokens up to the ends of their
+    blocks are equal.
 
     Tokens of pieces with the same key are equal at equal positions in the piece. `index` is the number of the row.
     """

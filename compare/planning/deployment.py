@@ -1,5 +1,8 @@
-"""The files that start the recommended cluster: for Docker Compose with docker-compose.yml, and for Kubernetes with
-deploy/kubernetes/base. After their comments, they are JSON, which is also YAML."""
+"""Generates the files that start the recommended cluster.
+
+One file extends docker-compose.yml for Docker Compose; the other extends deploy/kubernetes/base for Kubernetes. Both
+files contain comments and then JSON, which is also YAML.
+"""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +30,7 @@ def compose_override(arm: Arm) -> str:
 
 
 def kustomize_component(arm: Arm) -> str:
-    """Return the kustomization.yaml of a component, which an overlay of the base lists last among its `components`."""
+    """Return the kustomization.yaml of a component. An overlay of the base lists it last among its `components`."""
     settings = {
         "baton-router": {"BATON_MODE": arm.mode, **_environment(arm.settings, ServingSettings)},
         "baton-node": _environment(arm.settings, ComputingSettings),

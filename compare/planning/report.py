@@ -1,4 +1,4 @@
-"""The plan as a document: the recommendation, its cost, why the others lose, and where the answer flips."""
+"""Builds the plan as a document: the recommendation, its cost, why other candidates lose, and when another one wins."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ from compare.stats.verdict import CAPACITY, Ranking, rank
 SCHEMA = "baton.plan/1"
 SHOWN = 2000  # number of requests whose lengths are shown
 HOUR_S = 3600.0
-FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # factors of each limit, to find where the answer flips
-MIN_COARSE_PERCENT = 10.0  # a smaller lead in a few runs with one seed is not shown
+FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # factors of each limit of the SLO, to find where another arm wins
+MIN_COARSE_PERCENT = 10.0  # smallest lead that is shown for a few runs with one seed
 Document = dict[str, Any]
 RunsByArm = Mapping[str, Mapping[tuple[float, int], Run]]
 
@@ -125,8 +125,8 @@ def recommendation(found: Sequence[Measured], ranking: Ranking | None, options: 
 
 
 def winners(varied: RunsByArm, slo: LatencySlo, attainment: float) -> list[Document]:
-    """Return, for each pair of limits around the SLO, the arm that carries at least MIN_PERCENT more for every seed, or
-    "" if there is none. Capacities are interpolated between the rates of `varied`."""
+    """Return, for each pair of limits around the SLO, the arm whose capacity is at least MIN_PERCENT larger than the
+    others' for every seed, or "" if there is none. Capacities are interpolated between the rates of `varied`."""
     cells, seeds = [], sorted({seed for runs in varied.values() for _, seed in runs})
     for ttft in FACTORS:
         for tbt in FACTORS:
@@ -141,12 +141,12 @@ def winners(varied: RunsByArm, slo: LatencySlo, attainment: float) -> list[Docum
 
 def splits(result: SearchResult, simulations: Simulations, attainment: float) -> list[Document]:
     """Return the best candidate for each number of prefill nodes, and its capacity. The capacities of finalists are
-    measured; others are interpolated between the rates of the first rounds, or a bound."""
+    measured. Other capacities are interpolated between the rates of the first rounds, or are only bounds."""
     capacities = {arm: capacity_of(points, attainment) for arm, points in result.points.items()}
     measured = {one.arm: one.capacity for one in result.found}
     capacities |= measured
     ordered = sorted(capacities, key=lambda arm: (arm in measured, capacities[arm].rate, result.scores[arm]))
-    best = {simulations.arm(arm).prefill: arm for arm in ordered}  # the last one, which is the best, stays
+    best = {simulations.arm(arm).prefill: arm for arm in ordered}  # a later arm is better, and replaces an earlier one
     return [
         {"prefill": prefill, "arm": arm, "is_measured": arm in measured} | _capacity(capacities[arm])
         for prefill, arm in sorted(best.items())
@@ -171,7 +171,8 @@ def winners_by_lengths(result: SearchResult, simulations: Simulations) -> list[D
 
 
 def _capacities(varied: RunsByArm, slo: LatencySlo, attainment: float, seed: int) -> dict[str, float]:
-    """Return the capacity of each arm with the traffic of a seed; 0 if it does not meet the SLO at the lowest rate."""
+    """Return the capacity of each arm with the traffic of a seed. A capacity is 0 if the arm does not meet the SLO even
+    at the lowest rate."""
     found = {}
     for arm, runs in varied.items():
         points = [CapacityPoint(rate, own, run.attainment(slo)) for (rate, own), run in runs.items() if own == seed]
@@ -188,8 +189,7 @@ def _leader(rates: Mapping[str, float], percent: float = MIN_PERCENT) -> str:
 
 
 def flips(best: Measured, cells: Sequence[Document]) -> list[str]:
-    """Return a sentence for each change of one limit, or of the lengths, with which the other mode carries clearly
-    more requests."""
+    """Return a sentence for each change of one limit, or of the lengths, that makes the other mode clearly better."""
     base = cells[len(cells) // 2] if cells else {}
     said = []
     for cell in cells:

@@ -24,14 +24,14 @@ FINALISTS = 3
 MOST_STEPS = 12  # maximum number of changes of the rate in one round
 WIDENING = 1.1  # factor of the rate while the capacity of a finalist is bracketed
 STEP = 1.15  # factor between the rates at which all seeds are measured
-VARIED_RATES = (0.5, 0.7, 1.0, 1.4, 2.0)  # factors of the capacity, to find the answer under other SLOs
+VARIED_RATES = (0.5, 0.7, 1.0, 1.4, 2.0)  # factors of the capacity, to estimate it under other SLOs
 VARIED_LENGTHS = (0.5, 1.0, 2.0)  # factors of the lengths of prompts and of answers
 SPLIT = "disaggregated"
 
 
 class Round(NamedTuple):
-    """One round of halving. Its runs have `requests` requests each, and `seeds` seeds. `kept` candidates stay, and
-    `factor` is the factor by which the rate is changed."""
+    """One round of halving. Each candidate has one run per seed, with at least `requests` requests. The best `kept`
+    candidates stay. `factor` is the factor by which the rate is changed."""
 
     requests: int
     seconds: float  # minimum seconds of traffic
@@ -66,23 +66,23 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search has found. The last two fields describe the best finalist of each mode: `varied` at rates around
-    its capacity, `lengths` with other lengths of prompts and answers."""
+    """The results of a search. The last two fields describe the best finalist of each mode: `varied` has runs at rates
+    around its capacity, and `lengths` has its capacities with other lengths of prompts and answers."""
 
     scores: Mapping[str, Score]  # the last score of each candidate
     points: Mapping[str, Sequence[CapacityPoint]]  # the mean attainment of each candidate at each rate
     found: Sequence[Measured]  # the finalists, best first
-    causes: Mapping[str, Mapping[str, int]]  # why each finalist misses the SLO at the best one's capacity
+    causes: Mapping[str, Mapping[str, int]]  # why each finalist misses the SLO at the best finalist's capacity
     varied: Mapping[str, Mapping[tuple[float, int], Run]]  # runs by arm, rate and seed
     lengths: Mapping[Lengths, Mapping[str, CapacityEstimate]]  # capacities by arm
 
 
 class PlanSearch:
-    """Simulates in several processes. Used as a context manager, on one event loop.
+    """Simulates in several processes. Use it as a context manager, on one event loop.
 
-    `answer_s` is the duration of an answer: runs last a multiple of it, because the load becomes steady only after that
-    time. `say` gets a line for each round. `scores` has the last score of each candidate, and `points` its mean
-    attainment at each rate.
+    `answer_s` is the duration of an answer. Runs last a multiple of `answer_s`, because the load becomes steady only
+    after that time. `say` gets a line for each round. `scores` has the last score of each candidate, and `points` has
+    its mean attainment at each rate.
     """
 
     def __init__(self, options: PlanOptions, slo: LatencySlo, answer_s: float, say: Callable[[str], None]) -> None:
@@ -150,8 +150,8 @@ class PlanSearch:
         return await loop.run_in_executor(self._pool, _causes, arm, rate, count, self.slo)
 
     async def _halve(self, arms: Sequence[str], rate: float, size: Round) -> float:
-        """Score all arms. While enough arms meet the SLO, raise the rate for them; while none does, lower it.
-        Return the last rate."""
+        """Score all arms. While enough arms meet the SLO, continue with these arms at a higher rate. While no arm meets
+        the SLO, lower the rate. Return the last rate."""
         has_risen = has_fallen = False
         for _ in range(MOST_STEPS):
             self._say(f"{len(arms)} candidates at {rate:.1f} req/s, {size.seeds} seed{'s' * (size.seeds > 1)}")

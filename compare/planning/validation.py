@@ -1,4 +1,4 @@
-"""Measures the best candidates of a plan on live or emulated nodes, and compares this with the prediction."""
+"""Measures the best candidates of a plan on live or emulated nodes, and compares the results with the prediction."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -9,7 +9,7 @@ from shared.errors import ConfigError
 
 
 def main() -> None:
-    os.nice(10)  # a router runs this alongside the requests that it serves
+    os.nice(10)  # the router that starts this process must still serve its requests
     try:
         answer = simulate(json.loads(sys.stdin.buffer.read()))
     except (ConfigError, ValueError, RecursionError) as error:

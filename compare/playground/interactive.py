@@ -23,14 +23,17 @@ SPREAD = 0.8  # standard deviation of the logarithm of the lengths
 MOST_REQUESTS, MOST_NODES = 2000, 16
 MOST_TOKENS = 1_000_000
 MAX_TRACE = 200_000  # characters of a pasted trace
-SLICES = 200  # slices of a run until the last request arrives
+SLICES = 200  # number of slices of a run until the last request arrives
 MS = 1000.0
 Document = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class PlayQuery:
-    """The settings of a run, as the page sends them. Lengths are means. `trace` replaces the rate and the lengths."""
+    """The settings of a run, as the page sends them.
+
+    `prompt` and `answer` are mean numbers of tokens. If `trace` is given, it replaces the rate and these lengths.
+    """
 
     device: str = "h200-llama-3.1-8b"
     prefill: int = 0
@@ -118,7 +121,7 @@ class PlaySettings:
 
 
 def traffic(query: PlayQuery, block_tokens: int) -> list[SimulatedRequest]:
-    """Return the requests of a query, whose prompts share nothing. Raises ConfigError for an invalid trace."""
+    """Return the requests of a query, whose prompts share no prefixes. Raises ConfigError for an invalid trace."""
     random, found, at_s = Random(query.seed), [], 0.0
     lengths = [(log(mean) - SPREAD**2 / 2, mean) for mean in (query.prompt, query.answer)]
     rows = _pasted(query.trace)[: query.requests] if query.trace.strip() else None
@@ -194,7 +197,7 @@ def simulate(given: object) -> Document:
 
 def slices(given: object) -> Iterator[Document | None]:
     """Run a query in slices, so that a caller can do other things in between, or stop. Yield None after each slice, and
-    at the end the result."""
+    the result at the end."""
     query = PlayQuery.read(given)
     device = load_emulation(query.device)
     settings = PlaySettings(query.policy, query.budget)
@@ -226,7 +229,7 @@ def slices(given: object) -> Iterator[Document | None]:
 
 
 def _node(node: RoutedNode, cluster: PlayedCluster) -> Document:
-    """Return the steps of a node. A row is (start, duration of all, prompt tokens, decodes, number of steps)."""
+    """Return a node's steps. A row is (start, total duration, prompt tokens, decodes, number of steps in this row)."""
     times, work = node.node.times, cluster.work[node.node]
     steps = [
         (round(MS * each.begin_s, 2), round(MS * (times.end(each, each.length) - each.begin_s), 2), *own, each.length)
@@ -269,7 +272,7 @@ def interpolated(values: Sequence[float], share: float) -> float:
 
 
 def figures(rows: Sequence[Document], query: PlayQuery, plan: ClusterPlan) -> Document:
-    """Return the figures of a run. They leave out the first tenth of the requests, which meet an empty cluster."""
+    """Return the figures of a run without the first tenth of the requests, which arrive at an almost idle cluster."""
     counted = rows[len(rows) // 10 :]
     done = [row for row in counted if "ttft_ms" in row]
     good = [row for row in done if row["ttft_ms"] <= query.ttft_slo_ms and row["tbt_ms"] <= query.tbt_slo_ms]

@@ -72,7 +72,7 @@ class StepGrid:
     """
 
     def __init__(self, options: BuildOptions, most: int, seconds: float, partial: Path) -> None:
-        """Build the model. Raises ValueError if it is not available, ConfigError if it has states."""
+        """Build the model. Raises ValueError if it is not available, and ConfigError if it has recurrent layers."""
         self.components = build(options)
         layout = self.components.layout
         if any(group.kind == "state" for group in self.components.groups):
@@ -108,7 +108,7 @@ class StepGrid:
             say(f"{number}/{len(missing)} {case}: {1000 * min(self.measured[case]):.2f} ms, {left_s:.0f} s left")
 
     def _measure(self, case: StepCase) -> list[float]:
-        """Return the durations of repeated steps, after one that is not counted. The KV that they read is arbitrary."""
+        """Run a step repeatedly. Return the durations, except that of the first run. The steps read arbitrary KV."""
         ranges = [(case.start, case.count)] * bool(case.count) + [(case.context - 1, 1)] * case.decodes
         slices = slices_of(ranges, self.components.layout)
         found: list[float] = []
@@ -121,7 +121,7 @@ class StepGrid:
 
 
 def slices_of(ranges: Iterable[tuple[int, int]], layout: KVLayout) -> list[Slice]:
-    """Return a slice of a new request for each (start, count). Its blocks hold arbitrary KV."""
+    """Return a slice of a new request for each (start, count). The request's blocks hold arbitrary KV."""
     slices, used = [], 1
     for number, (start, count) in enumerate(ranges):
         blocks = cdiv(start + count, layout.block_tokens)

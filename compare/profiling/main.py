@@ -107,7 +107,7 @@ def from_grid(options: ProfileOptions, say: Any) -> Document:
 
 
 async def from_cluster(options: ProfileOptions) -> Document:
-    """Fit to the records of a running cluster. Raises ConfigError or EndpointError."""
+    """Fit the cost model to the records of a running cluster. Raises ConfigError or EndpointError."""
     endpoint = Endpoint(options.from_url, options.api_key)
     try:
         await endpoint.connect()
@@ -145,8 +145,8 @@ async def from_records(endpoint: Endpoint) -> Document:
         "about": f"{endpoint.model}, from the records of {endpoint.url}",
         "version": VERSION,
         **fitted(works, [[step["duration_ms"] / 1000] for step in steps]),
-        # The router's records have only the sum of the times before a request is queued on its node and after its last
-        # step.
+        # The router records only the sum of two times: the time before a request is queued on its node, and the time
+        # after its last step.
         "serving": {
             "step_s": step_s,
             "slice_s": slice_s,

@@ -53,7 +53,7 @@ PREDICTED = ("attainment", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tbt_p99
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
 LATE_REMEDY = "stop other programs, use fewer devices than cores, or set a longer --ttft-slo-ms"
-MIN_INVALID = 2  # if fewer periods are invalid, and all are of one arm, this is attributed to chance
+MIN_INVALID = 2  # fewer invalid periods than this, all of one arm, are attributed to chance
 
 
 @dataclass
@@ -295,7 +295,7 @@ def _frontier(figures: Figures) -> Document:
 
 
 def _prediction(figures: Figures) -> Document:
-    """Return the mean of PREDICTED metrics over the valid periods of each arm, measured and simulated."""
+    """Return the measured and the simulated mean of each of PREDICTED, over the valid periods of each arm."""
     rows: dict[str, list[tuple[RunMetrics, RunMetrics]]] = defaultdict(list)
     for period in figures.findings.periods:
         outcomes = figures.findings.predicted.get(period.trial.position)
@@ -346,7 +346,8 @@ def _strip(period: Period, experiment: Experiment) -> Document:
 
 
 def _worst(figures: Figures) -> list[Document]:
-    """Return the requests with timelines that exceed the SLO most, worst first. Skip overloaded periods."""
+    """Of the requests that have timelines, return those that exceed the SLO most, worst first. Skip overloaded
+    periods."""
     rows = []
     for period in figures.findings.periods:
         measured = figures.metrics.get(period.trial.position)
@@ -372,7 +373,7 @@ def _verdict(
         return verdict | {"sentence": f"No verdict: {problems[0]}{remedy}."}
     if control is not None and len(figures.compared) == 1:
         return verdict | {"sentence": f"{figures.compared[0]} against itself: {control['says']}."}
-    assert ranking is not None  # otherwise `verdict_problems` has a problem
+    assert ranking is not None  # otherwise `verdict_problems` returns a problem
     slo = figures.experiment.slo
     compares_periods = not figures.experiment.finds_capacity
     also = (
@@ -396,7 +397,7 @@ def _verdict(
 
 
 def traffic_notes(experiment: Experiment) -> Document:
-    """Return notes on the traffic of all seeds together. The rate in them is the actual rate, not the one of --rate."""
+    """Return notes on the traffic of all seeds together. Their `rate` is the actual rate, not the value of --rate."""
     drawn = [experiment.traffic(seed, None) for seed in experiment.seeds]
     first, arrivals = drawn[0].notes, [arrival for each in drawn for arrival in each.arrivals]
     duration_s = sum(each.notes["duration_s"] for each in drawn)
@@ -490,8 +491,8 @@ def _unbounded(figures: Figures) -> list[str]:
 
 
 def tuning_notes(experiment: Experiment, causes: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Return a note for each co-located arm that might do better with smaller chunks: most of its misses waited behind
-    prompt chunks, and no other co-located arm has a smaller budget."""
+    """Return a note for each co-located arm that might do better with smaller chunks. In such an arm, most misses are
+    tokens that waited for prompt chunks, and no other co-located arm has a smaller budget."""
     default = ArmSettings.model_fields["max_num_batched_tokens"].default
     budgets = {
         arm.name: int(arm.settings.get("max_num_batched_tokens", default))
@@ -508,7 +509,7 @@ def tuning_notes(experiment: Experiment, causes: Mapping[str, Mapping[str, int]]
 
 
 def caveats(figures: Figures) -> list[str]:
-    """Return notes on the limits of the figures, such as periods that they leave out."""
+    """Return notes on the limitations of the figures, such as periods that are left out."""
     notes = list(figures.findings.notes)
     for arm in figures.arms:
         own = [period for period in figures.findings.periods if period.trial.arm == arm]

@@ -104,9 +104,10 @@ def _start(timeline: Document) -> float:
 
 
 def _range(rows: list[tuple[float, list[Any]]], whole: float) -> tuple[float, float]:
-    """Return the range (since, until) of the STEPS steps with the most waiting, or of the whole run if it has fewer."""
+    """Return the time range (since, until) of the STEPS consecutive steps in which decodes waited longest. If the run
+    has at most STEPS steps, return its whole range, which ends at `whole`."""
     ordered = sorted(rows, key=lambda each: float(each[1][0]))
-    late = [0.0]  # per step: total duration of the earlier steps in which decodes waited over the SLO
+    late = [0.0]  # per step: total duration of the earlier steps that made decodes miss the SLO
     for slo_ms, row in ordered:
         late.append(late[-1] + (row[1] if row[3] and row[1] > slo_ms else 0.0))
     if len(ordered) <= STEPS:

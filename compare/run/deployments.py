@@ -1,6 +1,7 @@
 """Deployments of the arms: local clusters or running stacks.
 
-A local cluster is a `baton up` process, started by a command that a user could give. The comparison always ends it.
+A local cluster is a `baton up` process, started by a command that a user could also give. The comparison always ends
+the local clusters that it started.
 """
 
 import asyncio
@@ -35,8 +36,11 @@ NICENESS = 5  # niceness of nodes, so that the load generator sends on time even
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """How to start the nodes of an arm: the model directory, the cores to share (all if empty), the step-time model of
-    emulated nodes, the number of GPUs, and the URLs of vLLM servers in place of nodes."""
+    """How to start the nodes of an arm.
+
+    `cpus` are the cores that the nodes share, or all cores if it is empty. `emulate` is the step-time model of emulated
+    nodes. `engines` are the URLs of vLLM servers that take the place of nodes.
+    """
 
     model: str
     cpus: tuple[int, ...] = ()
@@ -125,13 +129,13 @@ class LocalStack:
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), GRACE_S)
-        if self._process.returncode is None:  # this also ends its nodes
+        if self._process.returncode is None:  # killing the process also ends its nodes
             self._process.kill()
             await self._process.wait()
 
 
 class Deployments:
-    """The stacks of all arms. Either all of them stay up, or only one at a time, which is started for its trial."""
+    """The stacks of all arms. Either all stacks stay up, or one stack is up at a time and is started for its trial."""
 
     def __init__(self, stacks: Sequence[LocalStack], *, keeps_all: bool) -> None:
         self._keeps_all = keeps_all
@@ -168,7 +172,7 @@ def fit_together(arms: Sequence[Arm], model: str) -> bool:
     needs_gpu = any(arm.settings.get("device", "auto").startswith("cuda") for arm in arms)
     if needs_gpu or (Path("/dev/nvidia0").exists() and any("device" not in arm.settings for arm in arms)):
         return False
-    # Bytes of the weights, if stored as float32.
+    # The bytes of the weights as float32, if the files store 16 bits per weight.
     weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) * 2
     kv = {arm.name: parse_size(arm.settings.get("kv_cache_memory", "0")) or HOST_KV_BYTES for arm in arms}
     needed = sum(arm.devices * (PROCESS_BYTES + weights + kv[arm.name]) + PROCESS_BYTES for arm in arms)

@@ -1,4 +1,4 @@
-"""The counters of the arms' vLLM servers, which prove whether KV moved between them."""
+"""The counters of the arms' vLLM servers, which prove whether KV moved between the servers."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -46,8 +46,11 @@ class EngineMeter:
 def check_moved(
     before: Counters, after: Counters, num_prefill: int, num_handoffs: int, *, splits: bool | None
 ) -> list[str]:
-    """Return the problems that the counters show. `splits` is the result of `splits_of`. The servers after the first
-    `num_prefill` generate; of each prompt that they read, they may compute only the last token."""
+    """Return the problems that the counters show. `splits` is the result of `splits_of`.
+
+    The first `num_prefill` servers are prefill servers; the others decode. If a decode server reads the KV of a prompt,
+    it may compute only the last token of the prompt.
+    """
     names = (*FAILURES, COMPUTED, READ, BYTES)
     grown = [
         {name: now.get(name, 0.0) - was.get(name, 0.0) for name in names}

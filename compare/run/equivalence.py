@@ -1,4 +1,4 @@
-"""Checks that arms are equivalent: equal facts and greedy answers before the trials, equal tokens and work after."""
+"""Checks that arms are equivalent: equal facts and greedy answers before the trials, equal tokens and work in them."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,8 @@ from compare.endpoint import Document, Endpoint
 from compare.load.outcome import LoadRecording, Outcome
 
 ANSWER_TOKENS = 12
-MAX_DIFFERENCE = 0.01  # tolerated difference of answers, as a share of tokens, if the model decides where they end
+# Tolerated difference in the lengths of answers, as a share of their tokens, if the model decides where answers end.
+MAX_DIFFERENCE = 0.01
 UNKNOWN = "unknown"  # the value of a fact that an arm does not publish
 # The settings that determine each fact. A fact that has the name of a setting is also determined by that setting.
 SETTINGS_OF = {

@@ -112,7 +112,8 @@ class Experiment:
 
     @property
     def max_trials(self) -> int:
-        """The maximum trials of one arm. A search takes up to 12 trials to bracket the rate, and three per seed."""
+        """The maximum number of trials of one arm. A search has up to 12 to bracket the rate, and then three per
+        seed."""
         return 12 + 3 * len(self.seeds) if self.finds_capacity else len(self.seeds)
 
     @property
@@ -267,7 +268,8 @@ class Session:
 
     async def _greedy_answers(self, arm: Arm, endpoint: Endpoint) -> list[list[int]]:
         """Return an arm's answers to the prompts. On vLLM servers, add a problem if KV did not move as required."""
-        if (meter := self._experiment.engines) is None:  # the salt decides the words of prompts that are sent as text
+        if (meter := self._experiment.engines) is None:
+            # All arms get the same salt, because it decides the words of prompts that are sent as text.
             return await equivalence.greedy_answers(endpoint, self._experiment.prompts, salt="preflight")
         salt = f"{self._started_ns} preflight {arm.name}"
         await endpoint.until_idle(COOL_DOWN_S)  # the nodes have just sent their own requests
@@ -321,7 +323,8 @@ class Session:
         self._findings.capacities[arm] = await search.run(experiment.first_rates.get(arm, experiment.first_rate))
 
     async def _attainment(self, arm: str, rate: float, seed: int) -> float:
-        """Return the attainment of one trial. Raises ArmLostError if ATTEMPTS trials in a row are invalid."""
+        """Repeat a trial until it is valid, and return its attainment. Raises ArmLostError if ATTEMPTS trials in a row
+        are invalid."""
         for _ in range(ATTEMPTS):
             async with self._one_at_a_time:
                 period = await self._run_trial(Trial(arm, seed, len(self._findings.periods), rate))

@@ -142,7 +142,7 @@ class SimulatedDeployments(Deployments):
     """The simulated clusters of all arms. Every trial gets a new one."""
 
     def __init__(self, arms: Sequence[Arm], device: Emulation, *, records: bool) -> None:
-        """Raises ConfigError if an arm cannot be simulated."""
+        """Plan the clusters of the arms. Raises ConfigError if an arm cannot be simulated."""
         super().__init__([], keeps_all=True)
         self._plans = {arm.name: cluster_plan(arm, device) for arm in arms}
         self._numbers, self._records = itertools.count(), records

@@ -58,7 +58,7 @@ def fit_attainment(points: Sequence[CapacityPoint]) -> tuple[list[float], list[f
 
 
 def crossing(rates: Sequence[float], shares: Sequence[float], alpha: float) -> CapacityEstimate:
-    """Return the rate at which the curve falls below alpha, interpolated linearly."""
+    """Return the rate at which the curve of `shares` over `rates` falls below alpha, interpolated linearly."""
     below = next((index for index, share in enumerate(shares) if share < alpha), None)
     if below is None:
         return CapacityEstimate(rates[-1], None, None, "above")
@@ -87,7 +87,7 @@ def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float
     """Return the jackknife pseudo-values (Tukey, 1958) of the crossing, by seed.
 
     Pseudo-values estimate the crossing and its uncertainty, so they can be compared like the figures of paired runs.
-    All are None if the crossing lies beyond the measured rates, with all seeds or with any one of them left out.
+    All are None if the crossing with all seeds, or with any one seed left out, lies beyond the measured rates.
     """
     seeds = sorted({point.seed for point in points})
     without = [[point for point in points if point.seed != seed] for seed in seeds]
@@ -120,7 +120,7 @@ def paired_capacities(
 
 
 def attainment_bands(points: Sequence[CapacityPoint]) -> dict[str, list[float]]:
-    """Return data for a chart: the fitted attainment at every rate, and the lowest and highest of a run."""
+    """Return data for a chart: for every rate, the fitted attainment and the lowest and highest attainment of a run."""
     rates, shares = fit_attainment(points)
     at = [[point.attainment for point in points if point.rate == rate] for rate in rates]
     return {"rate": rates, "share": shares, "low": [min(row) for row in at], "high": [max(row) for row in at]}
@@ -147,8 +147,9 @@ class CapacitySearch:
         widening: float = 2.0,
         step: float = STEP,
     ) -> None:
-        """While bracketing, the rate changes by the factor `widening`. Then, the rates of all seeds are `step` apart; a
-        larger factor suits figures that differ much between seeds."""
+        """Set the factors of the search. `widening` is the factor of the rate while the capacity is bracketed. `step`
+        is the factor between the rates at which all seeds are then measured. If figures differ much between seeds, use
+        a larger `step`."""
         self.points: list[CapacityPoint] = []
         self._measure = measure
         self._alpha = alpha
@@ -174,7 +175,8 @@ class CapacitySearch:
         return await self._replicate([middle / self._step, middle, middle * self._step])
 
     async def _replicate(self, rates: list[float]) -> CapacityEstimate:
-        """Measure every seed at all rates. Add a rate while the fit does not cross alpha between the rates."""
+        """Measure every seed at all rates. While the fit does not cross alpha between the rates, add a rate above or
+        below them."""
         missing = [(rate, 0) for rate in rates]
         for seed in range(1, self._max_seeds + 1):
             while missing:
@@ -192,8 +194,8 @@ class CapacitySearch:
         return self._found()
 
     async def _bracket(self, rate: float) -> tuple[float, float] | None:
-        """Return a rate that meets alpha, and the next higher one, which does not. Return None if no such pair is
-        found."""
+        """Return a rate at which the attainment reaches alpha, and the next higher rate, at which it does not. Return
+        None if no such pair is found."""
         holds = await self._holds(rate, 0)
         factor = self._widening if holds else 1 / self._widening
         first = rate

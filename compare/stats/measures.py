@@ -31,7 +31,7 @@ TREND_BATCHES = 10
 P99 = partial(np.percentile, q=99)
 TBT_FIGURES: dict[str, Callable[[Sequence[float]], Any]] = {"p99": P99, "max": max, "mean": fmean}
 TREND_LEVEL = 0.01  # probability that a steady run counts as overloaded if its batches are independent
-MIN_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # smallest growth: as a share of the mean, and in standard deviations
+MIN_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # smallest growth that counts: share of the mean, standard deviations
 
 PHASES = (
     *("client", "router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"),
@@ -68,7 +68,8 @@ def gaps_s(outcome: Outcome) -> list[float]:
 
 
 def tpot_s(outcome: Outcome) -> float | None:
-    """Return the mean time between tokens: None for a request of one token, infinite for a longer one that failed."""
+    """Return the mean time between tokens. Return None for a request of one token, and infinity for a longer request
+    that failed."""
     if not outcome.finished:
         return None if outcome.max_tokens == 1 else math.inf
     count = len(outcome.token_s)
@@ -98,7 +99,7 @@ def fluidity(outcome: Outcome, slo: LatencySlo) -> tuple[int, int]:
 
 
 def misses(outcome: Outcome, slo: LatencySlo) -> list[str]:
-    """Return ["failed"], or the limits that the request missed: "ttft", "tbt". Its own SLO overrides `slo`."""
+    """Return ["failed"], or the limits that the request missed: "ttft", "tbt". The request's SLO overrides `slo`."""
     slo = outcome.slo or slo
     if not outcome.finished:
         return ["failed"]
@@ -117,7 +118,8 @@ def tbt_figure(gaps: Sequence[float], tbt_of: str) -> float:
 
 
 def slo_excess(outcome: Outcome, slo: LatencySlo) -> float:
-    """Return TTFT or the longest gap, relative to its limit, whichever is larger. Return infinity for a failure."""
+    """Return the larger of two ratios: TTFT to its limit, and the longest gap to its limit. Return infinity for a
+    failed request."""
     slo = outcome.slo or slo
     if not outcome.finished:
         return math.inf

@@ -12,7 +12,7 @@ from scipy import stats
 HIGHER_IS_BETTER = frozenset({"attainment", "goodput_rps", "fluidity", "throughput_tps", "capacity_rps"})
 SHARES = frozenset({"attainment", "fluidity"})
 CONFIDENCE = 0.95
-MIN_PERCENT = 3.0  # differences of fewer percent are too close to call, even if they are significant
+MIN_PERCENT = 3.0  # smaller differences, in percent, are too close to call even if they are significant
 ROUNDING = 1e-9  # relative deviation up to which differences count as equal
 TOO_CLOSE = "too close to call"
 
@@ -60,11 +60,12 @@ def student(values: Sequence[float]) -> Interval:
 
 
 def within(low: float, high: float, values: Sequence[float]) -> Interval:
-    """Return the mean of values from `low` to `high` (which may be infinite), and an interval within these bounds.
+    """Return the mean of values between `low` and `high`, and a confidence interval that stays within these bounds.
 
-    This is Wilson's score interval, with Student's t and with an effective sample size from the spread of the seeds, as
-    recommended for clustered samples (Franco et al. 2019, PMC6690503). Without an upper bound, the variance grows with
-    the mean instead, as in the limit of small shares. Far from the bounds, it is Student's interval.
+    The interval is Wilson's score interval with two changes for clustered samples (Franco et al. 2019, PMC6690503): it
+    uses Student's t, and it derives an effective sample size from the spread of the seeds. If `high` is infinite, the
+    variance is proportional to the distance from `low` to the mean, as it is for small shares. Far from the bounds, the
+    result is close to Student's interval.
     """
     found, above = student(values), fmean(values) - low
     curve = above / (high - low)  # 0 if there is no upper bound
@@ -81,8 +82,8 @@ def compare(
 ) -> Comparison:
     """Compare two arms, each given as its name and its figures. Raises ValueError if the figures are not paired.
 
-    If a seed has no figure in one arm, for example because the run was overloaded, compare nothing, because the
-    remaining seeds would be a biased selection.
+    If a seed has no figure in one of the arms, for example because the run was overloaded, return a comparison without
+    a difference: the remaining seeds would be a biased selection.
     """
     (name, ours), (other, theirs) = arm, against
     if len(ours) != len(theirs):

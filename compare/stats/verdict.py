@@ -1,4 +1,4 @@
-"""The verdict: which arm leads and by how much, why the others miss the SLO, and under which other SLOs that changes.
+"""The verdict: which arm leads and by how much, why other arms miss the SLO, and under which other SLOs they win.
 
 This module has no I/O. If the paired differences support no other verdict, it is "too close to call".
 """
@@ -146,7 +146,8 @@ RankAt = Callable[[float, float], Ranking | None]  # returns the ranking under a
 
 
 def flips(rank_at: RankAt, ttft_ms: float, tbt_ms: float) -> list[str]:
-    """Return the ranges of SLOs under which another arm wins with the same outcomes, or a line that no arm does.
+    """Return a line for each range of SLOs under which another arm wins with the same outcomes, or a line that says
+    that there is no such range.
 
     Without correction, one SLO in twenty would have a winner by chance. Therefore, the p-values are corrected for all
     SLOs (Holm), and a win counts only if it holds at several consecutive SLOs.

@@ -1,4 +1,4 @@
-"""A plugin for vLLM: after each step, send its contents and its duration to the Unix socket in BATON_STEPS.
+"""A plugin for vLLM that sends the contents and the duration of each step to the Unix socket named by BATON_STEPS.
 
 vLLM loads it by the entry point `vllm.stat_logger_plugins`. The server needs `--enable-logging-iteration-details`.
 """

@@ -17,7 +17,7 @@ OPTIONAL_ENGINE = ("cpu", "cuda")
 # view, the installation, and families of models. The goals without them are 14,500, 27,000 and 28,000 lines.
 MAX_CORE_LINES = 34_320  # the serving path without the kernels of engine/cpu and engine/cuda
 MAX_LINES = 57_788  # all Python outside tests
-MAX_TEST_LINES = 50_347
+MAX_TEST_LINES = 50_417
 DOCUMENTED_LINES = 60  # a class longer than this must have a docstring
 MAX_FUNCTION_LINES = 60
 KERNELS = ("engine/cpu/", "engine/cuda/")

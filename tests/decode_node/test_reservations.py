@@ -11,7 +11,8 @@ WRITERS = ["writer-a", "writer-b"]
 
 
 class Reservations(RuleBasedStateMachine):
-    """Writers write until they commit, stop or die. Unless it can fence them, the table keeps their blocks."""
+    """Writers write until they commit, stop or die. The table keeps their blocks until then, unless it can fence the
+    writers."""
 
     ids = Bundle("ids")
 

@@ -43,9 +43,10 @@ def model_fixture() -> Decoder:
 
 
 def thinned(cases: Iterable[Any], every: int) -> list[Any]:
-    """Return the cases as parameters. `make test` runs every n-th case, and `make nightly` runs the others.
+    """Return the cases as parameters. `make test` runs one of `every` cases, and `make nightly` runs the others.
 
-    If `every` shares no factor with the sizes of a product's axes, `make test` still runs each value of each axis.
+    For the cases of a product, choose an `every` that shares no factor with the number of values of any axis. Then
+    `make test` runs each value of each axis.
     """
     rest = pytest.mark.exhaustive
     return [
@@ -94,13 +95,13 @@ class Blocks:
 
 
 def state_size(config: ModelConfig, row_bytes: int) -> int:
-    """Return the number of rows that a state takes with `in_one_piece`."""
+    """Return the number of rows that a state takes with the places of `in_one_piece`."""
     return -(-4 * sum(state_units(config)) // row_bytes)
 
 
 def in_one_piece(config: ModelConfig) -> KVPlaces:
-    """Return the places of a model in a pool whose rows may be smaller than a unit of its states. The units of a state
-    follow each other from the beginning of its first row."""
+    """Return the places of a model in a pool whose rows may be smaller than a unit of a state. The units of a state are
+    contiguous and begin at the first row of the state."""
     places, starts = kv_places(config), accumulate(state_units(config), initial=0)
     units = tuple((0, start) for start in starts)[:-1]
     return replace(places, groups=(*places.groups, *([Group("state", 1)] if units else [])), units=units)
@@ -113,7 +114,7 @@ class States:
     """
 
     def __init__(self, first_row: int, rows: int, in_one_piece: bool = True) -> None:
-        """`rows` is the number of rows of a state, of which only the first is named if it is `in_one_piece`."""
+        """A state has `rows` rows. A slice names all of them, or only the first if the state is `in_one_piece`."""
         self._next, self._size, self._named = first_row, rows, 1 if in_one_piece else rows
         self._sets: dict[str, tuple[int, int]] = {}
 
@@ -136,7 +137,7 @@ def states_in(groups: Sequence[Group], first_row: int) -> States | None:
 
 
 def layout_of(model: Decoder, num_blocks: int, block_tokens: int) -> KVLayout:
-    """Return the layout of a pool with the number of blocks of one request that it holds, with a dummy block."""
+    """Return the layout of a pool with room for a request of `num_blocks - 1` blocks and for the dummy block."""
     config, places = model.config, kv_places(model.config)
     rows = 1 + (num_blocks - 1) * sum(group.rows for group in places.groups)
     return KVLayout(rows, config.num_kv_heads, places.row_layers, block_tokens, config.head_dim, "float32")

@@ -21,7 +21,8 @@ ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_layer_type
 
 @dataclass
 class MtpFiles:
-    """A model, a model of its MTP layer alone, which takes the joined states as embeddings, and what joins them."""
+    """A model with an MTP layer. `alone` is a model of only the MTP layer, which takes the joined states as embeddings.
+    The other fields join the states."""
 
     base: Any
     alone: Any
@@ -30,10 +31,12 @@ class MtpFiles:
     joined: Tensor
 
     def logits(self, text: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's last state and logits, from all tokens and the model's states before the last token.
+        """Return the last state and the logits of the MTP layer. `text` has all tokens, and `states` the states of the
+        model for all tokens except the last.
 
-        As published: the normed embedding of each token from the second on and the normed state before it are joined by
-        a product, and a layer, a norm and the model's output head follow.
+        As published, the normed embedding of each token from the second on is joined with the normed state of the
+        previous token: both are concatenated and multiplied by a matrix. A layer, a norm and the model's output head
+        follow.
         """
         embedded = self.normed(self.base.model.embed_tokens.weight[text[1:]], self.embedding_norm)
         joined = torch.cat((embedded, self.normed(states, self.hidden_norm)), dim=-1) @ self.joined.T
@@ -46,8 +49,8 @@ class MtpFiles:
 
 
 def write_mtp(config: PretrainedConfig, where: Path, *, agrees: bool = False) -> MtpFiles:
-    """Write a random model with an MTP layer. If it `agrees`, the next token depends mostly on the last one, for the
-    model and for the MTP layer, so that most guesses are right."""
+    """Write a random model with an MTP layer. If `agrees`, the next token depends mostly on the last token, both for
+    the model and for the MTP layer, so that most guesses are right."""
     is_hybrid = config.model_type in NAMES
     one_layer = ONE_LAYER | ({"layer_types": ["full_attention"]} if is_hybrid else {})
     base, alone = reference(config), reference(type(config)(**deepcopy(config).to_dict() | one_layer))
@@ -83,7 +86,8 @@ def write_mtp(config: PretrainedConfig, where: Path, *, agrees: bool = False) ->
 
 @dataclass
 class EagleFiles:
-    """A model, and the tensors of an EAGLE-3 head for it: one layer, whose heads have the sizes of the model's."""
+    """A model, and the tensors of an EAGLE-3 head for this model. The head has one layer, whose attention heads have
+    the same sizes as those of the model."""
 
     base: Any
     tensors: dict[str, Tensor]
@@ -91,17 +95,20 @@ class EagleFiles:
     targets: Tensor
 
     def states(self, text: list[int]) -> Tensor:
-        """Return the vectors that the head reads: a product with the states before layers 2, n / 2 and n - 3."""
+        """Return the vectors that the head reads: the states before layers 2, n / 2 and n - 3, concatenated and
+        multiplied by a matrix. n is the number of layers."""
         every = self.base.model(torch.tensor([text]), output_hidden_states=True).hidden_states
         layers = len(every) - 1
         read = [every[layer][0] for layer in (2, layers // 2, layers - 3)]
         return torch.cat(read, dim=-1) @ self.tensors["fc.weight"].T
 
     def logits(self, text: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the head's last state and its logits, from all tokens and the vectors before the last token.
+        """Return the last state and the logits of the head. `text` has all tokens, and `states` the vectors for all
+        tokens except the last.
 
-        As published, the input of attention is the concatenation of the normed embedding of each token, from the second
-        on, and the normed vector before it. The vector is the residual. A gated MLP, a norm and the output head follow.
+        As published, the normed embedding of each token from the second on is concatenated with the normed vector of
+        the previous token. The result is the input of attention, and the vector is the residual. A gated MLP, a norm
+        and the output head follow.
         """
         config, count = self.base.config, len(states)
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -134,8 +141,8 @@ class EagleFiles:
 def write_eagle(
     config: PretrainedConfig, where: Path, prefix: str = "midlayer.", *, agrees: bool = False
 ) -> EagleFiles:
-    """Write a random model, and an EAGLE-3 head in the folder `eagle`, with a vocabulary of about 4 of 5 tokens. For
-    `agrees` see `write_mtp`."""
+    """Write a random model, and in the folder `eagle` an EAGLE-3 head whose vocabulary has about 4 of 5 tokens.
+    `agrees` has the same meaning as in `write_mtp`."""
     base = reference(config)
     size, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
     heads, kv_heads = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))

@@ -94,7 +94,7 @@ class Drive(EngineListener):
         assert not self.engine.is_running
 
     def _feed(self) -> None:
-        """Post the commands that are due at this step. If no request is active, post the next commands without waiting."""
+        """Post the commands that are due at this step. If no request is active, post the next commands at once."""
         idle = not self.scheduler.requests
         while self.todo and (idle or next(iter(self.todo)) <= self.steps):
             idle = False

@@ -1,8 +1,8 @@
 """Fakes of the flash-attn packages in plain torch, written as packages to a directory of sys.path.
 
-They follow the docstrings of FlashAttention 2.8, of its `hopper/` folder (version 3) and of `flash_attn.cute` (version
-4). They reject the same inputs as the packages: index tensors of a wrong dtype, page sizes that are not a multiple of
-256 (version 2), an unpadded block table, and tensors that are not contiguous in the last dimension.
+The fakes follow the docstrings of FlashAttention 2.8, of its `hopper/` folder (version 3) and of `flash_attn.cute`
+(version 4). The fakes reject the same inputs as the packages: index tensors of a wrong dtype, page sizes that are not a
+multiple of 256 (version 2), an unpadded block table, and tensors that are not contiguous in the last dimension.
 """
 
 from pathlib import Path

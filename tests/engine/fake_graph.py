@@ -1,9 +1,10 @@
 """A fake CUDA graph that runs on a CPU and is stricter than a real one, to expose errors in a captured pass.
 
-Operations are recorded with their arguments, tensors by address and numbers by value. A replay writes to the outputs of
-the recorded operations. Before a replay, all tensors that captured operations created are poisoned. The result is
-therefore wrong if an input is not updated, the host read a number that changed later, a result is used after the next
-replay began, or padding leaks into a sum. As with CUDA, an operation that waits for the device raises an error.
+The capture records each operation with its arguments: tensors by address, and numbers by value. A replay writes to the
+outputs of the recorded operations. Before a replay, all tensors that captured operations created are poisoned.
+Therefore each of these errors makes the result wrong: an input is not updated, the host reads a number that changes
+later, a result is used after the next replay began, or padding leaks into a sum. As with CUDA, an operation that waits
+for the device raises an error.
 """
 
 from collections.abc import Callable, Iterator

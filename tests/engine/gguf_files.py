@@ -88,7 +88,8 @@ def header(tensors: list[tuple[str, list[int], int, int]], architecture: str) ->
 
 
 def convert(source: Path, target: Path, kind: str, architecture: str) -> None:
-    """Write a GGUF file with random matrices of a type. Replace the matrices of `source` by their values."""
+    """Write a GGUF file with random matrices of the type `kind`. Replace the matrices in `source` by the same
+    values."""
     target.mkdir()
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     tensors, entries, data = load_file(source / "model.safetensors"), [], b""
@@ -100,7 +101,7 @@ def convert(source: Path, target: Path, kind: str, architecture: str) -> None:
             stored = b"".join(block for block, _ in blocks)
             values = torch.tensor([value for _, block in blocks for value in block]).view(tensor.shape)
             in_layer = ".layers." in name and own == "Q4_0"
-            values = values if in_layer else values.half().float()  # other tensors than Q4_0 in layers are converted
+            values = values if in_layer else values.half().float()  # all but the Q4_0 tensors of layers become float16
         else:
             values = tensor.to(FLOATS[own])
             stored, values = values.view(torch.uint8).numpy().tobytes(), values.float()
@@ -114,6 +115,7 @@ def convert(source: Path, target: Path, kind: str, architecture: str) -> None:
 
 
 def _halved(values: Tensor, heads: int) -> Tensor:
-    """Return the rows in the order of Hugging Face: row 2i of a head becomes row i, and row 2i + 1 row i + d / 2."""
+    """Return the rows in the order of Hugging Face: row 2i of a head becomes row i, and row 2i + 1 becomes row i + d /
+    2, where d is the number of rows of the head."""
     by_head = values.view(heads, -1, values.shape[1])
     return torch.cat((by_head[:, 0::2], by_head[:, 1::2]), 1).flatten(0, 1)

@@ -78,7 +78,7 @@ def is_qwen(name: str) -> bool:
 
 
 def write(name: str, directory: Path) -> Any:
-    """Write a model's files, and return transformers' model, which never stops."""
+    """Write a model's files, and return transformers' model, which has no end token."""
     reference = save(deepcopy(CONFIGS[name]), directory)
     reference.generation_config.eos_token_id = None
     write_files(name, directory)
@@ -123,7 +123,7 @@ def data_url(image: np.ndarray[Any, Any], kind: str = "PNG", **options: Any) -> 
 
 
 def answer(reference: Any, name: str, tokens: list[int], images: list[np.ndarray[Any, Any]], count: int) -> list[int]:
-    """Return the tokens that transformers generates for a prompt in which each image has its tokens."""
+    """Return the tokens that transformers generates for a prompt that contains the tokens of each image."""
     inputs: dict[str, Any] = {"input_ids": torch.tensor([tokens])}
     kinds = (inputs["input_ids"] == IMAGE).long()
     if images:

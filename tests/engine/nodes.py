@@ -34,7 +34,7 @@ def requests_of(seed: int, shared: bool, samplings: Sequence[SamplingParams]) ->
 
 
 class Guesses(TextDrafter):
-    """Guesses the tokens of known answers, each right with a given probability."""
+    """A drafter that knows the answers. Each token that it guesses is right with the probability `rightness`."""
 
     def __init__(self, seed: int, rightness: float, rows: Sequence[Sequence[int]]) -> None:
         """`rows` are prompts with their answers."""

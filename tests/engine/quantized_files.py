@@ -147,8 +147,8 @@ def change_config(where: Path, **values: Any) -> None:
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:
-    """Write `source` to `target` in a format, and replace the matrices of `source` by the values that the format
-    represents."""
+    """Write the model in `source` to `target` in the format `kind`. Replace the matrices in `source` by the values that
+    the quantized matrices represent."""
     write, settings = FORMATS[kind]
     target.mkdir()
     tensors = load_file(source / "model.safetensors")

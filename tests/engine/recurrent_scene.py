@@ -26,7 +26,7 @@ SPECS = {
 
 
 class Scene:
-    """A recurrent layer with random weights, and random inputs of three requests, over a pool of NaN."""
+    """A recurrent layer with random weights, random inputs of three requests, and a pool filled with NaN."""
 
     def __init__(
         self,
@@ -64,7 +64,8 @@ class Scene:
         self._numbers = int(self.pool.units[1, -1]) + spec.key_dim * spec.value_dim
 
     def row(self, request: int, which: int) -> int:
-        """Return the first row of one of the three states of a request: two that it uses, and a saved one."""
+        """Return the first row of state number `which` of a request. A request uses states 0 and 1; state 2 is
+        saved."""
         return self._blocks + (3 * request + which) * self._size
 
     def state(self, request: int, which: int) -> Tensor:
@@ -74,11 +75,11 @@ class Scene:
     def run(
         self, random: Random, steps: list[dict[int, int]], saved: dict[int, int], padding: int = 0
     ) -> tuple[list[Tensor], list[int]]:
-        """Compute the requests. `steps` has, for each step, the number of tokens of each request. After a step, the
-        states of the requests in `saved` are saved.
+        """Compute the requests. `steps` has, for each step, the number of tokens of each request. `saved` has, for some
+        requests, the position at which their state is saved.
 
         As in a CUDA graph, each step is padded with `padding` slices that have neither tokens nor states. Return the
-        results of each request, and the number of its last state.
+        results of each request, and the number of the state that each request wrote last.
         """
         blocks, device, rows = Blocks(self._blocks, 4), self.pool.tensor.device, BlockRows(self.pool.places)
         requests = [blocks.request(range(len(inputs)), max_tokens=0) for inputs, _, _ in self.inputs]

@@ -102,7 +102,7 @@ def cuda_runner(model: Decoder, captures: str) -> tuple[CudaRunner, Blocks, KVPo
 
 @pytest.fixture(scope="module")
 def expected(model: Decoder) -> dict[int, Answer]:
-    """Return the answers of the reference runner by seed. It computes them in other steps than the CUDA runner."""
+    """Return the answers of the reference runner, by seed. Its steps differ from those of the CUDA runner."""
     answers = {}
     for seed in SEEDS:
         reference, _, blocks = torch_runner(model, NUM_BLOCKS, BLOCK_TOKENS)
@@ -163,7 +163,7 @@ def test_each_number_of_decodes_replays_the_next_larger_size(model: Decoder, siz
         outputs = run_step(each, [piece(request) for request in requests])
         tokens_of.tokens = [output.tokens for output in outputs]
     assert blocks.tokens == their_blocks.tokens
-    # Padding is stored only in the dummy block. All other blocks equal those of the reference.
+    # Padding is stored only in the dummy block. All other blocks have the same content as in the reference.
     torch.testing.assert_close(pool.tensor[1:], other.tensor[1:], equal_nan=True)
 
 
@@ -293,7 +293,7 @@ def test_tensors_on_the_device_are_aligned_to_16_bytes(tokens: int) -> None:
 
 
 def test_slices_of_padding_have_no_states() -> None:
-    """They also have no tokens of requests. Earlier steps with more slices have no effect."""
+    """Slices of padding have no tokens either. Values of earlier steps, which had more slices, have no effect."""
     buffers, tokens = StepBuffers(replace(CAPACITY, tables=1, state_rows=2), CPU), torch.zeros(9, dtype=torch.int64)
     groups = (Group("full", 1), Group("state", 2))
     rows, blocks = BlockRows(replace(all_in_one_row(1), groups=groups)), Blocks(NUM_BLOCKS, BLOCK_TOKENS)

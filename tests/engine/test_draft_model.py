@@ -1,5 +1,5 @@
-"""Test that a draft model changes no answer, guesses right when it must, and keeps its KV together with the
-target's."""
+"""Test that a draft model changes no answer, that a model that drafts for itself always guesses right, and that the KV
+of the draft model lives as long as the KV of the target model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -88,8 +88,8 @@ def test_a_draft_model_changes_no_answer(
 @pytest.mark.parametrize("handed_over", [False, True])
 @pytest.mark.parametrize("tight", [False, True])
 def test_a_model_that_drafts_for_itself_is_always_right(handed_over: bool, tight: bool) -> None:
-    """This includes guesses after a preemption, a hit in the prefix cache or a handoff, and after unverified
-    guesses."""
+    """Guesses are also right after a preemption, a hit in the prefix cache or a handoff, and after guesses that no step
+    verified."""
     model, drafted, preemptions = model_of(PLAIN, PLAIN), 0, 0
     for seed in range(4):
         room = 1.5 if tight else 6

@@ -82,7 +82,7 @@ def test_experts_and_fused_matrices_of_other_families(config: PretrainedConfig, 
 
 
 def test_mxfp4_experts_of_gpt_oss_equal_transformers(tmp_path: Path) -> None:
-    """The values come from transformers' own conversion."""
+    """The expected values come from transformers' own conversion."""
     dense, target = write(GPT_OSS, tmp_path / "dense"), tmp_path / "mxfp4"
     target.mkdir()
     values = load_file(dense / "model.safetensors")

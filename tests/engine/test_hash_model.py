@@ -64,7 +64,7 @@ def test_every_token_its_position_and_the_salt_change_all_later_tokens(kind: str
 @pytest.mark.parametrize("damage", ["first byte", "last byte", "block", "order"])
 def test_wrong_kv_changes_the_tokens(kind: str, damage: str) -> None:
     rows, blocks = pool(), Blocks(NUM_BLOCKS, BLOCK_TOKENS)
-    request = blocks.request([5] * 12, max_tokens=8)  # the tokens are equal: its blocks differ only in position
+    request = blocks.request([5] * 12, max_tokens=8)  # all tokens are equal, so the blocks differ only in position
     run_step(runner(kind, rows), [piece(request)])
     last = request.tables[0][2]
     if damage == "order":

@@ -25,14 +25,15 @@ from tests.engine.image_models import CONFIGS, END, IMAGE, START, answer, pictur
 from tests.engine.nodes import Node, run_together
 
 torch.set_num_threads(1)
-WAYS = [(7, 16, False), (64, 16, True), (512, 16, False), (64, 1.05, False)]  # tokens of a step, room, is handed over
+# Tokens of a step, requests that fit into the pool, and whether requests are handed over
+WAYS = [(7, 16, False), (64, 16, True), (512, 16, False), (64, 1.05, False)]
 __all__ = ["every_backend"]  # applies to every test here
 COUNT = 16
 SHAPES = [[(40, 24)], [(17, 61), (30, 30)], [], [(8, 90)], [(40, 24)]]
 
 
 def resized(image: np.ndarray[Any, Any], rules: ImageRules) -> np.ndarray[Any, Any]:
-    """Resize an image as the processor does."""
+    """Resize an image as the image processor of transformers does."""
     height, width, _ = image.shape
     wide, high = rules.size(width, height)
     from PIL import Image
@@ -73,7 +74,7 @@ def test_prompts_with_images_give_the_tokens_of_transformers(
     images = [
         [picture(10 * row + place, *size) for place, size in enumerate(shapes)] for row, shapes in enumerate(SHAPES)
     ]
-    images[-1] = [picture(99, 40, 24)]  # the last prompt is the first one with another image
+    images[-1] = [picture(99, 40, 24)]  # the last prompt is the first prompt with another image
     prompts = [prompt(rules, each, 0 if row == len(SHAPES) - 1 else row) for row, each in enumerate(images)]
     assert prompts[0][0] == prompts[-1][0]
     expected = [answer(reference, name, tokens, each, COUNT) for (tokens, _), each in zip(prompts, images, strict=True)]
@@ -89,7 +90,7 @@ def test_prompts_with_images_give_the_tokens_of_transformers(
     for _ in range(2):  # the second time, prefixes are in the cache
         rows = [request(number, rules, encoder, *each) for number, each in enumerate(prompts)]
         assert run_together(rows, here, there if hands_over else None) == expected
-    if name.endswith("vl"):  # requests of the others release rows, or hold most of them from the start
+    if name.endswith("vl"):  # with windows, requests release rows; with states, they hold most from the start
         assert (here.scheduler.counters.preemptions > 0) == (room < 2)
     assert room < 2 or (there if hands_over else here).scheduler.counters.cache_hits
     assert encoder.num_encoded == sum(map(len, SHAPES))
@@ -135,7 +136,7 @@ def test_grids_of_published_models_are_those_of_the_processor(patch: int, least:
 
 
 def test_a_request_whose_image_is_missing_ends_alone(tmp_path: Path) -> None:
-    """The error lets the router send the request again, with its pixels."""
+    """The error lets the router send the request again, together with the image."""
     reference = write("qwen3 vl", tmp_path)
     rules = read_image_rules(tmp_path)
     assert rules is not None
@@ -145,7 +146,7 @@ def test_a_request_whose_image_is_missing_ends_alone(tmp_path: Path) -> None:
     node = Node(model, StepLimits(512), 6, 4, longest=64)
     node.runner.use_encoder(encoder)
     missing, whole = (request(number, rules, encoder, *given) for number in range(2))
-    missing.images = None  # as on a decode node that preempted it
+    missing.images = None  # as on a decode node that preempted the request
     node.scheduler.add(missing)
     node.scheduler.add(whole)
     step = node.scheduler.schedule()

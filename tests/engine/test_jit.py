@@ -112,7 +112,7 @@ def test_kernels_are_compiled_once_and_again_after_the_cache_is_damaged(tmp_path
     first = probed(tmp_path)
     assert re.search(r"^compiling kernels for this CPU \(1 of \d+\), once; they are kept in ", first)
     assert probed(tmp_path) == ""
-    for kept in (tmp_path / "engine" / "cpu" / "__pycache__").rglob("*.nb[ic]"):  # as a power loss can leave them
+    for kept in (tmp_path / "engine" / "cpu" / "__pycache__").rglob("*.nb[ic]"):  # a power loss can leave empty files
         kept.write_bytes(b"")
     assert "cannot be used, compiling them again" in probed(tmp_path)
     assert "compiling kernels for this CPU" in probed(tmp_path), "the damaged cache is gone"

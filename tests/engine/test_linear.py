@@ -171,7 +171,8 @@ def test_a_broken_row_spoils_only_itself() -> None:
 
 @pytest.mark.parametrize("linear", [*FLOATS, *EIGHT_BITS], ids=lambda linear: type(linear).__name__ + linear.name)
 def test_experts_multiply_their_own_rows(linear: LinearFormat) -> None:
-    """Some experts have no rows, and some more than a block of rows. A row's bits do not depend on other rows."""
+    """Some experts have no rows, and some have more than one block of rows. A row's bits do not depend on other
+    rows."""
     each = [linear.make(matrix(70, 40, seed), matrix(1, 70, seed + 9)[0]) for seed in range(7)]
     counts = torch.tensor([0, 3, 1, 0, 140, 17, 0])
     rows = matrix(int(counts.sum()), 40, 2, 1.0)

@@ -90,7 +90,7 @@ def test_logits_equal_transformers_in_any_chunking(name: str, tmp_path: Path) ->
     reference_model = save(CONFIGS[name], tmp_path)
     model = load_model(tmp_path, torch.float32, CPU)
     for seed, block_tokens in ((1, 4), (2, 1)):
-        # Transformers computes recurrences in chunks, whose rounding differs.
+        # Transformers computes recurrences in chunks, so its rounding differs.
         limit = 4e-4 if state_units(model.config) else 1e-4
         assert largest_difference(reference_model, model, seed, block_tokens) <= limit
 
@@ -102,14 +102,15 @@ def test_the_text_decoder_of_a_model_of_text_and_images(name: str, tmp_path: Pat
 
 
 def test_a_head_of_its_own_in_a_model_that_claims_to_have_none(tmp_path: Path) -> None:
-    """Files of Mistral 3 leave `tie_word_embeddings` out, and transformers writes its default when it saves them."""
+    """Published configs of Mistral 3 omit `tie_word_embeddings`. When transformers saves such a config, it writes the
+    default value."""
     reference_model = save(MULTIMODAL["mistral3"], tmp_path)
     change_config(tmp_path, tie_word_embeddings=True)
     assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
 
 
 def test_a_config_that_transformers_4_wrote_for_qwen2_5_vl(tmp_path: Path) -> None:
-    """Its keys of the text decoder are not nested, and its rotary embedding has a special type."""
+    """In such a config, the keys of the text decoder are not nested, and the rotary embedding has a special type."""
     reference_model = save(MULTIMODAL["qwen2.5 vl"], tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
@@ -198,7 +199,7 @@ def test_a_batch_of_decodes_or_with_prompt_logprobs_has_no_drawing_batch() -> No
 
 
 def test_longrope_uses_the_factors_for_long_contexts(tmp_path: Path) -> None:
-    """Transformers chooses the factors by the length of each prompt; these prompts are all long."""
+    """Transformers chooses the factors by the length of each prompt. All prompts of this test are long."""
     sizes = SIZES | {"original_max_position_embeddings": 8}
     reference_model = save(
         Phi3Config(**sizes, num_key_value_heads=2, rope_parameters=LONGROPE, pad_token_id=0), tmp_path

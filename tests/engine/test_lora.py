@@ -1,4 +1,5 @@
-"""Test that requests of several LoRA adapters in one batch get the logits of peft, and that others are refused."""
+"""Test that requests of several LoRA adapters in one batch get the logits of peft, and that adapters that cannot be
+applied exactly are refused."""
 
 import json
 from copy import deepcopy
@@ -36,7 +37,7 @@ from tests.engine.lora_files import EVERY, save_adapter
 
 ATTENTION = EVERY[:4]
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads it
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads this attribute
 __all__ = ["every_backend"]  # applies to every test here
 
 
@@ -49,7 +50,7 @@ def adapted_rows(model: Decoder, adapters: dict[str, Path], max_rank: int = 8) -
 
 @torch.inference_mode()
 def logits_of(model: Decoder, adapted: AdaptedRows, rows: list[tuple[str, list[int]]]) -> list[torch.Tensor]:
-    """Return the logits of all rows, each with its adapter, computed in two steps of all rows."""
+    """Return the logits of all rows, each with its adapter. Both steps compute a part of every row."""
     one, size = layout_of(model, 4096, 4), 0
     if state_units(model.config):
         size = state_size(model.config, one.block_bytes)
@@ -95,7 +96,7 @@ def test_a_batch_of_several_adapters_gives_the_logits_of_peft(
     directories = {digest: tmp_path / f"adapter {seed}" for seed, digest in enumerate(list(references)[1:])}
     adapted = adapted_rows(model, directories)
     random = Random(name)
-    # With the last row, a step is longer than the batch that an MLP multiplies at once.
+    # The three long rows make the second step longer than MLP_ROWS, the number of rows that an MLP multiplies at once.
     lengths = [9, 17, 4, 30, 11, *([MLP_ROWS // 3] * 3 if name == "llama" else [])]
     rows = [
         (list(references)[index % 3], [random.randrange(97) for _ in range(min(length, 250))])
@@ -123,7 +124,8 @@ def test_base_rows_are_unchanged_by_company_and_by_loaded_adapters(tmp_path: Pat
 
 
 def refused(directory: Path, change: Any, says: str, max_rank: int = 8) -> None:
-    """Assert that the adapter is refused after `change`, which gets its config and tensors, with this reason."""
+    """Call `change` with the config and the tensors of an adapter. Assert that the changed adapter is refused, and that
+    the error matches `says`."""
     config, tensors = json.loads((directory / CONFIG).read_text()), load_file(directory / WEIGHTS)
     change(config, tensors)
     (directory / CONFIG).write_text(json.dumps(config))

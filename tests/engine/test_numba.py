@@ -169,7 +169,7 @@ def test_the_exponential_is_accurate_and_propagates_nan() -> None:
     assert edges[:3].tolist() == [0.0, 0.0, 0.0]
     assert edges[3].isnan()
     assert edges[4] == 1.0
-    # NaN stays NaN for any of its bit patterns, such as that of memory filled with ones.
+    # Every bit pattern of NaN gives NaN. One of these patterns is that of memory in which all bits are 1.
     assert (
         computed(torch.tensor([-1, 0x7FC00001, 0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32))
         .isnan()

@@ -1,4 +1,4 @@
-"""Test recurrent layers: equal bits for all cuts of a prompt, saved states, and the names of checkpoints."""
+"""Test recurrent layers: the same bits however a prompt is cut into chunks, saved states, and names of tensors."""
 
 import json
 from pathlib import Path

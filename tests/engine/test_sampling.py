@@ -255,7 +255,7 @@ def test_no_rows_give_no_draws() -> None:
 
 
 def test_draws_from_a_large_vocabulary_pass_the_filters() -> None:
-    """The logits are so flat that top_p keeps more tokens than there are candidates that are sorted first."""
+    """The logits are so flat that top_p keeps more than CANDIDATES tokens, so that the whole row is sorted."""
     random = Random(5)
     logits = random_logits(24, 8 * CANDIDATES, scale=0.3)
     rows = [
@@ -297,7 +297,7 @@ def test_the_compiled_draw_equals_the_reference(vocab: int, scale: float) -> Non
 @pytest.mark.timeout(60, method="thread")  # compiled code does not handle signals
 @pytest.mark.parametrize("low", [2.0, math.inf])
 def test_scores_that_overflow_are_drawn_like_the_reference(low: float) -> None:
-    """A repetition penalty near 0, which a client may send, makes scores infinite, so that their weights are NaN."""
+    """A client may send a repetition penalty near 0. It makes scores infinite, and the weights of such scores NaN."""
     compiled = compiled_draw()
     if compiled is None:
         pytest.skip("needs numba")

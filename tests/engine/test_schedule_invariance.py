@@ -1,5 +1,6 @@
-"""Test that the tokens of a request do not depend on decisions of the real scheduler: not on budget, block size,
-policy, other requests, cache hits or preemption, nor on the pool in which the prompt's KV was computed."""
+"""Test that the tokens of a request do not depend on the decisions of the real scheduler. The tests vary the budget,
+the block size, the policy, the other requests, cache hits, preemption, and the pool in which the KV of a prompt is
+computed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +37,8 @@ DELTA = LayerSpec(DeltaSpec(1, 2, 4, 8, 3), MlpSpec(20))
 ATTENTION, WINDOW = (LayerSpec(AttentionSpec(4, 2, 16, window=size), MlpSpec(20)) for size in (0, 7))
 KINDS = {
     "attention": (ATTENTION, ATTENTION),
-    "windows": (WINDOW, WINDOW, ATTENTION, WINDOW, WINDOW),  # two groups; a block has a row and two rows
+    # A block takes one row in one group of layers, and two rows in the other.
+    "windows": (WINDOW, WINDOW, ATTENTION, WINDOW, WINDOW),
     "only windows": (WINDOW, WINDOW),
     "states": (DELTA, ATTENTION, DELTA),
     "states and windows": (WINDOW, DELTA, ATTENTION),
@@ -76,7 +78,7 @@ def test_tokens_do_not_depend_on_the_decisions_of_the_scheduler(
     seed: int,
 ) -> None:
     limits, model = StepLimits(max_num_batched_tokens=budget, max_num_partial_prefills=2), model_of(kind)
-    if not policy.chunked:  # a prompt is then computed in a step of any size
+    if not policy.chunked:  # then one step computes a whole prompt
         limits = replace(limits, max_num_batched_tokens=max(budget, LONGEST))
     alone, speculation = run_alone(model, requests_of(seed, shared, SAMPLINGS)), None
     if rightness is not None and not any(isinstance(layer.mixer, DeltaSpec) for layer in KINDS[kind]):
@@ -90,7 +92,7 @@ def test_tokens_do_not_depend_on_the_decisions_of_the_scheduler(
         assert node.scheduler.ledger().owned == 0
 
 
-@pytest.mark.parametrize("kind", ["attention", "states"])  # with windows, requests shrink
+@pytest.mark.parametrize("kind", ["attention", "states"])  # with windows, requests release blocks
 def test_a_tight_pool_really_preempts(kind: str) -> None:
     here = Node(model_of(kind), StepLimits(max_num_batched_tokens=64), 1.5, 1, POLICIES["stall_free"])
     run_together(requests_of(0, False, SAMPLINGS), here, None)

@@ -1,5 +1,5 @@
-"""Test that guessed tokens change no answer: tokens, logprobs and ends are those without speculative decoding, for any
-drafter, sampling and mode."""
+"""Test that guessed tokens change no answer: tokens, logprobs and finish reasons are the same as without speculative
+decoding, for any drafter, sampling and mode."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +39,8 @@ Answer = tuple[list[int], str | None, list[Logprobs]]
 
 
 def requests_of(seed: int) -> list[Request]:
-    """Return a request for each of `SAMPLINGS`, and a further sample of the third: the same prompt with another seed."""
+    """Return a request for each of `SAMPLINGS`. A further request has the prompt of the last of them, and the third
+    sampling with another seed."""
     rng, rows = Random(seed), []
     prompt: list[int] = []
     for index, sampling in enumerate([*SAMPLINGS, replace(SAMPLINGS[2], seed=5)]):
@@ -57,7 +58,7 @@ def run(
     model: Decoder, rows: Sequence[Request], speculation: Speculation | None = None, *, budget: int = 64,
     tight: bool = False, handed_over: bool = False,
 ) -> tuple[list[Answer], Node]:  # fmt: skip
-    """Return the output of each request that a client gets, and the node that decoded."""
+    """Return the outputs that the clients of the requests get, and the node that decoded."""
     limits = StepLimits(max_num_batched_tokens=budget)
     here, there = (Node(model, limits, 1.5 if tight else 9, 4, speculation=speculation, longest=LONGEST) for _ in "ht")
     tokens = run_together(rows, here, there if handed_over else None)
@@ -73,7 +74,7 @@ def guesses(answers: Sequence[Answer], rows: Sequence[Request], seed: int, right
 
 
 def assert_equal(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
-    """The logits of a position may differ in their last bits, as they do with other chunks."""
+    """Assert that the answers are equal. Logprobs may differ in their last bits, as they do with other chunks."""
     assert [one[:2] for one in found] == [one[:2] for one in expected]
     for (*_, ours), (*_, theirs) in zip(found, expected, strict=True):
         assert [(one.token, one.rank, one.top_tokens) for one in ours] == [
@@ -100,7 +101,7 @@ def test_answers_do_not_depend_on_guesses(
     found, node = run(model, requests_of(seed), speculation, budget=budget, tight=tight, handed_over=handed_over)
     assert_equal(found, expected)
     counters = node.scheduler.counters
-    if rightness == 1.0:  # the two samples of one prompt may begin alike; one is guessed wrongly where they part
+    if rightness == 1.0:  # two requests share a prompt: where their answers part, one guess is wrong
         assert counters.draft_tokens - counters.accepted_tokens <= num_tokens
     assert counters.accepted_tokens == sum(counters.accepted_per_pos) <= counters.draft_tokens
 

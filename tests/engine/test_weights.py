@@ -398,7 +398,7 @@ def test_a_demo_model_is_found_by_its_name_in_the_repository_only(
     monkeypatch.chdir(tmp_path)
     for name in OTHER_DEMO_MODELS:
         assert resolve(name) == DEMO_MODEL.with_name(name)
-    monkeypatch.setattr(model_files, "DEMO_MODEL", tmp_path / "model")  # as in a wheel
+    monkeypatch.setattr(model_files, "DEMO_MODEL", tmp_path / "model")  # does not exist, as in a wheel
     with pytest.raises(ValueError, match="in Baton's repository only; give its directory there, demo/moe"):
         resolve("moe")
     (tmp_path / "moe").mkdir()

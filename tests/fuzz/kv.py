@@ -12,7 +12,7 @@ INCARNATION = "0" * 32
 
 
 def with_checksums(data: bytes, row_bytes: int) -> bytes:
-    """Insert the checksum of each header, because without it nearly every input would fail at its first header."""
+    """Insert the checksum of each header. Without checksums, nearly every input would fail at its first header."""
     frames, at = [], 0
     while len(data) - at >= FRAME.size:
         head = data[at : at + FRAME.size]

@@ -58,7 +58,7 @@ def test_mixed_batches_in_any_order(dtype: torch.dtype, window: int, page: int, 
 
 
 def test_long_chunks_of_many_heads_in_the_largest_tile() -> None:
-    """Prompts mainly use the largest tile. It is chosen if it leaves work for all processors of the GPU."""
+    """Prompts mainly use the largest tile. This tile is chosen if every processor of the GPU then still has work."""
     pool = pool_of(8, 128, 64, torch.bfloat16, NUM_BLOCKS, DEVICE)
     batch = batch_of([(0, 2048), (1000, 1600)], 64, NUM_BLOCKS, DEVICE)
     check_attention(TritonAttention(pool), pool, batch, 32, torch.bfloat16)
@@ -86,7 +86,8 @@ def test_heads_of_twice_the_size(dtype: torch.dtype, head_dim: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "spec",
-    [*SPECS.values(), DeltaSpec(16, 32, 128, 128, 4), SsmSpec(1, 48, 128, 64, 4)],  # the last: Qwen3.5 9B, Granite 4
+    # The last two are those of Qwen3.5 9B and Granite 4.
+    [*SPECS.values(), DeltaSpec(16, 32, 128, 128, 4), SsmSpec(1, 48, 128, 64, 4)],
 )
 def test_recurrent_layers(dtype: torch.dtype, spec: RecurrentSpec) -> None:
     steps = [{0: 50, 1: 1, 2: 64}, {0: 49, 2: 300}, {0: 1, 2: 1}]

@@ -126,7 +126,7 @@ def attention(
     softcap: float = 0.0,
     wide: int = 0,
 ) -> None:
-    """Compile attention. With a soft cap, there are sinks too."""
+    """Compile attention. With a soft cap, the attention also has sinks."""
     pool = pool_of(8, head_dim, page, held or dtype)
     plan = TritonAttention(pool).plan(without_memory(batch_of(spans, page, NUM_BLOCKS, CPU)))
     sinks = empty(8 * group, dtype=torch.float32) if softcap else None

@@ -45,7 +45,7 @@ def triton_step(device: torch.device) -> StepKernels:
 
 
 def expert(kind: str, number: int, dtype: torch.dtype, device: torch.device) -> tuple[Linear, Tensor, Tensor]:
-    """Return an expert, its values, float64, and its bias."""
+    """Return an expert, its values in float64, and its bias."""
     random = torch.Generator().manual_seed(number)
     out, width = 21, 64
     bias, form = torch.randn(out, generator=random).to(device, dtype), TritonFormat(dtype)
@@ -61,7 +61,7 @@ def expert(kind: str, number: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def check_experts(kind: str, dtype: torch.dtype, device: torch.device, every: Sequence[Sequence[int]]) -> None:
-    """Check products for each list of the numbers of rows of five experts."""
+    """Check products of five experts. Each list in `every` has the number of rows of each expert."""
     each = [expert(kind, number, dtype, device) for number in range(5)]
     together = TritonFormat(dtype).of_experts([linear for linear, _, _ in each])
     assert isinstance(together, TritonExperts)

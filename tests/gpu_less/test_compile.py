@@ -79,7 +79,7 @@ def test_16_bits_run_on_tensor_cores_with_wide_asynchronous_copies(kernels: list
 
 
 def test_loops_load_ahead(kernels: list[dict[str, Any]]) -> None:
-    """Tiles of prompts and tokens of recurrent layers are loaded while earlier ones are computed."""
+    """Kernels load tiles of prompts, or tokens of recurrent layers, while they compute earlier tiles or tokens."""
     prompts = [kernel for kernel in kernels if kernel["label"] == "attention bf16 128" and kernel["rows"] == 128]
     recurrent = [kernel for kernel in kernels if kernel["kernel"] == "recur"]
     assert prompts

@@ -175,7 +175,7 @@ def hash_node(
     max_model_len: int = 512,
     groups: tuple[Group, ...] = UNIFORM,
 ) -> HashNode:
-    """Build a node that is not started. Without `factories`, its adapter has no KV channels."""
+    """Build a node that is not started. Without `factories`, the adapter of its role has no KV channels."""
     memory = memory or HostMemory(num_blocks, ROW_BYTES)
     limits = limits or StepLimits(max_num_batched_tokens=8)
     scheduler = Scheduler(limits, memory.num_rows, BLOCK_TOKENS, groups=groups)

@@ -139,7 +139,7 @@ async def test_a_router_aborts_only_its_own_requests_and_ids_are_unique() -> Non
 
 
 async def test_grammars_are_compiled_before_the_engine_gets_their_requests(tmp_path: Path) -> None:
-    """The hash model ignores the matcher, except that a stop token may then end an answer before `min_tokens`."""
+    """The hash model ignores grammars. However, a stop token may end an answer with a grammar before `min_tokens`."""
     tokenizer_of().save(str(tmp_path / "tokenizer.json"))
     here = large_node(rules=RequestRules(VOCABULARY, grammars=GrammarTokenizer(tmp_path, VOCABULARY)))
     async with attached(here) as line:
@@ -203,7 +203,7 @@ async def test_a_node_with_a_broken_ledger_rejects_new_requests_and_finishes_oth
     async with attached(here) as line:
         line.submit(submission("runs", max_tokens=2000))
         assert await wait_until(lambda: here.scheduler.counters.steps > 1, 5.0)
-        here.node.engine.post(lambda scheduler: scheduler.pool.take(1))  # a block without a request
+        here.node.engine.post(lambda scheduler: scheduler.pool.take(1))  # no request owns this block
         assert await wait_until(lambda: here.node.stats().state == "breached", 10.0)
         line.submit(submission("late"))
         assert await wait_until(lambda: bool(line.errors()), 5.0)

@@ -1,4 +1,5 @@
-"""Test a node's records in bounded memory: one per step, and the events of requests from "queued" to "ended"."""
+"""Test the records that a node keeps in bounded memory: a record of each step, and the events of requests from "queued"
+to "ended"."""
 
 import asyncio
 import threading
@@ -110,7 +111,7 @@ async def test_every_queued_request_ends_once(
 async def test_a_request_that_is_aborted_before_the_engine_adds_it_is_queued_before_it_ends() -> None:
     async with running_node() as (running, line, _):
         busy = threading.Event()
-        running.engine.post(lambda _: busy.wait(5.0))  # as in a long pass
+        running.engine.post(lambda _: busy.wait(5.0))  # the engine is busy, as in a long pass
         line.submit(submission("a", [5] * 18, 6))
         abort(line)
         assert await wait_until(lambda: not line.commands.qsize(), 2.0)
@@ -137,7 +138,7 @@ async def test_a_router_that_leaves_ends_its_requests_and_later_records_count_as
 
 async def test_every_preemption_is_recorded() -> None:
     async with running_node(num_blocks=12) as (_, line, scheduler):
-        line.submit(submission("a", [5] * 8, 28), submission("b", [6] * 8, 28))  # together, so that both run at once
+        line.submit(submission("a", [5] * 8, 28), submission("b", [6] * 8, 28))  # in one call, so that both run at once
         await line.ends("a", "b")
         recorded = sum(event.kind == "preempted" for event in line.events())
         assert recorded == scheduler.counters.preemptions > 0

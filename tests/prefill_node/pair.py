@@ -94,7 +94,7 @@ class Pair:
             self.abort(delta.id)  # on both nodes, as a router does
 
     def submit(self, name: str, prompt: list[int], max_tokens: int, local: bool = False) -> Sent:
-        """Submit a request to the prefill node, which hands it off; if `local`, submit it to the decode node alone."""
+        """Submit a request to the prefill node, which hands it off. If `local`, submit it only to the decode node."""
         self.sent[name] = Sent(prompt, max_tokens, self.groups)
         self.lines[local].submit(submission(name, prompt, max_tokens, decode_node="" if local else self.address))
         return self.sent[name]

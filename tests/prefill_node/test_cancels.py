@@ -14,7 +14,7 @@ AT_ONCE = 16
 
 
 async def client(here: Pair, rng: random.Random, names: list[str]) -> None:
-    """Send requests one after the other. Abort each at a random moment, sometimes twice or after its end."""
+    """Send requests one after the other. Abort each request at a random moment, sometimes twice or after its end."""
     while names:
         name = names.pop()
         prompt = [rng.randrange(3, 97) for _ in range(rng.randrange(1, 25))]

@@ -76,7 +76,8 @@ STATES = (*UNIFORM, Group("state", 2))
 
 
 class Damaging(ForwardingChannel):
-    """A channel that flips a bit of the prompt's row `at` in the decode node after each of its first `times` pushes."""
+    """A channel that damages row `at` of the prompt in the decode node: it flips a bit after each of the first `times`
+    pushes of this row."""
 
     def __init__(self, inner: KVChannel, memory: HostMemory, times: int, at: int) -> None:
         super().__init__(inner)
@@ -162,7 +163,8 @@ async def test_a_peer_that_fails_repeatedly_is_not_called_for_a_moment(tmp_path:
 
 
 async def test_a_decode_node_that_does_not_answer_fails_all_handoffs_that_wait_for_it(tmp_path: Path) -> None:
-    """The decode node receives calls but never replies, as if cut off. No handoff may wait as long as `reserve_s`."""
+    """The decode node receives calls but never replies, as if its network had failed. All handoffs must fail before
+    `reserve_s` has passed."""
     asked: list[ReserveRequest] = []
 
     async def mute(stream: Any) -> None:
@@ -187,8 +189,9 @@ async def test_a_decode_node_that_does_not_answer_fails_all_handoffs_that_wait_f
 async def test_pools_of_two_prompts_serve_a_burst_without_deadlock(kind: str, tmp_path: Path) -> None:
     """Prompts that wait for blocks of the decode node fill the prefill node's pool, and the decode node is full too.
 
-    A prompt is admitted only if all its blocks fit in addition to those that the other prompts still need. The decode
-    node reserves all blocks of a prompt before any row is pushed. So a handoff with a reservation can always finish.
+    The prefill node admits a prompt only if its pool has room for all blocks of the prompt and for all blocks that the
+    other prompts still need. The decode node reserves all blocks of a prompt before any row is pushed. Therefore every
+    handoff with a reservation can finish.
     """
     rng = random.Random(4)
     async with pair(kind, tmp_path, prefill_blocks=12, decode_blocks=12) as here:

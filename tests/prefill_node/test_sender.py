@@ -61,14 +61,15 @@ TARGETS = [9, 2, 7, 4, 5]
 
 
 class Decoder:
-    """A simulated decode node. It records all messages, and by default grants the blocks TARGETS each time."""
+    """A simulated decode node. It records all messages. By default, it grants the blocks TARGETS to each
+    reservation."""
 
     def __init__(self, memory: HostMemory, channel: KVChannel) -> None:
         self.rows, self.channel = memory.rows, channel
         self.descriptors = {channel.name: channel.descriptor()}
         self.received: list[Any] = []
         self.held, self.targets = 0, TARGETS
-        self.errors: dict[type, str] = {}  # the error of its reply, by type of message
+        self.errors: dict[type, str] = {}  # the error in its replies, by type of message
         self.quarantined: dict[bytes, None] = {}  # reservations that it gave up and whose writer has not stopped
         self.next_id = b""  # id of the next reservation; b"": a random id
         self.waits: dict[type, asyncio.Event] = {}  # events that it awaits before it replies, by type of message
@@ -160,7 +161,7 @@ class Bench(HashNode):
 async def bench(
     steps: int = 1000, first: BrokenChannel | None = None, reserve_s: float = 5.0, **timing: float
 ) -> AsyncIterator[Bench]:
-    """Start a prefill node whose first `steps` steps are released. It prefers the channel `first` to tcp."""
+    """Start a prefill node, and release its first `steps` steps. The node prefers the channel `first` to tcp."""
     ours, theirs, name = HostMemory(20, ROW_BYTES), HostMemory(20, ROW_BYTES), secrets.token_hex(16)
     async with AsyncExitStack() as cleanup:
         writer = TcpChannel(ours, name, lambda _: None, "127.0.0.1")
@@ -285,7 +286,7 @@ async def test_a_push_that_begins_after_the_request_has_ended_is_no_failure(monk
         report, failures = sender.on_progress, list[str]()
 
         def report_late(progress: PrefillProgress) -> None:
-            """The sender learns of the computed tokens before it learns of the end, which has freed the blocks."""
+            """Report the computed tokens at once, and the end of the request, which freed its blocks, 0.1 s later."""
             report(replace(progress, finish=None, first_token=None))
             if progress.finish is not None:
                 asyncio.get_running_loop().call_later(0.1, report, progress)

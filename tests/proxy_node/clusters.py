@@ -19,8 +19,8 @@ LENGTH = 250
 
 
 class Engines:
-    """The stub engines of a cluster, one for each node, all with these `knobs`. With `in_pairs`, the engine of each node
-    has its role only."""
+    """The stub engines of a cluster: one for each node, all with the same `knobs`. With `in_pairs`, each engine has
+    only the role of its node."""
 
     def __init__(self, directory: Path, names: Sequence[str], kind: str = "vllm", **knobs: Any) -> None:
         self.ports = {name: free_port() for name in names}
@@ -62,7 +62,7 @@ class Engines:
 def serving(
     directory: Path, names: Sequence[str], kind: str = "vllm", settings: dict[str, Any] | None = None, **knobs: Any
 ) -> Iterator[tuple[Cluster, Engines]]:
-    """Run a cluster with an engine for each of these nodes, which are named ROLE-NUMBER."""
+    """Run a cluster with a node and an engine for each of `names`, which have the form ROLE-NUMBER."""
     engines = Engines(directory, names, kind, **knobs)
     try:
         for name in names:
@@ -80,8 +80,8 @@ def serving(
 
 @contextmanager
 def streams(running: Cluster, prompts: list[list[int]], count: int) -> Iterator[None]:
-    """Stream all prompts. The block begins when each stream has a token; after it, each answer must be complete and
-    right."""
+    """Stream all prompts. The `with` block begins when each stream has received a token. After the block, check that
+    each answer is complete and right."""
     begun = [threading.Event() for _ in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
         found = [
@@ -106,7 +106,7 @@ def freeze_engine(_: Cluster, engines: Engines, name: str) -> None:
 
 
 def silence_engine(_: Cluster, engines: Engines, name: str) -> None:
-    """Do what vLLM does at SIGTERM: the engine dies, and its server keeps silent streams open."""
+    """Do what vLLM does at SIGTERM: the engine dies, and its server keeps the streams open but sends nothing."""
     engines.set(name, is_stalled=True)
 
 
@@ -152,7 +152,7 @@ def repair(running: Cluster, engines: Engines, name: str) -> None:
 
 def lose(running: Cluster, engines: Engines, act: Act, name: str, round_: int) -> None:
     """Inject a fault into a node while it streams. Every answer must be complete and right, and the node must serve
-    again later."""
+    again after its repair."""
     prompts = [[100 + index, round_, *range(30)] for index in range(6)]
     with streams(running, prompts, LENGTH):
         act(running, engines, name)

@@ -1,12 +1,16 @@
-"""A server that speaks the API of SGLang 0.5 that a proxy node uses, as read in its sources (managers/io_struct.py,
-managers/tokenizer_manager.py, managers/scheduler.py, disaggregation/ and entrypoints/http_server.py), and generates as the
-stub of vLLM does.
+"""A server with the parts of the API of SGLang 0.5 that a proxy node uses. It generates tokens as the stub of vLLM
+does.
 
-In a disaggregation mode, two requests with the same room meet: the decode server registers at the bootstrap address of the
-prefill server, which is its HTTP address here, and waits for the KV; the prefill server waits for the registration,
-computes the prompt, and pushes the KV. As SGLang does, each waits for the other until `waiting_s`, also if the other has
-failed or the request's connection was closed, and only `/abort_request` ends the wait. A decode server that got the KV of
-another prompt generates wrong tokens.
+The API was read in the sources of SGLang: managers/io_struct.py, managers/tokenizer_manager.py, managers/scheduler.py,
+disaggregation/ and entrypoints/http_server.py.
+
+In a disaggregation mode, a prefill and a decode server each get a request with the same room. The decode server
+registers at the bootstrap address of the prefill server, and waits for the KV. In this stub, the bootstrap address is
+the HTTP address. The prefill server waits for the registration, computes the prompt, and pushes the KV.
+
+As in SGLang, each server waits for the other for at most `waiting_s`. It also waits if the other server has failed, or
+if the connection of the request was closed. Only `/abort_request` ends the wait earlier. A decode server that got the
+KV of another prompt generates wrong tokens.
 """
 
 import asyncio
@@ -20,26 +24,29 @@ from tests.proxy_node.vllm_stub import VOCABULARY, VllmStub, main
 
 KNOBS = {"is_incremental": False, "has_metrics": True, "disaggregation_mode": "null", "waiting_s": 300.0}
 PAIR_FAULTS = {  # of a prefill server
-    "no_transfer": 0,  # the transfer fails, which it does not tell the decode server (sglang#28651)
-    "cut_prompt": 0,  # it gives up the request, but pushes the KV of one token, from which the decode server generates
-    # (sglang#30233)
-    "lost_push": 0,  # it reports success, and the KV does not arrive (llm-d#2433)
+    # The transfer fails, and the prefill server does not inform the decode server (sglang#28651).
+    "no_transfer": 0,
+    # The prefill server gives up the request, but it pushes the KV of one token. The decode server generates from this
+    # KV (sglang#30233).
+    "cut_prompt": 0,
+    # The prefill server reports success, but the KV does not arrive (llm-d#2433).
+    "lost_push": 0,
 }
 
 
 class AbortedError(Exception):
-    """The server gives up a request, with this message and status."""
+    """Raised if the server gives up a request. The arguments are the message and the status."""
 
 
 class SglangStub(VllmStub):
-    """The server. Further knobs are those in KNOBS, and further faults those in PAIR_FAULTS; of the other faults, it knows
-    truncate, error_event, abort and refuse_503."""
+    """The server. It has the additional knobs KNOBS and the additional faults PAIR_FAULTS. Of the faults of VllmStub,
+    it injects only truncate, error_event, abort and refuse_503."""
 
     def __init__(self, **knobs: Any) -> None:
         super().__init__(**KNOBS)
         self.faults |= PAIR_FAULTS
         self.set(knobs)
-        self.rooms: dict[int, asyncio.Future[Any]] = {}  # the other server, or the KV, once known
+        self.rooms: dict[int, asyncio.Future[Any]] = {}  # the URL of the decode server, or the KV
         self.meetings: dict[str, asyncio.Task[str]] = {}  # by request id
         self.aborted: set[str] = set()
         self.used_rooms: list[int] = []
@@ -64,7 +71,7 @@ class SglangStub(VllmStub):
         return app
 
     async def _answers(self, _: web.Request) -> web.Response:
-        return web.Response()  # for the tests; SGLang has no /version
+        return web.Response()  # SGLang has no /version, but the tests ask for it
 
     async def _info(self, _: web.Request) -> web.Response:
         mode = self.knobs["disaggregation_mode"]
@@ -114,7 +121,8 @@ class SglangStub(VllmStub):
     # ---- pairs --------------------------------------------------------------------------------------------------
 
     async def _get_pairs(self, _: web.Request) -> web.Response:
-        num_reused = len(self.used_rooms) - len(set(self.used_rooms))  # crashes real servers (sglang#40125)
+        # A reused room crashes a real server (sglang#40125).
+        num_reused = len(self.used_rooms) - len(set(self.used_rooms))
         counts = {"waiting": self.num_waiting, "reused": num_reused, "met": len(self.used_rooms)}
         return web.json_response(counts | {"aborted": len(self.aborted)})
 
@@ -126,7 +134,7 @@ class SglangStub(VllmStub):
         return web.Response()
 
     async def _arrived(self, request: web.Request) -> web.Response:
-        """Serve the registration of a decode server, and the KV of a prefill server."""
+        """Accept the registration of a decode server, or the KV that a prefill server pushes."""
         message = await request.json()
         room = message["room"]
         if request.path == "/kv" and room not in self.rooms:
@@ -139,7 +147,8 @@ class SglangStub(VllmStub):
         return self.rooms.setdefault(room, asyncio.get_running_loop().create_future())
 
     async def _meet_or_abort(self, stream: web.StreamResponse, body: dict[str, Any]) -> str | None:
-        """Return how the KV is wrong, or None if the request was given up. A closed connection does not end the wait."""
+        """Return "" if the KV is right, a description if it is wrong, or None if the request was given up. A closed
+        connection does not end the wait."""
         reason: dict[str, Any] = {"type": "abort", "message": "Aborted by AbortReq.", "status_code": 500}
         if "bootstrap_room" not in body:
             text = "Invalid request: Disaggregated request received without bootstrap room id."

@@ -1,4 +1,4 @@
-"""Test `baton compare --engines` over stub servers: a verdict with proof that KV moved, and none if it did not."""
+"""Test `baton compare --engines` over stub servers: there is a verdict only with proof that KV moved."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_replicas_and_a_pair_are_compared_on_the_same_servers(tmp_path: Path, en
     status, output = compared(tmp_path, engines)
     report = report_in(tmp_path)
     assert status == (0 if report["valid"] else 1), output
-    assert not report["problems"] or "invalid" in report["problems"][0], output  # on a busy machine
+    assert not report["problems"] or "invalid" in report["problems"][0], output  # runs on a busy machine can be invalid
     assert report["tokens"]["compared"]
     assert report["tokens"]["equal"]
     assert report["parity"]["equal"]
@@ -70,7 +70,8 @@ def test_replicas_and_a_pair_are_compared_on_the_same_servers(tmp_path: Path, en
     for run in runs:
         assert (run["kv"]["bytes"] > 0, run["kv"]["handoffs"] > 0) == (run["arm"] == "disaggregated:1p1d",) * 2
     salts = [{body["cache_salt"] for body in engines.get(name, "calls")} for name in engines.ports]
-    assert len(salts[0] | salts[1]) == 1 + 2 * (1 + len({run["seed"] for run in report["runs"]}))  # probe, arm x seed
+    # The probe has a salt. Each of the two arms has a salt for the preflight and a salt for each seed.
+    assert len(salts[0] | salts[1]) == 1 + 2 * (1 + len({run["seed"] for run in report["runs"]}))
     assert "no strip" in output
 
 

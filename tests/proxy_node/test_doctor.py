@@ -20,7 +20,8 @@ NAMES = ["server", "tokens", "answers", "cancels", "salts"]
 
 @asynccontextmanager
 async def examined(peer: bool = False, **knobs: Any) -> AsyncIterator[tuple[list[Finding], VllmStub]]:
-    """Examine a server, or a pair whose second server has these knobs. Yield the findings, and the last server."""
+    """Examine a server with these knobs. If `peer`, examine a pair whose second server has the knobs. Yield the
+    findings, and the stub of the last server."""
     stubs = [VllmStub(connector="nixl"), VllmStub(**{"connector": "nixl"} | knobs)] if peer else [VllmStub(**knobs)]
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(stub.serve()) for stub in stubs]

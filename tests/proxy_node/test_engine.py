@@ -1,5 +1,5 @@
-"""Test the client of an engine, against a server that speaks vLLM's API and, with `-m exhaustive` and BATON_PEER_VLLM
-(see benchmarks/peers/install.sh), against vLLM itself."""
+"""Test the client of an engine against a stub of vLLM's API. With `-m exhaustive` and BATON_PEER_VLLM (see
+benchmarks/peers/install.sh), also test it against vLLM itself."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ KINDS = ["stub", pytest.param("vllm", marks=[pytest.mark.exhaustive, pytest.mark
 
 @pytest.fixture(scope="module", params=KINDS)
 def server(request: pytest.FixtureRequest) -> Any:
-    """ "", for a stub in the test's event loop, or the URL of a vLLM server."""
+    """Yield "" for a stub in the event loop of the test, or the URL of a vLLM server."""
     if request.param == "stub":
         yield ""
         return

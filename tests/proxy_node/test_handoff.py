@@ -1,5 +1,5 @@
-"""Test the handoff of a prompt between two proxy nodes and two stub engines, which answer with wrong tokens, as vLLM does,
-if KV is read twice or after its lease."""
+"""Test the handoff of a prompt between two proxy nodes with stub engines. As vLLM does, the engines answer with wrong
+tokens if KV is read twice or after its lease."""
 
 import asyncio
 import json
@@ -114,11 +114,12 @@ async def test_an_answer_of_one_token_needs_no_handoff(count: int, stop: bool) -
         assert prefill.line.finishes("a") == ["stop" if stop else "length"]
         assert prefill.line.tokens("a") == first
         assert decode.stub.calls == []
-        assert len(prefill.stub.leases) == stop  # if the end is known, no KV is kept that no one reads
+        assert len(prefill.stub.leases) == stop  # with max_tokens 1, no KV is kept
 
 
 async def test_kv_that_may_have_expired_is_not_used() -> None:
-    """The decode engine is too slow: the request fails before the lease ends, and the retry computes the prompt again."""
+    """The decode engine is too slow. The request fails before the lease ends, and the retry computes the prompt
+    again."""
     async with pair(lease_s=1.0) as (prefill, decode):
         decode.stub.set({"read_s": 3.0})
         prefill.line.submit(handed(decode, "a", 20))

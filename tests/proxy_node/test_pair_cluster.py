@@ -22,7 +22,7 @@ from tests.proxy_node.clusters import (
 from tests.proxy_node.vllm_stub import answer
 
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-SHORT = (kill_engine, break_engine, kill_proxy)  # the other faults take minutes; replicas are tested with all faults
+SHORT = (kill_engine, break_engine, kill_proxy)  # other faults take minutes; test_cluster.py tests all
 CASES = [pytest.param(act, marks=() if act in SHORT else pytest.mark.exhaustive, id=act.__name__) for act in ACTS]
 
 

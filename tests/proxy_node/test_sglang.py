@@ -1,4 +1,4 @@
-"""Test proxy nodes of SGLang servers, against a stub of their API: no SGLang has run here."""
+"""Test proxy nodes of SGLang servers, against a stub of their API. No proxy node has been tested with a real SGLang."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager

@@ -1,4 +1,5 @@
-"""Test pairs of SGLang servers, prefill and decode, against a stub of their protocol: no SGLang has run here."""
+"""Test pairs of SGLang servers, prefill and decode, against a stub of their protocol. No proxy node has been
+tested with a real SGLang."""
 
 import subprocess
 import sys
@@ -74,7 +75,7 @@ async def test_the_answer_is_that_of_one_server(is_incremental: bool) -> None:
 
 @pytest.mark.parametrize("fault", ["refuse_503", "no_transfer", "cut_prompt"])
 async def test_a_failed_prefill_ends_the_wait_of_the_decode_server_at_once(fault: str) -> None:
-    """The decode server alone would wait for 300 s, or generate from an incomplete KV."""
+    """Without an abort, the decode server would wait for 300 s, or generate from incomplete KV."""
     async with pair() as (prefill, decode):
         prefill.stub.set({fault: 1})
         prefill.line.submit(handed(decode, "a", 20))

@@ -1,4 +1,5 @@
-"""Test the plugin that reports a vLLM server's steps, with stand-ins of vLLM's classes, and what a proxy node makes of it."""
+"""Test the plugin that reports the steps of a vLLM server, with stand-ins for vLLM's classes. Also test how a proxy
+node uses the reports."""
 
 import json
 import socket

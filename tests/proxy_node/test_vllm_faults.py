@@ -1,9 +1,10 @@
-"""Test two real vLLM servers under load: each server, each proxy node and each of the router's connections ends, freezes
-and comes back, 25 times as a prefill and a decode engine and 25 times as replicas.
+"""Test two real vLLM servers under load, with 50 faults: a server, a proxy node or a connection of the router ends or
+freezes, and is repaired. During 25 faults, the servers are a prefill and a decode engine. During the other 25, they are
+replicas.
 
-Each start of a server takes a minute and 2 GB, and the test half an hour on an idle machine. `BATON_PEER_VLLM=… pytest
--m exhaustive -s tests/proxy_node/test_vllm_faults.py` prints every fault; benchmarks/peers/install.sh installs the
-interpreter.
+Each start of a server takes a minute and 2 GB. The test takes half an hour on an idle machine. `BATON_PEER_VLLM=…
+pytest -m exhaustive -s tests/proxy_node/test_vllm_faults.py` prints every fault; benchmarks/peers/install.sh installs
+the interpreter.
 """
 
 import itertools
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(not VLLM, reason="BATON
 NODES = ("prefill-0", "decode-0")
 ADVERTISED = "127.0.0.7"
 LENGTH = 400
-TIMEOUTS = {"stuck_s": 10.0, "node_timeout_s": 5.0}  # both are for a busy machine
+TIMEOUTS = {"stuck_s": 10.0, "node_timeout_s": 5.0}  # long enough for a busy machine
 SAMPLED = {"temperature": 1.0, "seed": 3}
 
 
@@ -85,7 +86,7 @@ FAULTS: tuple[Fault, ...] = (
 
 
 class Load:
-    """Threads that stream greedy answers, and one that requests sampled ones. Every answer is checked."""
+    """Threads that stream greedy answers, and a thread that requests sampled answers. Every answer is checked."""
 
     def __init__(self, running: Cluster) -> None:
         self._running = running
@@ -107,7 +108,7 @@ class Load:
             try:
                 work()
                 self.answers += 1
-            except Exception as error:  # noqa: BLE001 - whatever a client sees
+            except Exception as error:  # noqa: BLE001 - any error is a problem
                 self.problems.append(f"{type(error).__name__}: {error}")
 
     def _stream(self) -> None:

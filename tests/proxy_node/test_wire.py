@@ -96,7 +96,7 @@ def test_an_event_with_other_tokens_than_asked_for_is_malformed(event: dict[str,
 
 def test_an_event_without_an_end_is_cut_off() -> None:
     reader = EventReader(1_000_000, 2, 2048)
-    reader.feed(b"data: {" + b" " * 10_000_000)  # the first event repeats the prompt
+    reader.feed(b"data: {" + b" " * 10_000_000)  # the first event repeats the prompt, which is long
     with pytest.raises(EngineFailure, match="longer"):
         EventReader(3, 2, 2048).feed(b"data: {" + b" " * 2_000_000)
 

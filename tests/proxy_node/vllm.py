@@ -1,4 +1,4 @@
-"""Starts real vLLM servers with the demo model, for tests that run only if BATON_PEER_VLLM names an interpreter."""
+"""Start real vLLM servers with the demo model, for tests that run only if BATON_PEER_VLLM names an interpreter."""
 
 import json
 import os
@@ -69,8 +69,8 @@ class VllmServer:
 def served(
     roles: Sequence[str], *flags: str, model: Path = DEMO, **settings: Any
 ) -> Iterator[tuple[Cluster, dict[str, VllmServer]]]:
-    """A router and a proxy node for each of new servers, by name. `roles` are those of the nodes, and `settings` those
-    of the cluster."""
+    """Start a router, and a server with a proxy node for each of `roles`. Yield the cluster, and the servers by name.
+    `settings` are those of the cluster."""
     names = [f"{role}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
     with tempfile.TemporaryDirectory(prefix="baton-vllm-") as directory:
         servers = {name: VllmServer(Path(directory) / f"{name}.log", *flags, model=model) for name in names}

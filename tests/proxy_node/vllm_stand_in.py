@@ -1,4 +1,5 @@
-"""The classes of vLLM 0.32 and 0.33 that its plugin sees, with the fields that it reads (v1/metrics/stats.py)."""
+"""The classes of vLLM 0.32 and 0.33 that Baton's plugin uses, with the fields that the plugin reads
+(v1/metrics/stats.py)."""
 
 import importlib.util
 import sys
@@ -60,6 +61,6 @@ def step_logger() -> Any:
 
 
 def stats(number: int, prompts: tuple[int, int], decodes: int, elapsed_ms: float, cached: int = 0) -> SchedulerStats:
-    """Return what the scheduler reports after a step with `prompts` = number of requests and of tokens."""
+    """Return what the scheduler reports after a step. `prompts` has the number of prompts and of their tokens."""
     details = SchedulerIterationDetails(number, *prompts, decodes, decodes, elapsed_ms)
     return SchedulerStats(max(1, decodes), 0, details, PrefixCacheStats(hits=cached))

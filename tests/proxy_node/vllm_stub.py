@@ -1,11 +1,13 @@
-"""A server with the parts of vLLM 0.32's API that a proxy node uses, as recorded; it generates tokens by a hash.
+"""A server with the parts of the API of vLLM 0.32 that a proxy node uses, as recorded from vLLM. Each generated token
+is a hash of the tokens before it.
 
-`python -m tests.proxy_node.vllm_stub --port 8100 --knobs '{"token_s": 0.01}'`. `POST /knobs` changes knobs at run time,
-and `GET /calls` returns the bodies of all completions. A knob in `FAULTS` injects as many faults as its value says.
+Start it with `python -m tests.proxy_node.vllm_stub --port 8100 --knobs '{"token_s": 0.01}'`. `POST /knobs` changes
+knobs at run time, and `GET /calls` returns the bodies of all completions. A knob in `FAULTS` injects as many faults as
+its value says.
 
-With the connector NIXL, a server keeps the blocks of a prompt for its lease, and another one reads them by HTTP. As vLLM
-does, it answers with wrong tokens and status 200 if the blocks were read before or the lease has ended; `GET /handoffs`
-counts these cases as `misused`.
+With the connector NIXL, a server keeps the blocks of a prompt until their lease ends, and another server reads the
+blocks by HTTP. As in vLLM, the reading server answers with wrong tokens and status 200 if the blocks were read before
+or the lease has ended. `GET /handoffs` counts these cases as `misused`.
 """
 
 import argparse
@@ -28,9 +30,9 @@ DEMO = Path(__file__).parents[2] / "demo" / "model"
 METRICS = (Path(__file__).parent / "vllm_0.32_metrics.txt").read_text()
 VOCABULARY, BLOCK_TOKENS, NUM_BLOCKS = 2048, 16, 4096
 KNOBS: dict[str, Any] = {
-    "token_s": 0.002,  # time of a token
+    "token_s": 0.002,  # time to generate a token
     "tokens_per_event": 1,
-    "resumes_seeded": True,  # False: draws depend on the number of the token in this call, as in vLLM's runner V1
+    "resumes_seeded": True,  # False: draws depend on the position of the token in this call, as in vLLM's runner V1
     "repeats": True,  # False: every answer differs
     "max_model_len": 8192,
     "version": "0.32.0",
@@ -42,10 +44,10 @@ KNOBS: dict[str, Any] = {
     "is_unhealthy": False,
     "connector": "",  # or "nixl"
     "block_size": BLOCK_TOKENS,  # only in /metrics
-    "caches": True,  # prefixes
+    "caches": True,  # keeps prompts in the prefix cache
     "ignores_salts": False,
     "ignores_params": False,  # computes prompts instead of reading their KV
-    "never_drops": False,  # requests continue without their connection
+    "never_drops": False,  # requests continue after their connection has closed
     "lease_s": 30.0,
     "read_s": 0.0,  # time to read the KV of a prompt
     "steps_socket": "",  # where the plugin reports steps
@@ -65,7 +67,7 @@ def next_token(tokens: list[int], draw: str = "") -> int:
 
 
 def answer(prompt: list[int], count: int, draw: str = "") -> list[int]:
-    """Return this server's greedy answer or, with `draw` = `seed N`, the answer of a seed."""
+    """Return the greedy answer of this server. If `draw` is "seed N", return the answer for this seed."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens, draw))
@@ -180,7 +182,8 @@ class VllmStub:
         return web.json_response(self.handoffs | {"blocks_kept": self.num_blocks_kept})
 
     async def _get_kv(self, request: web.Request) -> web.Response:
-        """Hand out the KV of a prompt, or memory that may have been reused. A former incarnation cannot be read."""
+        """Reply whether the KV of a prompt is valid, that is, whether its memory cannot have been reused. For the id of
+        a former incarnation, reply with status 404."""
         if request.match_info["engine"] != self.engine_id:
             return web.Response(status=404)
         end, _ = self.leases.pop(request.match_info["request"], (0.0, 0))
@@ -204,7 +207,8 @@ class VllmStub:
         return bool(params.get("do_remote_prefill")) and not self.knobs["ignores_params"]
 
     async def _read(self, body: dict[str, Any]) -> str:
-        """Read the KV of a prompt from another server. Return "" if it is right, or how the answer is wrong."""
+        """Read the KV of a prompt from another server. Return "" if the KV is right, or else how the answer is
+        wrong."""
         params = body["kv_transfer_params"]
         await asyncio.sleep(self.knobs["read_s"])
         names = f"{params['remote_engine_id']}/{params['remote_request_id']}"

@@ -1,7 +1,7 @@
 """Drive a scheduler without a device. KV is a dictionary of slots, and the next token is a hash of the slots read.
 
-A missing, outdated or foreign slot changes the tokens, so correct tokens prove that the block accounting is correct. A
-state is the list of the tokens before it, in each of its rows.
+A missing, outdated or foreign slot changes the tokens, so correct tokens prove that the block accounting is correct.
+Each row of a recurrent state holds the list of the tokens that the state depends on.
 """
 
 import hashlib
@@ -35,7 +35,8 @@ def expected(prompt: list[int], max_tokens: int, salt: bytes = b"") -> list[int]
 
 
 class Guesses(TextDrafter):
-    """Guesses the next tokens, each right with a probability of 0.8, except for requests with a tenant."""
+    """A drafter whose guesses are right with a probability of 0.8. The guesses ignore salts, so they are
+    wrong for requests with a salt."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -48,15 +49,15 @@ class Guesses(TextDrafter):
 
 
 class Copied(NamedTuple):
-    """A slice with the tables that its request had when the step was scheduled, as a device sees them."""
+    """A slice, and the block tables that its request had when the step was scheduled. A device sees these tables."""
 
     piece: Slice
     tables: list[list[int]]
 
 
 class Device:
-    """A device that keeps, for each row and offset, the (salt, token) that was computed there last, and for each row of
-    a state the salt and the tokens."""
+    """A simulated device. For each row and offset, it keeps the (salt, token) that was stored there last. For each row
+    of a state, it keeps the salt, the index of the row in the state, and the tokens."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
@@ -74,7 +75,7 @@ class Device:
                     self.slots[row, offset] = salt, token
 
     def _slice(self, piece: Slice, tables: list[list[int]]) -> list[int]:
-        """Return the sampled tokens: the drafts up to the first wrong one, and one more."""
+        """Return the sampled tokens: the drafts before the first wrong draft, and one more token."""
         request, size = piece.request, self.geometry.block_tokens
         row = [*request.tokens[: piece.end - len(piece.drafts)], *piece.drafts]
         for position in range(piece.start, piece.end):

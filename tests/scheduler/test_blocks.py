@@ -1,4 +1,5 @@
-"""Test the block pool against a simple model: lists of bundles, and the names of those whose content is known."""
+"""Test the block pool against a simple model: lists of bundles of rows, and a name for each bundle whose content is
+known."""
 
 from collections.abc import Iterable
 

@@ -38,7 +38,7 @@ class Served:
 
 
 def serve(budget: Budget, device: Device, num_requests: int = 70, gap_s: float = 0.22) -> Served:
-    """Serve open-loop traffic, a third of it long prompts, on a virtual clock with noise and rare stalls."""
+    """Serve open-loop traffic, on a virtual clock with noise and rare stalls. A third of the prompts are long."""
     rng = random.Random(3)
     scheduler = Scheduler(StepLimits(), 9000, 16, budget=budget)
     fit = CostFit()

@@ -17,8 +17,8 @@ UNLIMITED = DraftLimits(10**6)
 
 
 def looked_up(tokens: list[int], shortest: int, longest: int, limit: int) -> list[int]:
-    """Return the guess by its definition: the tokens after the latest earlier occurrence of the longest suffix,
-    repeated."""
+    """Return the guess by its definition. Find the longest suffix that also occurs earlier in the tokens. The guess
+    repeats the tokens after the latest earlier occurrence."""
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for place in range(len(tokens) - 1 - size, -1, -1):
             if tokens[place : place + size] == tokens[len(tokens) - size :]:
@@ -49,7 +49,7 @@ def test_acceptance_follows_the_guesses() -> None:
     assert history.acceptance > 0.99
     for _ in range(100):
         history.guess = (4, 5)
-        history.compare([7])  # also if the step did not verify the guess
+        history.compare([7])  # counts even if the step did not verify the guess
     assert history.acceptance < 0.01 < first
     before = history.acceptance
     history.compare([7])

@@ -1,4 +1,4 @@
-"""Tests the rows that a geometry counts and orders against a brute-force model."""
+"""Test the rows that a geometry counts and orders, against a brute-force model."""
 
 from hypothesis import given
 from hypothesis import strategies as st

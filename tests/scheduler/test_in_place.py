@@ -1,4 +1,5 @@
-"""Test prompts that one node computes in another's blocks: two schedulers share a device, and no block is copied."""
+"""Test prompts that one node computes in the blocks of another node: two schedulers share a device, and no block is
+copied."""
 
 from hypothesis import given
 from hypothesis import strategies as st

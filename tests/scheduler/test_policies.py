@@ -1,4 +1,5 @@
-"""Test the defining property of each policy under random traffic, with enough blocks that only the policy decides."""
+"""Test the defining property of each policy under random traffic. There are enough blocks, so that only the policy
+limits the steps."""
 
 import random
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ class Seen:
 
     step: Step
     decoding: set[str]  # running requests with one token left to compute
-    behind: dict[str, int]  # tokens left to compute, by request, without those that receive KV
+    behind: dict[str, int]  # tokens left to compute, by request; requests that receive KV are left out
     here: set[str]  # requests that were running or receiving KV
 
     @property

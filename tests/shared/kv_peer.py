@@ -20,7 +20,8 @@ ALL_ROWS = range(NUM_ROWS)
 
 
 class Peer:
-    """A pool whose row i is filled with byte i + 1, and its channel. `lost` has the ids of the writers that it lost."""
+    """A pool whose row i is filled with byte i + 1, and a channel for this pool. `lost` has the ids of the lost
+    writers."""
 
     def __init__(self, memory: HostMemory | FakeDeviceMemory) -> None:
         self.memory = memory
@@ -61,7 +62,7 @@ class Peer:
     async def push(
         self, receiver: "Peer", source: Sequence[int], target: Sequence[int], reservation_id: bytes = b""
     ) -> None:
-        """Push rows to another peer, by default into a new reservation of all its rows."""
+        """Push rows to another peer, by default into a new reservation of all rows of that peer."""
         reservation_id = reservation_id or receiver.granted()
         await self.channel.push(receiver.channel.descriptor(), reservation_id, source, target)
 

@@ -255,7 +255,7 @@ async def test_a_receiver_killed_in_mid_push_fails_the_push_and_all_after_it(
     for push in pushes:
         with pytest.raises(PeerLostError):
             await asyncio.wait_for(push, PATIENCE_S)
-    await until(lambda: num_mappings() == before)  # without another push
+    await until(lambda: num_mappings() == before)  # the mapping is removed without another push
     with pytest.raises(PeerLostError):
         await writer.channel.push(*arguments, [0], [0])
     await until(lambda: num_threads() == threads_before)
@@ -317,7 +317,7 @@ async def test_a_push_ends_with_an_error_when_its_channel_closes(pair: tuple[Pee
     for push in pushes:
         with pytest.raises(PeerLostError):
             await push
-    await until(lambda: receiver.lost == [writer.incarnation])  # after the last byte was written
+    await until(lambda: receiver.lost == [writer.incarnation])  # the loss is reported after the last byte was written
     await was_stopped_for_good(receiver)
     await writer.channel.close()
     with pytest.raises(ChannelError, match="closed"):

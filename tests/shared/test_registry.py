@@ -43,7 +43,7 @@ from tests.simulation.redis import FakeRedis
 
 INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
 BEAT_S = 0.03
-LEASE_S = 1.0  # longer than a lease, which lasts a few heartbeats
+LEASE_S = 1.0  # longer than the leases of the tests, which last a few heartbeats
 
 
 async def joins_and_updates(node: Announcer, registry: Registry) -> None:

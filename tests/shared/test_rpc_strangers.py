@@ -211,8 +211,8 @@ async def test_cancelled_calls_are_released_even_if_they_never_started() -> None
                 client.transport.write(client.http.data_to_send())
                 assert await wait_until(lambda: begun > ended, WAIT_S)
             client.http.reset_stream(stream)
-            client.transport.write(client.http.data_to_send())  # most streams send headers and reset together
-        for stream in range(101, 301, 2):  # as many as may be open, so cancelled calls do not count
+            client.transport.write(client.http.data_to_send())  # for most streams, this sends the headers and the reset
+        for stream in range(101, 301, 2):  # the maximum number of open calls: cancelled calls must not count
             client.call(stream, GOOD[:-1], end=False)
         assert await wait_until(lambda: begun - ended == 100, WAIT_S)
 
@@ -247,7 +247,7 @@ async def test_a_client_that_sends_nothing_or_garbage_is_disconnected(
                 client.transport.write(words)
                 await client.end()
             assert await wait_until(lambda: not served.server.connections, WAIT_S)
-        await served.works(identity)  # with the limits of a client on a busy machine
+        await served.works(identity)  # with the usual ping interval, for a busy machine
         assert len(served.received) == 1
 
 

@@ -101,7 +101,7 @@ async def test_an_absent_or_unresponsive_peer_is_a_peer_error() -> None:
 async def test_an_unreachable_peer_is_disconnected_but_a_pause_of_this_process_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The peer's messages still arrive. Only missing replies to pings show that it does not receive ours."""
+    """Messages from the peer still arrive. Only the missing replies to pings show that the peer receives nothing."""
     monkeypatch.setattr(grpc_connection, "PING_S", 0.05)
     async with over_a_relay() as (relay, channel):
         relay.harm = Harm(silent=frozenset({"up"}))

@@ -1,8 +1,10 @@
 """Simulated KV channels with faults. They are of two kinds, as in `shared.kv.channel`.
 
-Fenced (like tcp): the receiver's process checks the reservation of each row. Rows may arrive late, after a partition or
-a freeze. One-sided (like shm): while its connection is open, the writer's process writes into the peer's memory without
-a check of the reservation, so a frozen writer continues where it stopped.
+In a fenced channel (like tcp), the process of the receiver checks the reservation of each row. Rows may arrive late,
+after a partition or a freeze.
+
+In a one-sided channel (like shm), the process of the writer writes into the memory of the receiver while the connection
+is open. Reservations are not checked, so a frozen writer that resumes continues to write where it stopped.
 """
 
 import asyncio
@@ -24,7 +26,8 @@ FAULTS = ("stall", "drop", "flip", "swap", "duplicate", "refuse")
 
 
 class SimMemory:
-    """An implementation of KVMemory. Its rows start with a fill pattern: tokens computed from an unwritten row are wrong."""
+    """An implementation of KVMemory. Its rows start with a fill pattern: tokens computed from an unwritten row are
+    wrong."""
 
     sums = "xxh3"
 
@@ -41,7 +44,8 @@ class SimMemory:
 
 @dataclass(slots=True)
 class Exchange:
-    """All channels of a simulation. It draws at most one fault per push, and at most `num_faults` faults in total."""
+    """All channels of a simulation. An exchange draws at most one fault per push, and at most `num_faults` faults in
+    total."""
 
     network: Network
     random: Random
@@ -148,7 +152,7 @@ class SimChannel:
             self._on_writer_lost(incarnation_id)
 
     def land(self, reservation_id: bytes, row: int, data: NDArray[np.uint8]) -> bool:
-        """Write one row if the reservation includes it. Return whether it does."""
+        """Write one row if the reservation includes it. Return whether the row was written."""
         if row not in self._granted.get(reservation_id, frozenset()):
             self._exchange.reached("channel: a row without a reservation is dropped")
             return False

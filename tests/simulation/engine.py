@@ -1,7 +1,7 @@
 """The engine without its thread: each iteration of its loop is a callback on virtual time, followed by an audit.
 
-Only the waiting is simulated; the rest is the real `Engine`. The audit is that of the scheduler, after every iteration
-and not only now and then.
+Only waiting is simulated. Everything else is the code of the real `Engine`. The audit of the scheduler, which a real
+engine runs only now and then, runs after every iteration.
 """
 
 import asyncio
@@ -141,7 +141,7 @@ class SimEngine(Engine):
             self.world.violate(f"{self.process}: {num_free} blocks are free, but the step in flight uses them")
 
     def _blocks_in_flight(self) -> list[int]:
-        """Return the rows that the step in flight uses. A slice reads what its first token sees."""
+        """Return the rows that the step in flight uses. A slice reads all rows that its first token sees."""
         pending, geometry = self._flight.pending if self._flight is not None else None, self._scheduler.geometry
         rows: list[int] = []
         for slice_, tables in pending.slices_and_tables() if isinstance(pending, Launched) else ():
@@ -157,7 +157,8 @@ class SimEngine(Engine):
 
 
 class PlanGuesses(TextDrafter):
-    """Guesses the tokens of the scenario's answers, each right with a probability of 0.8."""
+    """A drafter that knows the answers of the scenario. Each token that it guesses is right with a probability of
+    0.8."""
 
     def __init__(self, rows: Sequence[Sequence[int]], seed: int) -> None:
         """`rows` are prompts with their answers."""
@@ -188,7 +189,8 @@ class SimWatchdog(Watchdog):
 
 
 class SimRunner(HashRunner):
-    """The hash model. If `ahead` is set, a step runs only when its result is awaited, with its blocks at launch."""
+    """The hash model. If `ahead` is set, a step runs only when its result is awaited, but with the block tables that it
+    had at its launch."""
 
     can_run_ahead = True
 

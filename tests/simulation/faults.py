@@ -136,7 +136,7 @@ class Faults:
     # ---- faults at failpoints --------------------------------------------------------------------------------------
 
     def at_site(self, site: str, detail: str) -> None:
-        """Inject the scenario's faults for this site. Raises Died if one kills the process, or FailpointError."""
+        """Inject the scenario's faults for this site. Raises Died if a fault kills the process, or FailpointError."""
         process = CURRENT.get()
         self.world.reached(f"site {site}")
         if not process.alive:

@@ -58,7 +58,8 @@ class Host:
         return self.process.alive
 
     def start(self) -> None:
-        """Start a new process. If the host had vanished, the peers of the old process now see its connections reset."""
+        """Start a new process. If the host had vanished, reset the connections of the old process, so that its peers
+        notice."""
         if self.is_silent:
             self.is_silent = False
             self.world.network.died(self.process, silent=False)

@@ -1,6 +1,8 @@
-"""Mutations, each of which breaks the system in one place. If the simulation misses a mutation, it has a gap.
+"""Mutations, each of which breaks the system in one place. If the simulation misses a mutation, the simulation has a
+gap.
 
-`MUTATIONS[name]` is a seed that detects the mutation and a function that returns a context manager to apply it.
+`MUTATIONS[name]` is a pair: a seed that detects the mutation, and a function that returns a context manager. The
+context manager applies the mutation.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,9 +1,9 @@
 """TCP between simulated processes. The bytes of a connection arrive in order, but they may be late, split or missing.
 
-A cut link loses no byte: data in flight arrives after the cut ends, as retransmissions would. A single connection can
-stall, as after lost segments. Its data and its end may then arrive after data that was sent later over another
-connection to the same process. If a process dies, its connections are reset; if its host vanishes, they are not, and
-its peers are not notified.
+A cut link loses no byte: data in flight arrives after the cut ends, as if it were retransmitted. A single connection
+can stall, as after lost segments. The data and the end of a stalled connection may arrive after data that was sent
+later over another connection to the same process. If a process dies, its connections are reset. If its host vanishes,
+its connections are not reset, and its peers are not notified.
 """
 
 import asyncio

@@ -64,7 +64,7 @@ def simulated(world: Any) -> Iterator[None]:
             logger.setLevel(logging.WARNING)
         stack.callback(random.setstate, before)
         if gc.isenabled():
-            gc.disable()  # the times of collections depend on earlier runs in this process
+            gc.disable()  # the times of collections would depend on earlier runs in this process
             stack.callback(gc.enable)
         yield
 

@@ -216,7 +216,7 @@ def _behave(random: Random, plan: RequestPlan) -> None:
 
 
 def _faults(random: Random) -> list[Fault]:
-    """Draw the faults: none in some seeds, one in most seeds, and several in a few."""
+    """Draw the faults. Most seeds have one or two faults, some have none, and a few have more."""
     count = random.choice((0, 1, 1, 1, 1, 2, 2, 3, 5))
     faults = []
     for _ in range(count):

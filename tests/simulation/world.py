@@ -93,7 +93,7 @@ class World:
         self.note("all faults end")
         await asyncio.gather(*running)
         await self._within(ANSWER_S, lambda: [c.plan.id for c in self.clients if not c.outcome], "has no answer")
-        await asyncio.sleep(0.1)  # time for clients that cancel to disconnect
+        await asyncio.sleep(0.1)  # let the clients that cancel disconnect
         await self._within(REST_S, lambda: unbalanced(self), "is still held")
         await self._within(START_S, self._missing, "is not connected again")
         for text in at_the_end(self):

@@ -1,4 +1,4 @@
-"""Drive one simulated node with drawn commands, and record the contents and times of all its steps."""
+"""Drive one simulated node with randomly drawn commands, and record the contents and times of all its steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -74,7 +74,8 @@ def work(draw: st.DrawFn) -> Work:
 
 @dataclass
 class Run:
-    """One run of a node. As its listener, it records members of steps, and requests with the times of their ends."""
+    """One run of a node, which also listens to the node. It records the members of each step, and when each request
+    ends."""
 
     work: Work
     skips: bool

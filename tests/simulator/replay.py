@@ -1,4 +1,4 @@
-"""Replays a recording of a live node (see `benchmarks/recording.py`) in the simulator."""
+"""Replay a recording of a live node (see `benchmarks/recording.py`) in the simulator."""
 
 import gzip
 import json
@@ -81,7 +81,8 @@ class RecordedTimes(StepTimes):
 
 
 class Replay:
-    """A simulated node that gets the requests before the same steps as the live one. `steps` are its own steps."""
+    """A simulated node that gets each request before the same step as the live node. `steps` are the simulated
+    steps."""
 
     def __init__(self, recording: Recording) -> None:
         self.steps: list[tuple[Members, list[int]]] = []

@@ -1,4 +1,4 @@
-"""Test that a simulated node that skips stretches of decodes does the same as one that decides every step."""
+"""Test that a simulated node that skips stretches of decodes does the same as a node that decides every step."""
 
 from dataclasses import astuple
 

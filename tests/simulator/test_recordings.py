@@ -1,4 +1,4 @@
-"""Test against recordings of live nodes that the simulated node decides every step as the live one did."""
+"""Test, with recordings of live nodes, that a simulated node decides every step as the live node did."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_every_step_has_the_composition_of_the_live_step(name: str) -> None:
 
 
 def test_the_recordings_have_prefix_hits_mixed_steps_and_preemptions() -> None:
-    """Otherwise, the replays would prove little."""
+    """Without these cases, the replays would prove little."""
     ample, scarce = Recording("stall_free"), Recording("scarce_blocks")
     firsts = {}
     for step in ample.steps:

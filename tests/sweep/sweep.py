@@ -1,4 +1,4 @@
-"""Runs a class of transformers that predicts text through Baton's KV pool, and compares its answers."""
+"""Run a class of transformers that predicts text through Baton's KV pool, and compare answers with transformers."""
 
 import tempfile
 from random import Random

@@ -1,4 +1,4 @@
-"""Derives tiny configurations of transformers' decoders from the fields of their configuration classes."""
+"""Derive tiny configurations of transformers' decoders from the fields of their configuration classes."""
 
 import re
 from dataclasses import fields
@@ -9,7 +9,7 @@ import transformers
 from transformers import PretrainedConfig
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, WINDOW = 4, 64, 4, 2, 16, 4, 6
-# Sizes by words in the names of fields; the first match is used. Fields without a default size keep none.
+# Sizes by words in the names of fields; the first match is used. Fields whose default is not a size are left out.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions|context_length", 256),
     (r"(num_|n_)?(hidden_|decoder_|encoder_|text_)*(layers?|blocks)", LAYERS),
@@ -83,7 +83,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(architecture: str, vocabulary: int = 97) -> Any:
-    """Return a random model of `tiny`. Its embeddings are large, so that answers do not repeat one token."""
+    """Return a random model with the configuration `tiny`. Its embeddings are large, so that answers do not repeat one
+    token."""
     torch.manual_seed(7)
     model = getattr(transformers, architecture)._from_config(tiny(architecture, vocabulary)).eval()
     for name, parameter in model.named_parameters():
@@ -114,7 +115,7 @@ def sizes(kind: type[PretrainedConfig], vocabulary: int, given: dict[str, Any]) 
             found[field.name] = sizes(type(part), vocabulary, given.get(field.name, {}))
         elif (size := tiny_value(field.name, value, "int" in str(field.type), vocabulary)) is not None:
             found[field.name] = size
-    if found.get("kv_lora_rank"):  # latents are the keys and values of all heads
+    if found.get("kv_lora_rank"):  # the latents hold the keys and values of all heads
         found["num_key_value_heads"] = HEADS
     return {name: size for name, size in found.items() if name not in given or isinstance(size, dict)} | {
         name: size for name, size in given.items() if not isinstance(found.get(name), dict)
@@ -136,7 +137,7 @@ def tiny_value(name: str, value: Any, is_size: bool, vocabulary: int) -> Any:
 
 
 def some_of_each(values: list[Any]) -> list[Any]:
-    """Return the kinds of `LAYERS` layers, in order, with each kind if possible."""
+    """Return `LAYERS` of the layer kinds in `values`, in the same order. Include every kind if possible."""
     firsts = [values.index(value) for value in dict.fromkeys(values)][:LAYERS]
     others = [index for index in range(len(values)) if index not in firsts][: LAYERS - len(firsts)]
     return [values[index] for index in sorted((*firsts, *others))]

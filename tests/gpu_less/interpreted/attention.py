@@ -108,7 +108,7 @@ def test_soft_caps_and_sinks(dtype: torch.dtype, window: int, softcap: float, si
     ("dtype", "head_dim", "heads"), thinned([(torch.float32, 16, 4), (torch.bfloat16, 160, 20)], 2)
 )
 def test_heads_of_twice_the_size(dtype: torch.dtype, head_dim: int, heads: int) -> None:
-    """If heads of 320 are large, several programs use a key head."""
+    """If heads have the large size 320, several programs work on one key head."""
     pool = pool_of(4, head_dim, 16, dtype, NUM_BLOCKS, CPU)
     pool.tensor.normal_(generator=torch.Generator().manual_seed(2))
     batch = batch_of([(39, 40), (0, 11), (7, 9)], 16, NUM_BLOCKS, CPU)

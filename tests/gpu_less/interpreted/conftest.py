@@ -29,7 +29,8 @@ def _numbers_for_dot() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _rounding_to_float8() -> None:
-    """Make conversions to float8 round as a GPU does. The interpreter loses the carry to the exponent: 126 becomes 64."""
+    """Make conversions to float8 round as a GPU does. The interpreter loses a carry into the exponent: 126 becomes 64
+    instead of 128."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -1,4 +1,4 @@
-"""A browser for the tests of pages."""
+"""A browser for tests of web pages."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="the tests of pag
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser here (looked for {', '.join(NAMES)})")
-REFUSED = "Failed to load resource"  # the browser logs this line for an error status
+REFUSED = "Failed to load resource"  # the browser logs this for an answer with an error status
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def browser() -> Iterator[Any]:
 
 
 class Pages:
-    """Opens pages, and collects the errors and warnings that they log in `problems`."""
+    """Opens pages, and collects in `problems` the errors and warnings that the pages log."""
 
     def __init__(self, browser: Any) -> None:
         self.problems: list[str] = []
@@ -34,7 +34,7 @@ class Pages:
     def __call__(
         self, url: str, width: int = 1400, scheme: str = "light", prepare: Callable[[Any], object] = lambda _: None
     ) -> Any:
-        """Open a page. `prepare` is called with the page before it loads anything."""
+        """Open a page. `prepare` is called with the page before the page loads anything."""
         context = self._browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self._contexts.append(context)
         page = context.new_page()
@@ -46,7 +46,7 @@ class Pages:
         return page
 
     def allow_refusals(self) -> None:
-        """Allow the lines that the browser has logged for answers with an error status."""
+        """Ignore the lines that the browser has logged so far for answers with an error status."""
         self.problems[:] = [line for line in self.problems if not line.startswith(REFUSED)]
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Pages:
 
 @pytest.fixture
 def pages(browser: Any) -> Iterator[Pages]:
-    """Open pages. No page may log an error or a warning before the end of the test."""
+    """Provide a `Pages`. After the test, fail if a page has logged an error or a warning."""
     opened = Pages(browser)
     yield opened
     opened.close()

@@ -1,4 +1,4 @@
-"""Check the refusals of commands."""
+"""A helper for tests of commands that refuse their settings."""
 
 from collections.abc import Callable
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # because test workers and nodes share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # test workers and nodes share the cores
 
-gc.disable()  # until the tests are collected, because collections take a third of the time of their imports
+gc.disable()  # until the tests are imported: garbage collections take a third of the time of the imports
 
-# Environments created before Pillow became a dependency lack it until `make` installs it.
+# Environments created before Pillow became a dependency have no Pillow until `make` installs it.
 collect_ignore_glob = [] if importlib.util.find_spec("PIL") else ["*/test_images.py"]
 UNCHECKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # no example changes a fixture
 settings.register_profile("short", settings(), max_examples=40, deadline=None, suppress_health_check=UNCHECKED)
@@ -59,8 +59,8 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _restored_logging() -> Iterator[None]:
-    """Undo the process-wide configuration of a process's start: handlers, which write to the stderr of one test, and
-    the switch interval of threads."""
+    """Undo the settings that the start of a router or node makes for the whole process: log handlers, which write to
+    the stderr of one test, and the switch interval of threads."""
     root, interval_s = logging.getLogger(), sys.getswitchinterval()
     handlers, level = root.handlers[:], root.level
     yield

@@ -26,8 +26,8 @@ PRODUCT = (
 )
 TREES = (*PRODUCT, "benchmarks", "demo", "tests")
 
-# Only the constant False is allowed. The modules and functions that can execute the data that they read are banned by
-# `banned-api` in pyproject.toml.
+# The only allowed value of an option is the constant False. Modules and functions that can execute the data that they
+# read are banned by `banned-api` in pyproject.toml.
 OPTIONS = {"shell", "allow_pickle", "trust_remote_code"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 METHODS = {"recv_pyobj", "send_pyobj", "load_module"}
@@ -44,7 +44,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def forbidden(tree: ast.AST) -> Iterator[str]:
-    """Yield a description of each call that can execute data or allows remote code, and that ruff cannot ban."""
+    """Yield a description of each call that can execute data or allow remote code, if ruff cannot ban the call."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -108,7 +108,7 @@ def exposed_exceptions(tree: ast.AST) -> Iterator[int]:
 
 
 def is_a_field(name: ast.Name, within: ast.expr) -> bool:
-    """Return whether only a field of the exception is read, such as `error.status`: `str(error)` may be any text."""
+    """Return whether only a field of the exception is read, such as `error.status`. `str(error)` may be any text."""
     return any(isinstance(part, ast.Attribute) and part.value is name for part in ast.walk(within))
 
 

@@ -1,7 +1,7 @@
 """Test the API against our OpenAPI document and OpenAI's. `make schemathesis CASES=50000` tests a live cluster.
 
 Every answer must have a status below 500 and the content type and schema that the document states. Some requests are
-valid and some are deliberately invalid; they may contain NUL characters.
+valid and some are deliberately invalid. Both kinds of requests may contain NUL characters.
 """
 
 import argparse
@@ -32,8 +32,8 @@ Document = dict[str, Any]
 
 
 def openai_document() -> Document:
-    """Return OpenAI's document, reduced to the API that we serve. The document is changed so that logprobs may be null,
-    because the first token of an echoed prompt has none."""
+    """Return OpenAI's document, reduced to the API that we serve. Logprobs may be null in it, because the first token
+    of an echoed prompt has no logprob."""
     document: Document = json.loads(OPENAI.read_text())
     choices = document["components"]["schemas"]["CreateCompletionResponse"]["properties"]["choices"]
     logprobs = choices["items"]["properties"]["logprobs"]["anyOf"][0]["properties"]
@@ -52,7 +52,7 @@ def asking_for(model: str, document: Document) -> Document:
 
 
 def check(app: Any, document: Document, cases: int, base: str = "http://router") -> Counter[int]:
-    """Send `cases` requests of each operation and mode to an ASGI app. Return the number per status."""
+    """Send `cases` valid and `cases` invalid requests of each operation to an ASGI app. Count the answers by status."""
     schema = schemathesis.openapi.from_dict(document)
     schema.app = app
     statuses: Counter[int] = Counter()
@@ -71,7 +71,7 @@ def check(app: Any, document: Document, cases: int, base: str = "http://router")
             def one(case: Any) -> None:
                 statuses[case.call_and_validate(checks=CHECKS, base_url=base).status_code] += 1
 
-            with suppress(Unsatisfiable):  # the operation has no request of this mode
+            with suppress(Unsatisfiable):  # the operation has no requests of this mode
                 one()
     return statuses
 
@@ -109,5 +109,5 @@ def _command(file: Path, base: str, cases: int, number: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the cluster's processes end too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that `cluster` also ends its processes
     sys.exit(main())

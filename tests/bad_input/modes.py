@@ -1,8 +1,8 @@
 """Compare the answers of a disaggregated and a co-located cluster to the same generated requests.
 
 `python -m tests.bad_input.modes --cases 100`. Both clusters get each request, with a fixed seed. Statuses, errors,
-texts, token ids and logprobs must be equal. Ids, times and counts of cached tokens differ. A stream may be divided
-differently, so its texts are joined.
+texts, token ids and logprobs must be equal. Ids, times and counts of cached tokens may differ. The clusters may divide
+a stream into different events, so the texts of all events are joined before the comparison.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from router.http.openapi import POSTS, openapi
 from tests.bad_input.conformance import Document, asking_for, openai_document
 from tests.cluster.harness import cluster
 
-# Fields that are not a function of the request.
+# Fields that may differ between two answers to the same request. They are not compared.
 OWN = {"id", "item_id", "call_id", "request_id", "created", "created_at", "completed_at", "sequence_number"}
 OWN |= {"cached_tokens", "cache_read_input_tokens", "input_tokens"}
 TEXTS = {"text", "content", "delta", "partial_json", "thinking", "token", "arguments", "reasoning", "reasoning_content"}
@@ -43,7 +43,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def joined(events: list[Any]) -> dict[str, Any]:
-    """Return the content of a stream at each path: the joined text, or the different values in their order."""
+    """Return the content of a stream by path: the joined texts, or the distinct values in order of appearance."""
     found: dict[str, Any] = {}
     for event in events:
         for path, value in leaves(event):
@@ -64,7 +64,7 @@ def summary(response: Any) -> Any:
 
 
 def make_repeatable(case: Any) -> None:
-    """Make the request repeatable: fix the seed or, in Anthropic's API, which has no seed, the temperature."""
+    """Make the request repeatable by a fixed seed. Anthropic's API has no seed, so its temperature is set to 0."""
     if isinstance(case.body, dict) and case.path != "/v1/messages/count_tokens":
         if case.path == "/v1/messages":
             case.body["temperature"] = 0
@@ -89,17 +89,17 @@ def compare_operation(strategy: Any, bases: list[str], statuses: Counter[int], c
         assert first == second, f"{case.as_curl_command()}\n{first}\n{second}"
         statuses[answers[0].status_code] += 1
 
-    with suppress(Unsatisfiable):  # the operation has no request of this kind
+    with suppress(Unsatisfiable):  # the operation has no requests of this kind
         one()
 
 
 def compare(document: Document, bases: list[str], cases: int) -> Counter[int]:
-    """Send `cases` valid and invalid requests of each operation to both clusters. Return the number per status."""
+    """Send `cases` valid and `cases` invalid requests of each operation to both clusters. Count them by status."""
     statuses: Counter[int] = Counter()
     for result in schemathesis.openapi.from_dict(document).get_all_operations():
         operation = result.ok()
         if not any(path.endswith(operation.path) for path in (*POSTS, "/v1/models", "/v1/models/{name}", "/version")):
-            continue  # this path shows the cluster's state
+            continue  # the answer at this path depends on the cluster's state
         for mode in schemathesis.GenerationMode:
             strategy = operation.as_strategy(generation_mode=mode)
             compare_operation(strategy, bases, statuses, cases)
@@ -107,7 +107,7 @@ def compare(document: Document, bases: list[str], cases: int) -> Counter[int]:
 
 
 def compare_modes(cases: int) -> dict[str, Counter[int]]:
-    """Compare both modes by our document and by OpenAI's. Raises AssertionError on a difference."""
+    """Compare both modes with requests from our document and from OpenAI's. Raises AssertionError on a difference."""
     with ExitStack() as stack:
         # The hash model gives no logprobs. The context is short, because some cases request all tokens that fit into it.
         options: dict[str, Any] = {"runner": "torch", "max_model_len": 64}
@@ -127,5 +127,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the clusters' processes end too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that `cluster` also ends its processes
     main()

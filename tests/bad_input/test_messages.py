@@ -1,4 +1,4 @@
-"""Test that control messages that no Baton process would send are rejected before use, with the field named."""
+"""Test that malformed control messages are rejected before use, and that the error names the field."""
 
 import math
 import time

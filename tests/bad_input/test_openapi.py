@@ -14,7 +14,7 @@ from tests.bad_input.conformance import asking_for, check, openai_document
 from tests.router.conftest import CHATML, byte_level_tokenizer
 from tests.router.scripted import EOS, MODEL, ScriptedDispatcher
 
-CASES = 2  # number of requests for each operation in each mode, valid and invalid
+CASES = 2  # number of valid requests for each operation, and of invalid ones
 
 
 @pytest.fixture(scope="module")

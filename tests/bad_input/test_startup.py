@@ -204,7 +204,7 @@ LINKS = {"links": {"x": {"latency_s": 0.0, "bytes_per_s": 1e9}}}
 
 def nodes(tmp_path: Path, **changes: Any) -> NodeSettings:
     base: dict[str, Any] = {"model": str(DEMO), "kv_directory": str(tmp_path / "kv"), "runner": "hash", "threads": 1}
-    base |= {"log_level": "error"}  # at the level info, the progress of the start comes before the error
+    base |= {"log_level": "error"}  # at the level info, lines about the start would precede the error
     return NodeSettings(**base | changes)
 
 

@@ -88,7 +88,7 @@ def test_the_child_process_ends_with_its_template() -> None:
     before = set(psutil.Process().children())
     template = ChatTemplate("x", {}, [])
     (process,) = set(psutil.Process().children()) - before
-    process.send_signal(signal.SIGINT)  # Ctrl-C in a terminal also reaches the child, but it is meant for the router
+    process.send_signal(signal.SIGINT)  # Ctrl-C in a terminal also sends this to the child
     assert rendered(template) == "x"
     assert process.is_running()
     del template

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton has whee
 
 
 def measured(directory: Path, *parts: str) -> dict[str, Any]:
-    """Return the report of processes that cannot import the libraries that only a cluster needs."""
+    """Run parts of the benchmark without the libraries that only a cluster needs, and return the report."""
     pytest.importorskip("triton")
     out = directory / "gpu_first_run.json"
     command = [sys.executable, "-c", BARE, "--device", "cpu", "--toy", "--out", str(out), "--only"]

@@ -49,8 +49,8 @@ def main(arguments: list[str]) -> int:
 def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -> tuple[Counter[str], list[str]]:
     """Cancel `count` requests, and inject a random fault into a random node every `fault_every_s` seconds (0: never).
 
-    Return the number of requests with each outcome and of faults of each kind, and the leaks. Raises AssertionError if
-    a node does not come back.
+    Return two results: the numbers of requests by outcome and of faults by kind, and one line for each leak. Raises
+    AssertionError if a node does not come back.
     """
     rng, nodes = random.Random(seed), sorted(set(running.processes) - set(running.urls))
 
@@ -72,7 +72,7 @@ def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -
         time.sleep(IDLE_S)
         after, shared = count_all(running), count_shared(running) - shared_before
     restarts = supervisor.restarts
-    # Sockets of nodes killed within the last minute may remain; a starting process removes only older ones.
+    # Sockets of nodes killed within the last minute may remain, because a starting process removes only older sockets.
     shared["unix sockets"] -= len(restarts)
     found = held + lost + leaks(before, after) + [f"{num} more {what}" for what, num in shared.items() if num > 0]
     if len(restarts) > (num_ended := sum(num for (_, kind), num in faults.counts.items() if "SIG" in kind)):
@@ -84,7 +84,7 @@ def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -
 
 
 def hang_up_all(running: Cluster, count: int, seed: int) -> Counter[str]:
-    """Send `count` requests and cancel each at a random moment. Return how many reached each phase."""
+    """Send `count` requests and cancel each at a random moment. Return the number of requests by outcome."""
 
     def client(number: int) -> Counter[str]:
         rng = random.Random(seed * 1000 + number)

@@ -52,7 +52,7 @@ def count_shared(running: Cluster) -> Counter[str]:
 
 
 def leaks(before: Mapping[str, Count], after: Mapping[str, Count]) -> list[str]:
-    """Return one line for each resource that has grown in a process. Up to POOL_THREADS more threads are no leak."""
+    """Return one line for each resource that has grown in a process. Up to POOL_THREADS more threads are allowed."""
     found = []
     for name, now in after.items():
         then = before[name]

@@ -59,7 +59,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of fault. `lives` maps a process to failpoints, one for each start of the process."""
+    """A row of the matrix: one kind of fault. `lives` maps a process to its failpoints, one for each of its starts."""
 
     name: str
     what: str
@@ -69,7 +69,7 @@ class Row:
     channel: str = "shm"
     prefill: int = 2
     decode: int = 2
-    kind: str = ""  # kind of the model and of the traffic
+    kind: str = ""  # kind of model and requests, as in `drive`
     may_lose: int = 0  # maximum number of requests that fail because their router died or because they cause the fault
     settings: Mapping[str, object] = field(default_factory=dict)
 
@@ -98,10 +98,10 @@ class Report:
         return sum(outcome.is_unequal for outcome in self.outcomes)
 
     def complaints(self) -> list[str]:
-        """Return one line per problem. An exit of a process without an injected fault is a problem."""
+        """Return one line per problem. A process that exited without an injected fault is a problem."""
         harmed = {fault.name for fault in self.faults}
         if self.shares_pool and any(name.startswith("decode") for name in harmed):
-            harmed |= {name for name, _ in self.restarts if name.startswith("prefill")}  # they end with their pool
+            harmed |= {name for name, _ in self.restarts if name.startswith("prefill")}  # they end with the pool
         died_alone = [f"{name} ended with status {status}" for name, status in self.restarts if name not in harmed]
         return failures(self.outcomes) + self.unbalanced + died_alone
 
@@ -168,7 +168,7 @@ def armed(failpoint: str) -> dict[str, object]:
 class FaultThread:
     """A context manager whose thread injects faults. `plan` yields a pause in seconds, a node's name and one of KINDS.
 
-    Only one node is faulty at a time, because a cluster without nodes tests nothing. `counts` has the number of faults.
+    Only one node is faulty at a time, so that the others can serve. `counts` has the number of faults by node and kind.
     """
 
     def __init__(self, running: Cluster, plan: Iterator[tuple[float, str, str]]) -> None:
@@ -208,8 +208,8 @@ def send_signals(process: "subprocess.Popen[bytes]", signals: SignalTimes) -> No
 def drive(row: Row, requests: int, channel: str = "", kind: str = "") -> Report:
     """Run the row. Raises AssertionError if a planned fault does not happen or a node does not come back.
 
-    `kind` is one of `tests.cluster.kinds.KINDS`, or `features.KIND`; by default, it is that of the row. Without a kind,
-    the hash model has one group.
+    `kind` is one of `tests.cluster.kinds.KINDS`, or `features.KIND`. The default is the row's kind. If that is also
+    empty, the nodes run the hash model with one group of layers.
     """
     lives = {name: iter(failpoints) for name, failpoints in row.lives.items()}
     own = {name: armed(next(life)) for name, life in lives.items()}
@@ -218,7 +218,7 @@ def drive(row: Row, requests: int, channel: str = "", kind: str = "") -> Report:
             name: _proxied(relays, own, name) for name in {act.name for act in row.script if isinstance(act, Link)}
         }
         channel = channel or row.channel
-        decode = 1 if channel == "pool" else row.decode  # only one decode node of a device can share its pool
+        decode = 1 if channel == "pool" else row.decode  # only one decode node per device can share its pool
         settings = {"kv_channel": channel, "heartbeat_s": 0.5, "log_format": "json"} | row.settings
         asks, answers = ask, hash_answers
         if kind := kind or row.kind:
@@ -255,7 +255,7 @@ def drive(row: Row, requests: int, channel: str = "", kind: str = "") -> Report:
 def _traffic_of(
     kind: str, directory: Path
 ) -> tuple[dict[str, object], Callable[[int], Ask], Callable[[Outcome], list[list[int]]]]:
-    """Write a model of this kind to `directory`. Return settings, requests and expected answers."""
+    """Write a model of this kind to `directory`. Return settings, and functions for requests and expected answers."""
     if kind == features.KIND:
         settings, expected = features.scene()
         return settings, features.feature_ask, lambda outcome: expected[outcome.ask.index]
@@ -271,7 +271,7 @@ def _proxied(relays: Relays, own: dict[str, dict[str, object]], name: str) -> di
 
 
 def _relay(relays: Relays) -> tuple[int, Proxy]:
-    """Return a relay on a port that is free at both addresses."""
+    """Start a relay on a port that is free at the addresses of relay and node. Return the port and the relay."""
     while True:
         port = free_port()
         with contextlib.suppress(OSError):
@@ -295,7 +295,7 @@ def _play(
 
 
 def _disturb(proxy: Proxy, link: Link) -> None:
-    """Disturb a link for `link.for_s` seconds, or longer if a kind of its damage has not happened by then."""
+    """Disturb a link for `link.for_s` seconds, and then until each kind of damage has happened at least once."""
     proxy.harm = link.harm
     time.sleep(link.for_s)
     wait_for(lambda: proxy.harms.keys() >= link.harm.damage, f"damage by {link}", FAULTS_S)

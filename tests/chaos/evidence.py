@@ -38,8 +38,8 @@ class Gap:
 def at_rest(running: Cluster, timeout_s: float = 60.0) -> tuple[dict[str, Any], list[str]]:
     """Wait until no block is held at two heartbeats in a row. Return the status, and the nodes that still hold blocks.
 
-    One heartbeat is not enough: when all requests have ended, a call that reserves blocks may still be retransmitted.
-    Its blocks are released when the prefill node stops the reservation, or at the latest when the lease expires.
+    One heartbeat is not enough: a retransmitted call may reserve blocks after all requests have ended. These blocks are
+    released when the prefill node stops the reservation, or at the latest when the lease expires.
     """
     deadline = time.monotonic() + timeout_s
     num_idle = 0
@@ -67,7 +67,7 @@ def _held(status: dict[str, Any]) -> list[str]:
 
 
 def lines(running: Cluster, name: str) -> list[dict[str, Any]]:
-    """Return the JSON lines in a process's log, which continues after restarts."""
+    """Return the JSON lines of a process's log. All starts of the process write to the same log."""
     found = []
     for line in (running.directory / f"{name}.log").read_text().splitlines():
         with contextlib.suppress(ValueError):
@@ -103,7 +103,7 @@ def _unix_ns(line: Mapping[str, Any]) -> int:
 
 
 def gap_of(running: Cluster, outcome: Outcome, faults: Sequence[Fault]) -> Gap:
-    """Split the longest gap of a request at the fault and when another node queued the request, then by phase."""
+    """Divide the longest gap of a request: before the fault, until another node queued it, and then by phase."""
     begin, end = (at / 1e6 for at in outcome.gap_ns)
     try:
         spans = running.get(f"/v1/requests/{outcome.id}/timeline")["spans"]

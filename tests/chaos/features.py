@@ -1,4 +1,4 @@
-"""Requests that speculate, are bound by a grammar, have images or use LoRA adapters, on a tiny model with real arithmetic.
+"""Requests with speculative decoding, grammars, images or LoRA adapters, for a tiny model with real arithmetic.
 
 The expected answers are those of a single node without faults, drafts and handoffs. Other tests compare such answers
 with those of transformers and peft.
@@ -38,8 +38,8 @@ PATTERN = {"structured_outputs": {"regex": "(And the LORD said unto Moses, ){4}[
 
 @lru_cache(maxsize=1)
 def scene() -> tuple[dict[str, object], list[list[list[int]]]]:
-    """Write a model of text and images and two adapters, which are removed when this process ends. Return the settings
-    of a cluster that serves them, and the expected answers."""
+    """Write a model of text and images, and two adapters. They are removed when this process ends. Return the settings
+    of a cluster that serves the model and the adapters, and the expected answers."""
     directory = Path(tempfile.mkdtemp(prefix="baton-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     settings = prepare(directory)
@@ -80,14 +80,14 @@ def _feature_ask(number: int) -> Ask:
 
 
 def feature_ask(index: int) -> Ask:
-    """Return the request of an index. Every third one has a prefix cache of its own, so that a node that was restarted
-    gets requests again although another node has the images and prompts of all others."""
+    """Return request number `index`. Every third request has its own cache salt, so no node has its prefix in the
+    cache, and a restarted node may get it. All other requests go to the node that has their images and prompts."""
     ask = _feature_ask(index % NUM_REQUESTS)
     return replace(ask, fields={**ask.fields, "cache_salt": str(index)}) if index % 3 == 0 else ask
 
 
 def _with_images(number: int, max_tokens: int, sizes: list[tuple[int, int]], **fields: Any) -> Ask:
-    # The picture of the first size is the same in requests of one kind, so nodes find it among those already encoded.
+    # All requests of one kind have the same first picture, so nodes find it among the pictures already encoded.
     pictures = [image_models.picture(place * number, *size) for place, size in enumerate(sizes)]
     content: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": image_models.data_url(picture)}} for picture in pictures
@@ -112,7 +112,7 @@ def _answered(running: Cluster, number: int) -> Outcome:
 
 
 def check_use(running: Cluster) -> None:
-    """Raise AssertionError if the nodes that run have not encoded an image, or not guessed a token right."""
+    """Assert that the running nodes have encoded images, and that some of their guessed tokens were right."""
     assert sum(node["images_encoded"] for node in running.status()["nodes"]) > 0, "no image was encoded"
     seen = running.metric_sums()
     accepted, guessed = (seen[f"vllm:spec_decode_num_{name}_tokens_total"] for name in ("accepted", "draft"))

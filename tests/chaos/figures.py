@@ -92,7 +92,7 @@ def redis_outage(seconds: float) -> list[Row]:
 
 
 def during(running: Cluster, work: Callable[[], object]) -> Load:
-    """Stream answers with 8 clients while `work` runs. Wait until all streams have ended, and return what was seen."""
+    """Stream answers with 8 clients while `work` runs. Wait until all streams have ended, and return their outcomes."""
 
     def asks(index: int) -> Ask:
         return Ask(index, tuple(prompt_of(index, 200)), 64)
@@ -123,7 +123,7 @@ def _compared(what: str, calm: Load, disturbed: Load, goal: float) -> list[Row]:
 
 
 def slow_clients(seconds: float) -> list[Row]:
-    """Measure the effect of slow clients on other clients, while no node runs the slow clients' requests."""
+    """Measure the effect of slow clients on other clients. Begin when no node runs a request of a slow client."""
     with emulated(1, 1) as running:
         router = psutil.Process(running.processes["router"].pid)
         calm = during(running, lambda: time.sleep(seconds))
@@ -201,7 +201,7 @@ def bad_inputs() -> list[Row]:
 
 def tenants(count: int) -> list[Row]:
     """Measure whether the time to the first token reveals that this or another tenant has sent the prompt before.
-    The measure is the area under the ROC curve: 0.5 means a guess, 1 means certainty."""
+    The measure is the area under the ROC curve: 0.5 is no better than a guess, 1 is certainty."""
     rng = random.Random(1)
     keys = {"one": "sk-one-" + "1" * 20, "other": "sk-other-" + "2" * 20}
     with _with_keys({key: name for name, key in keys.items()}, runner="torch", num_blocks=20_000) as running:

@@ -14,9 +14,9 @@ from tests.chaos.wire import DEAD, FAR, GOOD, HERE, THERE, Line, Wire, is_permit
 from tests.cluster.harness import RedisServer, cluster, wait_for
 
 COLUMNS = ["fault", "requests", "lost or unequal", "longest gap ms", "blocks returned"]
-TALK = Ask(0, (5, 6, 7), 4000)  # an answer so long that the stream is still in progress at the kill
+TALK = Ask(0, (5, 6, 7), 4000)  # the answer is so long that it is still streamed when the router is killed
 ROUTERS = "routers"
-NETWORKS: dict[str, tuple[str, Line, Line, float]] = {  # label, lines to and from nodes, seconds (0: whole row)
+NETWORKS: dict[str, tuple[str, Line, Line, float]] = {  # label, line to nodes, line back, seconds (0: whole row)
     "network far": ("50 ms, 1 % loss, 100 Mbit", FAR, FAR, 0.0),
     "network dead": ("no packet passes for 6 s", DEAD, DEAD, 6.0),
     "network dead there": ("no packet reaches them for 6 s", DEAD, GOOD, 6.0),
@@ -26,8 +26,7 @@ NAMES = [ROUTERS, *NETWORKS]
 
 
 def row(name: str, requests: int) -> list[Cell] | None:
-    """Run a row and print its failures. Return None if the row needs a faulty network and the system does not permit
-    one.
+    """Run a row and print its failures. Return None if the system does not permit the faulty network of the row.
 
     Raises AssertionError if a node does not come back.
     """

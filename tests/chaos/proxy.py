@@ -1,7 +1,7 @@
 """A TCP relay that injects faults: it resets connections, stops or delays data, flips bits, or repeats chunks.
 
-A node listens on 127.0.0.1 and advertises another loopback address. A relay listens on the same port there, so all RPC
-and KV traffic to the node passes through the relay. The design follows Toxiproxy.
+A node listens on 127.0.0.1 and advertises another loopback address. A relay listens on the same port of that
+address, so all RPC and KV traffic to the node passes through the relay. The design follows Toxiproxy.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 CHUNK_BYTES = 65_536
-POLL_S = 0.02  # interval at which a silent direction checks whether it is still silent
+POLL_S = 0.02  # interval at which a relay checks whether a direction is still silent
 INTRODUCTION_BYTES = 512  # the first bytes of a connection stay intact; otherwise few connections would open
 
 
@@ -27,14 +27,14 @@ class Harm:
     silent: frozenset[str] = frozenset()  # directions ("up": to the node, "down") in which data is held back
     delay_s: float = 0.0  # delay of each chunk
     bytes_per_s: float = 0.0  # rate limit to the node; 0: no limit
-    cut_at: int = 0  # bytes to the node before a connection is reset, plus one per earlier reset; 0: never
+    cut_at: int = 0  # bytes to the node before a connection is reset, plus 1 for each earlier reset; 0: never
     corrupt: float = 0.0  # share of the chunks to the node in which one bit is flipped
     double: float = 0.0  # share of the chunks to the node that are sent twice
     reply: bytes | None = None  # sent back for each chunk instead of relaying it; b"": close the connection
 
     @property
     def damage(self) -> set[str]:
-        """Return the kinds of damage, each of which must happen at least once during the fault."""
+        """Return the kinds of damage that must each happen at least once during the fault."""
         kinds = {"cut": self.cut_at, "corrupted": self.corrupt, "doubled": self.double}
         return {kind for kind, amount in kinds.items() if amount}
 

@@ -1,6 +1,6 @@
 """Run a router whose history is full within a minute: `python -m tests.chaos.small_memory python -m router ...`.
 
-If memory grows after that, it leaks. With the default limits, the history would grow for an hour and hide a leak.
+Memory that still grows after this minute leaks. With the default limits, the history would grow for an hour.
 """
 
 import runpy

@@ -16,7 +16,7 @@ from tests.engine.build import thinned
 
 REQUESTS = 30
 
-# The faults are far apart, because the router fails a request that was on two nodes when they died, as the cause.
+# The faults are far apart: if a request was on two nodes when they died, the router fails it as the likely cause.
 DEATHS = Row(
     "deaths",
     "a prefill node killed in a middle chunk, another frozen in a push, a decode node killed at a last token",
@@ -61,7 +61,7 @@ def test_no_token_is_lost_when_nodes_die_and_freeze(channel: str, kind: str) -> 
 @pytest.mark.parametrize(
     "prefill", [2, pytest.param(0, marks=pytest.mark.exhaustive)], ids=["disaggregated", "co-located"]
 )
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads it
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads this attribute
 def test_requests_with_drafts_grammars_images_and_adapters_survive_faults(prefill: int) -> None:
     lives = {D: ["decode.token:20@*=kill"]} | ({P: ["prefill.after_chunk:4@*=kill"]} if prefill else {})
     cut = Link("decode-1", "rpc", 6.0, Harm(cut_at=9000), 0.0)

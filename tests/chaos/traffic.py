@@ -28,7 +28,7 @@ LONG_TOKENS, TALKATIVE_TOKENS = 6000, 200
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. A chat sends the numbers of `prompt` as the text of its message. `fields` replace those of the body."""
+    """One request. A chat sends the numbers of `prompt` as the text of its message. `fields` override its body."""
 
     index: int
     prompt: tuple[int, ...]
@@ -53,7 +53,7 @@ class Ask:
 
 @lru_cache(maxsize=4096)
 def ask(index: int) -> Ask:
-    """Return request number `index`. The index is the random seed, so every call with it returns the same request."""
+    """Return request number `index`. The same index always gives the same request."""
     rng = random.Random(index)
     length = rng.choices((rng.randint(20, 200), rng.randint(200, 1500), rng.randint(1500, 4000)), (65, 25, 10))[0]
     max_tokens = rng.randint(5, 60)
@@ -81,7 +81,7 @@ def answer(prompt: tuple[int, ...], max_tokens: int, groups: tuple[Group, ...] =
 
 
 def short(index: int) -> Ask:
-    """Return a request with a prompt of 10, 40 or 300 tokens and an answer of 5."""
+    """Return a request with a prompt of 10, 40 or 300 tokens and an answer of 5 tokens."""
     return Ask(index, tuple(prompt_of(index, (10, 40, 300)[index % 3])), 5)
 
 
@@ -109,7 +109,7 @@ class Outcome:
         return (self.gap_ns[1] - self.gap_ns[0]) / 1e9
 
     def check(self, expected: list[list[int]]) -> None:
-        """Compare every token with the expected ones of each sample, and set `is_unequal` if one differs."""
+        """Compare the tokens of each sample with the expected tokens, and set `is_unequal` if one differs."""
         received = [self.tokens.get(index) for index in range(self.ask.n)]
         self.is_unequal = received != expected or not (self.ask.is_chat or self.prompt == self.ask.prompt)
 
@@ -167,10 +167,10 @@ def _read(stream: http.client.HTTPResponse, outcome: Outcome) -> None:
 
 
 class Load:
-    """A context manager that runs clients. They share the requests `asks(0)`, `asks(1)` and so on; each sends one at a time.
+    """A context manager that runs clients. Each client sends one request at a time: the next of `asks(0)`, `asks(1)`, …
 
     The requests rotate over `urls`. A request that fails with one of `refusals` is retried at the next URL. A client
-    has a request in progress for `share` of the time, and pauses in the rest. The exit waits until `least` requests
+    has a request in progress for `share` of the time, and pauses for the rest. The exit waits until `least` requests
     have been sent and all requests have ended, and then checks the answers.
     """
 

@@ -49,7 +49,7 @@ class Wire:
         self.namespace = f"baton-{os.getpid()}"
         self.there = self.back = GOOD
         self._random = random.Random(0)
-        self._queue: list[tuple[float, int, int, bytes]] = []  # due time, number, index of its target, packet
+        self._queue: list[tuple[float, int, int, bytes]] = []  # due time, number, index of the target, packet
         self._free_at = {0: 0.0, 1: 0.0}
         self._number = 0
         self._over = threading.Event()

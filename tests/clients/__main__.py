@@ -47,8 +47,8 @@ class Client:
     packages: tuple[str, ...]
     program: str = ""
     command: str = ""  # {url}, {model}, {tokenizer} and {directory} are replaced
-    says: str = ""  # what the output of the command must contain
-    result: str = "ok"  # the result of a command without failures, before what `says` finds
+    says: str = ""  # a pattern that the output of the command must match
+    result: str = "ok"  # the result if the command succeeds; the matches of `says` follow it
     left_out: tuple[str, ...] = ()  # optional dependencies that are not installed
     without_dependencies: tuple[str, ...] = ()  # packages whose dependencies are not installed
 
@@ -135,7 +135,7 @@ def run(command: list[str], timeout_s: float, **options: object) -> subprocess.C
 
 
 def install(client: Client) -> None:
-    """Install the client's packages. Raises InstallError if that fails, or if it would install CUDA."""
+    """Install the client's packages. Raises InstallError if the installation fails or would include CUDA."""
     folder = client.environment
     if (folder / "installed").exists():
         return
@@ -223,7 +223,7 @@ def prepare(directory: Path, url: str, tools_url: str, model: str) -> None:
 
 
 def demo_of(directory: Path) -> Path:
-    """Return a copy of the demo model that supports embeddings, and whose chat template supports tools in the syntax of
+    """Return a copy of the demo model that also supports embeddings. Its chat template supports tools in the syntax of
     Hermes."""
     model = directory / DEMO.name
     shutil.copytree(DEMO, model)
@@ -237,7 +237,7 @@ def demo_of(directory: Path) -> Path:
 
 @contextmanager
 def server(url: str, directory: Path) -> Iterator[str]:
-    """Yield the URL of the cluster, which is started unless `url` names one."""
+    """Yield `url`, or the URL of a cluster that is started if `url` is empty."""
     if url:
         yield url
         return

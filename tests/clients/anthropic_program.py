@@ -45,7 +45,7 @@ async def many():
 
 
 def loop(stream):
-    """Run the example of tools: call, result, answer."""
+    """Run the example of tool use: the model calls a tool, gets the result, and answers."""
     messages = [{"role": "user", "content": "What's the weather like in Paris?"}]
     fields = {"model": "tools", "max_tokens": 500, "tools": [WEATHER]}
     if stream:

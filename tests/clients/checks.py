@@ -1,4 +1,4 @@
-"""Report the checks of a client program. It runs in the environment of the client, so it imports nothing else."""
+"""Report the checks of a client program. It runs in the client's environment, so it imports no other package."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 URL, MODEL = os.environ["BATON_CLIENTS_URL"], os.environ["BATON_CLIENTS_MODEL"]
-TOOLS_URL = os.environ["BATON_CLIENTS_TOOLS_URL"]  # its model, "tools", calls each tool once
+TOOLS_URL = os.environ["BATON_CLIENTS_TOOLS_URL"]  # the model of this server, "tools", calls each tool once
 failures: list[str] = []
 
 
@@ -23,7 +23,7 @@ def works(name: str, run: Callable[[], Any]) -> None:
 
 
 def refused(name: str, run: Callable[[], Any], says: str) -> None:
-    """Run a check, which must raise an error that contains `says`: the server does not support the feature."""
+    """Run a check of an unsupported feature, which must raise an error that contains `says`."""
     try:
         result = run()
     except Exception as error:

@@ -29,7 +29,7 @@ def multiply(a: int, b: int) -> int:
 
 
 def loop(stream=False, **options):
-    """Run the example of tool calling: bind, call, pass the result, answer."""
+    """Run the example of tool calling: bind the tool; the model calls it, gets the result, and answers."""
     model = ChatOpenAI(**tools, **options).bind_tools([multiply])
     messages = [HumanMessage("What is 3 * 3?")]
     if stream:

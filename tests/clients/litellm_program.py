@@ -1,4 +1,4 @@
-"""Use litellm with its three providers for servers of this kind."""
+"""Use litellm with its three providers for servers that have OpenAI's API."""
 
 import json
 
@@ -37,7 +37,7 @@ WEATHER = {
 
 
 def tools(provider, base):
-    """Run the example of function calling: call, result, answer."""
+    """Run the example of function calling: the model calls a function, gets the result, and answers."""
     messages = [{"role": "user", "content": "What's the weather like in Paris?"}]
     fields = {"model": f"{provider}/tools", "api_base": base, "api_key": "none", "tools": [WEATHER], "max_tokens": 500}
     message = litellm.completion(messages=messages, **fields).choices[0].message

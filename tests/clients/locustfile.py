@@ -1,4 +1,4 @@
-"""Users for locust, each of whom streams chat answers one after the other."""
+"""Define locust users that each stream one chat answer after another."""
 
 import os
 

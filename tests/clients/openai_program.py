@@ -77,7 +77,7 @@ WEATHER = {
 
 
 def chat_loop(stream):
-    """Run the example of tools: call, result, answer."""
+    """Run the example of tool calls: the model calls a tool, gets the result, and answers."""
     messages = [{"role": "user", "content": "What is the weather like in Paris today?"}]
     fields = {"model": "tools", "tools": [{"type": "function", "function": WEATHER}]}
     if stream:
@@ -125,7 +125,7 @@ def streamed_response():
 
 
 def responses_loop():
-    """Run the example of function calling: call, result, answer."""
+    """Run the example of function calling: the model calls a function, gets the result, and answers."""
     items = [{"role": "user", "content": "What is the weather like in Paris today?"}]
     fields = {"model": "tools", "tools": [{"type": "function", **WEATHER}]}
     first = tools.responses.create(input=items, **fields)

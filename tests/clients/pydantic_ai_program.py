@@ -27,7 +27,7 @@ class Answer(BaseModel, extra="forbid"):
 
 
 def dice(kind):
-    """Run the documentation's game of dice, with a tool that takes the context and one that does not."""
+    """Run the dice game of the documentation. One of its tools takes the context, and the other does not."""
     agent = Agent(with_tools[kind], deps_type=str, system_prompt="You're a dice game.")
 
     @agent.tool_plain

@@ -1,7 +1,7 @@
-"""Serve a router whose model calls each tool that it is offered once, and then repeats the last result.
+"""Serve a router whose model calls each offered tool once, and then repeats the last result.
 
-The programs of clients run the examples of tools against it, because the demo model has not learnt to call tools.
-`python -m tests.clients.tools_server` prints its URL, and ends when its input does.
+The client programs run their tool examples against this router, because the demo model has not learnt to call tools.
+`python -m tests.clients.tools_server` prints the router's URL, and ends at the end of its standard input.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ VALUES: dict[str, Any] = {"integer": 3, "number": 3.5, "string": "Paris", "boole
 
 
 def example(schema: dict[str, Any], root: dict[str, Any]) -> Any:
-    """Return a value for a simple schema."""
+    """Return a value that matches a simple schema."""
     schema = resolved(schema, root)
     if "enum" in schema:
         return schema["enum"][0]

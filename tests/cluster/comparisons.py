@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.cluster.harness import ROOT
 
-# The limits are long, because other tests share the machine and these tests do not measure its speed.
+# The limits are long, because other tests share the machine and these tests do not measure latencies.
 QUICK = ["--preset", "chat", "--scale-tokens", "0.04", "--rate", "8", "--ttft-slo-ms", "60000", "--tbt-slo-ms", "60000"]
 
 

@@ -92,7 +92,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def expected(prompt: list[int], count: int, groups: tuple[Group, ...] = UNIFORM) -> list[int]:
-    """Return the hash model's answer to the prompt, of `count` tokens."""
+    """Return the first `count` tokens of the hash model's answer to the prompt."""
     return expected_tokens(prompt, count, DEMO_VOCABULARY, groups=groups)
 
 
@@ -118,11 +118,11 @@ def state_of(pid: int) -> str:
 
 
 class Cluster:
-    """Routers and nodes. Several routers need a Redis or `names`: with `names`, each router and its API have a separate
-    address, and nodes join all addresses to which a name resolves. `settings` are the BATON_ variables of all
-    processes, in lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or
-    router-1. `prefixes` maps the name of a process to the words with which its command line starts. `engines` maps the
-    name of a node to the URL of its vLLM server, if it is a proxy node."""
+    """Routers and nodes. Several routers need a Redis or `names`. With `names`, each router has its own address, and
+    nodes join all routers to whose addresses a name resolves. `settings` are the BATON_ variables of all processes, in
+    lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or router-1.
+    `prefixes` maps the name of a process to the first words of its command line. `engines` maps the name of a proxy
+    node to the URL of its vLLM server."""
 
     def __init__(
         self, directory: Path, prefill: int, decode: int, registry: str, *, routers: int = 1, names: bool = False,
@@ -152,7 +152,7 @@ class Cluster:
             "disaggregate": "always",  # with "auto", results would depend on the speed of this machine
         } | settings
         self.headers = {"content-type": "application/json"}
-        if "api_key" in settings:  # the key of an admin
+        if "api_key" in settings:  # an admin's key
             self.headers["authorization"] = f"Bearer {settings['api_key']}"
         self.processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         for index in range(routers):
@@ -198,7 +198,7 @@ class Cluster:
         return f"127.0.1.{1 + int(router.partition('-')[2] or 0)}"
 
     def resolve_to(self, *routers: str) -> None:
-        """Let the name that nodes join have the addresses of these routers, or let the name service fail."""
+        """Make the name that nodes join resolve to these routers. Without routers, make the name service fail."""
         assert self._addresses is not None
         new = self._addresses.with_suffix(".new")
         new.write_text(" ".join(map(self._host_of, routers)))
@@ -265,7 +265,7 @@ class Cluster:
             return str(answer.read(), "utf-8")
 
     def metric_sums(self) -> dict[str, float]:
-        """Return each metric's sum over all values of its labels, by the name of the sample."""
+        """Return the sum of each sample over all values of its labels, by the name of the sample."""
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(self.metrics()):
             for sample in family.samples:
@@ -404,7 +404,7 @@ def cluster(
 
 
 class RedisServer:
-    """A Redis server on a free port, which a test starts, disturbs and restarts. The context manager kills it."""
+    """A Redis server on a free port, which a test starts, disturbs and restarts. Leaving the context kills it."""
 
     def __init__(self, directory: Path) -> None:
         self.port = free_port()

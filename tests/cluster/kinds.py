@@ -1,4 +1,4 @@
-"""Models for hash nodes, with the groups of a model with sliding windows or recurrent layers."""
+"""Models for hash nodes, with the KV groups of a model that has sliding windows or recurrent layers."""
 
 import shutil
 from pathlib import Path

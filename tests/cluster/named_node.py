@@ -1,4 +1,4 @@
-"""Run a node: `python -m tests.cluster.named_node ROLE FILE FLAGS`. The name of its routers has the addresses in FILE."""
+"""Run a node: `python -m tests.cluster.named_node ROLE FILE FLAGS`. FILE has the addresses of its routers."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ ADDRESSES = Path(FILE)
 
 
 async def read_addresses() -> list[str]:
-    """Return the addresses in the file. An empty file is a failure of the name service."""
+    """Return the addresses in the file. An empty file stands for a failure of the name service."""
     if addresses := ADDRESSES.read_text().split():  # noqa: ASYNC240 - a short file
         return addresses
     raise OSError("the name service failed")

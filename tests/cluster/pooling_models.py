@@ -38,7 +38,7 @@ def write_modules(directory: Path, *modules: tuple[str, dict[str, Any]]) -> None
 
 
 def make(directory: Path, *modules: tuple[str, dict[str, Any]], name: str = "qwen3", positions: int = 512) -> Any:
-    """Write a model, and return it as one of transformers."""
+    """Write a model, and return it as a model of transformers."""
     config = deepcopy(CONFIGS[name])
     config.vocab_size, config.max_position_embeddings = DEMO_VOCABULARY, positions
     model = save(config, directory)
@@ -52,7 +52,7 @@ def make(directory: Path, *modules: tuple[str, dict[str, Any]], name: str = "qwe
 
 
 def remove_head(directory: Path) -> None:
-    """Rename the tensors as in a file that was saved without the output head."""
+    """Rewrite the weights as if the model had been saved without its output head."""
     file = directory / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
@@ -76,7 +76,7 @@ def embedded(
 
 @torch.inference_mode()
 def log_odds(model: Any, query: str, document: str, tokens: Sequence[int], instruction: str = "") -> float:
-    """Return the score of LogitScore without an activation."""
+    """Return the score that the module LogitScore gives without an activation."""
     system = f"<system>: {instruction}\n" if instruction else ""
     text = f"{system}<query>: {query}\n<document>: {document}\nAnswer: "
     ids = PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "tokenizer.json"))(text, add_special_tokens=False)

@@ -1,5 +1,5 @@
-"""Random JSON schemas and regular expressions, and some grammars, each with a check of a text that does not use
-llguidance. Texts are short even if each token is drawn at random."""
+"""Random JSON schemas and regular expressions, and some grammars. Each has a check of answers that does not use
+llguidance. Answers are short even if each of their tokens is drawn at random."""
 
 import ast
 import json
@@ -16,7 +16,7 @@ Check = Callable[[str], bool]
 
 @dataclass
 class Constraint:
-    """The fields of a request, and whether a finished answer matches them."""
+    """The fields of a request that constrain its answer, and a function that checks a finished answer."""
 
     fields: dict[str, Any]
     check: Check
@@ -127,7 +127,7 @@ def grammar_constraint(number: int) -> Constraint:
 
 
 def constraints(share: float) -> list[Constraint]:
-    """Return a share of 100 schemas, 30 regular expressions and 10 grammars."""
+    """Return this share of 100 schemas, 30 regular expressions and 10 grammars."""
     makers: list[tuple[Callable[[int], Constraint], int]] = [
         (schema_constraint, 100),
         (regex_constraint, 30),

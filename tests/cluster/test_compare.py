@@ -41,7 +41,7 @@ def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path, control: list
     output, _ = process.communicate(timeout=600)
     report = report_in(tmp_path)
     assert process.returncode == (0 if report["valid"] else 1), output
-    # The control may differ by chance, and periods may be invalid on a busy machine.
+    # The control arm may differ by chance, and on a busy machine, periods may be invalid.
     assert not report["problems"] or re.search("control|invalid", report["problems"][0]), output
     assert report["verdict"]["sentence"] in output
     assert [arm["name"] for arm in report["arms"]] == names

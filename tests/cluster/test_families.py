@@ -1,4 +1,4 @@
-"""Test that whole clusters generate the same tokens as transformers, for every family and for models of none.
+"""Test that whole clusters generate the same tokens as transformers, for models of every family and of no family.
 
 Requests run concurrently, so that they share steps, find prefixes in the cache and, in the small pool, are preempted.
 """
@@ -26,8 +26,8 @@ from tests.engine.families import CONFIGS, MULTIMODAL, SIZES, save
 from tests.sweep.tiny_configs import tiny_model
 
 LONGEST, COUNT = 120, 40
-ENOUGH = 4096  # rows with which no request is preempted
-ODD = {"mistral, window 1"}  # a window that no model has
+ENOUGH = 4096  # a KV pool of this many rows never preempts a request
+ODD = {"mistral, window 1"}  # no real model has a window of 1
 NAMES = [name for name in CONFIGS if name not in ODD]
 KINDS: dict[str, PretrainedConfig] = {
     **{name: CONFIGS[name] for name in ("qwen3 moe", "gpt oss", "deepseek v3", "qwen3 next", "granite 4")},
@@ -36,7 +36,7 @@ KINDS: dict[str, PretrainedConfig] = {
 }
 FOREIGN = [name for name, why in json.loads(SWEPT.read_text())["classes"].items() if not why and name not in FAMILIES]
 KILLED = {"prefill-0": "prefill.after_chunk:3@*", "decode-0": "decode.token:330"}
-Way = tuple[int, str, int, int]  # prefill nodes, channel, tokens of a step, rows of the KV pool
+Way = tuple[int, str, int, int]  # prefill nodes, channel, tokens per step, rows of the KV pool
 
 
 def prompts() -> list[list[int]]:
@@ -48,7 +48,7 @@ def prompts() -> list[list[int]]:
 
 
 def written(config: PretrainedConfig, directory: Path) -> list[list[int]]:
-    """Write a random model with the vocabulary of the demo model's tokenizer. Return its answers to the prompts."""
+    """Write a random model with the vocabulary of the demo model's tokenizer. Return its answers to `prompts()`."""
     config = deepcopy(config)
     for key in ("vocab_size", "vocab_size_per_layer_input"):
         if hasattr(config.get_text_config(), key):
@@ -57,7 +57,7 @@ def written(config: PretrainedConfig, directory: Path) -> list[list[int]]:
 
 
 def written_tiny(name: str, directory: Path) -> list[list[int]]:
-    """Write a tiny model of the transformers class `name`, as `written` does."""
+    """Do the same as `written` with a tiny model of the transformers class `name`."""
     tiny_model(name, DEMO_VOCABULARY).save_pretrained(directory)
     return answers(
         getattr(transformers, name).from_pretrained(directory, attn_implementation="eager").eval(), directory
@@ -75,7 +75,7 @@ def answers(reference: Any, directory: Path) -> list[list[int]]:
 
 
 def check(directory: Path, expected: list[list[int]], ways: list[Way], model_impl: str = "auto") -> int:
-    """Run a cluster in each way, and compare its answers. Return the number of preemptions."""
+    """Run a cluster in each of the ways, and compare its answers. Return the number of preemptions."""
     preemptions = 0
     for prefill, channel, budget, num_blocks in ways:
         settings = {
@@ -93,9 +93,10 @@ def check(directory: Path, expected: list[list[int]], ways: list[Way], model_imp
 
 
 def every_way(directory: Path, model_impl: str = "auto") -> tuple[list[Way], bool]:
-    """Return every `Way` to run the cluster, and whether requests must be preempted in the last one, with a small pool.
+    """Return every `Way` to run the cluster, and whether the small pool of the last one must preempt requests.
 
-    Requests with windows release rows while they run, and those with states hold most of their rows from the start.
+    Preemptions are certain only without windows and states: with windows, requests release rows while they run, and
+    with states, requests hold most of their rows from the start.
     """
     components = build(BuildOptions(str(directory), model_impl=model_impl, threads=1, num_blocks=ENOUGH))
     geometry = Geometry(components.layout.block_tokens, components.groups)
@@ -134,7 +135,7 @@ def test_a_decoder_without_a_family_gives_the_tokens_of_transformers(name: str, 
     "name", thinned(["qwen3 next", *(name for name in NAMES if name != "qwen3 next"), *FOREIGN], 1000)
 )
 def test_a_killed_node_of_each_role_changes_no_token(name: str, tmp_path: Path) -> None:
-    """The decode node is killed in the second round or later: it gets fewer tokens than 330 in the first one."""
+    """The decode node is killed at its 330th token, in the second round or later: the first round has fewer tokens."""
     expected = written(CONFIGS[name], tmp_path) if name in CONFIGS else written_tiny(name, tmp_path)
     own = {node: {"failpoint": f"{site}=kill", "allow_failpoints": True} for node, site in KILLED.items()}
     settings = {"model": tmp_path, "runner": "torch", "max_num_batched_tokens": 16, "num_blocks": ENOUGH}

@@ -44,7 +44,7 @@ def test_the_golden_outputs_come_out_exactly(prefill: int, channel: str, budget:
 
 @pytest.mark.parametrize("name", OTHER_DEMO_MODELS)
 def test_the_other_demo_models_give_their_golden_tokens(name: str) -> None:
-    """A hybrid's states and a mixture's choice of experts do not depend on the mode. Transformers is the oracle."""
+    """In both modes, a hybrid model and a mixture of experts give the same tokens as transformers."""
     directory = DEMO.with_name(name)
     cases = json.loads((directory / "golden.json").read_text())
     golden = [case["token_ids"] for case in cases]

@@ -38,7 +38,7 @@ class Checked:
 
 @pytest.mark.parametrize(("kind", "num_rows"), [("states", 10 + 2), ("windows", 10 + 4)])
 def test_a_handoff_sends_what_later_tokens_need_and_one_state(kind: str, num_rows: int, tmp_path: Path) -> None:
-    """The prompt has 10 blocks. A query at 150 sees the last 40 positions, which are in 4 blocks."""
+    """The prompt has 10 blocks. A query at position 150 sees the last 40 positions, which are in 4 blocks."""
     with checked(kind, 1, tmp_path) as here:
         here.ask(prompt_of(1, 150), 20)
         status = here.running.settled()

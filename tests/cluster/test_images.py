@@ -1,4 +1,4 @@
-"""Test that clusters answer requests with images with the tokens of transformers, and encode each image once."""
+"""Test that clusters give the same tokens as transformers for requests with images, and encode each image once."""
 
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from tests.engine.image_models import CONFIGS, GEMMA_NAMES, QWEN_NAMES, answer, 
 
 COUNT = 48
 STORY = "Tell me of the king, of his sons and of the battle that they lost in the north. " * 2
-# Texts of a user's message, and sizes of images. The last message has the text of the first one with another image.
+# The texts and the image sizes of user messages. The last message has the same text as the first, and another image.
 CASES: list[list[str | tuple[int, int]]] = [
     [(40, 24), STORY],
     ["What is in ", (60, 18), " and in ", (30, 30), STORY],
@@ -40,8 +40,8 @@ def message(number: int) -> dict[str, Any]:
 
 
 def prompt_of(name: str, directory: Path, number: int) -> list[int]:
-    """Return the prompt's tokens as transformers' processors make them: they expand images in the text, before it is
-    tokenized."""
+    """Return the prompt's tokens as transformers' processors make them: they replace images by placeholders, and then
+    tokenize the text."""
     rules = read_image_rules(directory)
     assert rules is not None
     token, start, end, _ = QWEN_NAMES if is_qwen(name) else GEMMA_NAMES
@@ -125,7 +125,7 @@ def test_a_request_with_an_image_survives_the_death_of_a_node(killed: str, tmp_p
 
 @pytest.mark.parametrize("prefill", [2, 0], ids=["disaggregated", "co-located"])
 def test_a_cluster_encodes_an_image_once(prefill: int, tmp_path: Path) -> None:
-    """The prompts have no common prefix, so only the image attracts them to a node. No node encodes it twice."""
+    """The prompts share no prefix, so only the encoded image attracts them to a node. No node encodes it twice."""
     write("qwen3 vl", tmp_path)
     image = {"type": "image_url", "image_url": {"url": data_url(picture(1, 40, 24))}}
 
@@ -141,14 +141,14 @@ def test_a_cluster_encodes_an_image_once(prefill: int, tmp_path: Path) -> None:
     with cluster(prefill, 2, model=tmp_path, runner="torch") as running, ThreadPoolExecutor(20) as pool:
         assert [ask(number) for number in range(6)] == [2] * 6
         if prefill:
-            assert encoded() == [0, 0, 0, 1]  # without prefill nodes, an encoded image only decides between equal nodes
+            assert encoded() == [0, 0, 0, 1]  # without prefill nodes, an encoded image only breaks ties
         list(pool.map(ask, range(6, 40)))
         assert max(encoded()) == 1
 
 
 @pytest.mark.exhaustive
 def test_a_decode_node_that_preempts_requests_encodes_no_image(tmp_path: Path) -> None:
-    """It does not have the pixels. It recomputes the tokens after the images, or gives the request back."""
+    """The node does not have the pixels. It recomputes the tokens after the images, or gives the request back."""
     expected = expected_of("qwen2.5 vl", tmp_path, 150)
     own = {"decode-0": {"num_blocks": 24}}
     with cluster(1, 1, own=own, model=tmp_path, runner="torch") as running, ThreadPoolExecutor(len(CASES)) as pool:

@@ -1,4 +1,4 @@
-"""Test that clusters answer requests of the model and of two LoRA adapters at once with the tokens of peft."""
+"""Test that clusters serve a model and two LoRA adapters at once, with the same tokens as peft."""
 
 import json
 import urllib.error
@@ -15,14 +15,14 @@ from tests.cluster.harness import DEMO_VOCABULARY, START_S, Cluster, cluster, co
 from tests.engine.families import CONFIGS, save
 from tests.engine.lora_files import save_adapter
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads it
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads this attribute
 COUNT = 24
-STEM = prompt_of(9, 40)  # all prompts share it, so a prefix of another adapter would be found if its KV were shared
+STEM = prompt_of(9, 40)  # all prompts begin with it, so that KV shared between adapters would be found
 PROMPTS = [STEM + prompt_of(seed, length) for seed, length in enumerate((1, 30, 90))]
 
 
 def made(name: str, directory: Path) -> tuple[list[str], dict[str, list[list[int]]]]:
-    """Write a tiny model and two adapters. Return --lora-modules, and the expected tokens by name."""
+    """Write a tiny model and two adapters. Return --lora-modules, and the expected tokens by model and adapter."""
     config = deepcopy(CONFIGS[name])
     config.vocab_size = DEMO_VOCABULARY
     base = save(config, directory)

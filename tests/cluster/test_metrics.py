@@ -108,7 +108,7 @@ def test_promtool_objects_only_to_the_names_of_vllms_metrics(running):
     objections = checked.stderr.splitlines()
     assert objections, "promtool always objects to colons in names"
     assert [line for line in objections if not line.startswith("vllm:")] == []
-    # The accepted objections: colons in names, and the suffix of the histogram vllm:iteration_tokens_total.
+    # These objections are accepted: colons in names, and the suffix of the histogram vllm:iteration_tokens_total.
     assert [line for line in objections if "':'" not in line and "iteration_tokens_total" not in line] == []
 
 

@@ -34,7 +34,7 @@ def running() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[int]]:
-    """The answers of clusters that serve one model."""
+    """The answers of clusters that serve only one model, by model."""
     found = {}
     for model, settings in (("model", {}), ("stories", OTHER)):
         with cluster(0, 1, runner="torch", **settings) as single:

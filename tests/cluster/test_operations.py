@@ -25,7 +25,7 @@ GUARDED = (
     "router",
     "prefill-0",
     "decode-0",
-)  # one process of each kind; forked processes would share their parent's sockets
+)  # one process of each kind, which is not forked: a fork would share its parent's sockets
 SOCKET_NAME = re.compile(r"[0-9a-f]{32}")
 
 

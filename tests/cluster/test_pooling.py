@@ -1,4 +1,4 @@
-"""Test that clusters give the embeddings and scores of transformers, in both modes, alone and among completions."""
+"""Test that clusters give the same embeddings and scores as transformers, in both modes, alone or among completions."""
 
 import base64
 import json

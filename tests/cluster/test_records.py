@@ -17,7 +17,7 @@ SPANS = {"queued", "chunk", "transfer", "decode"}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Cluster]:
-    # With "always", even a short prompt is computed on the prefill node. A drain that waits for a stream takes too long.
+    # With "always", the prefill node computes even short prompts. A drain that waits for the feed takes over START_S.
     with cluster(max_num_batched_tokens=64, disaggregate="always", drain_timeout_s=2 * START_S) as running:
         yield running
 

@@ -90,12 +90,12 @@ WRONG_ANSWERS = {
     "bytes": bytes(range(256)),
     "the end": b"",
 }
-# Redis may give these answers if there are no nodes, so the nodes leave the list after a lease. They stay connected.
+# Redis also gives such answers if there are no nodes, so nodes leave the list after a lease. They stay connected.
 PLAUSIBLE = {"null", "a negative length", "a null array", "a list that is too long", "a map"}
 
 
 async def survives(name: str, answer: bytes, relay: Proxy, url: str) -> None:
-    """Check that a node and a router's registry recover after Redis gave wrong answers for longer than a timeout."""
+    """Check that a node and a router's registry recover from wrong answers of Redis that last longer than a timeout."""
     registry = RedisRegistry(url, name, 0.1)
     node = RedisAnnouncer(url, name, 0.05)
     await registry.start(lambda: None)
@@ -199,7 +199,7 @@ def test_no_request_fails_during_any_fault_of_redis(server: RedisServer, relays:
         def is_empty() -> bool:
             return num_nodes() == 0
 
-        # For each fault, functions that inject it, detect it, and end it.
+        # For each fault: a function that injects it, one that returns whether it is detected, and one that ends it.
         send, call = server.send_signal, partial(command, server)
         faults: dict[str, tuple[Callable[[], object], Callable[[], bool], Callable[[], object]]] = {
             "frozen": (lambda: send(signal.SIGSTOP), down, lambda: send(signal.SIGCONT)),
@@ -228,7 +228,7 @@ def test_no_request_fails_during_any_fault_of_redis(server: RedisServer, relays:
 
 
 def an_entry_at_the_address_of_another_node_is_not_used(running: Cluster, server: RedisServer) -> None:
-    """Such an entry may be that of a dead node, or of a process outside the cluster."""
+    """The entry may belong to a dead node, or to a process outside the cluster."""
     address = running.nodes()["decode-0"]["address"]
     with redis.Redis(port=server.port) as client:
         entry = decode(bytes(client.get("baton:default:node:decode-0")), NodeInfo)

@@ -92,7 +92,7 @@ def text_of(events: list[Event]) -> str:
 
 
 async def timeline_of(running: Cluster, router: str, response_id: str) -> dict[str, Any]:
-    """Wait until the response has nodes, and return its timeline."""
+    """Wait until nodes compute the response, and return its timeline."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             with contextlib.suppress(urllib.error.HTTPError):  # the request has not begun
@@ -103,8 +103,8 @@ async def timeline_of(running: Cluster, router: str, response_id: str) -> dict[s
 
 
 async def survives(running: Cluster, number: int, role: str) -> int:
-    """Start three responses on two routers, kill the process of this role that has the first response, and check every
-    event of each response. Return the number of events."""
+    """Start three responses on two routers, kill the process of this role that serves the first response, and check
+    every event of each response. Return the number of events."""
     urls = list(running.urls.values())
     routers, chance = list(running.urls), random.Random(number)
     seeds = [3 * number + index for index in range(3)]
@@ -129,7 +129,7 @@ async def survives(running: Cluster, number: int, role: str) -> int:
 
 @contextlib.asynccontextmanager
 async def load(running: Cluster, streams: int) -> AsyncIterator[None]:
-    """Keep this number of completions in progress, even after their router was killed."""
+    """Keep this number of completions in progress, even if their router is killed."""
 
     async def stream(number: int) -> None:
         chance = random.Random(number)

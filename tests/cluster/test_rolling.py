@@ -18,7 +18,7 @@ OLD, NEW = ("prefill-0", "decode-0"), ("prefill-1", "decode-1")
 
 
 def build(directory: Path, old: str, new: str) -> list[str]:
-    """Write another build of Baton, in which the hash model differs. Return the words with which its commands start."""
+    """Write another build of Baton, in which the hash model differs. Return the first words of its command lines."""
     for package in PACKAGES:
         shutil.copytree(ROOT / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
     text = (directory / MODEL).read_text()
@@ -69,7 +69,7 @@ def test_no_answer_mixes_the_tokens_of_two_builds_and_they_exchange_no_kv(tmp_pa
             is_old = [answer == expected(prompt, COUNT) for answer, prompt in zip(found, prompts, strict=True)]
             assert 0 < sum(is_old) < len(prompts), "both builds serve"
             under_way = [pool.submit(running.stream, prompt, COUNT) for prompt in prompts]
-            running.send_signal("decode-0", signal.SIGKILL)  # its requests continue on prefill-0, of the same build
+            running.send_signal("decode-0", signal.SIGKILL)  # its requests continue on prefill-0 (same build)
             again = [each.result() for each in under_way]
         running.send_signal("prefill-0", signal.SIGTERM)
         wait_for(lambda: running.alive("router") == set(NEW), "the old nodes have left")

@@ -23,7 +23,7 @@ HAS_RED = """[...document.querySelectorAll("#lanes canvas")].some((lane) => lane
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The page's URL from a running router, and from the built file if Pyodide can be fetched."""
+    """The page's URLs: at a running router, and of the built file if Pyodide can be fetched."""
     with cluster(prefill=0, decode=1) as running:
         found = {"router": f"{running.url}/simulator"}
         path = tmp_path_factory.mktemp("playground") / "playground.html"
@@ -34,7 +34,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def opened(pages: Pages, urls: dict[str, str]) -> Iterator[Callable[..., Any]]:
-    """Return a function that opens a page at a place, and waits for its first run."""
+    """Return a function that opens the page at one of PLACES, and waits for its first run."""
 
     def open_page(place: str, fragment: str = "", width: int = 1400, scheme: str = "light") -> Any:
         if place not in urls:
@@ -48,7 +48,7 @@ def opened(pages: Pages, urls: dict[str, str]) -> Iterator[Callable[..., Any]]:
 
 
 def until(page: Any, condition: str) -> None:
-    """Wait for a condition in JavaScript. Playwright's own function would need `eval`, which the page forbids."""
+    """Wait for a condition in JavaScript. Playwright's own function needs `eval`, which the page forbids."""
     wait_for(lambda: page.evaluate(condition), condition, 200.0)
 
 

@@ -33,7 +33,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def nearly(value: Any) -> Any:
-    """Return what equals `value`, and answers whose logprobs differ from it by rounding only."""
+    """Return an object that equals `value` and any answer whose logprobs differ from it only by rounding."""
     if isinstance(value, dict):
         return {key: nearly(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -51,7 +51,7 @@ DRAFTERS = {
     "lookup": ({"speculative_config": "ngram"}, (0.05, 0.99)),
     "itself": ({"speculative_config": json.dumps({"model": str(DEMO)})}, (0.95, 1)),
     "mtp": ({"speculative_config": "deepseek_mtp"}, (0.05, 0.99)),
-    "eagle3": ({}, (0.05, 0.99)),  # the fixture `models` knows the directory
+    "eagle3": ({}, (0.05, 0.99)),  # the directory comes from the fixture `models`
 }
 
 
@@ -93,7 +93,7 @@ def test_answers_are_the_same_with_and_without_guesses(drafter: str, prefill: in
         assert counted(running, "draft_tokens") == 0
         assert list(pool.map(lambda one: answer(running, *one), asked)) == plain
         after = running.settled()
-        assert counted(running, "accepted_tokens") > 5  # how many are guessed depends on measured step times
+        assert counted(running, "accepted_tokens") > 5  # the number of guesses depends on measured step times
         is_right = counted(running, "accepted_tokens") / counted(running, "draft_tokens")
         # The drafter does not know which tokens a grammar forbids.
         assert least < is_right < most

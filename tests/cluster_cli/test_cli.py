@@ -40,7 +40,7 @@ Answering = Callable[[str, Any], tuple[int, bytes]]
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Answering], str]]:
-    """Return a function that starts a fake router. Its argument `answer` maps (path, body) to (status, body)."""
+    """Return a function that starts a fake router. The function's argument maps (path, body) to (status, body)."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(answer: Answering) -> str:

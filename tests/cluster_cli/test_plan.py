@@ -103,7 +103,7 @@ def test_a_wrong_further_model_is_refused(text: str, says: str) -> None:
 
 
 def test_every_node_and_router_setting_can_be_given_to_up() -> None:
-    # These must differ between nodes, or are always loopback addresses.
+    # These settings must differ between nodes, or are always loopback addresses.
     own = {"id", "advertise", "health_port", "kv_host", "kv_port"}
     assert set(NodeSettings.model_fields) - set(LocalSettings.model_fields) == own
     assert set(RouterSettings.model_fields) <= set(LocalSettings.model_fields)

@@ -40,7 +40,7 @@ def summary(name: str) -> dict[str, Any]:
 
 def period(trial: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] = ()) -> Period:
     """Return a period. `slow` requests, spread evenly, have a gap of `gap_s`. The gaps of the others are 9 ms."""
-    outcomes, start = [], 1e-3 * trial.seed  # makes seeds differ
+    outcomes, start = [], 1e-3 * trial.seed  # so that figures differ between seeds
     for index in range(NUM):
         at = 0.1 * index
         gap = gap_s if (index * 7 - 1) % NUM < slow else 0.009
@@ -103,7 +103,7 @@ def page_report(seconds: float = 8.0, *, capacity: bool = False) -> dict[str, An
             arm.name: [CapacityPoint(rate, seed, share - seed / 100) for seed in range(3) for rate, share in shares]
             for arm in found.arms
         }
-        for one in found.periods:  # each seed has its own rate, and the simulation is as fast as the measurement
+        for one in found.periods:  # each seed has its own rate, and the prediction equals the measurement
             one.trial = one.trial._replace(rate=float(one.trial.seed))
             found.predicted[one.trial.position] = one.recording.outcomes
     report: dict[str, Any] = document.report_of(made, found, "live", "baton compare --control")

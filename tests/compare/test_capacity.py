@@ -74,7 +74,7 @@ def test_the_interval_over_seeds_covers_the_capacity() -> None:
 
 
 def test_an_interval_has_no_bounds_if_seeds_cross_beyond_the_measured_rates() -> None:
-    """The capacities of the seeds are up to 36 % apart, but the rates cover only 8 % on each side."""
+    """The capacities of the seeds are up to 36 % apart, but the measured rates cover only 8 % on each side."""
     points = [
         CapacityPoint(rate, seed, attainment(rate, capacity))
         for seed, capacity in enumerate((8.2, 9.1, 10.0, 10.9, 11.8))
@@ -119,7 +119,7 @@ async def test_a_search_ends_with_its_budget_and_returns_an_estimate() -> None:
 async def test_a_search_without_a_crossing_finds_a_bound_or_a_cliff(
     last_good: float, bounded: str, is_cliff: bool
 ) -> None:
-    """At a cliff, nearly all requests meet the SLO up to a rate, and none above it, as when KV memory is exhausted."""
+    """At a cliff, nearly all requests meet the SLO up to a rate, and none meet it above, as when KV memory is full."""
 
     async def measure(rate: float, _seed: int) -> float:
         return 0.99 if rate <= last_good else 0.0

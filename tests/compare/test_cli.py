@@ -68,7 +68,7 @@ def test_an_output_directory_below_a_file_is_refused(capsys: pytest.CaptureFixtu
 
 
 def test_urls_that_do_not_answer_are_refused(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as caught:  # after the plan of the session was printed
+    with pytest.raises(SystemExit) as caught:  # the plan of the session is printed first
         main(["compare", "--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:11", "--out", "o"])
     assert caught.value.code == 2
     assert "nothing answers at http://127.0.0.1:9" in capsys.readouterr().err
@@ -99,7 +99,7 @@ def ready(out: Path) -> Experiment:
 
 
 def test_trace_and_tokenizer_are_read_once(tmp_path: Path):
-    """A search for a capacity draws traffic for dozens of rates and seeds, and must not read the files each time."""
+    """A search for a capacity draws traffic for dozens of rates and seeds, and must read the files only once."""
     made = ready(tmp_path)
     for name in ("own.jsonl", "tokenizer.json", "config.json"):
         Path(name).unlink()

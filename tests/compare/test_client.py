@@ -145,7 +145,7 @@ def test_a_connection_that_breaks_occasionally_is_a_miss_and_does_not_invalidate
 
 @pytest.mark.parametrize(("lag_s", "slo_ms", "is_valid"), [(0.0015, 0, True), (0.003, 0, False), (0.003, 1000, True)])
 def test_a_client_that_sends_or_reads_late_invalidates_its_run(lag_s: float, slo_ms: float, is_valid: bool) -> None:
-    """A delay of up to 2 ms or 2 % of the TTFT SLO is allowed, whichever is more; it would count as the server's."""
+    """The client may be 2 ms or 2 % of the TTFT SLO late, whichever is more. Measured latencies include this delay."""
     outcomes = [Outcome(index, "", float(index), sent_s=index + lag_s, finish="length") for index in range(200)]
     sent, read = problems_of(outcomes, LatencySlo(slo_ms)), problems_of([], LatencySlo(slo_ms), lag_s)
     assert [not sent, not read] == [is_valid, is_valid]
@@ -175,7 +175,7 @@ def test_the_running_usage_counts_if_there_is_nothing_else() -> None:
 
 
 def test_usage_at_the_end_does_not_excuse_bundled_tokens() -> None:
-    """Two tokens arrived at second 1. If one counted for second 1 and two for second 2, the gaps would be wrong."""
+    """Two tokens arrived at second 1. If only one of them counted for second 1, the gaps would be wrong."""
     outcome, _ = read_events(event("a b"), event("c", "length", usage={"completion_tokens": 3}))
     assert outcome.error == "bundled: 3 tokens in 2 events"
     outcome, _ = read_events(event("a b"), event("c", "length"))  # no usage, and max_tokens is 3

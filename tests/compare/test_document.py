@@ -176,7 +176,7 @@ RATES = (9.0, 10.0, 11.5, 14.5)
 
 
 def searched(made: Experiment, shares: dict[str, list[list[float]]]) -> Findings:
-    """Return findings of a search. `shares` has each seed's attainment at the first rates of RATES, by arm."""
+    """Return findings of a search. `shares` has, for each arm and seed, the attainment at the first rates of RATES."""
     found = Findings(list(made.all_arms), ParityCheck(True, []))
     for arm, rows in {CONTROL.name: [[0.99, 0.9, 0.5]] * 4, **shares}.items():
         by_seed = [(seed, zip(RATES, row, strict=False)) for seed, row in enumerate(rows)]
@@ -186,7 +186,7 @@ def searched(made: Experiment, shares: dict[str, list[list[float]]]) -> Findings
 
 
 def test_a_capacity_beyond_the_highest_rate_is_a_bound():
-    """As an estimate, the capacity of every seed would be exactly 11.5 req/s, with no uncertainty."""
+    """If the bound were an estimate, the capacity of every seed would be exactly 11.5 req/s, with no uncertainty."""
     made = experiment(first_rate=10.0)
     found = searched(made, {"colocated:2": [[0.99, 0.9, 0.5]] * 4, "disaggregated:1p1d": [[1.0, 0.99, 0.95]] * 4})
     report = reported(made, found)
@@ -201,7 +201,7 @@ def test_a_capacity_beyond_the_highest_rate_is_a_bound():
 
 
 def test_a_seed_that_never_crosses_does_not_count_as_the_last_rate():
-    """One of four seeds meets the SLO at every rate. The capacity over all seeds is still estimated, less certainly."""
+    """One of four seeds meets the SLO at every rate. The capacity over all seeds is still estimated."""
     made = experiment(first_rate=10.0)
     rows = [[0.99, 0.92, 0.5], [0.99, 0.91, 0.5], [0.98, 0.9, 0.5], [1.0, 0.97, 0.93]]
     figures = Figures(made, searched(made, {"colocated:2": rows, "disaggregated:1p1d": rows}))
@@ -268,7 +268,7 @@ def test_invalid_periods_are_noted_by_arm_with_their_reason():
 
 @pytest.mark.parametrize(("loser", "is_valid"), [("disaggregated:1p1d", False), ("colocated:2", True), ("", True)])
 def test_an_arm_cannot_lead_if_only_its_periods_were_invalid(loser: str, is_valid: bool):
-    """An arm's invalid periods may have been its worst, but if it is behind even without them, the verdict holds.
+    """The invalid periods of an arm may have been its worst. If the arm is behind even without them, the verdict holds.
     Invalid periods of several arms are attributed to chance."""
     made, found = session(num_seeds=8)
     for one in [one for one in found.periods if loser in {"", one.trial.arm}][:2]:

@@ -144,7 +144,7 @@ def test_the_recommendation_says_when_it_is_too_close_to_call(rates: list[float]
 
 
 def test_limits_under_which_the_other_mode_wins_are_named() -> None:
-    """One arm has short TTFTs and long TBTs, the other the reverse, each in proportion to the rate."""
+    """One arm has shorter TTFTs, and the other has shorter TBTs. All latencies grow in proportion to the rate."""
     slo, one = LatencySlo(1000.0, 100.0), np.ones(10)
     rates = [(rate, seed) for rate in np.arange(2.0, 17.0, 0.5) for seed in (0, 1)]
     runs = {

@@ -95,7 +95,7 @@ def test_a_pasted_trace_replaces_the_traffic() -> None:
 
 
 def test_it_runs_with_the_standard_library_alone() -> None:
-    """A browser has no other packages. The process is the one that the router starts."""
+    """A browser has no other packages. The test runs the same process as the router."""
     command = [sys.executable, "-S", "-m", "compare.playground"]
     found = subprocess.run(command, input=json.dumps(SHORT), check=True, capture_output=True, text=True, cwd=ROOT)
     assert json.loads(found.stdout) == json.loads(json.dumps(simulate(SHORT)))

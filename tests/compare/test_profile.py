@@ -92,7 +92,7 @@ def test_bad_input_is_refused_in_one_line(
 
 
 async def test_the_fit_to_records_finds_the_numbers_of_the_cluster(tmp_path: Path) -> None:
-    """The records are those of a simulated cluster, whose numbers are known."""
+    """The records are those of a simulated cluster, whose parameters are known."""
     device = load_emulation("h200-llama-3.1-8b@100gbe")
     plan = cluster_plan(parse_arm("disaggregated:1p1d"), device)
     endpoint = SimulatedEndpoint("split", plan, itertools.count(), records=True)

@@ -1,4 +1,4 @@
-"""Test the thinning of a report, and its page as text. test_report_page.py tests the page in a browser."""
+"""Test the text of a report's page, and how its data are thinned. test_report_page.py tests the page in a browser."""
 
 import copy
 import json

@@ -54,7 +54,7 @@ async def test_a_simulation_is_repeatable(tmp_path: Path) -> None:
 
 
 async def test_capacities_are_found(tmp_path: Path) -> None:
-    """A request takes about 1.2 s, so two nodes that run two requests at once each serve about 3 requests/s."""
+    """A request takes about 1.2 s. Two nodes, each with two requests at once, therefore serve about 3 requests/s."""
     traffic = {"rate": None, "duration": 60.0, "scale_tokens": 1.0, "ttft_slo_ms": 3000.0}
     report = await compare(tmp_path, arms=ARMS[:2], find_capacity=True, set=["max_num_seqs=2"], **traffic)
     colocated, split = (report["summary"][arm]["capacity_rps"] for arm in ARMS[:2])

@@ -236,7 +236,7 @@ def test_an_agentic_session_continues_with_its_whole_history() -> None:
 
 
 def test_prompts_over_the_context_are_refused_cut_or_dropped_and_counted(tmp_path: Path) -> None:
-    """A request that fits the context is left as it is, even if its answer is longer than half of the context."""
+    """A request that fits the context is not changed, even if its answer is longer than half of the context."""
     path = written(tmp_path, own(max_tokens=50), own(t=1, prompt_len=100, max_tokens=20), own(t=2, max_tokens=90))
     with pytest.raises(
         ConfigError, match=r"2 of 3 requests exceed the model's 64 tokens .* --scale-tokens 0\.53 or less"

@@ -38,7 +38,7 @@ class Feed:
         self.began_ms = time.time() * 1e3
         self.ends = dict.fromkeys(ROLES, self.began_ms)
         self.requests: dict[str, dict[str, Any]] = {}
-        self.lost_ms: float | None = None  # when decode-2 was lost, if it was
+        self.lost_ms: float | None = None  # the time at which decode-2 was lost, if it was
         self.is_gone = False  # as if the router had died: streams end and new streams are refused
 
     def status(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Feed:
         }  # fmt: skip
 
     def steps(self, name: str, until_ms: float) -> list[list[Any]]:
-        """Return the node's passes from the end of the last call's passes to `until_ms`."""
+        """Return the node's forward passes since the last call, up to `until_ms`."""
         rows: list[list[Any]] = []
         mean = 1000 / self.steps_per_s
         while self.ends[name] < until_ms:
@@ -99,7 +99,7 @@ class Feed:
         return rows
 
     def earlier(self, name: str) -> list[list[Any]]:
-        """Return the node's passes in the ten seconds before this feed began. These passes have negative numbers."""
+        """Return the node's forward passes in the ten seconds before this feed began. Their numbers are negative."""
         tokens = (1, 256, 0) if ROLES[name] == "prefill" else (0, 0, 8)
         starts = range(-10_000, 0, 100)
         return [[start // 100, self.began_ms + start, 20.0, 0.4, 0, 512, "fixed", *tokens, 0, 0] for start in starts]
@@ -211,7 +211,7 @@ def build_feed(feed: Feed) -> Starlette:
         return StreamingResponse(words(body["messages"]), media_type="text/event-stream")
 
     async def words(messages: list[dict[str, str]]) -> AsyncIterator[str]:
-        """Send a word every tick: one for each message of the conversation, or endlessly for "forever"."""
+        """Send a word every tick: one for each message of the conversation, or endlessly if it is "forever"."""
         name, endless = next(reversed(feed.requests)), messages[-1]["content"] == "forever"
         for number in itertools.count() if endless else range(len(messages)):
             choice = {"index": 0, "delta": {"content": f"word{number} "}, "finish_reason": None}

@@ -1,4 +1,4 @@
-"""Test `POST /v1/simulate`: its answers, its limits, and that runs end with their time."""
+"""Test `POST /v1/simulate`: its answers, its limits, and that runs end at their time limit."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ async def test_a_run_ends_when_its_client_disconnects(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(simulate, "MODULE", "endless")
     simulations = SimulateHandler()
-    for _ in range(MAX_RUNS + 1):  # each run frees its place
+    for _ in range(MAX_RUNS + 1):  # each run frees its slot for another run
         messages = iter([{"type": "http.request", "body": b"{}", "more_body": False}, {"type": "http.disconnect"}])
 
         async def receive(messages: Iterator[dict[str, object]] = messages) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Build the Kubernetes manifests of `deploy/kubernetes`, and find errors that a schema cannot: inconsistent parts."""
+"""Build the Kubernetes manifests of `deploy/kubernetes`, and find parts that do not fit together."""
 
 import os
 import subprocess
@@ -22,12 +22,12 @@ PEER_PORTS = {"router": ("registry_port",), "prefill": ("port", "kv_port"), "dec
 PEER_PORTS["picker"] = ()
 KNOWN = {variable_of(name) for kind in KINDS.values() for name in kind.model_fields} | set(map(variable_of, CLIENTS))
 FIELDS = {"metadata.name": "baton-decode-0", "status.podIP": "10.0.0.1"}  # example values of the downward API
-EXTERNAL = {("Secret", "baton-cluster"), ("PersistentVolumeClaim", "baton-model")}  # made by the operator
+EXTERNAL = {("Secret", "baton-cluster"), ("PersistentVolumeClaim", "baton-model")}  # the operator creates them
 EXIT_S = 10  # how much longer than its drain a pod may take to end
 
 
 def build(folder: Path) -> list[Object]:
-    """Return the objects of an overlay, or of a component on the base."""
+    """Return the objects of an overlay, or of the base with a component."""
     return list(yaml.safe_load_all(_built(folder)))
 
 
@@ -143,8 +143,8 @@ class Manifests:
                     yield f"{name_of(item)}: spec.podMetricsEndpoints: no pod has the port"
 
     def scalers(self) -> Iterator[str]:
-        """An autoscaler must find its Deployment, which must not set its own number of replicas, and must leave one
-        pod."""
+        """An autoscaler must find its Deployment and keep at least one pod. The Deployment must not set a number of
+        replicas."""
         workloads = {item["metadata"]["name"]: item["spec"] for item in self.workloads}
         for item in self.of_kind("ScaledObject") + self.of_kind("HorizontalPodAutoscaler"):
             spec, name = item["spec"], item["spec"]["scaleTargetRef"]["name"]

@@ -1,4 +1,4 @@
-"""Run a picker: `python -m tests.deploy.named_picker FILE FLAGS`. The name of the routers has the addresses in FILE."""
+"""Run a picker: `python -m tests.deploy.named_picker FILE FLAGS`. FILE has the addresses of the routers."""
 
 import sys
 from pathlib import Path

@@ -54,13 +54,13 @@ def free_ports(count: int) -> int:
 
 
 def kill(pid: int) -> tuple[int, int]:
-    """Kill a process. Return the Unix times in ns before and after."""
+    """Kill a process. Return the Unix times in ns before and after the kill."""
     before = now_ns()
     os.kill(pid, signal.SIGKILL)
     return before, now_ns()
 
 
 def is_lost(outcome: Outcome, killed: tuple[int, int]) -> bool:
-    """Return whether a request failed or got wrong tokens, other than a stream of a router that was killed."""
+    """Return whether a request got wrong tokens, or failed although it was not in progress during the kill."""
     was_cut = outcome.began_ns <= killed[1] and outcome.ended_ns >= killed[0]
     return outcome.is_unequal or (bool(outcome.lost) and not was_cut)

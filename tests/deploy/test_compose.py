@@ -19,7 +19,7 @@ from tests.deploy.remote import RETRIED, RouterClient, is_lost
 
 PORTS = "18100-18109"
 NODES = {"prefill": 2, "decode": 2}
-# The hash model (engine/hash_model.py) starts quickly. A busy machine is not a reason to give up.
+# The hash model (engine/hash_model.py) starts quickly. The many retries are for busy machines.
 OVERRIDE: dict[str, Any] = {
     name: {"environment": {"BATON_RUNNER": "hash", "BATON_NUM_BLOCKS": "4096"}} for name in NODES
 } | {"router": {}}

@@ -19,14 +19,14 @@ from tests.cluster.harness import ROOT
 from tests.deploy.manifests import Object, build, problems
 
 FOLDER = ROOT / "deploy" / "kubernetes"
-SCHEMAS = Path(__file__).with_name("schemas")  # closed schemas of the fields that we use of other projects' resources
+SCHEMAS = Path(__file__).with_name("schemas")  # of other projects' resources; only the fields that we use are allowed
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl, which builds the manifests")
 HAS_VALIDATE = importlib.util.find_spec("kubernetes_validate") is not None
 VERSIONS = ("1.30", "1.37")
 
 
 def is_foreign(item: Object) -> bool:
-    """Return whether a resource is not one of Kubernetes itself, so its CRD must be installed."""
+    """Return whether a resource is defined by another project, so that its CRD must be installed."""
     return item["apiVersion"] not in {"v1", "apps/v1", "policy/v1", "networking.k8s.io/v1", "autoscaling/v2"}
 
 

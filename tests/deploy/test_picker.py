@@ -41,7 +41,7 @@ def typed(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def static(name: str, addresses: list[str], **fields: Any) -> dict[str, Any]:
-    """Return a cluster of Envoy."""
+    """Return the configuration of a cluster of Envoy."""
     endpoints = [{"endpoint": {"address": socket_address(address)}} for address in addresses]
     load = {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]}
     return {"name": name, "type": "STATIC", "connect_timeout": "5s", "load_assignment": load, **fields}
@@ -53,7 +53,7 @@ def socket_address(address: str) -> dict[str, Any]:
 
 
 def listener(port: int, body_mode: str) -> dict[str, Any]:
-    """Return a listener whose filter sends request bodies to the picker in this mode."""
+    """Return the configuration of a listener whose filter sends request bodies to the picker in this mode."""
     mode = {"request_header_mode": "SEND", "request_body_mode": body_mode, "request_trailer_mode": "SEND"}
     mode |= {"response_header_mode": "SKIP", "response_body_mode": "NONE", "response_trailer_mode": "SEND"}
     service = {"envoy_grpc": {"cluster_name": "picker"}}
@@ -100,7 +100,7 @@ MODES = ("FULL_DUPLEX_STREAMED", "BUFFERED")
 
 
 class Gateway:
-    """An Envoy with a picker in front of the routers of a cluster, which are behind one name."""
+    """An Envoy with a picker in front of the routers of a cluster. One name has the addresses of all these routers."""
 
     def __init__(self, running: Cluster) -> None:
         self.running = running
@@ -135,7 +135,7 @@ class Gateway:
         return False
 
     def request(self, method: str, path: str, body: bytes = b"", mode: str = "BUFFERED") -> tuple[int, str, bytes]:
-        """Return the status, the router that served, and the body of an answer."""
+        """Send a request. Return the status, the router that served it, and the body of the answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.ports[mode], timeout=START_S)
         try:
             connection.request(method, path, body or None, {"content-type": "application/json"})
@@ -145,7 +145,7 @@ class Gateway:
             connection.close()
 
     def router_of(self, prompt: list[int], mode: str = "BUFFERED") -> str:
-        """Complete the prompt, check the tokens, and return the router that served."""
+        """Complete the prompt, check the tokens, and return the router that served the request."""
         body = json.dumps(completion(self.running.model, prompt, 4)).encode()
         status, router, answer = self.request("POST", "/v1/completions", body, mode)
         assert status == 200, answer
@@ -174,7 +174,7 @@ def gateway() -> Iterator[Gateway]:
             gateway.close()
 
 
-PREFIXES = [prompt_of(seed, 300) for seed in range(12)]  # over 1,024 characters in JSON
+PREFIXES = [prompt_of(seed, 300) for seed in range(12)]  # each has over 1,024 characters in JSON
 
 
 @pytest.mark.parametrize("mode", MODES)

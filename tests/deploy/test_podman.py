@@ -27,8 +27,8 @@ from tests.deploy.remote import RETRIED, RouterClient, is_lost, kill
 
 IMAGE = "localhost/baton"
 OVERLAY = ROOT / "deploy" / "kubernetes" / "overlays" / "demo"
-FAST = {"BATON_RUNNER": "hash", "BATON_NUM_BLOCKS": "4096", "BATON_LOG_FORMAT": "text"}  # of nodes
-# Machines whose limits cannot be raised, and those without systemd, need these settings.
+FAST = {"BATON_RUNNER": "hash", "BATON_NUM_BLOCKS": "4096", "BATON_LOG_FORMAT": "text"}  # settings of nodes
+# Podman needs these settings on machines whose limits cannot be raised or that have no systemd.
 SETTINGS = """
 [engine]
 runtime = "runc"
@@ -64,7 +64,7 @@ class Pods:
         self.objects = build(OVERLAY)
         self.played: list[Path] = []
         self.counts: dict[str, int] = {}
-        self.settings = dict(FAST)  # of nodes that are added from now on
+        self.settings = dict(FAST)  # settings of the nodes that are added next
 
     def podman(self, *words: object, check: bool = True) -> str:
         command = ["podman", *map(str, words)]
@@ -123,7 +123,7 @@ class Pods:
                 mount["name"] = volume["name"] = f"{name}-{volume['name']}"
         container.pop("ports")  # podman would publish them on this machine
         container |= {"image": IMAGE, "imagePullPolicy": "Never"}
-        # Without BATON_ADVERTISE, a node is reached at its address towards the routers.
+        # Without BATON_ADVERTISE, a node advertises the address from which it connects to the routers.
         container["env"] = [{"name": "BATON_ID", "value": name}] if "env" in container else []
         return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
 
@@ -145,7 +145,7 @@ class Pods:
         return RouterClient(f"http://{self.address(f'baton-router-{number}')}:8000")
 
     def kill(self, name: str) -> tuple[int, int]:
-        """Kill the process of a pod, and wait until podman has restarted it. Return the time of the kill."""
+        """Kill the process of a pod, and wait until podman has restarted it. Return the times around the kill."""
         before = self.inspect(name)["State"]["Pid"]
         killed = kill(before)
         wait_for(lambda: self.inspect(name)["State"]["Pid"] not in {0, before}, f"{name} starts again")
@@ -227,7 +227,7 @@ def test_a_rolling_update_of_both_roles_loses_no_request(pods: Pods, routers: li
     wait_for_nodes(routers, prefill=2, decode=2)
     pods.settings["BATON_NUM_BLOCKS"] = "4000"
     with load(routers) as requests:
-        for role, name in old:  # as a Deployment with maxSurge 0 and maxUnavailable 1
+        for role, name in old:  # as a Deployment does with maxSurge 0 and maxUnavailable 1
             assert pods.remove(name) == 0, "the node did not drain"
             pods.add(role)
             wait_for_nodes(routers, prefill=2, decode=2)

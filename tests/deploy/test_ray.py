@@ -18,19 +18,19 @@ from tests.deploy.remote import RETRIED, RouterClient, free_ports, is_lost, kill
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no Ray: pip install '.[ray]'"),
-    pytest.mark.filterwarnings("ignore"),  # Ray's own
+    pytest.mark.filterwarnings("ignore"),  # warnings of Ray
 ]
 ROLES = ("router", "prefill", "decode")
 ROW = re.compile(r"^(\S+) +(\S+) +process (\d+) +(.+), (\d+) restarts$", re.MULTILINE)
 
 
 class RayCluster:
-    """Three hosts with a label for each role, and the command `baton ray`."""
+    """A Ray cluster of three hosts, each with the label of one role, and the command `baton ray`."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        self.port = free_ports(4)  # two for each router
+        self.port = free_ports(4)  # two ports for each router
         self.routers = [RouterClient(f"http://127.0.0.1:{self.port + more}") for more in (0, 2)]
         self.ray = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "labels": {"baton.role": "router"}})
         self.hosts: dict[str, Any] = {role: self.add(role) for role in ROLES[1:]}
@@ -52,7 +52,7 @@ class RayCluster:
         assert done.returncode == 0, done.stderr
 
     def pids(self) -> dict[str, int]:
-        """Return the process of each running part."""
+        """Return the process id of each running part."""
         return {row[0]: int(row[2]) for row in ROW.findall(self.command("status").stdout)}
 
     def wait_for_restart(self, part: str, old: int) -> None:
@@ -105,7 +105,7 @@ def test_the_loss_of_an_actor_a_host_and_a_router_loses_only_streams_of_that_rou
     with load(hosts, 40) as requests:
         wait_for(lambda: len(requests.outcomes) > 10, "requests end")
         old = hosts.pids()["prefill-0"]
-        psutil.Process(old).parent().kill()  # the worker of the actor
+        psutil.Process(old).parent().kill()  # the worker process of the Ray actor
         hosts.wait_for_restart("prefill-0", old)
         old = hosts.pids()["decode-0"]
         raylet = psutil.Process(old).parent().parent()
@@ -127,7 +127,7 @@ def test_the_loss_of_an_actor_a_host_and_a_router_loses_only_streams_of_that_rou
 
 
 def test_a_process_with_invalid_settings_is_not_started_again_until_the_next_up(hosts: RayCluster) -> None:
-    hosts.environment["BATON_KV_DIRECTORY"] = "/proc/none"  # refused by nodes only
+    hosts.environment["BATON_KV_DIRECTORY"] = "/proc/none"  # only nodes refuse it
     try:
         hosts.up()
         wait_for(lambda: "ended with status 2" in hosts.command("status").stdout, "a node ends")

@@ -55,7 +55,7 @@ class Slurm:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        self.port = free_ports(4)  # two for each router
+        self.port = free_ports(4)  # two ports for each router
         self.join_port = self.port + 1
         self.routers = [RouterClient(f"http://127.0.0.1:{self.port + more}") for more in (0, 2)]
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -123,7 +123,7 @@ class Slurm:
         return {name: (step, host) for name, step, host in (line.split() for line in lines if line)}
 
     def pid(self, part: str) -> int:
-        """Return the process of a part. Its parent is a shell, whose parent is the slurmstepd of the step."""
+        """Return the process id of a part. Its parent is a shell, whose parent is the slurmstepd of the step."""
         step = f"slurmstepd: [{self.steps()[part][0]}]"
         for process in psutil.process_iter(["cmdline"]):
             parents = process.parents() if "baton" in " ".join(process.info["cmdline"] or ()) else []
@@ -135,7 +135,7 @@ class Slurm:
         return kill(self.pid(part))
 
     def kill_host(self, host: str) -> tuple[int, int]:
-        """Kill the slurmd of a host, and the parts on the host with their shells and slurmstepds, as `kill` does."""
+        """Kill the slurmd, slurmstepds, shells and parts of a host. Return the times before and after the kill."""
         parts = [psutil.Process(self.pid(part)) for part, (_, at) in self.steps().items() if at == host]
         before = now_ns()
         for process in (
@@ -211,7 +211,7 @@ def test_a_job_serves_restarts_a_killed_node_and_drains_without_a_lost_request(s
 
     slurm.drain(slurm.steps()["decode-1"][0])
     wait_for(lambda: "decode-1" not in slurm.steps(), "the node drains")
-    with load(slurm, 20) as requests:  # the clients have sent their last requests when the job drains
+    with load(slurm, 20) as requests:  # the clients send their last requests before the job drains
         wait_for(lambda: len(requests.outcomes) > 5, "requests end")
     assert requests.failures() == []
     assert "decode-1" not in slurm.steps(), "a drained node was started again"

@@ -1,5 +1,5 @@
-"""Test the wheel: build it, install it outside the tree, and serve the demo model in the presence of packages with the
-same names."""
+"""Test the wheel: build it, install it outside the tree, and serve the demo model while other packages have the names
+of Baton's packages."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel into a new environment, which finds the libraries of this one but not this checkout."""
+    """Install the wheel into a new environment, which finds this environment's libraries but not this checkout."""
     directory = tmp_path_factory.mktemp("installed") / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
     python = str(directory / "bin" / "python")
@@ -65,7 +65,7 @@ def site_packages(environment: Path) -> Path:
 
 
 def variables(**own: str) -> dict[str, str]:
-    """Return this environment without the variables that lead to the checkout. The kernels are not compiled, which
+    """Return the environment variables without those that lead to the checkout. The kernels are not compiled, which
     saves 20 s."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "BATON_"))}
     return kept | {"NUMBA_CPU_FEATURES": "+sse2"} | own
@@ -78,7 +78,7 @@ def test_a_wheel_contains_each_file_of_the_packages(wheel: Path) -> None:
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    # The wheel contains the files of `demo` in `demo/model` only.
+    # Of the files of `demo`, the wheel contains only those in `demo/model`.
     expected = {name for name in expected if not name.startswith("baton/demo/") or name.startswith("baton/demo/model/")}
     with zipfile.ZipFile(wheel) as archive:
         assert {name for name in archive.namelist() if name.startswith("baton/")} == expected

@@ -1,4 +1,4 @@
-"""Routers whose model gives a fixed answer, for tests of tools and of the APIs that have them."""
+"""Routers whose model gives a fixed answer, for tests of tool calls and of the APIs that support them."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -53,7 +53,7 @@ Connect = Callable[..., Awaitable[tuple[openai.AsyncOpenAI, ScriptedDispatcher]]
 
 @asynccontextmanager
 async def connecting(**options: Any) -> AsyncIterator[Connect]:
-    """Provide a function that starts a router whose model gives an answer, and returns a client of the router.
+    """Provide a function that starts a router whose model gives a fixed answer, and returns a client of the router.
     `options` are arguments of `build_app`."""
     async with AsyncExitStack() as stack:
 

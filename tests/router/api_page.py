@@ -1,6 +1,6 @@
 """Generate docs/api.md from the models of the request bodies: `python -m tests.router.api_page > docs/api.md`.
 
-For a parameter that Baton does not have, the page shows the parser's answer.
+For a parameter that Baton does not support, the page states whether the parser ignores or refuses it.
 """
 
 import json
@@ -76,7 +76,7 @@ NOTES = {
     "/tokenize": "vLLM's; also `/v1/tokenize`.",
     "/detokenize": "vLLM's; also `/v1/detokenize`.",
 }
-# Parameters of OpenAI's, vLLM's (0.33) and Anthropic's APIs that no body here has, by the first part of the path.
+# Parameters of OpenAI's, vLLM's (0.33) and Anthropic's APIs that Baton's request bodies do not have, by endpoint.
 OF_CHAT = """audio chat_template documents echo ec_transfer_params function_call functions kv_transfer_params length_penalty
 logits_processors logprob_token_ids media_io_kwargs metadata mm_processor_kwargs modalities moderation prediction
 prompt_cache_key prompt_cache_options prompt_cache_retention repetition_detection request_id return_mm_kwargs
@@ -118,7 +118,7 @@ def shown(value: object) -> str:
 
 
 def values(schema: dict[str, Any], names: set[str]) -> str:
-    """Describe a schema in a few words. `names` gets the objects to which it refers."""
+    """Describe a schema in a few words. Add the objects to which it refers to `names`."""
     if name := schema.get("$ref", "").rpartition("/")[2]:
         names.add(name)
         return f"[{name}](#{name.lower()})"
@@ -172,7 +172,7 @@ def fields_of(schema: dict[str, Any], names: set[str]) -> Iterator[tuple[str, st
 
 
 def answer_to(body: type[Body], name: str) -> str | None:
-    """Return the error to a request with the parameter, or None if the parser drops it."""
+    """Return the error for a request with this parameter, or None if the parser ignores the parameter."""
     for value in ("x", {"x": 1}, [1]):
         try:
             parse_body(body, json.dumps({name: value}).encode(), [MODEL])

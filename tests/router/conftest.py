@@ -1,4 +1,4 @@
-"""Small tokenizers: byte-level BPE, byte-fallback BPE, and a real model's."""
+"""Small tokenizers: byte-level BPE, byte-fallback BPE, and the tokenizer of a real model."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="session", params=["byte_level", "byte_fallback", "stories260K"])
 def library(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
-    """The original tokenizer of the `tokenizers` library, with which ours is compared."""
+    """The tokenizer of the `tokenizers` library with which Baton's is compared."""
     if request.param == "byte_level":
         return byte_level_tokenizer()
     if request.param == "byte_fallback":

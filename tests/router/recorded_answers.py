@@ -1,4 +1,4 @@
-"""Answers in the syntax of each family of models, with the parts that they consist of."""
+"""Answers in the syntax of each family of models, and the parts of each answer."""
 
 import json
 from dataclasses import dataclass, field
@@ -60,7 +60,7 @@ ANSWERS = [
     Recorded("hermes", '<tool_call>{"arguments": {"city": "Paris", "days": 2}, "name": "get_weather"}</tool_call>', calls=[PARIS]),
     Recorded("hermes", '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\", \\"days\\": 2}"}</tool_call>', calls=[PARIS]),
     Recorded("hermes", '<tool_call>{"name": "ping"}</tool_call><tool_call>{"name": "ping", "arguments": null}</tool_call>', calls=[PING, PING]),
-    # Broken answers are content.
+    # Answers with syntax errors are content.
     Recorded("hermes", "The <tool_call> tag, or <tool", "The <tool_call> tag, or <tool"),
     Recorded("hermes", '<tool_call>\n{"city": "Paris"}\n</tool_call>', '<tool_call>\n{"city": "Paris"}\n</tool_call>'),
     Recorded("hermes", ' <tool_call>{"name": "get_wea', ' <tool_call>{"name": "get_wea'),

@@ -23,7 +23,7 @@ def scored(token: int) -> Logprobs:
 
 
 class ScriptedAnswers:
-    """The answers to one request. Each sample's stream yields its script and ends as a node would end it."""
+    """The answers to one request. The stream of each sample yields its script, and ends like a node's stream."""
 
     def __init__(self, owner: "ScriptedDispatcher", request: GenerationRequest) -> None:
         self.owner = owner
@@ -79,13 +79,13 @@ class ScriptedDispatcher:
         self.script = script
         self.fails_after: int | None = None
         self.hangs_after: int | None = None
-        self.hanging = asyncio.Semaphore(0)  # released once by each stream that never ends
+        self.hanging = asyncio.Semaphore(0)  # released once by each stream that hangs
         self.refuses: Exception | None = None
         self.tokens_per_piece = 1
         self.cached_tokens = 0
-        self.num_prompt_logprobs: int | None = None  # None sends all of them
-        self.vector = b""  # the answer to pooled requests
-        self.version = ANY_VERSION  # of the nodes that answer
+        self.num_prompt_logprobs: int | None = None  # None: all of them
+        self.vector = b""  # the embedding or score that answers a pooled request
+        self.version = ANY_VERSION  # the version of the nodes that answer
         self.is_ready = True
         self.empty_pool = "none"
         self.answers: list[ScriptedAnswers] = []

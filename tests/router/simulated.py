@@ -46,7 +46,7 @@ class AttemptLog(RouterObserver):
 
 
 class SimulatedNode(NodeConnection):
-    """A simulated node. It records the router's commands, and the test calls its other methods."""
+    """A simulated node. It records the router's commands. The test calls `send`, `report`, `die` and so on."""
 
     def __init__(self, pool: NodePool, name: str, observer: RouterObserver) -> None:
         role = "prefill" if name.startswith("p") else "decode"
@@ -122,7 +122,7 @@ class Reader:
             self.task.result()
 
     def enough(self, index: int) -> None:
-        """Close this sample's stream after its next delta, as a stop string does."""
+        """Close this sample's stream after its next delta, as a request with a stop string does."""
         self._enough.add(index)
 
     async def close(self) -> None:

@@ -41,7 +41,7 @@ class Api:
         return await self.http.post(path, json=HELLO | fields)
 
     async def events(self, **fields: Any) -> list[dict[str, Any]]:
-        """Return the events of a stream. Each must have the type in its data as its name."""
+        """Return the events of a stream. The name of each event must equal the type in its data."""
         text = (await self.post(**fields, stream=True)).text
         events = []
         for each in text.removesuffix("\n\n").split("\n\n"):
@@ -58,7 +58,7 @@ class Api:
 
 @pytest.fixture
 async def api(connect, hermes) -> AsyncIterator[Any]:
-    """Return a function that starts a router whose model gives an answer, and returns a client."""
+    """Return a function that starts a router whose model gives a fixed answer, and returns a client."""
     opened: list[Api] = []
 
     async def start(answer: str, tokens_per_piece: int = 1, **options: Any) -> Api:

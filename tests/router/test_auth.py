@@ -123,7 +123,7 @@ def test_reading_the_file_is_retried_after_an_error(file: Path, caplog: Any) -> 
 
 
 def test_every_key_is_compared_with_all_of_them(file: Path, monkeypatch: Any) -> None:
-    """The check of any key needs the same number of comparisons, so that its duration reveals nothing."""
+    """The check of any key needs the same number of comparisons, so that the duration of a check reveals nothing."""
     keys, compared = ApiKeys(str(file)), []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda one, other: compared.append(len(other)) or compare(one, other))
@@ -175,7 +175,7 @@ NO_KEYS: list[Any] = [
     {"authorization": "Bearer clé".encode()},
     {"authorization": b"Bearer \xff\xfe"},
     {"authorization": "Bearer " + "k" * 2**20},
-    {"authorization": f"Basic {base64.b64encode(f'x:{ACME}'.encode()).decode()}"},  # another site's form may send this
+    {"authorization": f"Basic {base64.b64encode(f'x:{ACME}'.encode()).decode()}"},  # forms of other sites may send this
     {"authorization": "Basic %%%"},
     {"x-api-key": "wrong"},
     [("x-api-key", ACME), ("x-api-key", ACME)],
@@ -240,7 +240,7 @@ async def test_a_tenant_reaches_the_api_and_only_an_admin_the_rest(app: Starlett
         if path in NO_KEY_NEEDED or path == "/events":
             continue
         status = (await client.get(path, headers=bearer(ACME))).status_code
-        if path in TRICKS:  # the client resolves "..", so that some of them are an admin's paths
+        if path in TRICKS:  # the client resolves "..", so some of these become paths for admins
             assert status in {403, 404}, path
         else:
             assert (status == 403) is (path not in tenants), path
@@ -353,7 +353,7 @@ names = st.text("ab\0", max_size=3)
 
 @given(st.tuples(names, st.none() | names), st.tuples(names, st.none() | names))
 def test_no_two_tenants_or_salts_share_a_cache(one: tuple[str, str | None], other: tuple[str, str | None]) -> None:
-    empty = {("", None), ("", "")}  # no request has an empty salt, so it may equal no salt
+    empty = {("", None), ("", "")}  # requests cannot have an empty salt, so "" may count as no salt
     assert (cache_namespace(*one) == cache_namespace(*other)) is (one == other or {one, other} <= empty)
 
 

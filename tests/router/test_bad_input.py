@@ -186,7 +186,7 @@ def test_long_texts_do_not_delay_other_requests(live: Cluster) -> None:
 
 
 def cached(live: Cluster, key: str, prompt: list[int], **more: Any) -> int:
-    """Return the number of cached prompt tokens. Check the tokens, which would be wrong if KV had another salt."""
+    """Return the number of cached prompt tokens. Check the tokens, which are wrong if cached KV had another salt."""
     salt = cache_namespace({ACME: "acme", OTHER: "other"}[key], more.get("cache_salt"))
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **more}
     with Client(live.port) as client:
@@ -320,7 +320,7 @@ async def test_a_connection_with_a_request_is_not_closed_for_another(byte_level:
         _, late = await asyncio.open_connection("127.0.0.1", served.port)
         late.write(REQUEST)
         await served.dispatcher.hanging.acquire()
-        await idle.read()  # until the router closes it
+        await idle.read()  # until the router closes the connection
         assert (await ended(served.port)).startswith(b"HTTP/1.1 503 "), "all other connections have requests"
         assert len(served.server.server_state.connections) == 2
         for writer in (at_work, at_rest, late):
@@ -364,7 +364,7 @@ async def test_pipelined_requests_are_bounded(byte_level: Any, hangs: bool) -> N
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         if hangs:
             served.dispatcher.hangs_after = 0
-            writer.write(REQUEST * (1 + MAX_PIPELINED))  # the router parses no more in advance
+            writer.write(REQUEST * (1 + MAX_PIPELINED))  # the router parses at most this many in advance
             await served.dispatcher.hanging.acquire()
         writer.write(REQUEST * 200_000)
         for _ in range(0 if hangs else 50):
@@ -372,7 +372,7 @@ async def test_pipelined_requests_are_bounded(byte_level: Any, hangs: bool) -> N
         await asyncio.sleep(0.2)
         assert writer.transport.get_write_buffer_size() > 2**20, "the router did not stop reading"
         writer.transport.abort()
-        for connection in list(served.server.server_state.connections):  # a server that does not read misses the reset
+        for connection in list(served.server.server_state.connections):  # a server that does not read sees no reset
             connection.transport.abort()
 
 

@@ -102,7 +102,7 @@ class Play:
     is_handed_off: bool = False
     failed: set[str] = field(default_factory=set)  # nodes that failed in any attempt so far
     handoff_failed: set[str] = field(default_factory=set)  # prefill nodes whose handoff failed
-    returned: set[str] = field(default_factory=set)  # nodes that died and came back: placement prefers others
+    returned: set[str] = field(default_factory=set)  # nodes that died and came back; placement prefers other nodes
     gone: list[SimulatedNode] = field(default_factory=list)  # nodes that died during this attempt
 
     def usable(self, role: str) -> set[str]:
@@ -401,7 +401,7 @@ async def test_closing_a_request_ends_every_sample_on_its_nodes(is_handed_off: b
     await run.close()
     await run.close()
     assert (here.p0.aborts, sorted(here.d0.aborts)) == (["r.0.0"], ["r.0.0", "r.1.0"] if is_handed_off else ["r.0.0"])
-    here.d0.send(*generated("r.0.0", 1))  # late, so it changes nothing
+    here.d0.send(*generated("r.0.0", 1))  # too late to change anything
     assert all(piece.index == 0 for piece in await collect(run))
     here.check_over()
 
@@ -455,7 +455,7 @@ async def test_placement_follows_the_mode_or_the_prediction_and_fails_over_in_ea
 
 @pytest.mark.parametrize("mode", ["auto", "always", "never"])
 async def test_nodes_that_cannot_work_alone_are_placed_in_pairs(mode: str) -> None:
-    """As SGLang servers: a decode server computes no prompts, not even those of further samples and retries."""
+    """SGLang servers are such nodes: a decode server never computes a prompt, even for a second sample or a retry."""
     here = stage("p0 d0 d1", disaggregate=mode)
     learn(here, p0=SLOW, d0=QUICK, d1=QUICK)
     here.p0.info.attributes["generates"] = "no"
@@ -561,7 +561,7 @@ async def test_migrations_with_progress_do_not_count_as_failures() -> None:
 
 
 def versions(here: Stage, **given: str) -> None:
-    """Give the nodes these versions, each a revision of the model and a build, as in "new" or "new/1"."""
+    """Give the nodes these versions, in the form REVISION or REVISION/BUILD. REVISION is the model's."""
     for name, version in given.items():
         revision, _, build = version.partition("/")
         node = here.nodes[name]
@@ -669,7 +669,7 @@ async def test_in_a_large_pool_a_prefill_node_hands_off_only_to_the_owner_of_its
 @pytest.mark.parametrize(
     ("resumes", "sampling", "why"),
     [
-        ("", {"temperature": 1.0}, ""),  # our nodes
+        ("", {"temperature": 1.0}, ""),  # Baton's own nodes
         ("greedy, seeded", {"temperature": 1.0}, ""),
         ("greedy", {}, ""),
         ("greedy", {"temperature": 1.0}, "seeded"),

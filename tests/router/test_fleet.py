@@ -205,7 +205,7 @@ async def test_the_streams_of_many_nodes_are_excluded_from_garbage_collections(m
 
 
 async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The RPC ping may time out before the link's own limit. A node that is cut off is silent; it did not crash."""
+    """The RPC ping may time out before the link's own limit. A node that is cut off is silent, but has not crashed."""
     monkeypatch.setattr(rpc_connection, "PING_S", 0.05)
     monkeypatch.setattr(router_connection, "ANSWER_S", 0.15)
     monkeypatch.setattr(router_connection, "PING_S", 30.0)  # so that the link's own pings detect nothing
@@ -404,7 +404,7 @@ async def test_a_request_without_a_listener_is_aborted() -> None:
     async with stage("d0") as here:
         link, node = here.fleet.connections["d0"], here.nodes["d0"]
         link.submit(submit("r"), Recorder())
-        link.abort("r")  # before it was sent
+        link.abort("r")  # before the request was sent
         await node.send(TokenDelta("other", 0, handed_off=True), TokenDelta("over", 3, b"\1\0\0\0", "length"))
         await node.send(TokenDelta("r", 0, b"\1\0\0\0"))
         assert await wait_until(lambda: node.commands[-1] == replace(HELLO, aborts=["r"]), 5.0)
@@ -507,7 +507,7 @@ async def test_concurrent_role_changes_leave_a_decode_node() -> None:
             async def post(node: str, role: str) -> int:
                 return (await http.post(f"/v1/nodes/{node}/role", json={"role": role})).status_code
 
-            # These nodes do not implement a change of role, so the change that is tried fails with 503.
+            # These nodes cannot change their role, so the first change fails with 503. The second is refused with 409.
             assert list(await asyncio.gather(post("d0", "prefill"), post("d1", "prefill"))) == [503, 409]
             assert list(await asyncio.gather(post("d0", "prefill"), post("d0", "decode"))) == [503, 409]
             assert await post("d1", "prefill") == 503, "the failed change is not in progress any more"
@@ -600,7 +600,7 @@ def test_a_lost_node_that_comes_back_replaces_its_row_and_one_that_never_connect
     ]
     replacing = world.join(boot="boot-2")
     report(replacing)
-    again.stream_ended()  # of the old process
+    again.stream_ended()  # the stream of the old process
     assert world.rows() == [("d0", "ready", "")]
     assert world.kinds()[-3:] == ["lost", "joined", "ready"]
 

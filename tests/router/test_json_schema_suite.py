@@ -1,4 +1,4 @@
-"""Run the JSON Schema Test Suite: a schema is refused, or no invalid text matches its grammar."""
+"""Run the JSON Schema Test Suite: each schema is refused, or its grammar matches no invalid text."""
 
 import json
 from collections import Counter
@@ -14,8 +14,8 @@ from shared.errors import RequestError
 from tests.cluster.harness import DATA
 
 BYTES = LLTokenizer("byte")
-# Number of schemas, number that are enforced, and valid instances of these that no answer can have: properties in another
-# order than in the schema, an integer written as 1.0, and strings that do not match the `format`.
+# The numbers of schemas, of enforced schemas, and of valid instances of enforced schemas that no answer can equal. They
+# have properties in another order than the schema, an integer written as 1.0, or a string that violates the `format`.
 COUNTS = {"draft2020-12": (366, 162, 22), "draft7": (252, 155, 13)}
 
 

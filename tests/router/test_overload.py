@@ -77,7 +77,7 @@ class Model:
             assert it.held_tokens <= it.capacity.kv_tokens or self.is_smaller
         assert self.held or not self.waiting, "requests wait although none runs"
 
-    is_smaller = False  # True after the capacity shrank, when running requests may exceed it
+    is_smaller = False  # the capacity has shrunk, so running requests may exceed it
 
 
 ACTS = st.one_of(
@@ -188,7 +188,7 @@ def test_a_request_that_cannot_meet_its_deadline_is_rejected() -> None:
     (held,) = it.offer(entry(prompt=90, answer=10), 0.0)
     it.pause(held, 1.0)
     it.resume(held)
-    it.release(held, 10, 100.0)  # not measured, because the client did not read
+    it.release(held, 10, 100.0)  # not measured, because the client did not read its answer
     (held,) = it.offer(entry(prompt=90, answer=10), 100.0)
     it.release(held, 10, 102.0)  # 0.2 s per token
     it.offer(entry(prompt=90, answer=10), 102.0)

@@ -144,7 +144,7 @@ def part(content: bytes, *, end: bool = False, kind: str = "requestBody") -> dic
 
 
 def picked(answer: dict[str, Any], kind: str = "requestHeaders") -> list[str]:
-    """Return the addresses of an answer, which has them twice."""
+    """Return the addresses in an answer. The header and the metadata must have the same addresses."""
     (option,) = answer[kind]["response"]["headerMutation"]["setHeaders"]
     addresses = base64.b64decode(option["header"]["rawValue"]).decode()
     assert option["appendAction"] == "OVERWRITE_IF_EXISTS_OR_ADD"

@@ -273,7 +273,7 @@ async def test_another_router_takes_over_and_the_first_cannot_add_anything(clien
 
 
 class LateStore(RedisStore):
-    """The first append of entry 3 reaches Redis only when a later run appends the same entry."""
+    """A store whose first append of entry 3 reaches Redis only when a later run appends the same entry."""
 
     late: asyncio.Future[bool] | None = None
 

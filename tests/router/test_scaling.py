@@ -110,22 +110,22 @@ def test_the_capability_follows_the_step_time_model(per_decode: float, slo_ms: f
 class Replay:
     """A role's nodes and their autoscaler, on a virtual clock of whole seconds.
 
-    `hold_s` is 0 for prefill nodes, whose work waits in a queue, and otherwise the time that a request stays on a
-    decode node. Loads are in numbers of nodes.
+    `hold_s` is the time that a request stays on a decode node, and 0 for prefill nodes, whose work waits in a queue.
+    `load` is the number of nodes that the requests keep busy.
     """
 
-    load: float  # before the step
+    load: float  # before it rises to four times this value
     hold_s: int
     seed: int
     nodes: int = 1
-    requests_per_node: int = 64  # prompts that a prefill node computes in a second, or requests on a decode node
+    requests_per_node: int = 64  # prompts per second of a prefill node, or concurrent requests of a decode node
     queue: float = 0.0
-    starting: list[int] = field(default_factory=list)  # when the starting nodes will be ready
-    leaving: deque[int] = field(default_factory=lambda: deque(maxlen=COOL_S // POLL_S))  # the latest answers
+    starting: list[int] = field(default_factory=list)  # times at which the starting nodes will be ready
+    leaving: deque[int] = field(default_factory=lambda: deque(maxlen=COOL_S // POLL_S))  # numbers of nodes wanted
     last_down: int = -COOL_S
     arrived: deque[int] = field(default_factory=lambda: deque([0] * WINDOW_S, maxlen=WINDOW_S))
-    held: deque[int] = field(default_factory=deque)  # the numbers of requests that ended at each of the last seconds
-    history: list[int] = field(default_factory=list)  # the autoscaler's answer at each second
+    held: deque[int] = field(default_factory=deque)  # requests that began in each of the last `hold_s` seconds
+    history: list[int] = field(default_factory=list)  # number of nodes, with starting ones, at each second
 
     def run(self) -> "Replay":
         random = Random(self.seed)
@@ -168,8 +168,8 @@ class Replay:
         return load
 
     def _scale(self, wanted: int, second: int) -> None:
-        """Scale like a HorizontalPodAutoscaler: up at once, and down by one node a minute to the largest answer of the
-        last five minutes."""
+        """Scale like a HorizontalPodAutoscaler: up at once, and down by one node per minute, to the largest number that
+        was wanted in the last five minutes."""
         present = self.nodes + len(self.starting)
         self.leaving.append(wanted)
         if wanted > present:
@@ -203,7 +203,7 @@ def test_a_step_of_load_of_4_times_gets_the_right_number_of_nodes_within_a_minut
 
 
 class FakePool:
-    """Nodes of two roles that take requests, and how many routers they report."""
+    """Nodes of two roles that take requests, and the number of routers that they report."""
 
     def __init__(self, num_prefill: int, num_decode: int, routers: int = 1) -> None:
         cost = CostModel(overhead=0.001, per_token=1e-5, per_decode=1e-4)
@@ -272,7 +272,7 @@ def test_a_node_changes_its_role_after_a_steady_minute_and_not_again_for_five() 
 @pytest.mark.parametrize(
     ("needs", "present"),
     [
-        ({"prefill": 2.4, "decode": 4.0}, {"prefill": 2, "decode": 4}),  # no decode node can go
+        ({"prefill": 2.4, "decode": 4.0}, {"prefill": 2, "decode": 4}),  # no decode node can be spared
         ({"prefill": 2.0, "decode": 3.0}, {"prefill": 2, "decode": 4}),  # no prefill node is needed
         ({"prefill": 9.0, "decode": 0.0}, {"prefill": 1, "decode": 1}),  # the last node of a role
     ],

@@ -26,7 +26,7 @@ def chunks(row: list[int] | str, cuts: list[int]) -> list:
 
 
 def rows(library: tokenizers.Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Return a strategy for lists of fewer than HELD_BYTES ids, either at random or of an encoded text."""
+    """Return a strategy for lists of fewer than HELD_BYTES ids: random ids, or the ids of an encoded text."""
     emoji = library.encode("👩‍👧 数é", add_special_tokens=False).ids
     anything = st.integers(0, library.get_vocab_size() + 3)
     return st.lists(st.one_of(anything, st.sampled_from(emoji)), max_size=HELD_BYTES - 1) | st.text(max_size=12).map(
@@ -230,7 +230,7 @@ def test_a_client_sets_variables_of_the_template_but_no_special_tokens(tmp_path,
     forged = tokenizer.encode_chat(messages, arguments={"note": "<|im_end|>"})
     assert byte_level.encode("<|im_end|>")[0] not in forged
     assert tokenizer.decode(forged, skip_special_tokens=False) == "<|im_end|>x"
-    assert tokenizer.encode_chat(messages, arguments={"messages": "y", "loop": None})  # cannot replace ours
+    assert tokenizer.encode_chat(messages, arguments={"messages": "y", "loop": None})  # do not replace the router's
 
 
 def test_a_real_model_encodes_as_its_own_files_say():

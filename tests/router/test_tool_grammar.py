@@ -1,5 +1,5 @@
-"""Test that required calls and strict tools are enforced: the parser reads every text that the grammar allows as valid
-calls."""
+"""Test that required calls and strict tools are enforced: for the parser, every text that the grammar allows has only
+valid calls."""
 
 import json
 import random
@@ -40,8 +40,8 @@ PING = {"type": "object", "properties": {}, "additionalProperties": False}
 WEATHER = {"city": 'Rome "x" </a>', "unit": "c", "days": 2}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}}
 FREE = {"type": "function", "function": {"name": "ping", "parameters": PING}}
-GRAMMARS = GrammarChecker()  # shared, because each one starts a process
-# The families, and whether their markers are special tokens.
+GRAMMARS = GrammarChecker()  # shared, because each checker starts a process
+# Pairs of a family, and whether its markers are special tokens.
 FAMILIES = [(name, is_special) for name in TOOLS for is_special in (False, True)]
 
 
@@ -129,7 +129,7 @@ async def test_a_named_function_is_called_once(model):
     assert all(model.calls(body, text) == ("", [("ping", {})]) for text in texts)
 
 
-WRITTEN = {  # a call in the syntax of each family that can be enforced while the model chooses whether to call
+WRITTEN = {  # start and end of a call, in each family whose calls can be enforced even with tool_choice "auto"
     "hermes": ('<tool_call>\n{"name": "get_weather", "arguments": ', "}\n</tool_call>"),
     "llama3_json": ('{"name": "get_weather", "parameters": ', "}"),
     "mistral": ('[TOOL_CALLS] [{"name": "get_weather", "arguments": ', "}]"),

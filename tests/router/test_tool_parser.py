@@ -14,7 +14,7 @@ from tests.router.recorded_answers import ANSWERS, CUT_OFF, Recorded
 
 
 def parts_of(recorded: Recorded, pieces: list[str], max_calls: int = 0) -> list[AnswerPart]:
-    """Parse the pieces, and join adjacent parts of the same text."""
+    """Parse the pieces, and join adjacent parts that have the same kind and call."""
     syntax = AnswerSyntax(REASONING.get(recorded.reasoning), TOOLS[recorded.parser])
     parser = AnswerParser(syntax, recorded_answers.TOOLS, prompt_end=recorded.prompt_end, max_calls=max_calls)
     joined: list[AnswerPart] = []
@@ -104,7 +104,7 @@ def test_arguments_are_passed_on_as_they_come():
     parser = AnswerParser(syntax, recorded_answers.TOOLS)
     start = recorded.text.index("Paris")
     parser.push(recorded.text[:start])
-    assert "".join(part.text for part in parser.push("Paris")) == "Pari"  # an escape might begin at the last character
+    assert "".join(part.text for part in parser.push("Paris")) == "Pari"  # the last character may begin an escape
 
 
 def test_text_without_markers_is_not_held_back():

@@ -1,6 +1,6 @@
 """Log the connections of every Python process that has this directory on its path.
 
-An audit hook logs connections of Python's own sockets. uvloop does not use these sockets, so its methods are wrapped.
+An audit hook logs connections of Python's own sockets. uvloop uses other sockets, so uvloop's methods are wrapped.
 """
 
 import os

@@ -14,7 +14,9 @@ SLACK = 0.5  # a node that was busy for a smaller share of the last seconds has 
 FULL = 0.97  # a node is full if requests hold at least this share of its KV blocks
 RECENT_MS = 600_000
 FEW = 20  # with fewer requests in the last minute, the latency of handoffs is not judged
-SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0  # a second token is late after at least 3 usual gaps and at least 50 ms
+# The second token is late if it comes at least SLOW_SECOND times the usual gap, and at least SLOW_SECOND_MS, after the
+# first token.
+SLOW_SECOND, SLOW_SECOND_MS = 3.0, 50.0
 GROUPED_MS = 1.0  # a smaller usual gap means that tokens reach the router in groups, so gaps cannot be compared
 UNEVEN = 0.2  # if the busy shares of the nodes differ by more than this, the sentence gives their range
 
@@ -67,7 +69,8 @@ class Pool:
         return self.busy is not None and self.busy < SLACK and not self.queue
 
     def advice(self, role: str) -> str:
-        """Return the advice to move the least busy node to `role`, or "" if the others cannot take over its load."""
+        """Return the advice to move the least busy node to `role`. Return "" if the other nodes cannot take over the
+        load of that node."""
         share = len(self.nodes) / max(1, len(self.nodes) - 1)
         if len(self.nodes) < 2 or share * (self.busy or 0.0) >= BUSY or share * max(map(_held, self.nodes)) >= FULL:
             return ""

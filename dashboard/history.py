@@ -19,7 +19,7 @@ from shared.rpc.messages import NodeInfo, NodeStats, NodeUpdate, RequestEvent, S
 
 MAX_REQUESTS = 4000
 MAX_NODES = 256
-GONE_NS = 900 * 10**9  # after this time without an update, a node is dropped when another one joins
+GONE_NS = 900 * 10**9  # after this time without an update, a node is dropped when another node joins
 MAX_TEXT = 200  # maximum characters of a name that a node sends
 HEARTBEATS = 128  # number of latest heartbeats from which a clock's offset is estimated
 OFFSET_NS = 1_000_000  # a smaller offset is ignored
@@ -98,7 +98,7 @@ class RequestHistory(RouterObserver):
 
     def node_updated(self, info: NodeInfo, update: NodeUpdate) -> None:
         if info.id not in self._nodes and len(self._nodes) >= MAX_NODES and not (update.steps or update.events):
-            return  # the history is full: do not replace another node by one without records
+            return  # the history is full: do not replace another node by a node without records
         node = self._node_history(info)
         if update.stats is not None:
             node.on_update(update.stats, self._now())

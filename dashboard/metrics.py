@@ -59,7 +59,8 @@ QUEUES = {
 class RecordMetrics(NodeMetrics):
     """A Prometheus collector that also aggregates the nodes' records.
 
-    The router's entry point subscribes it to the history, and registers it with Prometheus. It runs on the event loop.
+    The router's entry point subscribes the collector to the history, and registers it with Prometheus. All methods run
+    on the event loop.
     """
 
     def __init__(self, sources: Sequence[MetricSource], history: RequestHistory) -> None:

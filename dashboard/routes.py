@@ -128,7 +128,7 @@ class EventStream:
         await reply.end()
 
     def _messages(self) -> Iterator[bytes]:
-        """Yield the first status and then, at each tick, the messages since the one before."""
+        """Yield the first status and then, at each tick, the messages since the previous tick."""
         sent = {ring: ring.num_ever for ring in self._history.rings().values()}  # the number of steps sent, by ring
         version = self._history.version
         yield b"retry: 1000\n\n" + _message("status", self._status())
@@ -222,7 +222,7 @@ class Dashboard(RequestHistory):
         super().__init__(now)
         self._rows_at_once = rows_at_once
         self._event_streams: list[EventStream] = []
-        # When the steps of each node were last read; the most recent one comes last.
+        # When a client last read the steps of each node. The node that was read most recently comes last.
         self._asked_ns: dict[str, int] = {}
 
     def routes(self, status: Callable[[], dict[str, Any]]) -> list[BaseRoute]:
@@ -251,7 +251,8 @@ class Dashboard(RequestHistory):
     # ---- records of many nodes ----------------------------------------------------------------------------------
 
     def wants_records(self, node: str, num_nodes: int) -> bool:
-        """Return True for all nodes or, if there are many, for those whose steps a client has read recently."""
+        """Return True for all nodes. If there are many nodes, return True only for those whose steps a client has read
+        recently."""
         if num_nodes <= MAX_RECORDED:
             return True
         asked_ns = self._asked_ns.get(node)

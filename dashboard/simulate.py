@@ -12,7 +12,7 @@ from router.http.asgi import while_connected
 from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import python_path
 
-MODULE = "compare.playground"  # reads a query from its standard input; it computes for up to seconds
+MODULE = "compare.playground"  # reads a query from its standard input, and may compute for several seconds
 MAX_QUERY = 300_000  # bytes
 MAX_RUNS = 2  # maximum number of runs at the same time
 LIMIT_S = 120.0
@@ -20,8 +20,8 @@ JSON = "application/json; charset=utf-8"
 
 
 class SimulateHandler:
-    """Runs queries in processes of low priority. At most MAX_RUNS run at once; further ones are refused. A run is
-    killed if it takes longer than LIMIT_S, or if the client disconnects."""
+    """Runs queries in processes of low priority. At most MAX_RUNS queries run at once; further queries are refused. A
+    run is killed if it takes longer than LIMIT_S, or if the client disconnects."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s, self._num_runs = limit_s, 0

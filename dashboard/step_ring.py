@@ -111,7 +111,7 @@ class StepRing:
         return StepRow(*self._rows[index % self._capacity].tolist())
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[StepRow]:
-        """Yield the steps with indexes from `first` up to, but not including, `last` that are still in the ring."""
+        """Yield the steps with an index of at least `first` and below `last`, if they are still in the ring."""
         for index in range(max(first, self.num_ever - len(self)), self.num_ever if last is None else last):
             yield self.row(index)
 

@@ -3,15 +3,16 @@
 The history records when a request was accepted and answered, where its attempts were placed, and what their nodes
 reported. All times are Unix nanoseconds on the router's clock. A request's duration is split into these phases:
 
-router             from acceptance to the queue of the computing node, and from the last token to the end at the router
+router             from acceptance until the request is in the queue of the node that computes the prompt, and from the
+                   last token until the end of the request at the router
 prefill_queue      until the first chunk began
 prefill            until the first token was sampled (chunks, and gaps between them)
 transfer_exposed   until the KV had arrived on the decode node; pushes before the first token are hidden by the prefill
 decode_queue       until the decode node's first step with the request began
 decode             until the last token was sampled, without the interference
 interference       the delay that prompts caused during the decode: the sum of `step_ring.interference_ns`
-earlier_attempts   for a migrated request only: from its first placement to its last, with the tokens that the client
-                   got then; the other phases are those of the last attempt
+earlier_attempts   for a migrated request only: from the first placement to the last, which includes the time in which
+                   the client got tokens of earlier attempts; the other phases are those of the last attempt
 
 The phases are differences between times that never decrease, so they sum to the duration even if clocks jump. A request
 has no phases if some of its nodes' records were lost.
@@ -38,7 +39,7 @@ PREFILL_MARKS = ("queued", "admitted", "first")
 # The queues of handoffs, with SGLang's names and meanings.
 BOOTSTRAP, INFLIGHT = "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"
 PREALLOC, TRANSFER = "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs"
-# By finish reason; any other is "failed".
+# The states by finish reason. Any other finish reason gives the state "failed".
 STATES = {"stop": "finished", "length": "finished", "abort": "cancelled", "refused": "refused"}
 
 Rings = Callable[[str], StepRing | None]  # returns the recorded steps of a node
@@ -46,7 +47,7 @@ Span = dict[str, Any]
 
 
 class TraceEvent(NamedTuple):
-    """A `shared.rpc.messages.RequestEvent`, or a chunk of the prompt (`CHUNK`). It ended at `at_ns`."""
+    """A `shared.rpc.messages.RequestEvent`, or a chunk of the prompt (`CHUNK`). The event ended at `at_ns`."""
 
     node: str
     kind: str
@@ -75,7 +76,7 @@ class AttemptSpan:
     local_s: float = 0.0
     remote_s: float = 0.0
     num_before: int = 0  # tokens of the request that were sent before this attempt
-    before_ns: int = 0  # when the last of these tokens arrived; 0: unknown
+    before_ns: int = 0  # when the last of these tokens arrived; 0 if unknown
     _events: list[tuple[Any, ...]] = field(default_factory=list)
 
     def add(self, event: TraceEvent) -> bool:
@@ -100,7 +101,7 @@ class AttemptSpan:
 
     @property
     def predicted_ms(self) -> dict[str, float | None]:
-        """The predicted milliseconds of a local and a remote prefill; None if no prediction is finite."""
+        """The predicted milliseconds of a local and a remote prefill. A value is None without a finite prediction."""
         ways = {"local": self.local_s, "remote": self.remote_s}
         return {way: seconds * 1000 if seconds and math.isfinite(seconds) else None for way, seconds in ways.items()}
 
@@ -122,7 +123,7 @@ class AttemptSpan:
     def transfer(self) -> dict[str, object] | None:
         """Return the bytes and times of all pushes, or None if there were none.
 
-        `busy_ms` is the time in which at least one push ran, and `hidden_ms` the part of this time within the prefill.
+        `busy_ms` is the time in which at least one push ran. `hidden_ms` is the part of this time within the prefill.
         `exposed_ms` is the time from the end of the prefill until all KV had arrived.
         """
         pushes, busy = self.pushes()
@@ -152,7 +153,7 @@ class AttemptSpan:
             yield self.decode, TRANSFER if is_granted else PREALLOC
 
     def spans(self, rings: Rings, num_generated: int, until_ns: int | None) -> Iterator[Span]:
-        """Yield the spans. Spans that have no end because the node was lost end at `until_ns`."""
+        """Yield the spans. If a span has no end because the node was lost, it ends at `until_ns`."""
         queued, admitted = self.at("queued"), self.at("admitted")
         if queued is None:
             return
@@ -203,8 +204,8 @@ class AttemptSpan:
 class RequestTrace:
     """One request as its client sees it. Metrics, timelines and the Chrome trace are derived from it.
 
-    The history owns and updates it on the event loop. The times of the first and second token belong to the first
-    sample.
+    The history owns the trace, and updates it on the event loop. The times of the first and second token belong to the
+    first sample.
     """
 
     id: str
@@ -224,7 +225,7 @@ class RequestTrace:
     num_ended: int = 0
     status: int | None = None  # HTTP status and message of the error if the request was refused or failed
     message: str = ""
-    is_exact: bool = True  # whether every retry has certainly continued with the same tokens
+    is_exact: bool = True  # False if a retry may have continued with other tokens
     version: int = 0  # the history's version when the request last changed
     attempts: dict[str, AttemptSpan] = field(default_factory=dict)
 
@@ -257,7 +258,7 @@ class RequestTrace:
 
     @property
     def last_attempt(self) -> AttemptSpan | None:
-        """The latest attempt of the first sample, which is placed before the others."""
+        """The latest attempt of the first sample, which is placed before the other samples."""
         return next(iter(self.current_attempts), None)
 
     @property
@@ -270,7 +271,8 @@ class RequestTrace:
 
     @property
     def state(self) -> str:
-        """The state that follows from the nodes' reports, or from the tokens that arrived before these reports."""
+        """The state of the request. It follows from the nodes' reports and from the tokens, which may arrive before
+        these reports."""
         attempt = self.last_attempt
         if self.ended_ns is not None:
             return STATES.get(self.finish, "failed")
@@ -318,7 +320,8 @@ class RequestTrace:
     def spans(self, rings: Rings) -> list[Span]:
         """Return the spans, ordered by start. A "wait" span states the cause of a gap. An open span has no end."""
         spans: list[Span] = []
-        # For each sample, when the next attempt began, the tokens sent until then, and when the last of them arrived.
+        # For each sample: the time when the next attempt began, the number of tokens that were sent until then, and the
+        # time when the last of these tokens arrived.
         following: dict[str, tuple[int | None, int, int]] = {}
         for attempt in reversed(list(self.attempts.values())):
             sample = attempt.id.rpartition(".")[0]
@@ -360,7 +363,7 @@ class RequestTrace:
         if received is not None:
             times += [received, attempt.at("admitted", attempt.decode)]
         elif attempt.prefill is not None and last is not None and last.reason not in {"stop", "length", "aborted"}:
-            return None  # it was handed off, and the decode node's records are missing
+            return None  # the request was handed off, but the decode node's records are missing
         else:
             times += [times[-1], times[-1]]
         known = [at_ns for at_ns in [*times, last and last.at_ns] if at_ns is not None]

@@ -54,7 +54,8 @@ def main(settings: RouterSettings, run: Callable[[Serve], int] = run) -> int:
     logs.configure(settings.log_level, settings.log_format, "router")
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
-        # With Redis, the router opens no registry port. The API's port is not listed, because API keys protect it.
+        # The ports that need a cluster secret. With Redis, the router opens no registry port. The API's port is not in
+        # `listens`, because API keys protect it.
         listens = {} if settings.registry else {"--registry-host": settings.registry_host or settings.host}
         tls.configure(settings.cluster_secret_file, listens)
         models = load_models(settings)
@@ -136,7 +137,7 @@ async def _serve(
 
 
 async def _serve_http(lifetime: ProcessLifetime, servers: "list[HttpServer]", observer: RouterObserver) -> None:
-    """Serve until the process drains, and then until the servers have drained."""
+    """Serve until the process starts to drain. Then drain the servers, and wait until they have ended."""
     serving = asyncio.gather(*(server.serve([server.listener]) for server in servers))
     draining = asyncio.ensure_future(lifetime.draining.wait())
     ends: set[asyncio.Future[Any]] = {serving, draining}
@@ -149,7 +150,8 @@ async def _serve_http(lifetime: ProcessLifetime, servers: "list[HttpServer]", ob
 
 
 def _metrics(served: Sequence[ConnectedModel], dashboard: Dashboard | None) -> CollectorRegistry:
-    """Return a registry with the metrics of nodes. If there is a dashboard, they include the metrics of steps."""
+    """Return a Prometheus registry with the metrics of the nodes. If `dashboard` is given, the registry also has the
+    metrics of the nodes' steps."""
     sources = [
         MetricSource(each.parts.card.name, each.pool.journal.metric_rows, each.parts.dispatcher.status)
         for each in served
@@ -206,7 +208,8 @@ def listen(host: str, port: int, flag: str, count: int = 1) -> list[socket.socke
 
 
 def _listener(host: str, port: int, flag: str, *, shares: bool, joins: bool = False) -> socket.socket:
-    """Bind a listener. With `shares`, more listeners can bind to the same port; each of these has `joins`."""
+    """Bind a listener. If `shares` is set, more listeners can bind to the same port. `joins` must be set for these
+    later listeners, and only for them."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # Accepted connections inherit these options, which close a connection whose client is unreachable or does not read.
@@ -216,7 +219,8 @@ def _listener(host: str, port: int, flag: str, *, shares: bool, joins: bool = Fa
     for option in [(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), *keepalive]:
         listener.setsockopt(*option)
     try:
-        # The first listener sets SO_REUSEPORT after it is bound, so that a port in use is an error.
+        # Set SO_REUSEPORT on the first listener only after it is bound: otherwise, it could share a port that is
+        # already in use by another router, instead of failing.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, joins)
         listener.bind((host, port))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares)
@@ -238,10 +242,11 @@ def _log_addresses(listeners: list[socket.socket], is_open: bool) -> None:
 def _run_workers(
     settings: RouterSettings, ports: list[list[socket.socket]], serve: Callable[[list[socket.socket], WorkerShare], int]
 ) -> int:
-    """Run the workers, and the registry unless it is in Redis, in separate processes. Return the exit status.
+    """Run each worker in a separate process, and return the exit status. Unless the registry is in Redis, run it in
+    another process.
 
-    `ports` has the listeners of all workers for each port. `serve` runs in each worker, with that worker's
-    listeners."""
+    `ports` has one list for each port, with one listener for each worker. `serve` runs in each worker, and gets the
+    listeners of that worker."""
     every = [listener for port in ports for listener in port]
     helpers: dict[str, Callable[[], int]] = {}
     with tempfile.TemporaryDirectory(prefix="baton-router-") as directory:
@@ -277,7 +282,8 @@ def _run_workers(
 
 
 def _close_all_but(kept: list[socket.socket], listeners: list[socket.socket]) -> None:
-    """Close the listeners of other processes, so that a port is closed when its own process closes it."""
+    """Close all `listeners` except those in `kept`. A port stays open until every process has closed its listeners, so
+    a process must not hold the listeners of other processes."""
     for listener in listeners:
         if listener not in kept:
             listener.close()

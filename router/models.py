@@ -39,7 +39,7 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class ConnectedModel:
-    """A model with its nodes, and the number of nodes that its requests need."""
+    """A model, the pool of its nodes, and the signals that compute how many nodes its requests need."""
 
     pool: NodePool
     parts: ModelParts
@@ -74,9 +74,9 @@ def connect(
     share: WorkerShare,
     observer: RouterObserver,
 ) -> list[ConnectedModel]:
-    """Return the models with their pools of nodes, which are not started."""
+    """Return the models with their pools of nodes. The caller must start the pools."""
     names = [each.card.name for each in models]
-    # This also limits the wait in the queue, because a longer wait would miss the SLO.
+    # This SLO also limits the wait in the queue, because a request that waits longer would miss the SLO.
     ttft_slo_s = settings.ttft_slo_ms / 1000
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s, settings.exact_retries)
     served = []

@@ -11,21 +11,22 @@ from shared.rpc.messages import NodeInfo, NodeUpdate
 class RouterObserver:
     """Receives events of requests and nodes. This base class ignores all events; the dashboard has a subclass.
 
-    The router's entry point creates one, and passes it to the pool, the dispatcher and the app. All methods run on the
-    router's event loop and delay the tokens, so they must be fast and must not raise.
+    The router's entry point creates an observer, and passes it to the pool, the dispatcher and the app. All methods run
+    on the router's event loop, where a slow method would delay tokens. They must be fast and must not raise.
     """
 
     # ---- nodes --------------------------------------------------------------------------------------------------
 
     def node_updated(self, info: NodeInfo, update: NodeUpdate) -> None:
-        """Process the stats, step records and events in a message from a node. Ignore its token deltas."""
+        """Process the stats, step records and events in a message from a node. The message may also have token deltas,
+        which the observer ignores."""
 
     def wants_records(self, node: str, num_nodes: int) -> bool:
         """Return whether this node, one of `num_nodes`, should send its records of steps and events from now on."""
         return False
 
     def node_lost(self, node: str) -> None:
-        """Process the end of the stream to a node. The node's requests may have no "ended" event."""
+        """Process the end of the stream to a node. The node may have sent no "ended" event for its requests."""
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -41,15 +42,15 @@ class RouterObserver:
         prediction."""
 
     def inexact(self, attempt: str, why: str) -> None:
-        """Record that an attempt may continue an answer with different tokens, because of `why`: "seeded", "greedy" or
-        "penalties"."""
+        """Record that an attempt may continue an answer with other tokens than the failed attempt would have generated.
+        `why` is the reason: "seeded", "greedy" or "penalties"."""
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
         """Record that tokens of a sample were sent to the client."""
 
     def ended(self, id: str, sample: int, how: str, error: Exception | None = None) -> None:
         """Record how a sample ended: "stop", "length", "abort" (the client disconnected), "refused" (before any node
-        received it) or "error". `error` is the reason for the last two."""
+        received it) or "error". For "refused" and "error", `error` is the reason."""
 
     # ---- the API ------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ TICK_S = 1.0
 
 
 class Rebalancer:
-    """Changes a node's role when `RebalanceClock` says so. It does nothing while nodes serve other routers, because it
-    knows only the requests of its own router."""
+    """Changes a node's role when `RebalanceClock` returns a role. The rebalancer does nothing while the nodes also
+    serve other routers, because it knows only the requests of its own router."""
 
     def __init__(
         self, pool: NodePool, signals: ScalingSignals, admin: Admin, clock: Callable[[], float] = time.monotonic

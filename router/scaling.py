@@ -1,7 +1,8 @@
 """Computes how many nodes of each role a router's requests need, for autoscalers and for `--rebalance`.
 
-The functions are pure. A router knows only its own requests, so an autoscaler sums the numbers of all routers. To
-decide whether fewer nodes would be enough, each router therefore looks at its share of the nodes, not at all of them.
+The functions are pure. A router knows only its own requests, so an autoscaler adds up the numbers that all routers
+compute. For the same reason, a router compares the load of its requests with its share of the nodes, not with all
+nodes.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +15,11 @@ from scheduler.cost import CostModel, StepWork, pairs_of
 from shared.rpc.messages import NodeInfo
 
 WINDOW_S = 60.0  # the rate of arrivals is the mean over this time
-RECENT_S = 15.0  # while requests are queued, the mean over this time counts too
-QUEUE_S = 10.0  # queued prompts should be computed within this time, unless there is an SLO for the first token
+RECENT_S = 15.0  # while requests are queued, the rate over this shorter time is used too
+QUEUE_S = 10.0  # queued prompts should be computed within this time if there is no SLO for the first token
 KV_TARGET = 0.85  # maximum share of a node's KV capacity that requests should use
-SURVIVORS = 0.8  # a node may be removed only if the others would then be used to at most this share
-STEADY_S = 60.0  # how long one role must need more nodes, and the other fewer, before a node changes its role
+SURVIVORS = 0.8  # a node may be removed only if the load would use at most this share of the remaining nodes
+STEADY_S = 60.0  # how long one role must need more nodes, and the other role fewer, before a node changes its role
 FLIP_S = 300.0  # minimum time between two changes
 
 
@@ -26,15 +27,15 @@ FLIP_S = 300.0  # minimum time between two changes
 class Demand:
     """The requests of one router."""
 
-    prompt_tokens_per_s: float = 0.0  # rate over the last minute, without tokens in a prefix cache
-    recent_prompt_tokens_per_s: float = 0.0  # this rate over the last RECENT_S
-    queued_prompt_tokens: float = 0.0  # tokens of queued prompts, not computed yet
+    prompt_tokens_per_s: float = 0.0  # rate over the last minute, without tokens found in a prefix cache
+    recent_prompt_tokens_per_s: float = 0.0  # the same rate over the last RECENT_S
+    queued_prompt_tokens: float = 0.0  # prompt tokens that are not computed yet
     requests: float = 0.0  # number of requests in progress
     queued_requests: float = 0.0
     request_kv_tokens: float = 0.0  # mean number of KV tokens that one request holds
     # How many requests would be in progress if each of the last minute's requests had started when it arrived.
     expected_requests: float = 0.0
-    recent_expected_requests: float = 0.0  # this number, from the requests of the last RECENT_S
+    recent_expected_requests: float = 0.0  # the same number, computed from the requests of the last RECENT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,12 @@ def _prompt_rate(info: NodeInfo, cost: CostModel) -> float:
 
 
 def _most_requests(info: NodeInfo, cost: CostModel | None, context: float) -> int:
-    """Return how many requests a node can decode within its SLO for the time between tokens, at least 1."""
+    """Return how many requests a node can decode within its SLO for the time between tokens. The result is at least
+    1."""
     slo_s = attribute(info, "tbt_slo_ms", 0.0) / 1000
     if cost is None or not slo_s:
         return info.max_num_seqs
-    low, high = 1, info.max_num_seqs  # the largest number in this range whose step is short enough
+    low, high = 1, info.max_num_seqs  # search for the largest number of requests whose step is short enough
     while low < high:
         middle = (low + high + 1) // 2
         work = StepWork(num_decodes=middle, decode_context=round(middle * context))
@@ -79,15 +81,16 @@ def _most_requests(info: NodeInfo, cost: CostModel | None, context: float) -> in
 
 
 def recent_rate(total: float, count: int) -> float:
-    """Return the rate per second of a total over RECENT_S, less two standard deviations of `count` Poisson arrivals."""
+    """Return the rate per second of a `total` that was counted over RECENT_S. The result is reduced by two standard
+    deviations of `count` Poisson arrivals, because so short a time gives a noisy rate."""
     return total / RECENT_S * max(0.0, 1 - 2 / sqrt(count)) if count else 0.0
 
 
 def load_of_prefill(demand: Demand, node: NodeCapability, wait_s: float = QUEUE_S) -> float | None:
     """Return how many nodes are needed to compute the prompts, or None if the speed of the nodes is unknown.
 
-    A long queue shows a higher load sooner than the mean of a minute does. The queue counts only up to the recent rate,
-    because it will be empty by the time that more nodes have started.
+    When the load rises, the queue grows before the mean over a minute does, so the queued tokens count too. They count
+    only up to the recent rate of arrivals, because the queue will be empty by the time that more nodes have started.
     """
     rate = node.prompt_tokens_per_s
     if not rate:
@@ -100,7 +103,7 @@ def load_of_decode(demand: Demand, node: NodeCapability) -> float:
     """Return how many nodes are needed to hold and decode the requests.
 
     By Little's law, the number of requests in progress is the rate of arrivals multiplied by the time that a request
-    stays. As in `load_of_prefill`, queued requests count only up to what the recent rate explains.
+    stays. Queued requests count only up to the number that this law gives for the recent rate (see `load_of_prefill`).
     """
     waiting = min(demand.requests + demand.queued_requests, demand.recent_expected_requests)
     requests = max(demand.requests, demand.expected_requests, waiting)
@@ -108,10 +111,10 @@ def load_of_decode(demand: Demand, node: NodeCapability) -> float:
 
 
 def needed(load: float | None, present: float, routers: int = 1) -> float:
-    """Return the number of nodes that a load needs, where `present` is this router's share of the nodes.
+    """Return the number of nodes that a load needs. `present` is this router's share of the nodes.
 
-    More nodes are needed as soon as the load exceeds those present. One fewer is needed only if the remaining nodes
-    would be used to at most the share SURVIVORS, so that the number does not alternate at a constant load.
+    The result rises as soon as the load exceeds `present`. It falls by one node only if the load is at most the share
+    SURVIVORS of the remaining nodes. The result therefore does not alternate at a constant load.
     """
     one = 1.0 / routers
     if load is None:
@@ -122,7 +125,8 @@ def needed(load: float | None, present: float, routers: int = 1) -> float:
 
 
 class RebalanceClock:
-    """Decides when a node changes its role: after one role has needed more nodes, and the other fewer, for STEADY_S.
+    """Decides when a node changes its role: after one role has needed more nodes, and the other role fewer nodes, for
+    STEADY_S.
 
     `update` is called about once a second. A role keeps at least one node.
     """

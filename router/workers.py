@@ -1,8 +1,8 @@
 """The worker processes of one router, which serve on the same ports.
 
-The first process opens all ports and forks the workers, and the registry if it is built in. It restarts a process that
-ends, and keeps the worker's listening sockets open in the meantime, so that new connections wait for the new process.
-If the first process dies, the kernel kills all others.
+The first process opens all ports, forks the workers, and also forks the registry if it is built in. When a process
+ends, the first process restarts it. The first process keeps the worker's listening sockets open in the meantime, so
+that new connections wait for the new process. If the first process dies, the kernel kills all other processes.
 """
 
 import logging
@@ -20,7 +20,7 @@ from shared.lifecycle import set_parent_death_signal
 
 log = logging.getLogger("baton.router")
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-INVALID = 2  # exit status of a process that cannot start with its settings: it is not restarted
+INVALID = 2  # exit status of a process that cannot start with its settings; such a process is not restarted
 RESTART_S = 1.0  # minimum time between two starts of a process
 POLL_S = 0.5
 
@@ -29,8 +29,8 @@ POLL_S = 0.5
 class WorkerShare:
     """One worker's part of its router: worker `number` of `count`.
 
-    The workers divide the limits of the router. Each worker answers the others at one of `sockets`. `registry` is the
-    address of the registry process. `sockets` and `registry` are empty for a router without workers.
+    The workers divide the limits of the router among themselves. Worker i answers the other workers at `sockets[i]`.
+    `registry` is the address of the registry process. `sockets` and `registry` are empty for a router without workers.
     """
 
     number: int = 0
@@ -53,8 +53,8 @@ def supervise(
 ) -> int:
     """Run each function in a separate process until SIGTERM, and return the exit status.
 
-    `workers` drain after SIGTERM, and `helpers` get SIGTERM when all workers have ended. `on_drain` is called in this
-    process at the start of the drain. A second signal kills all processes.
+    After SIGTERM, the `workers` drain. When all workers have ended, the `helpers` get SIGTERM too. `on_drain` is called
+    in this process at the start of the drain. A second signal kills all processes.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
     try:
@@ -64,13 +64,15 @@ def supervise(
 
 
 class WorkerSupervisor:
-    """Starts, restarts, drains and reaps the processes. Runs on the main thread, without an event loop, so that it can
-    fork. The signals in ENDING and SIGCHLD are blocked, and arrive through `sigtimedwait`."""
+    """Starts, restarts, drains and reaps the processes.
+
+    The supervisor runs on the main thread without an event loop, because it forks. The signals in ENDING and SIGCHLD
+    are blocked, and `sigtimedwait` receives them."""
 
     def __init__(self, jobs: Mapping[str, Callable[[], int]], workers: set[str], on_drain: Callable[[], None]) -> None:
         self._jobs, self._workers, self._on_drain = jobs, workers, on_drain
         self._running: dict[int, str] = {}  # names by process id
-        self._due = dict.fromkeys(jobs, 0.0)  # when to restart a process that has ended
+        self._due = dict.fromkeys(jobs, 0.0)  # when to start each process; infinity while the process runs
         self._is_draining = False
         self._status = 0
 

@@ -1,9 +1,10 @@
 """Admission: decides which requests go to the nodes now, which wait in the router, and which are refused at once.
 
-The nodes get the requests that they can run and a few more. All other requests wait here, ordered by priority, then by
-the number of tokens that their tenant was granted so far (start-time fair queueing: Goyal, Vin and Cheng 1996), then by
-arrival. If the first request in this order does not fit, no smaller one overtakes it, so that large requests do not
-starve. The cost of a request is the number of tokens that it is expected to hold in the KV cache.
+The nodes get the requests that they can run and a few more. All other requests wait in the router's queue. They are
+ordered by priority, then by the number of tokens that their tenant was granted so far (start-time fair queueing: Goyal,
+Vin and Cheng 1996), and then by arrival. If the first request in this order does not fit, no smaller request overtakes
+it, so that large requests do not starve. The cost of a request is the number of tokens that it is expected to hold in
+the KV cache.
 """
 
 import asyncio
@@ -16,15 +17,15 @@ from typing import TYPE_CHECKING
 from router.nodes.placement import PoolCapacity
 from shared.errors import UnavailableError
 
-if TYPE_CHECKING:  # the connections of a live router, which a simulation in a browser lacks
+if TYPE_CHECKING:  # imports the connections of a live router, which are missing in a simulation in a browser
     from router.dispatch.requests import GenerationRequest
 
 RATE_S = 10.0  # seconds; time constant of the average of the nodes' throughput
-BEGUN = 0.25  # when a queue has just formed, this share of the tokens held on nodes counts as finished
+BEGUN = 0.25  # when a queue has just formed, this share of the tokens that the nodes hold counts as finished
 CAUTION = 2.0  # safety factor: a request is refused if CAUTION times its predicted wait is too long
 FORGET = 0.98  # each sample that ends multiplies the weight of earlier samples by this factor
 QUEUED_KV = 4  # default limit of the queue, as a multiple of the nodes' KV capacity
-LEAST_QUEUED_TOKENS = 1 << 18  # minimum of this default limit; a queue of this size takes 10 MB
+LEAST_QUEUED_TOKENS = 1 << 18  # minimum of the default limit of the queue; a queue of this size takes 10 MB
 MAX_RETRY_AFTER_S = 60.0
 
 
@@ -41,8 +42,8 @@ def deadline_error() -> UnavailableError:
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """One prompt and its `num_left` unfinished samples. It waits in the queue until it is granted, at the latest until
-    the monotonic time `expires`. Once it is granted, each sample has a slot until the sample ends."""
+    """One prompt and its `num_left` unfinished samples. The entry waits in the queue until it is granted or until the
+    monotonic time `expires`. Once the entry is granted, each sample has a slot until the sample ends."""
 
     tenant: str
     priority: int  # smaller numbers are served first
@@ -50,8 +51,9 @@ class QueueEntry:
     sample_tokens: int  # expected tokens of one sample
     num_left: int
     expires: float
-    deadline: float = inf  # deadline of the whole answer
-    # None before the grant. Also None after a pause, because the time on the node would include the pause.
+    deadline: float = inf  # monotonic time at which the request fails if it has not ended
+    # None before the grant. A pause sets it to None again, because the measured time on the node would include the
+    # pause.
     granted_at: float | None = None
     has_pending_prefill: bool = True
     granted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -73,8 +75,8 @@ class PriorityLevel:
     tokens: dict[str, int] = field(default_factory=dict)
 
     def share(self, tenant: str, cost: int) -> int:
-        """Return how many tokens are served until a new request of the tenant is served, with the request's own `cost`,
-        if the tenants take turns."""
+        """Return how many tokens are served up to the end of a new request of the tenant, if the tenants take turns.
+        The result includes the `cost` of the new request."""
         tenants = len(self.queues) + (tenant not in self.queues)
         return min(sum(self.tokens.values()) + cost, (self.tokens.get(tenant, 0) + cost) * tenants)
 
@@ -89,7 +91,8 @@ class ThroughputEstimator:
         self.finished_tokens = 0.0  # decays with time
 
     def pass_time(self, now: float, is_busy: bool) -> None:
-        """Advance the clock to `now`, and measure the time since the last call if requests were queued (`is_busy`)."""
+        """Advance the clock to `now`. If `is_busy` is set, requests were queued since the last call, and the estimator
+        measures this time."""
         past_s, self._now = max(0.0, now - self._now), max(now, self._now)
         if is_busy:
             kept = exp(-past_s / RATE_S)
@@ -97,20 +100,21 @@ class ThroughputEstimator:
             self.finished_tokens *= kept
 
     def tokens_per_s(self, held: float) -> float:
-        """Return the rate, or infinity before the first measurement. When a queue has just formed, few requests have
-        finished, so the share BEGUN of the tokens that the nodes hold (`held`, per slot) counts as finished."""
+        """Return the rate, or infinity before the first measurement. `held` is the number of tokens per slot that the
+        nodes hold. When a queue has just formed, few requests have finished, so the share BEGUN of these tokens counts
+        as finished."""
         begun = BEGUN * held * (1 - self._busy_s / RATE_S)
         return (self.finished_tokens + begun) / self._busy_s if self._busy_s else inf
 
 
 class AdmissionQueue:
     """The queue in front of the nodes. It holds the waiting entries, and counts the requests and tokens of the granted
-    ones.
+    entries.
 
     The dispatcher enqueues each request, waits for its slot, and releases each sample exactly once. The node pool calls
-    `resize` when its capacity changes. Runs on the router's event loop. Methods that may grant slots take the current
-    time as an argument, and return the entries that they granted. An entry's cost is counted until its last sample is
-    released.
+    `resize` when the pool's capacity changes. All methods run on the router's event loop. Methods that may grant slots
+    take the current time as an argument, and return the entries that they granted. The cost of a granted entry is
+    counted until the entry's last sample is released.
     """
 
     def __init__(self, max_wait_s: float = inf, max_queued_tokens: int = 0) -> None:
@@ -123,7 +127,7 @@ class AdmissionQueue:
         self._max_queued_tokens = max_queued_tokens
         self._levels: dict[int, PriorityLevel] = {}
         self._served: dict[str, float] = {}  # virtual time of each tenant, in tokens
-        self._virtual = 0.0  # virtual time of the latest grant; an idle tenant's time is raised to it
+        self._virtual = 0.0  # virtual time of the latest grant; an idle tenant's virtual time is raised to this value
         self._throughput = ThroughputEstimator()
         self._stayed_s = self._generated = self._num_stayed = 0.0  # decaying sums: seconds on nodes, tokens, samples
 
@@ -133,7 +137,7 @@ class AdmissionQueue:
 
     @property
     def mean_stay_s(self) -> float:
-        """The mean time that recently ended samples stayed on their nodes; 0 before the first."""
+        """The mean time that recently ended samples stayed on their nodes, or 0 if no sample has ended yet."""
         return self._stayed_s / self._num_stayed if self._num_stayed else 0.0
 
     @property
@@ -148,8 +152,8 @@ class AdmissionQueue:
     # ---- one request --------------------------------------------------------------------------------------------
 
     def enqueue(self, request: "GenerationRequest") -> QueueEntry:
-        """Offer the request, and return its entry, which is granted or waits. Raises AdmissionRefusedError as `offer`
-        does."""
+        """Create an entry for the request, offer it to the queue, and return it. The entry is then granted or waiting.
+        Raises AdmissionRefusedError in the same cases as `offer`."""
         now = time.monotonic()
         entry = self.entry(
             len(request.prompt),
@@ -198,8 +202,8 @@ class AdmissionQueue:
             raise UnavailableError("The request waited too long in the queue.", 2.0, code="queue_timeout") from None
 
     def offer(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
-        """Grant the entry or queue it. Raises AdmissionRefusedError if its predicted wait is too long, or if the queue
-        is full."""
+        """Grant the entry or queue it. Raises AdmissionRefusedError if the entry's predicted wait is too long, or if
+        the queue is full."""
         if not self._levels and self._fits(entry):
             self._grant(entry, now)
             return [entry]
@@ -218,8 +222,8 @@ class AdmissionQueue:
         return self._granted(now)
 
     def credit_prefix_hit(self, entry: QueueEntry, cached_tokens: int) -> None:
-        """Reduce the entry's cost by the first `cached_tokens` tokens of its prompt, which its node already holds in
-        the prefix cache."""
+        """Reduce the entry's cost by the first `cached_tokens` tokens of its prompt, because the chosen node already
+        has them in its prefix cache."""
         shared = min(cached_tokens, entry.prompt_tokens)
         if entry.is_granted:
             self.held_tokens -= shared
@@ -235,7 +239,7 @@ class AdmissionQueue:
         return self._granted(now)
 
     def release(self, entry: QueueEntry, generated: int, now: float) -> list[QueueEntry]:
-        """Record that a sample of the entry ended, whether the entry waits or is granted."""
+        """Record that a sample of the entry ended. The entry may be waiting or granted."""
         self._throughput.pass_time(now, bool(self._levels))
         if not entry.is_granted:
             self._leave(entry)
@@ -247,7 +251,7 @@ class AdmissionQueue:
         entry.num_left -= 1
         self.held_requests -= 1
         self.held_tokens -= tokens
-        self._served[entry.tenant] += generated - entry.sample_tokens  # charge the actual tokens
+        self._served[entry.tenant] += generated - entry.sample_tokens  # charge the actual number of tokens
         if self._levels:
             self._throughput.finished_tokens += tokens / max(1, self.capacity.requests)
         if entry.granted_at is not None and generated:
@@ -293,7 +297,7 @@ class AdmissionQueue:
         limit = self._max_queued_tokens or max(LEAST_QUEUED_TOKENS, QUEUED_KV * self.capacity.kv_tokens)
         if self.queued_tokens + entry.cost <= limit:
             return
-        # The queue is full. A tenant may still use its equal share.
+        # The queue is full. The request is refused only if its tenant would use more than an equal share of the queue.
         tenants = self.queued_tenants | {entry.tenant}
         own = sum(level.tokens.get(entry.tenant, 0) for level in self._levels.values())
         if (own + entry.cost) * len(tenants) > limit:

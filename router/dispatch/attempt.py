@@ -15,14 +15,14 @@ from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
 HANDOFF = "handoff: "  # prefix of the errors by which nodes report a failed handoff
 UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas, not counting the buffers of the client's connection
-FULL_S = 0.05  # how long the limit may be exceeded, so that a burst can be passed on to the client first
+FULL_S = 0.05  # a request may exceed the limit for this time, so that a burst can still be sent to the client
 SLOW_S = 30.0  # a paused request fails if its client reads nothing for this time
 
 
 @dataclass(eq=False)
 class AttemptFailed(Exception):
-    """The attempt failed; another one may succeed. `node` reported the failure or, if `is_gone` is set, was lost. If
-    `is_suspect` is set, the node crashed while it computed this request."""
+    """The attempt failed, but another attempt may succeed. `node` is the node that reported the failure. If `is_gone`
+    is set, the node was lost instead. If `is_suspect` is set, the node crashed while it computed this request."""
 
     reason: str
     node: str
@@ -34,37 +34,39 @@ class AttemptFailed(Exception):
 
 
 class ClientBackpressure(Exception):
-    """The client does not read fast enough. Its request is paused until the client has read more."""
+    """The client does not read fast enough. The client's request is paused until the client has read more."""
 
 
 @dataclass(slots=True)
 class SampleState:
-    """The tokens of one sample so far, over all attempts, and its state."""
+    """The state of one sample, with the tokens that all its attempts have generated so far."""
 
     index: int
     tokens: list[int] = field(default_factory=list)
-    outcome: str = ""  # "" until it has ended
+    outcome: str = ""  # "" until the sample has ended
     is_paused: bool = False  # the sample holds no slot, because its client does not read
     attempt: "Attempt | None" = None  # the current attempt
 
 
 class AdmittedRequest:
-    """The state that the samples of one request share, from admission until the last one has ended.
+    """The state that the samples of one request share, from admission until the last sample has ended.
 
-    The dispatcher creates it. It counts the end of each sample and releases its slot, exactly once. It also limits the
-    unread output of all samples together: if the client does not read, the current attempts end, and new attempts begin
-    once the client has read most of the output. Runs on the router's event loop."""
+    The dispatcher creates an `AdmittedRequest`, which counts the end of each sample and releases the sample's slot
+    exactly once. It also limits the unread output of all samples together. If the client does not read, the current
+    attempts end, and new attempts begin once the client has read most of the output. All methods run on the router's
+    event loop."""
 
     def __init__(
         self, request: GenerationRequest, entry: QueueEntry, queue: AdmissionQueue, counts: dict[str, int]
     ) -> None:
-        """`counts` maps "running" to the number of unfinished samples, and each outcome to its number of samples."""
+        """Start to track an admitted request. In `counts`, "running" is the number of unfinished samples of all
+        requests, and each outcome has its number of ended samples."""
         self.request = request
         self.entry = entry
         self.samples = [SampleState(index) for index in range(request.n)]
         self.samples[0].tokens += request.generated
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
-        self.first_is_computed = asyncio.Event()  # sample 0's prompt is computed; other samples wait for it
+        self.first_is_computed = asyncio.Event()  # set when sample 0's prompt is computed; other samples wait for this
         self._queue = queue
         self._counts = counts
         self._unread_bytes = 0
@@ -156,10 +158,10 @@ class Attempt:
     """One attempt to generate a sample. The attempt is an async iterator that yields each of its deltas once and in
     order.
 
-    The dispatcher creates and reads it. The connections of its one or two nodes pass it deltas (`DeltaListener`), which
-    may arrive in any order. The attempt ends when the sample finishes or the attempt fails. It then releases its nodes
-    at once, even if its reader is slow. The reader then gets the deltas received before the end, and the error if there
-    is one. Runs on the router's event loop.
+    The dispatcher creates and reads the attempt. The attempt runs on one or two nodes. The connections to these nodes
+    pass it deltas (`DeltaListener`), which may arrive in any order. The attempt ends when the sample finishes or the
+    attempt fails. It then releases its nodes at once, even if its reader is slow. The reader still gets the deltas that
+    were received before the end, and then the error if the attempt failed. All methods run on the router's event loop.
     """
 
     def __init__(self, admitted: AdmittedRequest, sample: SampleState, number: int) -> None:
@@ -167,8 +169,8 @@ class Attempt:
         self.sample = sample
         self.id = f"{self.request.id}.{sample.index}.{number}"
         self.is_first = number == 0 and sample.index == 0  # the first attempt of the whole request
-        # Whether the attempt may run on the node that has the prompt's KV. A retry with images may not: that node has
-        # no pixels, so it could not compute lost KV again.
+        # Whether the attempt may run on the node that has the prompt's KV. A retry of a request with images may not:
+        # that node has no pixels of the images, so it could not recompute KV that it has lost.
         self.may_use_sibling = sample.index > 0 and (number == 0 or not admitted.request.media)
         self.is_sibling = False
         self.prefill: NodeConnection | None = None
@@ -178,7 +180,7 @@ class Attempt:
         self._charge: LoadCharge | None = None  # the load on the nodes, once they are assigned
         self._handed_off = False
         self._producers: set[NodeConnection] = set()
-        self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # deltas that wait for earlier ones, by position
+        self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # deltas not yet in order, by position
         self._prompt_logprobs: list[Logprobs] = []
         self._ready: deque[tuple[int, TokenDelta]] = deque()  # deltas in order, each with its size
         self._is_over = False
@@ -208,7 +210,7 @@ class Attempt:
         self.sample.attempt = self
 
     def end(self, error: Exception | None) -> bool:
-        """End the attempt, on every node that still runs it. Return False if the attempt had already ended."""
+        """End the attempt, and stop it on every node that still runs it. Return False if it had already ended."""
         if self._is_over:
             return False
         self._is_over, self._error = True, error
@@ -224,7 +226,7 @@ class Attempt:
         return True
 
     def close(self, error: Exception | None = None) -> None:
-        """End the attempt, and drop the unread deltas. A reader that still reads gets the error."""
+        """End the attempt, and drop the unread deltas. If a reader continues to read, it gets the error."""
         self.end(error)
         self._error = error
         while self._ready:
@@ -279,7 +281,7 @@ class Attempt:
         if delta.error:
             if connection is self.decode or not self._handed_off:
                 self.end(_failure(connection, delta))
-            return  # ignore the prefill node's error: its commit succeeded, although it did not receive the reply
+            return  # ignore this error: the prefill node's handoff succeeded, but the node did not receive the reply
         assert self._charge is not None
         if not self._charge.is_prompt_computed and (self._handed_off or self.prefill is None or delta.finish):
             self._prompt_computed(self._charge)
@@ -308,7 +310,7 @@ class Attempt:
         is_first = not self.sample.tokens
         self.sample.tokens += unpack_ids(delta.tokens)
         self._producers.add(connection)
-        # Deliver all prompt logprobs with the first token, so that none are delivered twice after a failed attempt.
+        # Deliver all prompt logprobs with the sample's first token, so that a retry does not deliver them again.
         delta.prompt_logprobs, self._prompt_logprobs = (self._prompt_logprobs if is_first else []), []
         if not is_first:
             delta.cached_tokens = 0

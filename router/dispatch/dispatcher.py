@@ -44,13 +44,13 @@ from shared.rpc.messages import SubmitRequest, pack_ids
 log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # how long a new request waits for a node before it is refused
 WAIT_UNDER_WAY_S = 30.0  # how long an accepted request waits for a node before it fails
-RETRY_PAUSE_S = 0.05  # the pause before a retry is this times the number of earlier attempts, with 50 % of jitter
-NEWS_S = 0.2  # after a failure, wait this long for the loss of a node to be noticed, which usually takes less
+RETRY_PAUSE_S = 0.05  # pause before a retry, multiplied by the number of earlier attempts, with 50 % of jitter
+NEWS_S = 0.2  # after a failure, wait at most this long for the router to notice that a node is lost
 SEED_STEP = 0x9E3779B97F4A7C15  # difference of the seeds of successive samples (the golden ratio, as in splitmix64)
 COUNTS = (
     *("running", "total", "finished", "cancelled", "failed"),
     "refused",  # samples of requests that were refused before any node received them
-    "moved",  # attempts that failed, after which another may follow
+    "moved",  # attempts that failed, and may be followed by another attempt
     "retried",  # attempts in `moved` that failed although no node was lost
     "paused",  # attempts that ended because their client did not read fast enough
 )
@@ -79,10 +79,10 @@ class Dispatcher:
         self._placements = Counter[str]()  # number of attempts for each reason of a placement
         self._retry_budget = RetryBudget()
         self.adapter_requests = Counter[str]()  # number of requests in progress by digest of a LoRA adapter
-        self.arrivals = SlidingCounts()  # arrived requests, refused ones included; `ScalingSignals` uses them
+        self.arrivals = SlidingCounts()  # requests that the queue admitted or refused, for `ScalingSignals`
 
     def ready(self, role: str = "") -> bool:
-        """Return whether a node of the role takes requests, or any node if `role` is ""."""
+        """Return whether any node of the role takes requests. If `role` is "", nodes of both roles count."""
         prefill, decode = self._pool.routable()
         return bool({"prefill": prefill, "decode": decode}.get(role, prefill or decode))
 
@@ -275,7 +275,7 @@ class Dispatcher:
         prefill: NodeConnection | None = nodes.get(placement.prefill or "")
         decode = nodes[placement.decode]
         if request.sampling.pooling and prefill is not None and not prefill.info.shared_pool_owner:
-            decode, prefill = prefill, None  # there is nothing to decode, so the prefill node gives the whole answer
+            decode, prefill = prefill, None  # a vector needs no decoding, so the prefill node runs the whole request
         if attempt.is_first:
             self._rules.check_slo(placement, is_stale=(prefill or decode).load.is_stale)
             self._queue.credit_prefix_hit(admitted.entry, candidate.cached_tokens)
@@ -301,7 +301,7 @@ class Dispatcher:
         request, sample, prefill, decode = attempt.request, attempt.sample, attempt.prefill, attempt.decode
         assert decode is not None
         sampling = replace(request.sampling, seed=(request.sampling.seed + sample.index * SEED_STEP) % 2**63)
-        if sample.index or sample.tokens:  # these are delivered only with the first token of sample 0
+        if sample.index or sample.tokens:  # prompt logprobs are delivered only with the first token of sample 0
             sampling.prompt_logprobs = None
         submit = SubmitRequest(
             id=attempt.id,

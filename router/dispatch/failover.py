@@ -12,16 +12,18 @@ from router.nodes.connection import NodeConnection
 from shared.errors import RequestError, UnavailableError
 
 MAX_CRASHES = 2  # a request is the likely cause if this many nodes crash while they compute it
-TOGETHER_S = 1.0  # two crashes within this time may have one cause, such as a failed host, so a third one decides
-RETRY_SHARE = 0.1  # retries allowed for each request
+# Two crashes within this time may have another cause, such as a failed host. In this case, the request is the likely
+# cause only after a third crash.
+TOGETHER_S = 1.0
+RETRY_SHARE = 0.1  # number of retries that each request adds to the budget
 RETRIES_PER_S = 3.0  # number of retries that are added to the budget per second
-BURST_S = 10.0  # seconds for which unused retries accumulate
+BURST_S = 10.0  # the budget is at most the number of retries that are added in this time
 MAX_RETRY_WAIT_S = 10.0
 
 
 class RetryBudget:
-    """The retry budget that all requests share: one retry for every ten requests, and 3 per second. It works like
-    Finagle's, except that a retry over the budget waits instead of failing."""
+    """The retry budget that all requests share: one retry for every ten requests, and three retries per second. It
+    works like the retry budget of Finagle, except that a retry over the budget waits instead of failing."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -59,8 +61,8 @@ class Failover:
     def record_failure(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str], now: float) -> None:
         """Record a failed attempt. `decode_nodes` are the decode nodes that take requests; `now` is in seconds. Raises
         UnavailableError or RequestError if no further attempt is allowed."""
-        # A live node that already produced tokens gives its requests back, for example because it drains. This is not a
-        # failure.
+        # If a live node has produced tokens and then gives the request back, for example because it drains, this does
+        # not count as a failure.
         self.failures += failure.is_gone or not attempt.has_output
         self._assign_fault(attempt, failure, decode_nodes)
         if failure.is_suspect:
@@ -94,8 +96,11 @@ class Failover:
 
     def _record_crash(self, attempt: Attempt, node: NodeConnection, now: float) -> None:
         """Record that a node crashed while it computed the request. Raises RequestError if the request is the likely
-        cause: after two crashes without a token in between, or after three if the first two happened at about the same
-        time. A node that is back in the same incarnation did not crash, but only lost its connection."""
+        cause.
+
+        The request is the likely cause after two crashes without a token in between. If these two crashes happened at
+        about the same time, a third crash is needed. A node that is back in the same incarnation has only lost its
+        connection, so it is no longer counted as crashed."""
         if attempt.produced_by(node):
             self._crashed = []
             return
@@ -112,11 +117,12 @@ class Failover:
 
 
 def inexact_reason(attempt: Attempt) -> str:
-    """Return why an attempt may continue the tokens of an earlier one differently, or "" if it cannot.
+    """Return why an attempt may continue with other tokens than the failed attempt would have generated, or "" if it
+    continues exactly.
 
-    Baton's own nodes seed the draw of each token with the token's position, so they continue exactly. A vLLM
-    server may use one random generator for a whole request, and applies penalties only to the tokens of one call. Its
-    proxy node reports in `resumes` which requests the server can continue exactly.
+    Baton's own nodes seed the draw of each token with the token's position, so they continue exactly. A vLLM server may
+    use one random generator for a whole request, and applies penalties only to the tokens of one call. The proxy node
+    of a vLLM server reports in `resumes` which requests the server can continue exactly.
     """
     sampling = attempt.request.sampling
     found = [node.info.attributes["resumes"] for node in attempt.nodes if "resumes" in node.info.attributes]

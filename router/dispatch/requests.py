@@ -15,11 +15,11 @@ MERGED_ITEMS = 16  # number of items buffered between the streams and their read
 
 @dataclass(slots=True, frozen=True)
 class PoolingRule:
-    """How a model produces a vector. `kind` is a value of `SamplingParams.pooling`. If it is "", the model produces
-    none, and `refusal` says why.
+    """How a model produces a vector. `kind` is a value of `SamplingParams.pooling`. If `kind` is "", the model produces
+    no vector, and `refusal` is the reason.
 
-    A reranker ("logits") has one or two `tokens`. Its score is the logit of the first one, minus that of the second
-    one.
+    A reranker (`kind` "logits") has one or two `tokens`. Its score is the logit of the first token, minus the logit of
+    the second token if there is one.
     """
 
     kind: str = ""
@@ -71,7 +71,7 @@ class GenerationRequest:
 
 
 def is_refusal(error: Exception, request: GenerationRequest) -> bool:
-    """Return whether the error refused the request before any node received it. A timeout is no refusal."""
+    """Return whether the error refused the request before any node received it. A timeout is not a refusal."""
     return isinstance(error, BatonError) and error.status != 504 and request.nodes == (None, None)
 
 
@@ -98,7 +98,7 @@ async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator
                 await queue.put((item, None))
             await queue.put((None, None))
         except Exception as error:  # noqa: BLE001 - raised below, where the items are read
-            for task in feeds:  # cancel the others now, because the reader may be slow to read the error
+            for task in feeds:  # cancel the other tasks now, because the reader may be slow to read the error
                 if task is not asyncio.current_task():
                     task.cancel()
             await queue.put((None, error))

@@ -19,7 +19,7 @@ class DispatchRules:
     exact_retries: bool = False
 
     def check_exact(self, why: str) -> None:
-        """Raise UnavailableError if answers may not continue with different tokens. `why` is an `inexact_reason`."""
+        """Raise UnavailableError if `exact_retries` is set. `why` is the `inexact_reason` of the next attempt."""
         if self.exact_retries:
             text = "A node was lost, and another one would continue the answer with other tokens"
             raise UnavailableError(f"{text} ({why}); send the request again.", code="not_resumable")

@@ -1,4 +1,5 @@
-"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens, translated to a chat and back.
+"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens. Requests are translated to chat
+completions, and the output is translated back.
 
 Names and limits are as in Anthropic's API. Thinking blocks have an empty signature, because Baton does not verify the
 blocks that a client sends back. `cache_control` has no effect, because every prefix is cached.
@@ -146,7 +147,7 @@ class AnthropicTool(BaseModel):
 
 
 class AnthropicChoice(BaseModel):
-    """`tool_choice`."""
+    """The value of `tool_choice`."""
 
     model_config = Strict
     type: Literal["auto", "any", "tool", "none"]
@@ -242,8 +243,8 @@ def _text(content: str | Sequence[TextBlock]) -> str:
 
 
 def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any]]:
-    """Convert message `number` to chat messages: one for each tool result, then one for the rest. Raises RequestError
-    if a block is not allowed in a message of this role."""
+    """Convert message `number` to chat messages: one message for each tool result, and then one message for the other
+    blocks. Raises RequestError if a block is not allowed in a message of this role."""
     blocks = message.blocks()
     for place, block in enumerate(blocks):
         of_user = isinstance(block, ToolResultBlock | ImageBlock)
@@ -275,7 +276,7 @@ def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any
 
 @contextmanager
 def named_parameters() -> Iterator[None]:
-    """In an error, replace a parameter of chat completions by the corresponding one of this API."""
+    """In an error, replace the name of a parameter of chat completions by the name that this API has for it."""
     try:
         with images_of_parameter("messages"):
             yield
@@ -291,7 +292,7 @@ def named_parameters() -> Iterator[None]:
 
 class MessageEvents:
     """Builds the events of an answer, and the message so far. Call `start` first, and then `add` for each delta. Both
-    return the new events."""
+    methods return the new events."""
 
     def __init__(self, message_id: str, model: str, num_prompt: int, id_form: str) -> None:
         self.message: dict[str, Any] = {

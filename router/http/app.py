@@ -45,7 +45,7 @@ from shared.errors import RequestError, UnavailableError
 from shared.version import package_version
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
-MAX_PATH, MAX_LISTED = 64, 7  # characters of an unknown path, and number of known paths, in its error
+MAX_PATH, MAX_LISTED = 64, 7  # limits of an error about an unknown path: characters of this path, known paths
 PARSED_AT_ONCE = 64 << 10  # bytes; a larger body is parsed on a thread
 Handler = Callable[[Body, ResponseWriter], Awaitable[None]]
 
@@ -75,14 +75,14 @@ def build_app(
     `more_models` are served too, each for the requests that name it. `/metrics` shows `registry`. The dispatcher and
     the node pool must report to the same `observer`. `slo` returns the latency targets of a request that arrives now.
     `more_routes` require an admin's key. Pages of `allowed_origins` may call the routes for tenants from a browser.
-    `images` is None if the model takes none. With `workers`, each route whose answers differ between the workers merges
-    the answers of all workers. The other workers get this worker's own answers from the app `state.worker`. `adapters`
-    is None if LoRA adapters cannot be loaded while the router runs.
+    `images` is None if the model takes no images. If `workers` is given, each route whose answers differ between the
+    workers merges the answers of all workers. The other workers get this worker's own answers from the app
+    `state.worker`. `adapters` is None if LoRA adapters cannot be loaded while the router runs.
 
     `state.responses` is the ResponseRuns, which the caller opens and closes, or None without a store.
 
-    For a router with two ports, `state.api` is an app with only the routes for tenants, and `state.admin` one with only
-    the routes that observe or change the cluster. Both include the health routes.
+    For a router with two ports, `state.api` is an app with only the routes for tenants, and `state.admin` is an app
+    with only the routes that observe or change the cluster. Both apps include the health routes.
     """
     registry = CollectorRegistry() if registry is None else registry
     observer = RouterObserver() if observer is None else observer
@@ -113,8 +113,8 @@ def build_app(
 
 
 def _of_all_workers(workers: WholeRouter | None, routes: Sequence[BaseRoute]) -> list[BaseRoute]:
-    """Return `routes`. If the router has several workers, put routes before them that answer for all workers and take
-    the place of some of `routes`."""
+    """Return `routes`. If the router has several workers, add routes at the front that merge the answers of all
+    workers. These take precedence over the routes with the same paths."""
     whole = [] if workers is None else workers.routes([each.path for each in routes if isinstance(each, Route)])
     return [*whole, *routes]
 

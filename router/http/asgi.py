@@ -46,7 +46,8 @@ class Identity:
     is_admin: bool = False
 
     def allowed_priority(self, wanted: int) -> int:
-        """Return the priority of a request. Only an admin may raise it, which means to give a number below 0."""
+        """Return the priority of a request that asks for `wanted`. Only an admin may give a number below 0, which is a
+        raised priority."""
         return wanted if self.is_admin else max(0, wanted)
 
 
@@ -168,8 +169,8 @@ def to_response(request: Request, error: Exception) -> Response:
 class ResponseWriter:
     """Sends one response: either a JSON object or a stream of events.
 
-    The task that handles the request creates it, on the event loop. It also sets the request id that the task's log
-    lines show, and writes the request's line in the access log.
+    The task that handles the request creates the writer on the event loop. The writer also sets the request id that the
+    task's log lines show, and writes the request's line in the access log.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -215,8 +216,8 @@ class ResponseWriter:
         await self.end(body)
 
     async def events(self, data: bytes) -> None:
-        """Send a part of a stream. The status 200 is sent with the first part, so that a request that fails before it
-        can have an error status."""
+        """Send a part of a stream. The status 200 is sent with the first part. A request that fails earlier can
+        therefore have an error status."""
         if not self._streams:
             self._streams = True
             await self._start(200, STREAM_HEADERS)

@@ -2,8 +2,7 @@
 
 A line of the file is `tenant:sha256` or `tenant:sha256:admin`, and `#` begins a comment. `baton key` creates a key and
 prints the line to add. Keys have 256 random bits, so guesses need no rate limit. A tenant's key gives access to the
-API's routes. All other paths, including unknown ones, require an admin's key, so that tenants cannot use a new route
-until it is listed.
+API's routes. All other routes require an admin's key, except those in NO_KEY_NEEDED.
 """
 
 import base64
@@ -37,7 +36,7 @@ NO_KEY_NEEDED = frozenset({"/health", "/ping", "/ready"})  # these routes reveal
 
 
 class ApiKeys:
-    """The API keys from a file and from a setting. A tenant may have several.
+    """The API keys from a file and from a setting. A tenant may have several keys.
 
     The authentication middleware calls `identify` on the event loop. `identify` reads the file again after a change, so
     that keys can be added and revoked without a restart. If the file cannot be read, the previous keys remain valid.
@@ -123,8 +122,8 @@ class ApiKeys:
 
 
 class AuthMiddleware:
-    """ASGI middleware that checks API keys. Tenants may use `tenants_routes`, and get 404 for paths that do not exist;
-    `admin_routes` are the other routes. If `keys` is None, any client may use all routes."""
+    """ASGI middleware that checks API keys. Tenants may use `tenants_routes`, and get the status 404 for paths that do
+    not exist. Only admins may use `admin_routes`. If `keys` is None, any client may use all routes."""
 
     def __init__(
         self,
@@ -148,7 +147,8 @@ class AuthMiddleware:
                 scope[SCOPE_KEY] = self._identity(scope, is_for_tenants)
             except RequestError as error:
                 response = to_response(Request(scope), error)
-                # With Basic, a browser asks the user for the key, and sends it with the page's requests.
+                # For a page, request the scheme Basic: a browser then asks the user for the key, and sends the key with
+                # all requests of the page.
                 if error.status == 401:
                     is_page = not is_for_tenants or scope["path"] == DOCS
                     response.headers["www-authenticate"] = 'Basic realm="Baton"' if is_page else "Bearer"
@@ -177,8 +177,8 @@ class AuthMiddleware:
 class ApiCors(CORSMiddleware):
     """ASGI middleware that lets pages of some origins call the API from a browser. Other routes get no CORS headers.
 
-    It answers preflight requests, which browsers send without a key. To the requests themselves, browsers add no
-    stored credentials, because `allow_credentials` is not set. So a page must send a key.
+    It answers preflight requests, which browsers send without a key. Because `allow_credentials` is not set, browsers
+    add no stored credentials to the actual requests. A page must therefore send a key itself.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], routes: Sequence[BaseRoute]) -> None:

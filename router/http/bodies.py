@@ -2,8 +2,8 @@
 limits of its fields.
 
 The OpenAPI document is generated from these models. Fields have the same names, defaults and limits as in OpenAI's API
-and vLLM. An unknown field is rejected with an error that names it, `null` means "not given", and fields that do not
-affect the tokens (`IGNORED`) are dropped.
+and vLLM. An unknown field is rejected with an error that names the field. A field with the value `null` counts as not
+given. Fields that do not affect the tokens (`IGNORED`) are dropped.
 """
 
 import json
@@ -42,7 +42,8 @@ MAX_TEMPLATE_ARGUMENTS = 32
 IGNORED = frozenset(("cache_control", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options"))
 IGNORED |= {"prompt_cache_retention", "safety_identifier", "service_tier", "session_id", "store", "user"}
 IGNORED |= {"user_profile_id", "verbosity"}
-# Known fields that are not supported. Each is accepted only with one of its listed values, which have no effect.
+# Known fields that are not supported. A field is accepted only with one of the values listed for it. These values have
+# no effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
     ("audio", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "moderation"), ()
 )
@@ -82,7 +83,7 @@ EXPECTED = {
     "tools": f"must be a list of at most {MAX_TOOLS} functions",
     "tool_choice": 'must be "none", "auto", "required" or an object with the type "function" and a function\'s name',
 }
-# An error in a field names this many parts of the place where it occurred; for fields that are not listed, one.
+# The maximum number of parts of an error's location that the error names, by field. For other fields, it is one.
 NESTED = {
     "messages": 3,
     "response_format": 3,
@@ -114,7 +115,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises RequestError if `raw` is anything else. A BOM, NaN, trailing bytes, duplicate names
+    """Parse a JSON object. Raises RequestError if `raw` is not one. A BOM, NaN, trailing bytes, duplicate names
     and lone surrogates are rejected. The caller limits the size of `raw`, and the interpreter limits the nesting."""
     try:
         text = raw.decode("utf-8")
@@ -362,7 +363,7 @@ BodyType = TypeVar("BodyType", bound=Body)
 def parse_body(kind: type[BodyType], raw: bytes, models: Sequence[str]) -> BodyType:
     """Parse and validate a body. `models` lists the names that its `model` may have; the first is the default.
 
-    Raises RequestError, naming the parameter, if it is invalid.
+    Raises RequestError if the body is invalid. The error names the parameter.
     """
     fields = {key: value for key, value in parse_json(raw).items() if value is not None}
     name = fields.get("model", models[0])
@@ -394,7 +395,7 @@ def _near(kind: type[BaseModel], location: Sequence[str | int]) -> str:
 
 
 def validated(kind: type[BodyType], fields: dict[str, Any]) -> BodyType:
-    """Return a body with these fields. Raises RequestError, naming the parameter, if one is invalid."""
+    """Return a body with these fields. Raises RequestError, which names the parameter, if a field is invalid."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

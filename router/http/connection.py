@@ -1,12 +1,12 @@
 """One client's HTTP/1.1 connection: uvicorn's protocol class with limits on the size and the duration of requests.
 
-This module subclasses `HttpToolsProtocol`, which is not a documented interface of uvicorn. No public options of uvicorn
-0.54, Hypercorn 0.18 or Granian 2.8 enforce the limits that tests/router/test_bad_input.py checks: a timeout for a
+This module subclasses `HttpToolsProtocol`, which is not a documented interface of uvicorn. It adds a timeout for a
 request's head, bounds on headers and chunk framing, a limit on connections that idle clients cannot exhaust, and a
-drain that still answers requests in transit. docs/decisions.md has the measurements.
+drain that still answers requests in transit. tests/router/test_bad_input.py checks these. No public options of uvicorn
+0.54, Hypercorn 0.18 or Granian 2.8 provide them. docs/decisions.md has the measurements.
 
 If a client exceeds a limit, `HttpConnection` sends an error in the API's format and closes the connection. It sends no
-error if the client could take it for the response to another request.
+error if the client could mistake this error for the response to another request.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class IdleConnections:
 
 
 def raise_fd_limit(connections: int) -> int:
-    """Raise the file descriptor limit so that `connections` fit. Return how many connections the limit then allows."""
+    """Raise the file descriptor limit to allow `connections` connections. Return how many it then allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + SPARE_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -89,11 +89,11 @@ class Flow(FlowControl):
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection: its parser, its single timer, and its requests in progress. Runs on the event loop.
+    """One connection: its parser, its single timer, and its requests in progress. All methods run on the event loop.
 
-    uvicorn creates one for each client. Its requests use the object itself as their transport (`write`, `close`,
-    `is_closing`), because closing a socket with unread bytes resets the connection, and the client could lose a
-    response that was sent early.
+    uvicorn creates an `HttpConnection` for each client. The requests use this object as their transport (`write`,
+    `close`, `is_closing`), and do not close the socket themselves. Closing a socket with unread bytes would reset the
+    connection, and the client could lose a response that was sent early.
     """
 
     def __init__(
@@ -281,8 +281,8 @@ class HttpConnection(HttpToolsProtocol):
             self._watch()
 
     def _watch(self) -> None:
-        """Set the timer for the client's next action. No timer is set while a request is handled, which has its own
-        timeouts."""
+        """Set the timer for the client's next action. No timer is set while a request is handled, because its handler
+        has its own timeouts."""
         self._unset_keepalive_if_required()
         limits = self._limits
         if self._is_leaving or self._under_way or self._in_body:
@@ -302,7 +302,7 @@ class HttpConnection(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(left_s, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Handle the timer. The name is uvicorn's."""
+        """Handle the timer. uvicorn defines the name of this method."""
         self.timeout_keep_alive_task = None
         if self._in_head and not self._is_leaving:
             self._refuse(RequestError("The request did not arrive in time.", code="too_slow", status=408))
@@ -323,7 +323,7 @@ class HttpConnection(HttpToolsProtocol):
         self.close()
 
     def _abort(self) -> None:
-        """Signal the disconnect to all requests in progress. uvicorn itself signals it only to the last one."""
+        """Signal the disconnect to all requests in progress. uvicorn itself signals it only to the last request."""
         for cycle in self._under_way:
             cycle.disconnected = True
             cycle.message_event.set()

@@ -24,7 +24,7 @@ class ModelParts:
     dispatcher: Dispatcher
     tokenizer: Tokenizer
     card: ModelCard
-    images: ImageReader | None = None  # None: the model takes no images
+    images: ImageReader | None = None  # None if the model takes no images
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,11 @@ class GenerationService:
     observer: RouterObserver
     metrics: RequestMetrics
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
-    images: ImageReader | None = None  # None: the model takes no images
+    images: ImageReader | None = None  # None if the model takes no images
 
     def name_for(self, body: Body) -> str:
-        """Return the name of the model in the response to a body: the name that the client gave, or the model's own."""
+        """Return the name of the model in the response to a body. This is the name that the client gave, or the model's
+        own name if the client gave none."""
         return body.model or self.model.name
 
     def adapters(self) -> dict[str, str]:
@@ -104,7 +105,7 @@ class GenerationService:
 
 
 class ServedModels:
-    """The models of a router, each with its own service. The first one is the default."""
+    """The models of a router, each with its own service. The first model is the default."""
 
     def __init__(self, services: Sequence[GenerationService]) -> None:
         self.services = services
@@ -119,5 +120,5 @@ class ServedModels:
         return next((number for number, each in enumerate(self.services) if name in each.model_names()), 0)
 
     def of(self, name: str | None) -> GenerationService:
-        """Return the service that has this model or adapter, or the first one for an unknown name."""
+        """Return the service that has this model or adapter, or the first service for an unknown name."""
         return self.services[self.index_of(name)]

@@ -20,11 +20,11 @@ MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CALLS = 2048, 1024, 256, 256
 MAX_NAME, MAX_DEPTH = 64, 32
 Strict = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-Id = Annotated[str, Field(min_length=1, max_length=256)]  # the id of a call, or of an earlier answer or its parts
+Id = Annotated[str, Field(min_length=1, max_length=256)]  # the id of a call, of an answer, or of a part of an answer
 
 
 def object_in(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that the text consists of, or None if it is anything else."""
+    """Return the JSON object in the text, or None if the text is not a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -107,7 +107,7 @@ class FunctionCall(BaseModel):
     parsed_arguments: Annotated[Any, Field(description="Accepted and ignored.")] = None
 
     def parsed(self) -> dict[str, Any]:
-        """Return the arguments. Raises PydanticCustomError if they are no JSON object, or nested too deeply."""
+        """Return the arguments. Raises PydanticCustomError if they are not a JSON object or are nested too deeply."""
         value = object_in(self.arguments or "{}")
         if value is None:
             raise PydanticCustomError("arguments", "`arguments` must be the text of a JSON object")
@@ -147,7 +147,7 @@ def check_url(url: object) -> object:
 
 
 class ImageUrl(BaseModel):
-    """An image as a data URL. `detail` has no effect: the model's files decide the size."""
+    """An image as a data URL. `detail` has no effect, because the model's files decide the size of the image."""
 
     model_config = Strict
     url: Annotated[str, BeforeValidator(check_url)]
@@ -163,8 +163,8 @@ class ImagePart(BaseModel):
 
 
 def tag_of(value: Any, default: str = "") -> str:
-    """Return the tag by which pydantic finds the type of a value in a union: its `type`, after a "~". In the location
-    of an error, the "~" distinguishes tags from fields."""
+    """Return the tag by which pydantic finds the type of a value in a union. The tag is a "~" followed by the value's
+    `type`. In the location of an error, the "~" distinguishes tags from fields."""
     return "~" + str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", ""))
 
 
@@ -243,7 +243,7 @@ class ChatMessage(BaseModel):
             message["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
-            # The field's name in gpt-oss's template, which refuses it together with text and calls.
+            # gpt-oss's template has this name for the reasoning. It refuses a message with reasoning, text and calls.
             if not (text and self.tool_calls):
                 message["thinking"] = self.reasoning_content
         return message
@@ -266,7 +266,8 @@ def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 @contextmanager
 def images_of_parameter(name: str) -> Iterator[None]:
-    """Name the parameter `name` in errors about images, for a chat that was made from a request of another API."""
+    """In errors about images, replace the name of the parameter by `name`. This is for chats that were made from a
+    request of another API."""
     try:
         yield
     except RequestError as error:

@@ -50,7 +50,8 @@ class PromptOutput:
     has_logprobs: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def take_logprobs(self, delta: TokenDelta, *, is_first_sample: bool) -> None:
-        """Store the prompt logprobs from the first delta of sample 0. A call for another sample waits for them."""
+        """Store the prompt logprobs from the first delta of sample 0. A call for another sample waits until they are
+        stored."""
         if self.request.sampling.prompt_logprobs is None or self.has_logprobs.is_set():
             return
         if not is_first_sample:
@@ -129,7 +130,7 @@ class RequestOutput:
 
     The request's handler calls `open` once, and writes the deltas that it yields to the client. After the context of
     `open` has exited, every sample has ended on all nodes, and the metrics and the observer have counted each sample
-    exactly once. Runs on the event loop.
+    exactly once. All methods run on the event loop.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> l
 async def encode_chat(
     tokenizer: Tokenizer, body: ChatBody | TokenizeBody, images: ImageReader | None
 ) -> tuple[list[int], list[Media]]:
-    """Return the token ids of a conversation, and its images. `images` is None if the model takes none."""
+    """Return the token ids of a conversation, and its images. `images` is None if the model takes no images."""
     media: list[Media] = []
     if urls := image_urls(body.messages or ()):
         if images is None:
@@ -187,7 +187,7 @@ async def _encoded(
 
 
 def _truncated(prompt: list[int], body: GenerateBody, model: ModelCard) -> list[int]:
-    """Return the last tokens of a prompt if the body limits their number."""
+    """Return the prompt. If the body limits the number of its tokens, keep only the last tokens."""
     limit = body.truncate_prompt_tokens
     if limit == -1:  # leave room for the answer
         default = 1 if isinstance(body, ChatBody) else COMPLETION_TOKENS

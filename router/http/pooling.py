@@ -1,6 +1,7 @@
 """Embeddings and scores: POST /v1/embeddings of OpenAI, and /v1/rerank and /v1/score of vLLM.
 
-Each text, or pair of texts, becomes a generation request. The nodes compute its prompt, and generate no tokens.
+Each text, or pair of texts, becomes a generation request. The nodes compute the prompt of this request, and generate no
+tokens.
 """
 
 import asyncio
@@ -38,7 +39,8 @@ from shared.rpc.messages import SamplingParams, pack_ids
 MAX_INPUTS = 2048  # as in OpenAI's API
 AT_ONCE, AT_ONCE_TOKENS = 64, 65_536  # how many prompts and tokens of one HTTP request are computed at once
 MORE_BYTES = 32 << 20
-# The body of a pooling request as the classes for generation need it. The one token is not sent to the client.
+# The classes for generation need a body with the parameters of generation. All pooling requests use this body. Its one
+# token is not sent to the client.
 ONE_TOKEN = CompletionBody(prompt=[0], max_tokens=1, temperature=0.0)
 
 Text = Annotated[str, Field(min_length=1)]
@@ -129,7 +131,7 @@ class ScoreBody(PairBody):
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        """The first texts and the second texts of the pairs. One first text is compared with all second texts."""
+        """The first texts and the second texts of the pairs. A single first text is compared with all second texts."""
         given = self.text_1 or self.queries or [], self.text_2 or self.documents or []
         left, right = ([one] if isinstance(one, str) else one for one in given)
         return left, right
@@ -191,7 +193,8 @@ class PoolingApi:
     async def _scores(
         self, left: list[str], right: list[str], body: PairBody, name: str, reply: ResponseWriter
     ) -> tuple[list[float], list[list[int]]]:
-        """Return the score of each pair, and the prompts. An embedding model's score is the cosine."""
+        """Return the score of each pair, and the prompts. For an embedding model, the score is the cosine of the two
+        vectors."""
         if self._rule.kind != "logits":
             self._check_embeds()
             if body.instruction or body.chat_template_kwargs:
@@ -224,7 +227,7 @@ class PoolingApi:
         return self._fitting(ids, "documents")
 
     async def _encoded(self, text: Any, body: PoolingBody, param: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of an input. If it is truncated, the special tokens at its end are kept."""
+        """Return the token ids of an input. If the input is truncated, the special tokens at its end are kept."""
         await asyncio.sleep(0)  # let other requests run between the inputs
         tokenizer, room = self._generation.tokenizer, self._generation.model.max_model_len - 1
         if not isinstance(text, str):
@@ -256,7 +259,7 @@ class PoolingApi:
     async def _vectors(
         self, prompts: Sequence[list[int]], body: PoolingBody, name: str, reply: ResponseWriter
     ) -> list["array[float]"]:
-        """Return the vector of each prompt. Raises RequestError or UnavailableError if one fails."""
+        """Return the vector of each prompt. Raises RequestError or UnavailableError if any prompt fails."""
         reply.name(name)
         reply.log_fields = {"prompts": len(prompts), "prompt_tokens": sum(map(len, prompts))}
         identity, adapter = reply.identity, self._generation.adapters().get(body.model or "", "")
@@ -297,7 +300,8 @@ class PoolingApi:
         return vector
 
     def _finished(self, vector: "array[float]", dimensions: int | None = None) -> "array[float]":
-        """Return the first `dimensions` numbers, normalized if the model does so (Matryoshka embeddings)."""
+        """Return the first `dimensions` numbers of a vector (Matryoshka embeddings). If the model normalizes its
+        vectors, normalize the result."""
         cut = vector[:dimensions]
         length = math.hypot(*cut) if self._rule.normalizes else 1.0
         return array("f", [one / length for one in cut]) if length not in {0.0, 1.0} else cut

@@ -1,8 +1,8 @@
 """The body of POST /v1/responses, and its translation to a chat.
 
 Names, limits and meanings are as in OpenAI's Responses API. vLLM's sampling parameters are accepted too. Each
-item of `input` becomes a message or a part of one: consecutive reasoning, text and calls of the assistant form one
-message.
+item of `input` becomes a message or a part of a message: consecutive reasoning, text and calls of the assistant form
+one message.
 """
 
 from collections.abc import Sequence
@@ -225,7 +225,7 @@ class ReasoningOptions(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """The format of the text: `response_format` without nesting."""
+    """The format of the text. It has the fields of `response_format`, without nesting."""
 
     model_config = Strict
     type: Literal["text", "json_object", "json_schema"]
@@ -297,8 +297,8 @@ class ResponsesBody(GenerateBody):
         return "message.output_text.logprobs" in self.include
 
     def to_chat(self, context: Sequence[Item]) -> ChatBody:
-        """Return the chat that continues the conversation of earlier responses, `context`. Raises RequestError if a
-        tool result has no call, or if a field is invalid."""
+        """Return the chat that generates this response. `context` has the items of the conversation so far. Raises
+        RequestError if a tool result has no call, or if a field is invalid."""
         fields = {name: getattr(self, name) for name in self.model_fields_set & GenerateBody.model_fields.keys()}
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in self.tools]

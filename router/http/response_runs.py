@@ -1,8 +1,8 @@
 """Generates stored responses, and lets any number of clients follow them.
 
-A run is a task of the router that holds the response's lease. It appends each delta to the store. Clients never read
-the run itself: they replay the store's log, so a client of any router gets the same events, before and after another
-router takes the response over.
+A run is a task of the router that holds the response's lease. The run appends each delta to the log in the store.
+Clients never read from the run itself, but replay this log. A client of any router therefore gets the same events,
+before and after another router takes the response over.
 """
 
 import asyncio
@@ -90,9 +90,9 @@ class Replay:
 class ResponseRuns:
     """The stored responses that this router generates.
 
-    The handlers of the Responses API call `create`, `follow` and `cancel`; the router calls `open` and `close`. With a
-    shared store, it renews the leases of its runs, and takes over responses whose router died. Runs on the router's
-    event loop. After `close`, other routers may take over unfinished responses.
+    The handlers of the Responses API call `create`, `follow` and `cancel`; the router calls `open` and `close`. If the
+    store is shared, a task renews the leases of this router's runs, and takes over responses whose router died. All
+    methods run on the router's event loop. After `close`, other routers may take over unfinished responses.
     """
 
     def __init__(self, models: ServedModels, store: ResponsesStore, owner: str, slots: RequestSlots) -> None:
@@ -180,7 +180,7 @@ class ResponseRuns:
     def _start(self, run: ResponseRun) -> None:
         name = run.stored.id
         self._slots.used += run.is_background
-        if (earlier := self._tasks.get(name)) is not None:  # this router was frozen, and has lost the lease
+        if (earlier := self._tasks.get(name)) is not None:  # lost its lease while this router was frozen
             earlier.cancel()
         task = self._group.start(self._generate(run))
         self._tasks[name], self._owners[name] = task, run.owner
@@ -206,7 +206,7 @@ class ResponseRuns:
             async with generation.deltas(output) as deltas:
                 async for choice, text in deltas:
                     delta = TokenDelta(name, choice.num_tokens - len(text.tokens), pack_ids(text.tokens))
-                    # A replay finds the stop string itself, so the log does not contain this end.
+                    # A replay finds stop strings itself, so the log does not contain an end at a stop string.
                     delta.finish = "" if isinstance(text.stop_reason, str) else text.finish or ""
                     delta.logprobs, delta.cached_tokens = text.logprobs, choice.prompt.cached_tokens
                     delta.version = list(request.version)
@@ -256,7 +256,7 @@ class ResponseRuns:
             await self.store.delete(response_id)
             return
         known = await self.store.read(response_id, 0)
-        # A new id, because nodes may still run the request of the router that died.
+        # Use a new id, because nodes may still run the request of the router that died.
         run_id = f"{response_id}-{token_hex(4)}"
         chat = chat_of(stored)
         chat.seed = stored.seed

@@ -96,8 +96,8 @@ class ResponseFormatter:
         return "".join(parts).encode("ascii")
 
     def _contents(self, choice: OutputProcessor, delta: TextDelta, text: str) -> list[str]:
-        """Return the contents of the events for a text delta: one, or one for each part of an answer with reasoning or
-        tool calls."""
+        """Return the contents of the events for a text delta. An answer with reasoning or tool calls has one content
+        for each part. Any other answer has at most one content."""
         if delta.parts is None:
             escaped = encode_basestring_ascii(text)
             return [f'"delta":{{"content":{escaped}}}' if self._is_chat else f'"text":{escaped}'] if text else []
@@ -137,7 +137,8 @@ class ResponseFormatter:
         of_choice: str = "",
         of_request: str = "",
     ) -> str:
-        """Return an event for one choice. All parts are JSON; `of_choice` and `of_request` are additional fields."""
+        """Return an event for one choice. All text arguments are pieces of JSON. `of_choice` and `of_request` are
+        additional fields."""
         usage = ""
         if self._body.stream_options.include_usage:
             usage = f',"usage":{dump(self.usage()) if self._body.continuous_usage else "null"}'
@@ -203,7 +204,7 @@ class ResponseFormatter:
             found["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.logprobs, self._body.prompt_logprobs)
         return found
 
-    # Both
+    # Streams and whole answers
 
     def usage(self) -> dict[str, Any]:
         """Return the usage so far. A prompt counts once, even if several choices continue it."""
@@ -246,7 +247,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def format(self, entries: Sequence[Logprobs], unscored: int | None = None) -> dict[str, Any]:
-        """Return the API's four lists for the next tokens. `unscored` is a prompt's first token: it has no logprob."""
+        """Return the API's four lists for the next tokens. `unscored` is a prompt's first token, without a logprob."""
         rows: list[tuple[int, float | None, dict[str, float] | None]]
         rows = [] if unscored is None else [(unscored, None, None)]
         rows += [(entry.token, _finite(entry.logprob), self._top(entry)) for entry in entries]

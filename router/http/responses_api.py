@@ -1,7 +1,7 @@
 """OpenAI's Responses API. With a store, responses can be read, cancelled, deleted and continued, and can run in the
 background.
 
-A response of another tenant gives the status 404, like one that does not exist.
+A response of another tenant gives the status 404, like a response that does not exist.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ NEEDS_STORE = "needs a store of responses; start the router with --responses-sto
 
 @contextmanager
 def named_parameters() -> Iterator[None]:
-    """In an error, replace a parameter of chat completions by the corresponding one of this API."""
+    """In an error, replace the name of a parameter of chat completions by the name that this API has for it."""
     try:
         with images_of_parameter("input"):
             yield
@@ -130,7 +130,7 @@ class ResponsesApi:
         request: GenerationRequest,
         reply: ResponseWriter,
     ) -> None:
-        """Answer with a stored response. If it runs in the background, it continues without the client."""
+        """Answer with a stored response. A response in the background continues if the client disconnects."""
         if body.background:
             request.deadline = None
         await runs.create(stored, request, is_background=body.background)
@@ -157,7 +157,7 @@ class ResponsesApi:
             await reply.json(await runs.snapshot(stored))
 
     async def get(self, request: Request) -> Response:
-        """Handle GET /v1/responses/{id}. With `stream`, the events after number `starting_after` follow."""
+        """Handle GET /v1/responses/{id}. With `stream`, send the events after event number `starting_after`."""
         query = dict(request.query_params)
         stream, after = query.pop("stream", "false"), query.pop("starting_after", "-1")
         for name in ("include", "include[]", "include_obfuscation"):
@@ -174,7 +174,7 @@ class ResponsesApi:
         return StreamingResponse(_events_after(runs, stored, int(after)), headers=STREAM_HEADERS)
 
     async def delete(self, request: Request) -> Response:
-        """Handle DELETE /v1/responses/{id}. An unfinished response ends."""
+        """Handle DELETE /v1/responses/{id}. An unfinished response is cancelled first."""
         runs, stored = await self._stored(request)
         await runs.cancel(stored.id)
         await runs.store.delete(stored.id)

@@ -25,8 +25,8 @@ class StructuralTag(BaseModel):
 
 
 class StructuralTags(BaseModel):
-    """The tags that an answer may have. The `begin` of each tag starts with a trigger; other text contains no
-    trigger."""
+    """The tags that an answer may have. The `begin` of each tag starts with a trigger. The text outside the tags
+    contains no trigger."""
 
     model_config = Strict
     type: Literal["structural_tag"]
@@ -44,8 +44,8 @@ class StructuralTags(BaseModel):
             raise RequestError(f"`{param}`: no tag begins with the trigger {json.dumps(unused)} alone.", param)
 
     def _tags_of(self, trigger: str) -> list[StructuralTag]:
-        """Return the tags that this trigger starts. If a tag begins with several triggers, the shortest one starts it,
-        because it is complete first."""
+        """Return the tags that this trigger starts. If a tag begins with several triggers, the shortest of these
+        triggers starts the tag, because it is complete first."""
         others = tuple(other for other in self.triggers if trigger.startswith(other) and other != trigger)
         return [tag for tag in self.structures if tag.begin.startswith(trigger) and not tag.begin.startswith(others)]
 

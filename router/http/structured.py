@@ -45,9 +45,10 @@ class Constraint:
     tags: StructuralTags | None = None
 
     def grammar(self, checker: GrammarChecker, tokenizer: Tokenizer) -> str:
-        """Return the checked grammar, in llguidance's format. Raises RequestError with the reason if it is refused.
+        """Return the checked grammar, in llguidance's format. Raises RequestError with the reason if the grammar is
+        refused.
 
-        Blocks, so callers run it on a thread.
+        This method blocks, so callers run it on a thread.
         """
         try:
             return checker.check(self.text if self.tags is None else self.tags.grammar(tokenizer), self.is_source)
@@ -79,7 +80,8 @@ class ResponseFormat(BaseModel):
     triggers: list[Any] | None = None
 
     def constraint(self) -> Constraint | None:
-        """Return the constraint, or None for any text. Raises RequestError if the fields do not fit the type."""
+        """Return the constraint, or None if any text is allowed. Raises RequestError if the fields do not fit the
+        type."""
         if self.type == "structural_tag" or self.structures is not None or self.triggers is not None:
             return _of_tags(self.model_dump(exclude_none=True), "response_format")
         if (self.type == "json_schema") != (self.json_schema is not None):
@@ -94,7 +96,8 @@ class StructuredOutputs(BaseModel):
     """vLLM's `structured_outputs`. Exactly one of the first six fields is set; the others are options for JSON."""
 
     model_config = Strict
-    # The names are those of vLLM. A field `json` would hide a method of the base class, so it has an alias.
+    # The names are those of vLLM. A field with the name `json` would hide a method of the base class, so `json` is only
+    # an alias of `json_`.
     json_: Annotated[Schema | Text | None, Field(alias="json")] = None
     regex: Text | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
@@ -169,7 +172,7 @@ def _check_size(size: int, param: str) -> None:
 
 
 def _parsed(given: Schema | str, param: str) -> Schema:
-    """Return a JSON object, which may be given as a string. Raises RequestError if the string contains none."""
+    """Return a JSON object, which may be given as a string. Raises RequestError if the string is not a JSON object."""
     value = given if isinstance(given, dict) else object_in(given)
     if value is None:
         raise RequestError(f"`{param}` must be a JSON object, or a string that contains one.", param)

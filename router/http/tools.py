@@ -20,8 +20,8 @@ def requires_call(body: ChatBody) -> bool:
 
 
 def may_call(body: ChatBody) -> bool:
-    """Return whether the answer may have tool calls. An answer that must match a constraint has none, unless the client
-    requires a call."""
+    """Return whether the answer may have tool calls. If the answer must match a constraint, it may have tool calls only
+    if the client requires a call."""
     return bool(body.tools) and body.tool_choice != "none" and (requires_call(body) or body.constraint() is None)
 
 
@@ -60,11 +60,11 @@ def is_single(body: ChatBody) -> bool:
 
 
 def call_grammar(body: ChatBody, tokenizer: Tokenizer, checker: GrammarChecker) -> str:
-    """Return the grammar of an answer whose calls are enforced. It does not cover the reasoning. Blocks, so callers run
-    it on a thread.
+    """Return the grammar of an answer whose calls are enforced. The grammar does not cover the reasoning. The function
+    blocks, so callers run it on a thread.
 
-    The arguments of a strict tool match its schema, or the request is refused. The arguments of other tools match their
-    schemas if these can be enforced. Raises RequestError, which names the tool.
+    The arguments of a strict tool must match its schema. If this schema cannot be enforced, the request is refused. The
+    arguments of other tools match their schemas if these can be enforced. Raises RequestError, which names the tool.
     """
     choice, tools = body.tool_choice, []
     for number, tool in enumerate(body.tools):

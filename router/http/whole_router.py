@@ -1,7 +1,7 @@
 """The routes that cover all workers of a router, regardless of the worker to which the client is connected.
 
-Each worker answers the others at a Unix socket, which only this user can open, so no key is needed. A worker that is
-being restarted is left out.
+Each worker answers the other workers at a Unix socket, which only this user can open, so no key is needed. A worker
+that is being restarted is left out.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from router.metrics.merged import MergedMetrics, merged_requests, merged_status
 
-ANSWER_S = 5.0  # how long another worker may take to answer; after that, it is left out
+ANSWER_S = 5.0  # how long another worker may take to answer; after that, the other worker is left out
 logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs each request
 DEFAULT_LIMIT = 100  # number of requests that `/v1/requests` returns by default
 
@@ -65,7 +65,7 @@ class WholeRouter:
         return _passed(next((answer for answer in answers if answer.status_code == 200), answers[0]))
 
     async def _ask(self, request: Request) -> list[httpx.Response]:
-        """Return the workers' answers to a request, this worker's first."""
+        """Return the answers of all workers to a request. The answer of this worker comes first."""
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         found = await asyncio.gather(*(_get(socket, target) for socket in self._sockets))
         answers = [answer for answer in found if answer is not None]

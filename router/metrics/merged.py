@@ -12,8 +12,8 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-# Each worker sees every node, so metrics of nodes are equal in all workers, except the lengths of the handoff queues,
-# which each worker counts for its own requests.
+# Each worker sees every node, so metrics of nodes are equal in all workers. The exceptions are the lengths of the
+# handoff queues, which each worker counts for its own requests.
 OWN_QUEUES = ("baton_num_prefill_", "baton_num_decode_")
 COUNTS = ("requests", "placements", "inexact_retries", "queue")  # objects in `/v1/status` whose numbers are added
 HANDOFFS = ("handoffs", "blocks_moved", "bytes_moved")
@@ -28,7 +28,7 @@ def is_of_nodes(name: str, labels: Mapping[str, str]) -> bool:
 class MergedMetrics(Collector):
     """The sum of the workers' request metrics, and the largest value of each node metric.
 
-    The largest is the correct one, because a restarted worker counts from 0."""
+    A restarted worker counts from 0, so the largest value of a node metric is the correct one."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._families: dict[str, Metric] = {}
@@ -47,8 +47,8 @@ class MergedMetrics(Collector):
 
 
 def merged_status(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return `/v1/status` of the whole router: requests are summed, and the largest of the workers' latencies is
-    shown."""
+    """Return `/v1/status` of the whole router. The numbers of requests are summed over all workers. Each latency is the
+    largest value of any worker."""
     first = documents[0]
     status = first | _counts(documents)
     if "models" in first:
@@ -64,7 +64,7 @@ def merged_status(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def status_of_models(statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the combined status of a router's models: their nodes and events, and the sums of their counts.
 
-    `model` is the first model. With several models, `models` has the counts of each, by name.
+    `model` is the first model. With several models, `models` maps the name of each model to its counts.
     """
     first = statuses[0]
     if len(statuses) == 1:
@@ -93,7 +93,7 @@ def merged_requests(documents: Sequence[dict[str, Any]], limit: int) -> dict[str
 
 
 def _sum(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the documents' sum of each number, and the first document's other values."""
+    """Return the sum of each number over all documents. Values that are not numbers come from the first document."""
     total: dict[str, Any] = {}
     for document in documents:
         for name, value in document.items():
@@ -103,7 +103,8 @@ def _sum(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _largest(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the largest value of each number at any depth, and the sum of the counts `n`."""
+    """Merge the numbers of all documents, at any depth. Return the sum of each `n`, the smallest `attainment`, and the
+    largest value of any other number."""
     found: dict[str, Any] = {}
     for name, value in documents[0].items():
         values = [document[name] for document in documents if document.get(name) is not None]

@@ -40,7 +40,8 @@ class MetricSource:
 
 
 class NodeMetrics(Collector):
-    """A Prometheus collector of nodes' last reported stats and of the dispatchers' status. Runs on the event loop."""
+    """A Prometheus collector of the nodes' last reported stats and of the dispatchers' status. All methods run on the
+    event loop."""
 
     def __init__(self, sources: Sequence[MetricSource]) -> None:
         self._sources = sources

@@ -60,7 +60,7 @@ COUNTERS = {
 }
 UNLABELED = (("prompt",), ("generation",), ("without_key",))
 SHOWN_AS_0 = (*UNLABELED, *(("ended", reason) for reason in FINISHES), ("slo", "no"), ("slo", "yes"))
-# Alternative names of metrics. vLLM's published dashboard uses the first one; all others are deprecated.
+# Alternative names of metrics. vLLM's published dashboard uses the first alias; all other aliases are deprecated.
 ALIASES = {
     "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
     "vllm:time_to_first_token_seconds": "gen_ai_server_time_to_first_token_seconds",
@@ -170,7 +170,7 @@ class SlidingPercentiles:
 
 @dataclass(slots=True, frozen=True)
 class SloTargets:
-    """Service level objectives in seconds; 0 means that there is none."""
+    """Service level objectives in seconds; 0 means no objective."""
 
     ttft_s: float = 0.0
     tbt_s: float = 0.0
@@ -224,9 +224,9 @@ class RequestMetrics(Collector):
         self._model_name = model_name
         self._slo = slo
         self._seen = {what: Buckets(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}
-        # By a key of COUNTERS and the values of the labels, without the model's name
+        # The counts by a key of COUNTERS and the values of the labels, except the label for the model's name.
         self._counts = Counter[tuple[str, ...]](dict.fromkeys(SHOWN_AS_0, 0))
-        self._kept = SlidingCounts(clock)  # number of samples by whether they met their SLO
+        self._kept = SlidingCounts(clock)  # number of samples that met their SLO (key True) or missed it (key False)
         window = {what: SlidingPercentiles(clock) for what in ("ttft", "tbt", "ttst")}
         self._window: dict[str, SlidingPercentiles] = first._window if first else window
         recent = SlidingCounts(clock, 1.0)  # numbers of samples and tokens, for `totals`
@@ -281,8 +281,8 @@ class RequestMetrics(Collector):
         self._counts["without_key",] += 1
 
     def ended(self, pace: SampleTimings, reason: str, now: float) -> None:
-        """Record the end of a sample. `reason` is in FINISHES, or "refused", which is counted as an "error" in the
-        metrics with vLLM's names. A disconnect is an "abort", and a failure is an "error"."""
+        """Record the end of a sample. `reason` is a value of FINISHES, or "refused". The metrics with vLLM's names
+        count a refused sample as an "error". A disconnect is an "abort", and a failure is an "error"."""
         self._recent.add("finished" if reason in FINISHED else "failed" if reason == "error" else reason)
         reason = "error" if reason == "refused" else reason
         self._counts["ended", reason] += 1

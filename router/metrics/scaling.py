@@ -17,7 +17,7 @@ from shared.rpc.messages import NodeInfo
 
 ROLES = ("prefill", "decode")
 NUM_SLICES, NUM_RECENT = 12, 3  # numbers of complete slices of 5 s, which cover WINDOW_S and RECENT_S
-NEW_S = 60.0  # the step-time model of a newer node is used only if there is no older node
+NEW_S = 60.0  # the step-time models of nodes younger than this are used only if there are no older nodes
 
 
 class ScalingSignals(Collector):

@@ -21,10 +21,11 @@ POLL_S = 0.1
 
 
 class AdapterSync:
-    """Gives every node of a pool the adapters that were loaded at run time, and takes away those that were unloaded.
+    """Loads and unloads adapters at run time, on every node of a pool.
 
-    Nodes that join later get them too, as long as this router runs. All methods run on the router's event loop.
-    `num_requests` is the number of requests in progress for each digest; they continue when their adapter is unloaded.
+    While this router runs, nodes that join later get the loaded adapters too. All methods run on the router's event
+    loop. `num_requests` maps the digest of each adapter to the number of its requests in progress. These requests
+    continue when the adapter is unloaded.
     """
 
     def __init__(self, pool: NodePool, num_requests: Mapping[str, int]) -> None:
@@ -64,8 +65,8 @@ class AdapterSync:
             self._pool.adapters |= {own: digest for own, digest in each.info.adapters.items() if own == name}
 
     def unload(self, name: str) -> None:
-        """Let no new request use the adapter. Nodes unload it when the requests in progress have ended. Raises KeyError
-        if no node has it."""
+        """Remove the adapter, so that no new request can use it. The nodes unload it when the requests in progress have
+        ended. Raises KeyError if no node has the adapter."""
         digest = self._pool.adapters.pop(name)
         self._directories.pop(name, None)
         self._pool.unloaded.add(name)
@@ -78,7 +79,7 @@ class AdapterSync:
             await asyncio.gather(*(self._set(each, name) for each in nodes))
 
     async def _follow(self) -> None:
-        """Change the adapters of nodes that join."""
+        """Load and unload adapters on nodes that join."""
         while True:
             for connection in self._pool.connections.values():
                 if connection.is_ready:
@@ -94,7 +95,7 @@ class AdapterSync:
 
     async def _set(self, connection: NodeConnection, name: str, directory: str = "") -> str:
         """Load the adapter from `directory` on a node, or unload it if `directory` is "". Wait until the registry
-        reports the change. Return the reason why the node refuses, or "" if it does not."""
+        reports the change. Return the reason why the node refuses, or "" on success."""
         key = connection.info.id, name
         if key in self._changing:
             return ""

@@ -22,8 +22,8 @@ LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `
 
 
 class ModelVersion(NamedTuple):
-    """The versions that determine a node's tokens: the digests of the model's files and of Baton's code, or "" if
-    unknown."""
+    """The versions that determine a node's tokens: the digest of the model's files (`revision`) and the digest of
+    Baton's code (`build`). A digest is "" if it is unknown."""
 
     revision: str
     build: str
@@ -39,16 +39,17 @@ class DeltaListener(Protocol):
         """Process a delta. Raises ValueError, which ends the stream to the node, if the delta is malformed."""
 
     def on_node_lost(self, connection: "NodeConnection") -> None:
-        """Handle the loss of the node, or of all its requests. Called once; no deltas follow."""
+        """Handle the loss of the node, or of all its requests. The connection calls this method once, and passes no
+        deltas after it."""
 
 
 class NodeConnection:
-    """The stream to one incarnation of a node. It reconnects whenever the stream ends.
+    """The stream to one incarnation of a node. The connection opens a new stream whenever the stream ends.
 
-    The pool creates it, and runs `run` as a task. All methods run on the router's event loop. Attempts send requests
-    with `submit`, stop them with `abort`, and receive deltas as a `DeltaListener` until they `forget` the request. The
-    node is alive while messages arrive. When messages stop, `on_change` is called first, and then every listener is
-    notified once. `load` holds the node's load for placement.
+    The pool creates the connection, and runs `run` as a task. All methods run on the router's event loop. Attempts send
+    requests with `submit`, stop them with `abort`, and receive deltas as a `DeltaListener` until they `forget` the
+    request. The node is alive while messages arrive. When messages stop, `on_change` is called first, and then every
+    listener is notified once. `load` holds the node's load for placement.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class NodeConnection:
         self.is_alive = False
         self.alive_since = 0.0
         self.ramp_until = 0.0  # until this time, the node gets less than its share of requests
-        # The node is stuck, or its stream broke although the node was not silent and not about to leave.
+        # Whether the node is stuck, or its stream broke suddenly while the node was still answering and not leaving.
         self.has_crashed = False
         self.is_listed = True  # whether the registry lists the node
         self.router_is_closing = False
@@ -126,7 +127,8 @@ class NodeConnection:
         unsent = self._command.submits
         kept = [submit for submit in unsent if submit.id != identity]
         if len(kept) < len(unsent):
-            # A node handles aborts before submits, so an abort in the same message would find no request.
+            # A node handles the aborts in a message before the submits, so an abort in the same message as the submit
+            # would not find the request.
             self._command.submits = kept
         else:
             self._command.aborts.append(identity)
@@ -164,7 +166,7 @@ class NodeConnection:
     async def _serve_stream(self) -> bool:
         """Serve one stream until it ends. Return whether the node sent its stats on the stream."""
         answer_s = max(ANSWER_S, self._timeout_s - PING_S)
-        # No pings are needed while the node's stats arrive.
+        # The node's stats show that the node is alive, so pings are needed only while no stats arrive.
         channel = RpcChannel(self.info.address, answer_s=answer_s, pings_idle=True)
         self._has_asked = self._wants_records(self.info.id)
         self._command = self._new_command()
@@ -261,8 +263,8 @@ class NodeConnection:
 
 
 def _parts(command: RouterCommand) -> Iterator[RouterCommand]:
-    """Split a command into messages whose tokens and pixels have about MAX_COMMAND_BYTES at most. The first message has
-    the aborts."""
+    """Split a command into messages, each with at most about MAX_COMMAND_BYTES of tokens and pixels. The first message
+    has the aborts."""
     part, size = RouterCommand(command.router, aborts=command.aborts, records=command.records), 0
     for submit in command.submits:
         if size > MAX_COMMAND_BYTES:

@@ -1,14 +1,14 @@
 """Outlier ejection: a node that fails gets no requests for some time. Callers pass the current time.
 
-It works as in Envoy, except that each ejection lasts twice as long as the one before (Envoy adds a constant).
+It works as in Envoy, except that each ejection lasts twice as long as the previous one (Envoy adds a constant).
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
 EJECT_S, MAX_EJECT_S = 1.0, 60.0  # durations of the first and of the longest ejection
-FORGET_S = 60.0  # if the last ejection ended longer ago than this, the next one counts as the first
-MAX_FAILURES, WINDOW_S = 5, 10.0  # this many consecutive failures within this time eject the node
+FORGET_S = 60.0  # if the last ejection ended longer ago than this, the next ejection counts as the first
+MAX_FAILURES, WINDOW_S = 5, 10.0  # MAX_FAILURES consecutive failures within WINDOW_S eject the node
 
 
 @dataclass(slots=True)
@@ -16,7 +16,7 @@ class OutlierDetector:
     """The failures and ejections of one node, over all its incarnations."""
 
     ejected_until: float = 0.0
-    times: int = 0  # ejections in a row: each began at most FORGET_S after the one before had ended
+    times: int = 0  # ejections in a row, each of which began at most FORGET_S after the end of the previous one
     failures: deque[float] = field(default_factory=deque)
 
     def died(self, now: float) -> None:

@@ -14,8 +14,9 @@ from shared.rpc.messages import NodeInfo, NodeStats
 log = logging.getLogger("baton.fleet")
 MAX_EVENTS = 50  # number of the latest events that are kept
 MAX_GONE = 256  # maximum number of nodes that are kept after they left or were lost
-KEPT_NS = {"lost": 600 * 10**9, "left": 60 * 10**9}  # how long such nodes are kept, by state
-# Maps the new state of a node to the kind, the level and the reason of its event. A lost connection has its own reason.
+KEPT_NS = {"lost": 600 * 10**9, "left": 60 * 10**9}  # how long nodes in these states are kept
+# Maps the new state of a node to the kind, the level and the reason of its event. The reason of "lost" is the
+# connection's `end_reason`.
 CHANGES = {
     "ready": ("ready", logging.INFO, ""),
     "draining": ("draining", logging.INFO, "It takes no new requests and finishes those in progress."),
@@ -28,7 +29,8 @@ CHANGES = {
 
 @dataclass(slots=True)
 class NodePresence:
-    """The state of one incarnation of a node as this router sees it, since when, and why."""
+    """The state of one incarnation of a node as this router sees it, with the time and the reason of its last
+    change."""
 
     connection: NodeConnection
     role: str
@@ -97,8 +99,8 @@ class NodeJournal:
         self._record(kind, info.id, f"Node {info.id} {what}. {node.reason}".rstrip() + moved, level)
 
     def dropped(self, name: str) -> None:
-        """Limit the nodes that are kept, after the pool dropped a connection. Forget the node if it never connected,
-        and forget the oldest of the nodes that are gone if there are more than MAX_GONE."""
+        """Limit the nodes that are kept, after the pool dropped a connection. Forget the node if it never connected. If
+        more than MAX_GONE nodes are gone, forget those that have been gone for the longest time."""
         if name in self._presences and not self._presences[name].was_alive:
             del self._presences[name]
         gone = sorted((each.since_ns, name) for name, each in self._presences.items() if each.state in KEPT_NS)
@@ -138,7 +140,8 @@ class NodeJournal:
         return [each.row() for each in self._kept()]
 
     def metric_rows(self) -> list[tuple[NodeInfo, NodeStats, bool]]:
-        """Return the info and latest stats of every node except those that left as planned, and whether it is alive."""
+        """Return the info and latest stats of every node, and whether the node is alive. Nodes that left as planned are
+        not included."""
         rows = (each.connection for each in self._kept() if each.state != "left")
         return [(each.info, each.stats, each.is_alive) for each in rows]
 

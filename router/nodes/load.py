@@ -25,8 +25,9 @@ BLOCKS = ("free", "cached", "owned", "reserved", "quarantined", "total")
 class NodeLoad:
     """The work that this router has sent to a node, and the speed that the node reports.
 
-    Each `NodeConnection` owns one. Attempts change the counters; placement reads them through `view`. The counters are
-    more recent than the node's own reports, which arrive twice a second. `clock` is the monotonic clock in seconds.
+    Each `NodeConnection` owns a `NodeLoad`. Attempts change the counters; placement reads them through `view`. The
+    counters are more recent than the node's own reports, which arrive twice a second. `clock` is the monotonic clock in
+    seconds.
     """
 
     clock: Callable[[], float]
@@ -99,8 +100,8 @@ class LoadCharge:
     ends."""
 
     def __init__(self, prefill: NodeLoad | None, decode: NodeLoad, num_tokens: int, cached: int, may_add: int) -> None:
-        """Charge a sequence of `num_tokens` tokens. The computing node probably has `cached` of them in its prefix
-        cache. `may_add` is the maximum number of tokens that the attempt may generate."""
+        """Charge a sequence of `num_tokens` tokens. The node that computes the prompt probably has `cached` of these
+        tokens in its prefix cache. `may_add` is the maximum number of tokens that the attempt may generate."""
         self._computing, self._decode = prefill or decode, decode
         self.prompt_tokens = max(0, num_tokens - cached)
         self._pairs = pairs_of(num_tokens - self.prompt_tokens, self.prompt_tokens)

@@ -9,7 +9,7 @@ log = logging.getLogger("baton.fleet")
 
 
 class ModelRegistry(Registry):
-    """A registry that lists only the nodes of one model, found by the router's name for the model."""
+    """A registry that lists only the nodes of one model. `model` is the model's name, which these nodes report."""
 
     def __init__(self, whole: "DividedRegistry", model: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class DividedRegistry:
         self.parts = [ModelRegistry(self, model) for model in models]
         self._models = frozenset(models)
         self._is_running = False
-        self._unknown: set[tuple[str, str]] = set()  # nodes whose model the router does not serve, and the model
+        self._unknown: set[tuple[str, str]] = set()  # (node, model) of nodes whose model the router does not serve
 
     async def start(self) -> None:
         if not self._is_running:

@@ -14,8 +14,8 @@ from shared.rpc.messages import NodeInfo
 
 PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
 SPARE_REQUESTS = 8  # a node gets one more request for every 8 that it can run, so that it is never idle
-# Encoding an image counts as computing this many times its tokens: the vision module, of 0.4 to 0.7 billion parameters,
-# computes four patches for each token.
+# Encoding an image counts as computing this many times the image's tokens, because the vision module computes four
+# patches for each token. (The vision module has 0.4 to 0.7 billion parameters.)
 ENCODING_COST = 4
 BACKLOG_STEPS = 16  # queued prompts should fill this many steps of a node, about one or two seconds
 
@@ -61,13 +61,13 @@ def capacity_of(prefill: Iterable[NodeInfo], decode: Iterable[NodeInfo]) -> Pool
 
 
 def needs_peer(info: NodeInfo) -> bool:
-    """Return whether the node can only compute prompts or only generate, as an SGLang server of a pair."""
+    """Return whether the node can only compute prompts or only generate, as each SGLang server of a pair does."""
     return "no" in {info.attributes.get("computes_prompts"), info.attributes.get("generates")}
 
 
 class RoutableNodes(Generic[Routable]):
-    """The nodes of one fingerprint that take requests, by role. The pool creates new lists only when a node changes, so
-    that the time of a choice does not grow with the number of nodes."""
+    """The nodes with one fingerprint that take requests, by role. The pool creates new lists only when a node changes,
+    so that the time to choose nodes does not grow with the number of nodes."""
 
     def __init__(self, prefill: list[Routable], decode: list[Routable]) -> None:
         self.prefill, self.decode = prefill, decode
@@ -88,10 +88,11 @@ class RoutableNodes(Generic[Routable]):
         avoid: Container[str] = (),
         encoded: Mapping[str, int] = NOTHING,
     ) -> PlacementCandidate | None:
-        """Choose the nodes for a sequence of `num_tokens` tokens, whose full blocks have these hashes. Return None if
-        there are no nodes. `among` lists the prefill and decode nodes that may be chosen, by default all. A node in
-        `avoid` is not considered for its cached prefix. `encoded` maps a node to the number of tokens of the images
-        that it has encoded."""
+        """Choose the nodes for a sequence of `num_tokens` tokens. Return None if there are no nodes.
+
+        `hashes` are the hashes of the sequence's full blocks. `among` lists the prefill and decode nodes that may be
+        chosen; the default is all nodes. A node in `avoid` is not considered for its cached prefix. `encoded` maps each
+        node to the number of tokens of the sequence's images that the node has encoded."""
         prefill, decode = among or (self.prefill, self.decode)
         if not (prefill or decode):
             return None

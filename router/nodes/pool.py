@@ -1,6 +1,6 @@
 """The pool of nodes, which tracks the nodes that are alive and take requests, and chooses the nodes for each attempt.
 
-The registry lists the nodes to connect to. Only a node's stream decides whether the node is alive.
+The registry lists the nodes to connect to. Whether a node is alive depends only on the stream to the node.
 """
 
 import asyncio
@@ -26,21 +26,22 @@ from shared.rpc.messages import NodeInfo, NodeStats
 
 log = logging.getLogger("baton.fleet")
 SLOW_START_S = 10.0  # during this time, a node that joins busy nodes gets less than its share of requests
-MAX_DETECTORS = 1024  # at this number, the detectors of nodes without recent failures are removed
-MAX_IMAGES = 20_000  # number of images whose nodes are remembered
-# A group, and its prefill and decode nodes that may be chosen
+MAX_DETECTORS = 1024  # when there are this many, the detectors of nodes without recent failures are removed
+MAX_IMAGES = 20_000  # number of images for which the pool remembers the nodes that got them
+# A group, followed by those of its prefill and decode nodes that may be chosen
 Allowed = tuple[RoutableNodes[NodeConnection], list[NodeConnection], list[NodeConnection]]
 FEW_NODES = 64  # with at most this many nodes, each change of a node is processed at once
-NOTIFY_S = 0.1  # with more nodes, the capacity is computed once in this time
+NOTIFY_S = 0.1  # with more nodes, the capacity is computed at most once in this time
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
 
 class NodePool:
     """The nodes that the router knows. The pool owns one `NodeConnection` for each node.
 
-    It follows the registry, ejects nodes that fail (`OutlierDetector`), ramps up those that join, and chooses the nodes
-    for each attempt. The dispatcher calls it on the router's event loop. To be fast with many nodes, it computes the
-    list of routable nodes only when a node changes, and considers only a few nodes for each decision.
+    The pool follows the registry, ejects nodes that fail (`OutlierDetector`), gives nodes that join a growing share of
+    the requests, and chooses the nodes for each attempt. The dispatcher calls the pool on the router's event loop. To
+    be fast with many nodes, the pool computes the list of routable nodes only when a node changes, and considers only a
+    few nodes for each decision.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class NodePool:
         self._observer = observer
         self._on_capacity = on_capacity
         self.connections: dict[str, NodeConnection] = {}  # by node
-        self.adapters: dict[str, str] = {}  # name -> digest of the LoRA adapters that nodes have, or had when lost
+        self.adapters: dict[str, str] = {}  # digests by name, of the LoRA adapters that any node has or had when lost
         self.unloaded: set[str] = set()  # names of adapters that no request may use, although nodes may have them
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
@@ -75,8 +76,8 @@ class NodePool:
         self.missing_role = ""
         # One group for each fingerprint; valid unless `_routable` is None.
         self._groups: list[RoutableNodes[NodeConnection]] = []
-        self._routable: tuple[list[NodeConnection], list[NodeConnection]] | None = None  # None: to be computed
-        self._capacity: PoolCapacity | None = None  # None: to be computed
+        self._routable: tuple[list[NodeConnection], list[NodeConnection]] | None = None  # None after a change
+        self._capacity: PoolCapacity | None = None  # None after a change, until it is computed
         self._num_frozen = 0  # the number of live nodes when `gc.freeze` was last called
         self._notifying: asyncio.TimerHandle | None = None  # set while a change is to be reported to `on_capacity`
         self._ramps_until = 0.0  # the latest `ramp_until` of all connections
@@ -89,7 +90,7 @@ class NodePool:
         self._tasks.start(self._watch())
 
     async def _watch(self) -> None:
-        """Detect silent nodes. One timer for all nodes costs less than one for each."""
+        """Detect silent nodes. One timer for all nodes costs less than one timer for each node."""
         while True:
             await asyncio.sleep(self._timeout_s / LIVENESS_INTERVALS)
             for connection in list(self.connections.values()):
@@ -104,7 +105,7 @@ class NodePool:
         await self._tasks.close()
 
     def nodes(self) -> list[tuple[NodeInfo, NodeStats, bool]]:
-        """Return every node's info and latest stats, and whether it is alive."""
+        """Return every node's info and latest stats, and whether the node is alive."""
         return [(each.info, each.stats, each.is_alive) for each in self.connections.values()]
 
     def status(self) -> dict[str, Any]:
@@ -127,7 +128,8 @@ class NodePool:
         await self._changed.wait()
 
     def _reconcile(self) -> None:
-        """Connect to nodes that the registry now lists, and drop those that it no longer lists."""
+        """Connect to the nodes that the registry has added. Drop the nodes that it no longer lists, unless they are
+        still alive."""
         listed = self._registry.nodes
         for name, info in listed.items():
             connection = self.connections.get(name)
@@ -163,7 +165,7 @@ class NodePool:
         self._runs[info.id] = self._tasks.start(connection.run())
 
     def _read_adapters(self, info: NodeInfo, before: NodeInfo | None = None) -> None:
-        """Add the adapters of a node, and remove those that it has unloaded, unless other nodes have them."""
+        """Add the adapters of a node. Remove the adapters that this node has unloaded and that no other node has."""
         for name in (before.adapters if before is not None else {}).keys() - info.adapters.keys():
             if not any(name in each.info.adapters for each in self.connections.values()):
                 self.adapters.pop(name, None)
@@ -185,7 +187,8 @@ class NodePool:
     def notify(self) -> None:
         """Invalidate the cached lists after a change of a node, and wake the tasks that wait for a change.
 
-        With many nodes, the capacity is computed at most once per NOTIFY_S, because that visits every node."""
+        With many nodes, the capacity is computed at most once per NOTIFY_S, because the computation visits every
+        node."""
         self._routable = self._capacity = None
         self._changed.set()
         if len(self.connections) <= FEW_NODES:
@@ -199,16 +202,16 @@ class NodePool:
             self._notifying = None
         num_alive = sum(each.is_alive for each in self.connections.values())
         if num_alive > max(FEW_NODES, self._num_frozen):
-            # Exclude the connections and their streams from garbage collections, which would delay tokens: 1,000 nodes
-            # take 0.2 s. This is done only when there are more nodes than ever before, because frozen objects in cycles
-            # are never freed.
+            # Exclude the connections and their streams from garbage collections. With 1,000 nodes, a collection takes
+            # 0.2 s, which would delay tokens. Frozen objects in cycles are never freed, so `gc.freeze` is called only
+            # when there are more nodes than ever before.
             self._num_frozen = num_alive
             gc.freeze()
         self.journal.count_ready()
         self._on_capacity(self.capacity(), time.monotonic())
 
     def connection_changed(self, connection: NodeConnection) -> None:
-        """Process the change of a connection that became alive, ready, not ready or lost."""
+        """Process a connection that has become alive, ready, not ready or lost."""
         self.journal.changed(connection)
         if connection.is_alive:
             self._start_slowly(connection)
@@ -223,7 +226,8 @@ class NodePool:
                 self._drop(connection.info.id)
 
     def _start_slowly(self, connection: NodeConnection) -> None:
-        """Ramp up a node that joins busy nodes: it is idle, so placement would otherwise send it every new request."""
+        """Limit the requests to a node that joins busy nodes, for SLOW_START_S. The new node is idle, so placement
+        would otherwise send every new request to it."""
         before = time.monotonic() - SLOW_START_S
         peers = (each for each in self.connections.values() if each.info.role == connection.info.role)
         if connection.alive_since >= before and any(each.is_alive and each.alive_since < before for each in peers):
@@ -264,8 +268,8 @@ class NodePool:
         return self._routable
 
     def _find_groups(self) -> list[RoutableNodes[NodeConnection]]:
-        """Return the ready nodes by fingerprint: only nodes with the same fingerprint can exchange KV. Nodes that
-        cannot work alone are left out if one of the roles is missing."""
+        """Return the ready nodes, grouped by fingerprint, because only nodes with the same fingerprint can exchange KV.
+        If a group has nodes that cannot work alone, the group is left out while it lacks one of the roles."""
         ready = [each for each in self.connections.values() if each.is_ready]
         decode = [each for each in ready if each.info.role == "decode"]
         pool_owners = {"", *(each.info.incarnation_id for each in decode)}
@@ -311,12 +315,13 @@ class NodePool:
         """Choose the nodes for a sequence of tokens, or return None if no node is routable.
 
         Nodes in `avoid` are chosen only if no other node can generate. `prefix_node` is chosen as the prefill node if
-        it is routable, because it has the KV of the prefix. If `adapter` or `version` is given, only nodes with this
-        adapter, or with this version of the model, are chosen; of these, nodes with the build of `version` are
-        preferred. Only a few nodes are considered.
+        it is routable, because it has the KV of the prefix. If `adapter` is given, only nodes with this adapter are
+        chosen. If `version` is given, only nodes with the same revision of the model are chosen, and nodes with the
+        same build are preferred.
 
-        Nodes with different fingerprints do not exchange KV, so one fingerprint is chosen first: the fingerprint of
-        `prefix_node`, or else a random one, in proportion to the number of requests that its nodes can run.
+        Nodes with different fingerprints do not exchange KV, so one fingerprint is chosen first. If `prefix_node` is
+        routable, its fingerprint is chosen. Otherwise, the fingerprint is drawn at random, in proportion to the number
+        of requests that the nodes with each fingerprint can run.
         """
         self.routable()
         groups = self._groups
@@ -335,7 +340,8 @@ class NodePool:
         )
 
     def _encoded(self, media: Sequence[MediaSpan]) -> Counter[str]:
-        """Return the number of tokens of the images that each node has encoded, or will encode for another request."""
+        """Return a count for each node: the tokens of the images in `media` that the node has encoded, or will encode
+        for another request."""
         return sum(
             (Counter(dict.fromkeys(self.images.overlap([one.digest]), one.rows * one.columns)) for one in media),
             Counter[str](),
@@ -350,9 +356,10 @@ class NodePool:
         *,
         only_others: bool = False,
     ) -> list[Allowed]:
-        """Return the groups from which `choose` may draw one, each with the nodes that it may choose. Groups that can
-        generate only on nodes in `avoid` are returned only if there are no others, and never if `only_others` is
-        set."""
+        """Return the groups from which `choose` may draw one, each with those of its nodes that may be chosen.
+
+        Some groups can generate only on nodes in `avoid`. They are returned only if there are no other groups and
+        `only_others` is not set."""
         allowed = [(each, *self._allowed(each, avoid, prefix_node, adapter)) for each in _generating(groups)]
         allowed = [each for each in allowed if each[1] or each[2]]
         others = [each for each in allowed if any(node.info.id not in avoid for node in each[2] or each[1])]
@@ -386,7 +393,8 @@ def _version(group: RoutableNodes[NodeConnection]) -> ModelVersion:
 
 
 def _generating(groups: list[RoutableNodes[NodeConnection]]) -> list[RoutableNodes[NodeConnection]]:
-    """Return the groups that have decode nodes. If none has, prefill nodes generate: return all groups."""
+    """Return the groups that have decode nodes. If no group has any, return all groups, because prefill nodes then
+    generate."""
     return [each for each in groups if each.decode] or groups
 
 

@@ -6,20 +6,21 @@ from hashlib import blake2b
 from math import ceil
 from typing import Any
 
-PREFIX_CHARS = 1024  # of each field
+PREFIX_CHARS = 1024  # number of characters of each field that are part of the key
 # The fields that can make up the start of a prompt, in their order in the prompt.
 PREFIX_FIELDS = ("instructions", "system", "prompt", "messages", "input", "query")
-MAX_ADDRESSES = 3  # the chosen router, and others that the gateway may try if it does not answer
-OVERLOAD = 1.25  # a router gets no request that would raise its number above this multiple of the mean
+MAX_ADDRESSES = 3  # the chosen router, and others that the gateway may try if the chosen router does not answer
+OVERLOAD = 1.25  # limit of a router's number of requests, as a multiple of the mean
 
 
 def choose(key: bytes, under_way: Mapping[str, int]) -> list[str]:
     """Return up to MAX_ADDRESSES addresses of `under_way`, best first. `under_way` maps each address to its number of
     requests in progress, and must not be empty.
 
-    The addresses are ordered by rendezvous hashing (Thaler and Ravishankar 1998), so if a router leaves, only its keys
-    move. The first router in this order whose number stays within OVERLOAD times the mean is put first (consistent
-    hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam 2018).
+    The addresses are ordered by rendezvous hashing (Thaler and Ravishankar 1998), so if a router leaves, only the keys
+    of that router move to other routers. Some routers at the start of this order may have too many requests. The first
+    router that stays within OVERLOAD times the mean is therefore moved to the front (consistent hashing with bounded
+    loads: Mirrokni, Thorup and Zadimoghaddam 2018).
     """
     seed = blake2b(key).digest()
     order = sorted(under_way, key=lambda address: blake2b(address.encode(), key=seed).digest())

@@ -1,7 +1,7 @@
 """A gRPC server of Envoy's external processing (ext_proc) that picks routers for the gateway of an InferencePool.
 
-The protocol is that of the Gateway API Inference Extension (its proposal 004). The gateway must send request bodies in
-the mode FULL_DUPLEX_STREAMED, as that protocol demands, or BUFFERED.
+The server follows the protocol of the Gateway API Inference Extension (proposal 004). The gateway must send request
+bodies in the mode FULL_DUPLEX_STREAMED, which this protocol requires, or in the mode BUFFERED.
 """
 
 import asyncio
@@ -59,7 +59,8 @@ async def serve(lifetime: ProcessLifetime, settings: PickerSettings, resolve: Re
 
 
 class RouterWatch:
-    """Tracks which routers are ready: every second, it resolves their name and asks each address for `/ready`."""
+    """Tracks which routers are ready. Every second, it resolves the routers' host name and requests `/ready` from each
+    address."""
 
     def __init__(self, resolve: Resolver, port: int, session: aiohttp.ClientSession) -> None:
         self._resolve, self._port, self._session = resolve, port, session
@@ -109,9 +110,11 @@ class Picker:
         return {METHOD: Handler(self._process, Cardinality.STREAM_STREAM, *types)}
 
     async def _process(self, stream: Any) -> None:
-        """Pick when the body is complete. In the mode BUFFERED, Envoy keeps the body, and the answer to the body
-        changes the headers. In FULL_DUPLEX_STREAMED, the answer must return the body to Envoy. In other modes, only the
-        headers are used."""
+        """Pick routers when the request's body is complete, and answer Envoy's messages.
+
+        In the mode BUFFERED, Envoy keeps the body, and the answer to the body changes the headers. In the mode
+        FULL_DUPLEX_STREAMED, the answer to the headers changes them, and the answers to the body must return the body
+        to Envoy. In other modes, Envoy sends no body, so only the headers are used."""
         first = await stream.recv_message()
         if first is None or not first.HasField("request_headers"):
             raise GRPCError(Status.INVALID_ARGUMENT, "the first message must be request_headers")

@@ -17,9 +17,9 @@ def prompt_end(tokenizer: Tokenizer, prompt: list[int]) -> str:
 
 
 def after_reasoning(grammar: str, tokenizer: Tokenizer, prompt: list[int], *, has_channels: bool = False) -> str:
-    """Return a grammar whose texts begin with the model's reasoning, if the model may reason after this prompt, and end
-    with a text of `grammar`. Both are in llguidance's format. With `has_channels`, the texts of `grammar` begin with a
-    channel of gpt-oss."""
+    """Return a grammar of the model's whole answer to this prompt. If the answer may begin with reasoning, the grammar
+    allows the reasoning first. The rest of the answer must match `grammar`. Both grammars are in llguidance's format.
+    If `has_channels` is set, the texts of `grammar` begin with a channel of gpt-oss."""
     start = _start(tokenizer, tokenizer.syntax, prompt_end(tokenizer, prompt), has_channels)
     if not start:
         return grammar
@@ -51,7 +51,7 @@ def _until(end: str) -> str:
 
 
 def lark_of(text: str, tokenizer: Tokenizer) -> str:
-    """Return a text as a sequence of Lark terms. The names of special tokens in it stand for the tokens."""
+    """Return a text as a sequence of Lark terms. The name of a special token in the text becomes that token."""
     names = tokenizer.special_ids
     parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
     return " ".join(f"<[{names[part]}]>" if part in names else json.dumps(part) for part in parts if part)

@@ -2,9 +2,9 @@
 
 A template is a program that comes with the model. Jinja's sandbox denies the template access to the file system, but
 does not limit its time or memory, and Python cannot stop a thread. Therefore this module also runs as a child process
-(`python -m router.text.chat_template`), whose CPU time and memory are limited. The child's first line is the template;
-each later line has the variables of one conversation. With a child process, long conversations also do not hold the
-router's interpreter lock.
+(`python -m router.text.chat_template`), whose CPU time and memory are limited. The child reads the template from its
+first line of input, and the variables of one conversation from each later line. Because the child is a separate
+process, a long conversation also does not hold the router's interpreter lock.
 """
 
 import contextlib
@@ -37,7 +37,8 @@ Argument = bool | int | float | str | None
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return `bos_token`, `eos_token` and so on from a tokenizer_config.json, where each is a string or an object."""
+    """Return the special tokens in the content of a tokenizer_config.json, by name, such as `bos_token`. A token in the
+    file is a string or an object."""
     found = {}
     for key in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
         value = config.get(key)
@@ -67,8 +68,9 @@ def _source(directory: Path, config: dict[str, Any]) -> str | None:
 class ChatTemplate:
     """A compiled template.
 
-    The router's tokenizer owns it, and it owns the child process that renders the template. `render` blocks, so callers
-    run it on a worker thread. It is thread-safe: conversations are rendered one at a time, each within RENDER_S.
+    The router's tokenizer owns the template, and the template owns the child process that renders it. `render` blocks,
+    so callers run it on a worker thread. It is thread-safe: conversations are rendered one at a time, each within
+    RENDER_S.
     """
 
     def __init__(self, source: str, tokens: dict[str, str], special: Sequence[str]) -> None:
@@ -102,7 +104,7 @@ class ChatTemplate:
         arguments: Mapping[str, Argument] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[str, list[int]]:
-        """Return the prompt, and the offsets in it at which a client's text contains the text of a special token.
+        """Return the prompt, and the offsets in the prompt at which a client's text has the name of a special token.
 
         `arguments` are the client's variables for the template, such as `enable_thinking`. `tools` are definitions of
         functions.

@@ -20,9 +20,9 @@ from typing import Any
 class ChildProcess:
     """A Python module that runs as a child process, and answers each JSON line with one JSON line.
 
-    The module limits its own time and memory. The child is killed if it ends without an answer, and when this object
-    is garbage-collected; the next question starts another one. The caller uses the object from one thread at a time.
-    A forked process starts a child of its own.
+    The module limits its own time and memory. If the child closes its output without an answer, it is killed, and the
+    next question starts a new child. The child is also killed when this object is garbage-collected. The caller uses
+    the object from one thread at a time. If the caller forks, the forked process starts its own child.
     """
 
     _process: "subprocess.Popen[bytes] | None" = None

@@ -6,8 +6,8 @@ The concatenation of the returned pieces equals the tokenizer's own decoding of 
 
 `tokenizers.decoders.DecodeStream` does not give these guarantees. While the text ends with U+FFFD, `DecodeStream` holds
 the text back and decodes all of it again for each token. For 4,000 bytes of 0xFF, it returns no text and takes 740 us
-for each token. It also raises "Invalid prefix" if an invalid byte changes a run of byte tokens after a part of its text
-was returned.
+for each token. It also raises "Invalid prefix" if an invalid byte changes a run of byte tokens after a part of the
+run's text was returned.
 """
 
 import codecs
@@ -23,7 +23,8 @@ from shared.errors import ConfigError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A run of byte tokens is decoded at its end, because one invalid byte changes the text of the whole run. After
-# HELD_BYTES bytes, complete characters are returned before the end, and an invalid byte changes only the rest.
+# HELD_BYTES bytes, complete characters are returned before the end of the run, and a later invalid byte changes only
+# the rest of the run.
 HELD_BYTES = 64
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -39,8 +40,8 @@ BYTE_ALPHABET = _byte_alphabet()
 
 
 class TokenVocabulary:
-    """The text or bytes that each token id stands for. It reads the tokenizer's decoder once, and caches each token on
-    first use. It belongs to one Tokenizer, and is thread-safe."""
+    """The text or bytes that each token id stands for. The vocabulary reads the tokenizer's decoder once, and caches
+    each token on first use. It belongs to one Tokenizer, and is thread-safe."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -136,8 +137,8 @@ class ByteLevelDetokenizer:
 class ByteFallbackDetokenizer:
     """A detokenizer for SentencePiece-like BPE (Llama 2, Mistral, Gemma), which has text tokens and byte tokens.
 
-    A run of byte tokens that is not valid UTF-8 becomes one U+FFFD per byte, including its valid parts, as in the
-    tokenizer's own decoding.
+    If a run of byte tokens is not valid UTF-8, each byte of the run becomes one U+FFFD, even in parts of the run that
+    are valid. The tokenizer's own decoding does the same.
     """
 
     def __init__(self, vocabulary: TokenVocabulary, skipped: frozenset[int], *, at_start: bool) -> None:
@@ -198,7 +199,8 @@ class StopStrings:
     """Searches a text that arrives in pieces for stop strings.
 
     The match is the stop string that ends first; if several end at the same position, it is the longest of them. The
-    result does not depend on how the text is split into pieces. A tail that may begin a stop string is held back.
+    result does not depend on how the text is split into pieces. The end of the text is held back if it may be the
+    beginning of a stop string.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:

@@ -2,8 +2,9 @@
 
 llguidance is native code. It limits its own work, but not well enough for untrusted input: a chain of 5,000 rules
 overflows the stack, which crashes the process. Therefore this module also runs as a child process (`python -m
-router.text.grammar_check`), whose CPU time, memory and stack are limited. Grammars that pass there also pass on
-nodes, where the limits are higher. The child has no tokenizer, so nodes check the names of special tokens.
+router.text.grammar_check`), whose CPU time, memory and stack are limited. A grammar that passes in the child also
+passes on the nodes, where the limits are higher. The child has no tokenizer, so nodes check the names of special
+tokens.
 """
 
 import contextlib
@@ -36,10 +37,10 @@ class GrammarError(ValueError):
 
 
 class GrammarChecker(Collector):
-    """Checks grammars, and converts them to llguidance's format. Also a Prometheus collector of the number and duration
-    of checks.
+    """Checks grammars, and converts them to llguidance's format. It is also a Prometheus collector of the number and
+    duration of the checks.
 
-    The router's handlers share one object, which owns the child process. `check` blocks for up to CHECK_S of the
+    The router's handlers share one checker, which owns the child process. `check` blocks for up to CHECK_S of the
     child's CPU time, so callers run it on a thread.
     """
 
@@ -51,7 +52,8 @@ class GrammarChecker(Collector):
         self._waited_s = 0.0
 
     def check(self, text: str, is_source: bool = False) -> str:
-        """Return the grammar in llguidance's format. Raises GrammarError if no answer could match it exactly.
+        """Return the grammar in llguidance's format. Raises GrammarError if the grammar is invalid, if llguidance
+        cannot enforce all of it, or if no text matches it.
 
         If `is_source` is set, `text` is a grammar in Lark or GBNF. Otherwise, it is already in llguidance's format.
         """

@@ -1,8 +1,8 @@
 """Decodes and resizes clients' images in a child process, and places them in the prompt.
 
 Decoders of image formats are large libraries that read untrusted bytes. Therefore this module also runs as a child
-process (`python -m router.text.images`), whose CPU time and memory are limited. The child's first line has the model's
-rules; each later line is one image in base64.
+process (`python -m router.text.images`), whose CPU time and memory are limited. The child reads the model's rules from
+its first line of input, and one image in base64 from each later line.
 """
 
 import base64
@@ -21,8 +21,8 @@ from shared.limits import MAX_IMAGE_BYTES
 from shared.rpc.messages import Media
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-MEMORY_BYTES = 2 << 30  # address space of the child, unless BYTES_PER_PIXEL for the largest allowed image is more
-BYTES_PER_PIXEL = 16  # Pillow needs up to 8, and twice as many while it converts an image
+MEMORY_BYTES = 2 << 30  # minimum limit of the child's address space; higher if the largest allowed image needs more
+BYTES_PER_PIXEL = 16  # Pillow needs up to 8 bytes per pixel, and twice as many while it converts an image
 DECODE_S = 10  # CPU time limit for one image, after which the child is killed
 DATA_URL = "data:image/"
 DIGEST_BYTES = 16
@@ -30,8 +30,8 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """Limits on the images of a request: their number, the pixels of each before it is resized, and their bytes in the
-    body."""
+    """Limits on the images of a request: the number of images, the number of pixels of each image before it is resized,
+    and the number of bytes of all images in the body."""
 
     count: int = 16
     pixels: int = 50_000_000
@@ -41,8 +41,8 @@ class ImageLimits:
 class ImageReader:
     """Decodes the images of clients for one model.
 
-    The router owns it, and it owns the child process, which decodes one image at a time, each within DECODE_S. `read`
-    blocks, so callers run it on `thread`, which does no other work of the router.
+    The router owns the reader, and the reader owns the child process. The child decodes one image at a time, each
+    within DECODE_S. `read` blocks, so callers run it on `thread`, which does no other work of the router.
     """
 
     def __init__(self, rules: ImageRules, limits: ImageLimits = ImageLimits()) -> None:
@@ -53,10 +53,10 @@ class ImageReader:
         self._child = ChildProcess("router.text.images", settings)
 
     def read(self, urls: Sequence[tuple[str, str]]) -> list[Media]:
-        """Return the images at data URLs, each given with the name of its parameter. Their offsets are 0.
+        """Return the images at data URLs, with the offset 0. `urls` has pairs of a parameter's name and its data URL.
 
-        Raises RequestError, naming the parameter, if one is not an image that the model takes, or if they are too many
-        or too large.
+        Raises RequestError if a URL has no image that the model takes, or if the images are too many or too large. The
+        error names the parameter.
         """
         if len(urls) > self.limits.count:
             text = f"`messages` has {len(urls)} images; at most {self.limits.count} are allowed in a request."
@@ -111,8 +111,10 @@ def placed(tokens: Sequence[int], media: Sequence[Media], rules: ImageRules) -> 
 
 
 def decoded(data: str, rules: ImageRules, max_pixels: int) -> dict[str, Any]:
-    """Return the width, height and RGB pixels, in base64, of an image in the size that the model takes, or {"failed":
-    why it is refused}."""
+    """Decode an image and resize it to the size that the model takes. `data` is the image's file in base64.
+
+    Return the new width, the new height, and the RGB pixels in base64. If the image is refused, return {"failed": the
+    reason}."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:

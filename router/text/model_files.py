@@ -9,8 +9,8 @@ from shared.model_files import read_limits, read_object, text_values
 
 
 def read_model(directory: Path, name: str, max_model_len: int, created: int) -> ModelCard:
-    """Return the model's card, with the model's own limit if `max_model_len` is 0. Raises ConfigError for invalid
-    files."""
+    """Return the model's card. If `max_model_len` is 0, the card has the model's own maximum length. Raises ConfigError
+    if a file is invalid."""
     config = text_values(read_object(directory / "config.json"))
     positions, vocab_size = read_limits(directory)
     return ModelCard(

@@ -54,7 +54,8 @@ def _modules(file: Path) -> list[tuple[str, Path]]:
 
 
 def _pooled(values: dict[str, Any]) -> PoolingRule:
-    """Return the rule of a Pooling module. Older versions have a flag for each mode, and newer ones a name."""
+    """Return the rule of a Pooling module. Older versions of sentence-transformers write a flag for each mode, and
+    newer versions write the name of the mode."""
     named = values.get("pooling_mode")
     modes = [key.removeprefix("pooling_mode_") for key, value in values.items() if value is True]
     modes = [mode for mode in modes if f"pooling_mode_{mode}" in values] if named is None else [str(named)]

@@ -36,7 +36,7 @@ def check_patterns(tokenizer: tokenizers.Tokenizer) -> None:
 def may_backtrack_exponentially(pattern: str) -> bool:
     """Return whether a group repeats without bound and contains alternatives or another unbounded repeat."""
     open_groups = [False]  # whether each open group contains alternatives or an unbounded repeat so far
-    closed: bool | None = None  # the entry of the group that has just ended, if one has
+    closed: bool | None = None  # the entry of the group that the previous piece closed, or None
     class_depth = 0
     for piece in PIECE.finditer(pattern):
         text, ended, closed = piece[0], closed, None

@@ -21,7 +21,7 @@ MAX_TOKENIZER_BYTES, MAX_CONFIG_BYTES = 128 << 20, 16 << 20  # some models have 
 class Tokenizer:
     """A model's own tokenizer and chat template.
 
-    It is immutable after its construction, so the event loop and worker threads can share it. `encode` and
+    A tokenizer does not change after its construction, so the event loop and worker threads can share it. `encode` and
     `encode_chat` are slow for long texts, so callers run them on a worker thread. Detokenizers are not shared.
     """
 
@@ -54,8 +54,8 @@ class Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
         `vocab_size` is the size of the model's vocabulary, or 0 if it is unknown. `tool_parser` and `reasoning_parser`
-        are arguments of `find_syntax`. Raises ConfigError, naming the file or the flag, if a file or a name is invalid
-        or if the model has no embedding for some of the tokens.
+        are arguments of `find_syntax`. Raises ConfigError if a file or the name of a parser is invalid, or if the model
+        has no embedding for some of the tokens. The error names the file or the flag.
         """
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -108,7 +108,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation in the model's template. Raises RequestError if the template refuses it.
 
-        `image_markers`, for conversations with images, are `ImageRules.markers`.
+        If the conversation has images, `image_markers` is the value of `ImageRules.markers`.
 
         The name of a special token inside a message is encoded as plain text. `ChatTemplate.render` returns the offsets
         of such names. The special tokens at these offsets are replaced by the ids of the names as plain text. The rest
@@ -139,7 +139,7 @@ class Tokenizer:
 
     def _mark_images(self, text: str, offsets: list[int], markers: tuple[int, int, int]) -> tuple[str, list[int]]:
         """Replace each image's begin marker in the template's output by the begin marker, an image token and the end
-        marker, as Gemma 3's processor does. Return the text, and the offsets of the names in it."""
+        marker, as Gemma 3's processor does. Return the new text, and the new `offsets`."""
         start, token, end = map(self.token_name, markers)
         whole, names = f"\n\n{start}{token}{end}\n\n", set(offsets)
         parts: list[str] = []

@@ -1,8 +1,8 @@
 """The grammar of an answer whose tool calls are enforced: `tool_choice` with a function or "required", or strict tools.
 
-The grammar is in llguidance's dialect of Lark. It writes calls in the syntax of the model's family, so that the same
-parser reads them. If that syntax cannot express all values exactly, calls are written in the form of Llama 3, which is
-plain JSON; then calls cannot be mixed with text."""
+The grammar is in llguidance's dialect of Lark. Its calls have the syntax of the model's family, so the parser of that
+family can read them. If that syntax cannot express all values exactly, the calls have the form of Llama 3, which is
+plain JSON. In this case, calls cannot be mixed with text."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def required_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_si
 
 def optional_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_single: bool) -> str:
     """Return the grammar of a text that calls may follow. Raises ToolGrammarError if the model's syntax does not allow
-    it."""
+    such a grammar."""
     syntax = tokenizer.syntax.tools
     if syntax is None or syntax.form is None:
         raise ToolGrammarError("cannot be enforced for calls that the model may omit, in the syntax of this model")
@@ -74,8 +74,8 @@ def optional_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_si
 
 
 class _Rules:
-    """Builds grammar rules for calls of some tools. `lead` is the text that begins the calls; the first call follows
-    it."""
+    """Builds grammar rules for calls of some tools. `lead` is the marker with which the first call begins, or "" if the
+    syntax has no such marker."""
 
     def __init__(self, tokenizer: Tokenizer, syntax: ToolSyntax, tools: Sequence[EnforcedTool]) -> None:
         assert syntax.form is not None
@@ -151,8 +151,8 @@ class _Rules:
         return f"{self._value(f'{TEXT} {end}', 'text', '[lazy]')} {line}"
 
     def _element(self, tags: XmlTags, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the value of a parameter and the text that follows it. Strings are written without quotes, other
-        values as JSON."""
+        """Return the rule of a parameter's value, and the text that follows the value. Strings are written without
+        quotes. Other values are written as JSON."""
         after = self.text(f"{tags.padding}{tags.value[1]}\n")
         schema = resolved(schema, root)
         types = types_of(schema)

@@ -1,10 +1,11 @@
 """Divides an answer into content, reasoning and tool calls while its text arrives.
 
-The result does not depend on how the text is divided into pieces. Text that breaks the syntax before a function's name
-is complete is content, so no text is lost. Whitespace next to reasoning and calls is dropped.
+The result does not depend on how the text is divided into pieces. If a call breaks the syntax before the function's
+name is complete, the text of the call becomes content, so no text is lost. Whitespace next to reasoning and calls is
+dropped.
 
-The parser consists of generators, called readers. A reader yields when it needs more text, so its code reads like that
-of a parser that has the whole text."""
+The parser consists of generators, called readers. A reader yields when it needs more text. Its code can therefore be
+written as if the whole text were available."""
 
 import ast
 import hashlib
@@ -17,7 +18,7 @@ from typing import Any, Literal
 
 from router.text.tool_syntax import HARMONY_BODY, HARMONY_ENDS, HARMONY_HEADS, AnswerSyntax, ToolSyntax, XmlTags
 
-MAX_REFERENCES = 8  # maximum number of references from a schema to the next
+MAX_REFERENCES = 8  # maximum length of a chain of references between schemas
 MAX_HEADER = 256  # maximum number of characters before a call's arguments; a longer text is not a call
 NAME = re.compile(r"[\w.-]{1,64}")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -34,8 +35,8 @@ Step = Generator[None, None, None]  # a reader: it yields when it needs more tex
 
 @dataclass(slots=True)
 class AnswerPart:
-    """A piece of content or reasoning, the name of the function that a call begins with, or a piece of the call's
-    arguments, which are JSON. `call` is the number of the call in the answer."""
+    """A part of an answer: a piece of content or reasoning, the name of a called function, or a piece of the call's
+    arguments. The name comes before the arguments, which are JSON. `call` is the number of the call in the answer."""
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
@@ -76,10 +77,10 @@ def _string_end(quote: str) -> re.Pattern[str]:
 
 
 class AnswerParser:
-    """Parses one answer. Pass its text to `push`, and call `finish` at its end; both return the new parts.
+    """Parses one answer. Pass its text to `push`, and call `finish` at its end. Both methods return the new parts.
 
-    The output processor of one choice owns it, and calls it on the event loop. Each character is processed a bounded
-    number of times.
+    The output processor of one choice owns the parser, and calls it on the event loop. Each character is processed a
+    bounded number of times.
     """
 
     def __init__(
@@ -90,9 +91,9 @@ class AnswerParser:
         prompt_end: str = "",
         max_calls: int = 0,
     ) -> None:
-        """`tools` maps the names of the functions to the schemas of their parameters; if it is None, the text is not
-        searched for calls. `prompt_end` is the end of the prompt's text, where the reasoning may begin. At most
-        `max_calls` calls are returned, and later ones are dropped; 0 means no limit."""
+        """`tools` maps the names of the functions to the schemas of their parameters. If it is None, the text is not
+        searched for calls. `prompt_end` is the end of the prompt's text, where the reasoning may begin. The first
+        `max_calls` calls are returned, and later calls are dropped; 0 means no limit."""
         self._syntax = syntax
         self._schemas = tools or {}
         self._tools = syntax.tools if tools is not None else None
@@ -101,7 +102,7 @@ class AnswerParser:
         self._num_calls = 0
         self._text = ""
         self._at = 0  # the text before this position is consumed
-        self._kept: int | None = None  # where the current call begins, as long as it has no name
+        self._kept: int | None = None  # the beginning of the current call, until the call's name is complete
         self._is_last = False
         self._parts: list[AnswerPart] = []
         self._kind: Literal["content", "reasoning"] = "content"
@@ -145,7 +146,7 @@ class AnswerParser:
         self._kind, self._space, self._strips = kind, "", True
 
     def _call(self, name: str) -> None:
-        """Begin a call. From now on, its text cannot become content."""
+        """Begin a call whose name is complete. From now on, the text of the call cannot become content."""
         self._kept = None
         self._switch("content")
         self._num_calls += 1
@@ -185,7 +186,7 @@ class AnswerParser:
 
     def _find(self, markers: tuple[str, ...], limit: int = 0) -> Generator[None, None, str]:
         """Consume the text before the first marker, and return it. The marker is not consumed. Raises SyntaxBrokenError
-        if there is none, or if the text is longer than `limit`."""
+        if there is no marker, or if the text is longer than `limit` (0 means no limit)."""
         scanned, longest = 0, max(map(len, markers))
         while True:
             rest = self._rest
@@ -234,8 +235,11 @@ class AnswerParser:
     def _value(
         self, quotes: tuple[str, ...] = ('"',), emit: Callable[[str], None] | None = None
     ) -> Generator[None, None, str]:
-        """Consume a string, a bracketed value or a scalar, and return it, or pass it to `emit` as it arrives. Raises
-        SyntaxBrokenError if a value without `emit` is not complete."""
+        """Consume a string, a bracketed value or a scalar, and return it. Raises SyntaxBrokenError if the answer ends
+        inside the value.
+
+        If `emit` is given, pass a bracketed value to `emit` as it arrives, instead of returning it. The answer may then
+        end inside the value."""
         if not (yield from self._peek()).startswith(("{", "[", *(quote[0] for quote in quotes))):
             return (yield from self._find((",", "}", "]", ";", "\n", " "), MAX_HEADER))
         depth, quote, size, pieces = 0, "", 0, list[str]()
@@ -351,7 +355,7 @@ class AnswerParser:
                 if not again or not (yield from self._next_of(again)):
                     return
             except SyntaxBrokenError:
-                if self._kept is not None:  # make one character content, so that the marker is not found again
+                if self._kept is not None:  # add one character to the content, so that the marker is not found again
                     self._at, self._kept = self._kept + 1, None
                     self._say(self._text[self._at - 1])
                 return
@@ -398,7 +402,8 @@ class AnswerParser:
             self._add(arguments)
 
     def _begin(self, tools: ToolSyntax, name: Any) -> None:
-        """Begin a call if `name` can be the name of a tool. Without a marker, it must be the name of a given tool."""
+        """Begin a call if `name` can be the name of a tool. If the syntax allows calls without a marker, `name` must be
+        the name of a given tool. Raises SyntaxBrokenError for any other name."""
         if not isinstance(name, str) or not NAME.fullmatch(name) or (tools.bare and name not in self._schemas):
             raise SyntaxBrokenError
         self._call(name)
@@ -410,7 +415,7 @@ class AnswerParser:
             self._add(_as_object((yield from self._value())))
 
     def _named(self, tools: ToolSyntax) -> Step:
-        if (yield from self._peek()) in "[{" and tools.id_form == "mistral":  # the form before Mistral Small 3.2
+        if (yield from self._peek()) in "[{" and tools.id_form == "mistral":  # as in models before Mistral Small 3.2
             yield from self._json(tools)
             return
         header = yield from self._find(("{", *tools.closes[-2:]), MAX_HEADER)
@@ -494,7 +499,8 @@ def dump(value: object) -> str:
 
 
 def _as_object(text: str) -> str:
-    """Return arguments as the text of an object. Some models write them as a string, or as null if there are none."""
+    """Return arguments as the text of a JSON object. Some models write the object inside a string, or write null if
+    there are no arguments."""
     value = _loads(text)
     return "{}" if value is None else value if isinstance(value, str) and value.startswith("{") else text
 
@@ -513,7 +519,8 @@ def _typed(text: str, schema: object) -> str:
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema, or the schema within `root` to which it refers, or an empty one if there is none."""
+    """Return a schema. If `schema` is a reference, return the schema within `root` to which it refers. Return an empty
+    schema if there is none."""
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -545,7 +552,8 @@ def _from_gemma(text: str, quote: str) -> str:
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:
-    """Return the name and the arguments of each call in a Python list, or in lines of calls."""
+    """Return the name and the arguments of each call. `text` is a Python list of calls, or has one call in each
+    line."""
     try:
         nodes = [node.value for node in ast.parse(text.strip()).body if isinstance(node, ast.Expr)]
         calls = [call for node in nodes for call in (node.elts if isinstance(node, ast.List) else [node])]
@@ -561,14 +569,15 @@ def _python_calls(text: str) -> list[tuple[str, str]]:
 
 
 class JsonConstants(ast.NodeTransformer):
-    """Replaces the names true, false and null, which some models write in Python's syntax."""
+    """Replaces JSON's names true, false and null by Python's constants. Some models use these names in Python's
+    syntax."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
 
 
 def call_id(form: str, request_id: str, choice: int, number: int, name: str) -> str:
-    """Return the id of a call in the form that the model's template expects. It is the same after a failover."""
+    """Return the id of a call in the form that the model's template expects. A failover does not change the id."""
     if form == "kimi":
         return f"functions.{name}:{number}"
     digest = hashlib.sha256(f"{request_id}.{choice}.{number}".encode()).hexdigest()

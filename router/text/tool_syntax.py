@@ -1,8 +1,9 @@
 """Describes how each model family writes reasoning and tool calls in its answers.
 
-`router/text/tool_parser.py` parses answers with these descriptions. The names are as in vLLM's `--tool-call-parser` and
-`--reasoning-parser`. The syntax of a model is found from its chat template, which contains the markers of its family.
-No marker of a syntax may be the beginning of another, because the parser takes a marker as soon as it is complete.
+`router/text/tool_parser.py` parses answers with these descriptions. The names are those of vLLM's `--tool-call-parser`
+and `--reasoning-parser`. The syntax of a model is found from its chat template, which contains the markers of the
+model's family. No marker of a syntax may be the beginning of another marker of this syntax, because the parser takes a
+marker as soon as it is complete.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,12 +15,13 @@ from shared.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSyntax:
-    """The markers around the reasoning, which precedes the content. With `is_implicit`, an answer begins inside the
-    reasoning unless the prompt has ended the reasoning."""
+    """The markers around the reasoning, which precedes the content. If `is_implicit` is set, an answer begins with
+    reasoning even without the start marker, unless the prompt ends with the end marker."""
 
     start: str
     end: str
-    # A chat template that contains all of these texts has this syntax. If empty, the syntax is chosen only by its name.
+    # A chat template that contains all of these texts has this syntax. If there are none, only a flag with the name of
+    # the syntax selects it.
     found_by: tuple[str, ...] = ()
     is_implicit: bool = False
 
@@ -38,8 +40,8 @@ class XmlTags:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How calls are written when a grammar enforces them: the texts around the calls, and around each call's name and
-    arguments. Either `begin` starts with one of the markers in `opens` or, if `begin` is empty, `before_name` does."""
+    """How calls are written when a grammar enforces them: the texts around all calls together, and the texts around the
+    name and the arguments of each call. The calls begin with `begin` or, if `begin` is empty, with `before_name`."""
 
     begin: str
     before_name: str
@@ -95,7 +97,7 @@ DEEPSEEK_OPENS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 DEEPSEEK_CLOSES = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 MISTRAL_HEADER = r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
 JSON_CALL = ('{"name": "', '", "arguments": ', "}")
-TOOLS: dict[str, ToolSyntax] = {  # in this order, because the templates of later entries may contain earlier markers
+TOOLS: dict[str, ToolSyntax] = {  # a template may match several entries, of which the first is used
     "openai": ToolSyntax(
         "harmony",
         ("<|channel|>", "<|message|>"),

@@ -1,7 +1,8 @@
 """Attention over the KV pool: the interface, and the reference in plain torch.
 
 The keys and values of the current step are stored before attention runs. The reference gathers the blocks of each slice
-and cuts them to its context, so a NaN in the unused tail of a block or in another request's blocks cannot spread.
+and cuts them to the length of the slice's context. A NaN in the unused tail of a block, or in the blocks of another
+request, therefore cannot affect the result.
 """
 
 from collections.abc import Sequence
@@ -18,18 +19,19 @@ from engine.kv_pool import KVPool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """The parameters of a layer's attention, without the weights of its products (see `AttentionSpec`). `sinks` is
-    float32 [heads] or None.
+    """The parameters of a layer's attention, except its weight matrices (see `AttentionSpec`).
 
-    If `latent` is not 0, the layer has latent attention (see `LatentSpec`): in place of a key and a value, the pool has
-    one vector of twice the size for each token. This vector is the key of all heads, and its first `latent` dimensions
-    are their value.
+    `sinks` is float32 [heads] or None.
 
-    If `wide` is not 0, the layer has `wide` key heads of twice the layout's size. Their keys are in the places of the
-    layout's first heads, and their values in the places of the following heads.
+    If `latent` is not 0, the layer has latent attention (see `LatentSpec`). For each token, the pool then has one
+    vector of 2 * head_dim numbers instead of a key and a value. This vector is the key of all heads, and its first
+    `latent` numbers are the value of all heads.
+
+    If `wide` is not 0, the layer has `wide` KV heads, and each head has twice the layout's head_dim. In the pool, the
+    keys take the space of the layout's first `wide` heads, and the values take the space of the next `wide` heads.
     """
 
-    index: int  # number of this layer among the layers that keep KV
+    index: int  # index of this layer among the layers that store KV
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
@@ -38,7 +40,7 @@ class AttentionLayer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there are no soft cap, sinks or latents, and heads have the layout's size."""
+        """Whether the layer has no soft cap, sinks or latents, and its heads have the layout's size."""
         return self.softcap == self.latent == self.wide == 0 and self.sinks is None
 
 
@@ -48,7 +50,7 @@ class AttentionPlan(Protocol):
     def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         """Return the result of attention for the rotated queries `q`, [T, heads, head_dim], in q's shape and dtype.
 
-        With latents, queries have twice the size, and results are [T, heads, layer.latent].
+        If the layer has latents, a query has twice the layout's head_dim, and results are [T, heads, layer.latent].
 
         The step's K and V of this layer must be in the pool. A query attends to its own position and all earlier ones,
         or to the last `window` of these if `window` is not 0. Scores are scaled by q.shape[-1] ** -0.5.
@@ -61,11 +63,14 @@ class AttentionBackend(Protocol):
     name: str
 
     def plan(self, batch: Batch) -> AttentionPlan:
-        """Compute the data that all layers of a step share (splits, tables, masks) from the batch's host copies."""
+        """Return a plan with the data that all layers of a step share: splits, tables and masks.
+
+        The data is computed from the batch's fields on the host.
+        """
 
 
 class TablesPlan:
-    """Attention of one step if layers use several block tables. There is one plan for each table."""
+    """The attention of a step whose layers use several block tables. Each table has its own plan."""
 
     def __init__(self, plans: list[AttentionPlan], tables: Sequence[int]) -> None:
         """`tables[i]` is the number of the table that layer i uses."""
@@ -77,7 +82,7 @@ class TablesPlan:
 
 
 def plan_tables(backend: AttentionBackend, pool: KVPool, batch: Batch) -> AttentionPlan:
-    """Return the plan of a step whose layers may be in several tables."""
+    """Return the plan of a step. The layers may use several block tables."""
     plans = []
     for number in range(len(batch.others) + 1):
         table = batch.with_table(number)
@@ -89,7 +94,8 @@ def plan_tables(backend: AttentionBackend, pool: KVPool, batch: Batch) -> Attent
 class ImagesPlan:
     """The attention of one step in which tokens of an image attend to each other (see `Batch.spans`).
 
-    The backend's plan computes all slices, and the reference replaces the results of slices with such tokens.
+    The backend's plan computes all slices. The reference then computes the slices with such tokens again, and its
+    results replace those of the backend.
     """
 
     def __init__(self, plan: AttentionPlan, reference: "TorchPlan") -> None:
@@ -104,7 +110,7 @@ class _Reach:
     """The part of the pool that one slice reads, for one window size."""
 
     queries: slice  # rows of the packed batch
-    pieces: Tensor  # int64 [kv_heads * blocks]: indices of a layer's (block, head) pieces, head by head
+    pieces: Tensor  # int64 [kv_heads * blocks]: indices of a layer's (block, head) pieces, sorted by head
     length: int  # tokens of context; the tail of the last block is cut off
     mask: Tensor | None  # bool [queries, context]; None if all positions are visible or `causal` is set
     causal: bool
@@ -123,12 +129,14 @@ class TorchAttention:
 class TorchPlan:
     """The reference attention of one step.
 
-    The reference backend creates one for each batch. Other backends use it for layers that their own kernels do not
-    support. The engine's thread uses it. The blocks that a slice reads are listed once for each window size."""
+    The reference backend creates a plan for each batch. Other backends use this plan for layers that their own kernels
+    do not support. Plans are used on the engine's thread. The list of the blocks that a slice reads is computed once
+    for each window size."""
 
     def __init__(self, pool: KVPool, batch: Batch) -> None:
         layout = pool.layout
-        # A (block, head) piece of a layer is contiguous, so gathering head by head needs no second copy.
+        # Each (block, head) piece of a layer is contiguous. Pieces gathered in the order of heads are therefore already
+        # in the form that attention reads, and need no second copy.
         self._pieces = pool.tensor.view(-1, *layout.shape[2:])
         self._layout = layout
         self._places = pool.places.places
@@ -143,7 +151,7 @@ class TorchPlan:
         return out
 
     def attend_images(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> Tensor:
-        """Compute again, in `out`, the results of slices with image tokens that attend to each other. Return `out`."""
+        """Recompute the slices with image tokens that attend to each other. Overwrite and return `out`."""
         reaches = self._reaches_of(layer.window)
         for index in self._batch.spans:
             out[reaches[index].queries] = self._attend(layer, q[reaches[index].queries], reaches[index])

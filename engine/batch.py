@@ -1,6 +1,7 @@
 """Packs the slices of a step into the flat integer tensors that a forward pass reads. Independent of the model.
 
-The time that Python spends on a slice does not grow with its context, except for copying its row of the block table.
+The time that Python spends on a slice does not depend on the length of the slice's context, except for the time to copy
+the slice's row of the block table.
 """
 
 from collections.abc import Sequence
@@ -17,22 +18,24 @@ from engine.models.kv_places import KVPlaces, all_in_one_row
 from scheduler.request import Request, RequestState, Slice, StateUse, cdiv
 
 IntArray = NDArray[np.int32]
-KEPT_ROWS = 1024  # if more rows than this are cached, those of ended requests are dropped
+KEPT_ROWS = 1024  # if more rows than this are cached, the rows of ended requests are dropped
 
 
 @dataclass(slots=True)
 class StateBatch:
-    """The rows of the KV pool with the recurrent states of S slices, R rows for each state.
+    """The rows of the KV pool that contain the recurrent states of S slices. Each state has R rows.
 
-    A slice that continues the slice before it (see `Slice.continues`) is merged with it here. `cu_q`, int32 [S + 1],
-    then has the index of each merged slice's first token; otherwise it is None, and `Batch.cu_q` is used.
+    A slice that continues the previous slice (see `Slice.continues`) is merged with the previous slice here. If slices
+    are merged, `cu_q`, int32 [S + 1], has the index of the first token of each merged slice. If no slices are merged,
+    `cu_q` is None, and `Batch.cu_q` is used.
 
-    `rows` is int64 [3, S, R]: the states that are read, written and saved, or -1 for none. A state that is not read
-    begins with zeros. A state that is read is not written in the same step.
+    `rows` is int64 [3, S, R]: for each slice, the rows of the state to read, of the state to write, and of the state to
+    save. -1 means that there is no such state. A slice that reads no state begins with a state of zeros. A step never
+    writes a state that it reads.
     """
 
     rows: Tensor
-    save_at: Tensor  # int64 [S]: number of the slice's tokens after which its state is also saved, or 0 for never
+    save_at: Tensor  # int64 [S]: the state after this number of the slice's tokens is saved; 0: no state is saved
     cu_q: Tensor | None = None
     places: Tensor | None = None  # `KVPool.state_places` of the rows, or None until a layer needs it
 
@@ -49,23 +52,25 @@ class KVTable:
 class Batch:
     """A step's input: T tokens of S slices, one slice after another.
 
-    `starts` and `kv_lens` are host copies, so that planning never waits for a device. A slice's queries are the last
-    tokens of its context: token j of slice s is at position kv_lens[s] - count + j.
+    `starts` and `kv_lens` are on the host, so that planning never waits for a device. A slice's queries are the last
+    tokens of its context: token j of slice s is at position kv_lens[s] - count + j, where count is the number of tokens
+    of the slice.
 
     `carried` is used while the previous step is pending. Its entry (t, d) means that token t of this batch is draw d of
     the previous step, in the order of that step's `sampled`. `tokens[t]` is 0 until the runner inserts the draw.
 
-    `slots` and `block_table` belong to the layers of the first table (see `KVPlaces`), and `others` has those of the
-    other tables. An entry for a block that the layers no longer see may be any row.
+    `slots` and `block_table` are for the layers that use the first table (see `KVPlaces`). `others` has the slots and
+    block tables for the other layers. If all tokens of a block are outside of the layers' window, the entry of this
+    block in a table may be any row.
     """
 
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
-    slots: Tensor  # int64 [T]: block * block_tokens + offset, where the token's KV goes, or -1 for nowhere
+    slots: Tensor  # int64 [T]: block * block_tokens + offset of the token's KV, or -1 if its KV is not stored
     cu_q: Tensor  # int32 [S + 1]: slice s holds tokens cu_q[s] to cu_q[s + 1]
     kv_len: Tensor  # int32 [S]: context length, including this step's tokens
     block_table: Tensor  # int32 [S, largest number of blocks], padded with the dummy block
-    logit_rows: Tensor  # int64: rows that need logits: the last row of every sampling slice, then those of `scored`
+    logit_rows: Tensor  # int64: rows that need logits: the last row of every sampling slice, then the rows of `scored`
     starts: list[int]  # position of each slice's first token
     kv_lens: list[int]
     sampled: list[int]  # indices of the slices that sample, ascending
@@ -73,22 +78,22 @@ class Batch:
     carried: list[tuple[int, int]] = field(default_factory=list)
     others: list[KVTable] = field(default_factory=list)
     states: StateBatch | None = None  # only for models with recurrent layers
-    adapters: list[str] = field(default_factory=list)  # digest of each slice's adapter, or ""; empty if all have none
+    adapters: list[str] = field(default_factory=list)  # digest of each slice's adapter, or ""; empty if none has one
     on_axes: Tensor | None = None  # int64 [3, T]: positions on three axes, if a slice has images (see `Rope.sections`)
     images: BatchImages | None = None  # the runner sets this
-    # By the slice's index, the positions [start, end) of its images whose tokens attend to each other.
+    # Maps the index of a slice to the positions [start, end) of its images whose tokens attend to each other.
     spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    # Hidden states for a draft head, by layer. For each layer that is a key, the pass stores the states before that
-    # layer, [T, hidden_size].
+    # Hidden states for a draft head. The keys are indices of layers. For each key, the pass stores the hidden states
+    # before that layer, [T, hidden_size].
     captured: dict[int, Tensor] = field(default_factory=dict)
-    first_key: int = 0  # queries see positions from this one on, and always their own: 1 for a draft head
+    first_key: int = 0  # queries see no position before this one, except their own position; 1 for a draft head
 
     @property
     def counts(self) -> list[int]:
         return [end - start for start, end in zip(self.starts, self.kv_lens, strict=True)]
 
     def with_table(self, number: int) -> "Batch":
-        """Return the batch for the layers that use a table, with the slots and blocks of this table."""
+        """Return the batch with the slots and blocks of table `number`, for the layers that use this table."""
         if number == 0:
             return self
         table = self.others[number - 1]
@@ -146,7 +151,7 @@ class BlockRows:
         return len(request.tables[0]) // self._groups[0].rows
 
     def tables(self, slices: Sequence[Slice], block_tokens: int) -> list[IntArray]:
-        """Return the block tables, int32 [slices, largest number of blocks], of the blocks that each slice reads."""
+        """Return the block tables, int32 [slices, largest number of blocks], with the blocks that each slice reads."""
         counts = [cdiv(slice_.end, block_tokens) for slice_ in slices]
         tables: list[IntArray] = []
         for number, group in enumerate(self._groups):
@@ -161,9 +166,10 @@ class BlockRows:
         return tables
 
     def _row(self, request: Request, number: int, count: int) -> IntArray:
-        """Return the first `count` rows in a request's table. A table only grows; preemption replaces it.
+        """Return the first `count` rows in a request's table.
 
-        Rows that were released stay in the cached array. No slice reads them.
+        A table only grows, and preemption replaces it by a new one. Rows that were released stay in the cached array,
+        but no slice reads them.
         """
         table, kept = request.tables[number], self._rows[number].get(request.id)
         row = kept[2] if kept is not None and kept[1] is table else _NONE
@@ -173,7 +179,7 @@ class BlockRows:
         return row[:count]
 
     def states(self, slices: Sequence[Slice]) -> StateBatch | None:
-        """Return the rows of the slices' states, or None if the model has none."""
+        """Return the rows of the slices' states, or None if the model has no states."""
         if not self._state_rows:
             return None
         firsts = [index for index, slice_ in enumerate(slices) if not slice_.continues]
@@ -211,8 +217,9 @@ def build(
 ) -> Batch:
     """Build the batch of one step on `device`.
 
-    `before` contains the slices of the pending step; tokens that it will sample become entries of `Batch.carried`.
-    Raises ValueError if a slice ends after its request's last token or block, which would be a bug of the scheduler.
+    `before` contains the slices of the pending step. Tokens that the pending step will sample become entries of
+    `Batch.carried`. Raises ValueError if a slice ends after its request's last token or block, which would be a bug of
+    the scheduler.
     """
     rows, cu_q, tokens = rows or BlockRows(), [0], list[int]()
     carried: list[tuple[int, int]] = []

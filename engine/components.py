@@ -50,8 +50,8 @@ SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-d
 def build(options: BuildOptions, borrowed: PoolClient | None = None) -> EngineComponents:
     """Build the components for `options`.
 
-    If `borrowed` is given, the node uses this KV memory, which another node owns, and allocates none. Raises ValueError
-    if the model, the memory or the device is not available; the message states the remedy.
+    If `borrowed` is given, the node uses this KV memory, which another node owns, and does not allocate KV memory.
+    Raises ValueError if the model, the memory or the device is not available; the message states the remedy.
     """
     with stage(f"starting the engine (--device {options.device})", "free memory on it, or choose another"):
         return _build(options, borrowed)
@@ -81,7 +81,7 @@ def _build_on_cpu(
     emulation = load_emulation(options.emulate) if options.emulate else None
     runs_model = emulation is None and options.runner == "torch"
     loaded = None
-    if runs_model and config.transformers:  # the sizes of keys and values are known only when the model has run
+    if runs_model and config.transformers:  # the sizes of keys and values are known only after a pass of the model
         loaded = _loaded_on_cpu(options, config, path)
         config = loaded[1].config
     layout = cpu_layout(options, config)
@@ -135,7 +135,7 @@ def _build_on_cpu(
 
 
 def _drafter_name(options: BuildOptions) -> str:
-    """Return a name for the draft head. Nodes that exchange its KV must have the same name."""
+    """Return a name for the draft head. Nodes can exchange the head's KV only if this name is the same."""
     own = f" {fingerprint(resolve(options.draft_model))}" if options.draft_model else ""
     return f" {options.draft_method}{own}"
 
@@ -186,9 +186,9 @@ def _torch_runner(
 
 def _loaded_on_cpu(options: BuildOptions, config: ModelConfig, path: Path) -> tuple[LinearFormat, LanguageModel]:
     map_large_blocks()
-    # Load on a thread that ends afterwards, so that its team of OpenMP threads ends too. With a second team, there
-    # would be more OpenMP threads than cores, and libgomp would put every team to sleep between two products, which
-    # costs 50 us.
+    # Load on a temporary thread, because its team of OpenMP threads ends with it. If this team remained, there would be
+    # more OpenMP threads than cores. libgomp would then put every team to sleep between two products, which costs
+    # 50 us.
     with ThreadPoolExecutor(1) as loading:
         return loading.submit(_load_on_cpu, options, config, path).result()
 

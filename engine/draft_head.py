@@ -26,7 +26,8 @@ def head_places(places: KVPlaces) -> KVPlaces:
 
 @dataclass(slots=True)
 class KeptFeatures:
-    """The features of a request's last positions, by position. The positions of the latest step come last."""
+    """The features of a request's last positions. `rows` maps positions to features, the positions of the latest step
+    last."""
 
     request: Request
     epoch: int
@@ -36,11 +37,13 @@ class KeptFeatures:
 class DraftHead(TimedDrafter):
     """A draft head in the model's KV pool, on the engine's thread.
 
-    The head's KV of position i derives from token i and the hidden state of position i - 1. It is stored in the rows of
-    the model's KV, in the same step, so it is found again with a cached prefix, and is sent in a handoff. The head does
-    not see position 0, because no state precedes it. If the state before a slice is not known, because the prefix was
-    cached or received, the slice begins one token earlier; the KV of that token is not stored again. A model with
-    recurrent states does not need this, because its states also contain the features of their last token.
+    The head's KV of position i derives from token i and the model's hidden state at position i - 1. The head's KV is
+    stored in the same step and in the same rows as the model's KV. It is therefore reused with a cached prefix, and is
+    sent in a handoff. The head does not see position 0, because no hidden state precedes that position.
+
+    If the prefix of a slice was cached or received, the hidden state before the slice is not known. The slice then
+    begins one token earlier, and the KV of this additional token is not stored again. Models with recurrent states do
+    not need the additional token, because each state also contains the features of the last token before it.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class DraftHead(TimedDrafter):
         """`pool` is a view of the model's pool in which the head is the only layer. At most `num_tokens` tokens of a
         request are guessed in one step."""
         self.model = model
-        self._num_kept = num_tokens + 2  # how many positions of a request are kept: as many as one step may compute
+        self._num_kept = num_tokens + 2  # positions of a request that are kept: as many as a step with guesses computes
         self._pool, self._kernels, self._attention = pool, kernels, attention
         self._block_rows = BlockRows(pool.places)
         self._kept: dict[str, KeptFeatures] = {}
@@ -70,7 +73,7 @@ class DraftHead(TimedDrafter):
             request, before = slice_.request, slice_.start - 1
             is_known = before < 0 or ends.get(request.id) == slice_.start or before in self._rows(request)
             is_known = is_known or self._pool.places.state_rows > 0
-            # The outputs of such slices have an entry for each row.
+            # The output of a slice with prompt logprobs has an entry for each row, so such a slice is not extended.
             has_entries = request.needs_prompt_logprobs and before < request.num_prompt - 1
             if is_known or has_entries or request.sampling.pooling:
                 slices.append(slice_)
@@ -110,13 +113,13 @@ class DraftHead(TimedDrafter):
             self.model.store(batch, previous[chosen], self._kernels.begin(batch))
 
     def _stored(self, slice_: Slice, like: Tensor) -> Tensor:
-        """Return the features in the state that the slice reads, or zeros."""
+        """Return the features in the state that the slice reads, or zeros if the slice reads no state."""
         if slice_.state is None or not slice_.state.read:
             return torch.zeros_like(like)
         return self._unit(slice_.state.read)
 
     def _store(self, slices: Sequence[Slice], features: Tensor, ends: Sequence[int]) -> None:
-        """For each state that the slices write or save, store the features of its last token."""
+        """Store features in each state that the slices write or save: those of the last token before the state."""
         first: Slice | None = None  # the slice that the following slices continue
         for slice_, end in zip(slices, ends, strict=True):
             first = slice_ if not slice_.continues else first
@@ -182,7 +185,7 @@ class DraftHead(TimedDrafter):
 
 
 def _row_of(slice_: Slice) -> SamplingRow:
-    """Return the inputs of a guess's draw. It uses the request's noise, but not its grammar."""
+    """Return the inputs for drawing a guess. The draw uses the request's noise, but not the request's grammar."""
     request, sampling = slice_.request, replace(slice_.request.sampling, logprobs=None, prompt_logprobs=None)
     kinds = request.stop_tokens, request.min_tokens
     return SamplingRow(sampling, slice_.tokens, request.num_prompt, slice_.end, *kinds)

@@ -18,8 +18,8 @@ CATCH_UP = 256  # maximum number of text tokens that a draft model computes in a
 
 @dataclass(slots=True)
 class DraftedRequest:
-    """A request and its mirror. The mirror is a request to the draft model: its tokens are the text followed by the
-    guesses, and its `num_computed` counts those that have KV in the draft model's pool."""
+    """A request and its mirror. The mirror is a request to the draft model. The mirror's tokens are the text followed
+    by the guesses, and `num_computed` is the number of these tokens that have KV in the draft model's pool."""
 
     request: Request
     mirror: Request
@@ -32,16 +32,17 @@ class DraftedRequest:
 class DraftModel(TimedDrafter):
     """A draft model, on the engine's thread.
 
-    Its KV is in its own pool. The KV of a block is in the row with the same number as the first row that the block has
-    in the target's first group. No further allocation is needed: the KV lives as long as the target's, and is found
-    with the target's cached prefix. The KV is not sent in a handoff: the node that receives a request computes the KV
-    from the text, at most `CATCH_UP` tokens in a step, and does not guess until all of it is computed."""
+    The draft model's KV is in a separate pool. A block's row in this pool has the same number as the block's first row
+    in the target's first group. The rows are therefore not allocated separately: the draft model's KV lives as long as
+    the target's KV, and is reused with the target's cached prefixes. The draft model's KV is not sent in a handoff. The
+    node that receives a request computes this KV from the text, at most `CATCH_UP` tokens in a step, and guesses no
+    tokens until all of it is computed."""
 
     runner: Runner  # runs the draft model over its own pool
     block_tokens: int
     block_rows: int  # rows of a block in the target's first group
     _drafted: dict[str, DraftedRequest] = field(default_factory=dict)
-    _names: dict[int, bytes] = field(default_factory=dict)  # hash of the block whose KV is in a row, by row
+    _names: dict[int, bytes] = field(default_factory=dict)  # row -> hash of the block whose KV is in the row
 
     def warm_up(self) -> None:
         self.runner.warm_up()
@@ -86,10 +87,10 @@ class DraftModel(TimedDrafter):
             slice_.request.num_computed = slice_.end
             slice_.request.tokens += output.tokens
             if output.error:
-                slice_.request.finish = "error"  # only this guess ends
+                slice_.request.finish = "error"  # ends only the mirror's guesses, and not the request
 
     def _synchronized(self, request: Request) -> Request:
-        """Return the request's mirror, with the tokens that the request now has."""
+        """Return the request's mirror, after updating it to the request's current tokens."""
         drafted = self._drafted.get(request.id)
         if drafted is None or drafted.request is not request or drafted.epoch != request.epoch:
             drafted = self._drafted[request.id] = self._begin(request)
@@ -117,7 +118,7 @@ class DraftModel(TimedDrafter):
         return DraftedRequest(request, mirror, request.epoch, num_named=same)
 
     def _remember(self, drafted: DraftedRequest) -> None:
-        """Record which blocks of the text have KV, by their hashes."""
+        """Record the hashes of the text's blocks that have KV."""
         request, mirror = drafted.request, drafted.mirror
         known = min(mirror.num_computed, drafted.num_known) // self.block_tokens
         for block in range(drafted.num_named, min(known, len(request.hashes))):
@@ -126,5 +127,5 @@ class DraftModel(TimedDrafter):
 
 
 def _next(mirror: Request) -> Slice:
-    """Return a slice of the tokens that have no KV yet. A token is drawn after the last one."""
+    """Return a slice of the tokens that have no KV yet. The slice draws the token that follows them."""
     return Slice(mirror, mirror.num_computed, len(mirror.tokens) - mirror.num_computed, True, 0)

@@ -1,6 +1,7 @@
 """Descriptions of emulated devices, which are read from JSON files: step times, KV capacity and link speed.
 
-The files in `costs/` state the source of each number, and the errors of predicted step times against published ones.
+The files in `costs/` state the source of each number. They also state how far predicted step times differ from
+published step times.
 """
 
 import json
@@ -26,8 +27,8 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class ServingTimes:
-    """Times outside the device, in seconds. Emulated nodes do not sleep for these times, because they really do the
-    work outside the device."""
+    """Times of work outside the device, in seconds. Emulated nodes do not sleep for these times, because they really do
+    this work."""
 
     step_s: float = 0.0  # host time for each step
     slice_s: float = 0.0  # host time for each request in a step
@@ -54,7 +55,7 @@ class Emulation:
 
 
 def load_emulation(name: str) -> Emulation:
-    """Load an emulation. `name` is a JSON file, or a name in `costs/`, which may end with a link, such as @100gbe.
+    """Load an emulation. `name` is a JSON file or a name in `costs/`. A link, such as @100gbe, may follow.
 
     Raises ValueError if the file or a field is missing or invalid. The error message names the file and the field.
     """

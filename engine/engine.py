@@ -5,9 +5,9 @@ launches the next step before it processes the results of the previous one, so t
 (SGLang's overlapped scheduling, vLLM's async scheduling). If a request ends in the previous step, the result of its
 slice in the next step is discarded.
 
-An iteration of the loop begins when the previous iteration is over or, if there was no work, when work arrives. It is
-over when the results of its step have been reported. Its duration is the time between two tokens at the client. The
-step-time model predicts it.
+An iteration of the loop begins at the end of the previous iteration or, if there was no work, when work arrives. It
+ends when the results of its step have been reported. The duration of an iteration is the time between two tokens at the
+client. The step-time model predicts this duration.
 """
 
 import logging
@@ -37,7 +37,7 @@ class EngineListener(Protocol):
     """Receives the engine's reports. All methods are called on the engine's thread and must not block."""
 
     def on_turn(self, scheduler: Scheduler) -> None:
-        """Called when an iteration of the loop begins, and when the idle engine has looked for commands."""
+        """Called before the engine looks for commands: at the start of each iteration, and regularly while idle."""
 
     def on_receiving(self, requests: list[Request]) -> None:
         """Called when blocks have been reserved for KV that these requests receive."""
@@ -71,13 +71,14 @@ class InFlightStep:
 class Engine:
     """Runs the scheduler's steps on the runner's device, on a separate thread.
 
-    The node creates, starts and stops the engine, and uses the scheduler only by commands given to `post`. `post`,
-    `is_running`, `progress` and `allowed_s` may be used from any thread. The engine's thread owns the scheduler and the
-    runner, and makes all calls to the listener.
+    The node creates, starts and stops the engine. The node uses the scheduler only through commands that it passes to
+    `post`. `post`, `is_running`, `progress` and `allowed_s` may be used from any thread. The engine's thread owns the
+    scheduler and the runner, and makes all calls to the listener.
 
     Commands run between two steps, in the order in which they were posted. If a step fails, its slices run again one by
     one, and only the requests that fail again end. Before the engine reports these failures, it checks that the device
-    still works. If the device does not work, or on any other error, the engine calls `on_failure` and its thread ends.
+    still works. If the device does not work, or if any other error occurs, the engine calls `on_failure` and its thread
+    ends.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Engine:
         self._turn_began_ns = self._pass_ended_ns = now_ns()
         self._deadline = StepDeadline(stuck_s)
         self._idle_s = min(IDLE_S, stuck_s / 4)  # short enough that an idle engine does not seem stuck
-        self._is_audited = True  # whether no command has run since the last full check of the ledger
+        self._is_audited = True  # whether the ledger was checked fully after the last command
         self.progress = 0  # increases in every iteration of the loop, and at least once a second while idle
         self.allowed_s = stuck_s  # seconds in which `progress` must change; otherwise the watchdog acts
 
@@ -112,7 +113,7 @@ class Engine:
         return self._thread.is_alive()
 
     def post(self, command: Command) -> None:
-        """Queue `command`, which is called with the scheduler between two steps, in posting order. Thread-safe."""
+        """Queue `command`. Commands are called with the scheduler between two steps, in posting order. Thread-safe."""
         self._inbox.put(command)
 
     def _run(self) -> None:
@@ -147,7 +148,7 @@ class Engine:
             wait = wait and not self._scheduler.has_work
 
     def _audit(self) -> None:
-        """Check the ledger, unless no command has run since the last check. Takes long if there are many blocks."""
+        """Check the ledger if a command has run since the last check. The check takes long if there are many blocks."""
         if not self._is_audited:
             self._is_audited = True
             self._scheduler.audit()
@@ -197,7 +198,7 @@ class Engine:
         tokens = [output.tokens for output in outputs]
         events = self._scheduler.update(step, tokens, [bool(output.error) for output in outputs])
         self._listener.on_step(step, events, outputs)
-        if not any(output.error for output in outputs):  # a step with an error may have been shorter
+        if not any(output.error for output in outputs):  # a step with an error may have taken less time
             self._deadline.observe(step.work.tokens, (ended_ns - began_ns) / 1e9)
         self._ran(step, began_ns, ended_ns - began_ns)
 
@@ -209,7 +210,7 @@ class Engine:
         self._listener.on_timing(StepTiming(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
 
     def _wait_for_room(self, step: Step) -> None:
-        """Wait for a command if requests wait for blocks, because a command that ends a transfer frees blocks."""
+        """If requests wait for blocks, wait for a command. A command that ends a transfer frees blocks."""
         if step.receiving or not self._scheduler.has_work:
             return
         try:
@@ -224,7 +225,7 @@ class Engine:
             command(self._scheduler)
 
     def _outputs(self, flight: InFlightStep) -> list[SliceOutput]:
-        """Return the outputs of a step. If it raised, run each slice alone, so that only faulty requests fail."""
+        """Return the outputs of a step. If the step failed, run each slice alone, so that only faulty requests fail."""
         if flight.pending is not None:
             try:
                 outputs = flight.pending()
@@ -236,7 +237,10 @@ class Engine:
         return self._run_each(flight.step)
 
     def _discard_next(self) -> None:
-        """Discard the results of the step after a failed one, because that step read missing KV. It will run again."""
+        """Discard the results of the step that was launched after a failed step.
+
+        This later step read KV that the failed step did not store, so it will run again.
+        """
         if (behind := self._flight) is None:
             return
         if behind.pending is not None:
@@ -255,9 +259,9 @@ class Engine:
         return outputs
 
     def _check_device(self) -> None:
-        """Raise RuntimeError if a warm-up step fails too, since then the device is at fault and not the requests.
+        """Raise RuntimeError if a warm-up step fails too. The device is then at fault, and not the requests.
 
-        The engine thus fails before it reports any request as failed, so that all requests are retried on other nodes.
+        The engine fails before it reports any request as failed, so that all requests are retried on other nodes.
         """
         self.progress += 1
         try:

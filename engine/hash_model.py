@@ -31,12 +31,12 @@ Lanes = NDArray[np.uint64]
 class HashRunner(Runner):
     """A substitute for `TorchRunner`. `rows` is the KV pool, uint8 [num_blocks, at least block_tokens * 32].
 
-    The next token is a hash of all KV of the request, read back from the pool. It is therefore
-    wrong if any block is stale, incomplete, misplaced or from another request. Sampling parameters are ignored, and
-    there are no logprobs.
+    The next token is a hash of all KV of the request, read back from the pool. The token is therefore wrong if any
+    block is stale, incomplete, misplaced or from another request. Sampling parameters are ignored, and there are no
+    logprobs.
 
-    With several groups, each row of a block has the KV of its tokens, XORed with the row's key. In a group with a
-    window, only the positions that the last token sees are read. The rows of a state have the sum over all tokens.
+    With several groups, each row of a block has the KV of the block's tokens, XORed with the row's key. In a group with
+    a window, only the positions that the last token sees are read. The rows of a state have the sum over all tokens.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class HashRunner(Runner):
             copies = state_of(use.read or ())
         elif start:
             copies = [kv_of(number, np.array([start - 1]))[0] for number in every]
-        # If the copies differ, one of them is wrong; then make all later tokens wrong too.
+        # If the copies differ, at least one of them is wrong. In that case, make all later tokens wrong too.
         before = copies[0] if all((copy == copies[0]).all() for copy in copies) else _mixed(np.sum(copies, axis=0))
         states = before + _sums(slice_.tokens[start:end], start)
         positions = np.arange(start, end)

@@ -15,8 +15,9 @@ log = logging.getLogger("baton.engine")
 def use_images(runner: Runner, path: Path, config: ModelConfig, max_step_tokens: int) -> ImageSupport | None:
     """Load the vision module of a model that takes images, and let the runner use it.
 
-    Return None if the node cannot take images; if the model itself could, log a warning with the reason. Raises
-    ValueError if a step may have fewer tokens than an image whose tokens must all be computed in one step.
+    Return None if the node cannot take images. If the model supports images but the node does not, log a warning with
+    the reason. Raises ValueError if all tokens of an image must be computed in one step, and an image may have more
+    tokens than a step.
     """
     if not isinstance(runner, TorchRunner):
         return ImageSupport()

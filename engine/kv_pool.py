@@ -35,11 +35,10 @@ class PrivateMemory:
 
 
 class KVPool:
-    """A view of `memory` as a tensor of shape `layout.shape`. What peers write to `memory` is visible in the
-    tensor.
+    """A view of `memory` as a tensor of shape `layout.shape`. The tensor shows what peers write to `memory`.
 
     `places` are the places of the model's layers. By default, a row holds all layers. If the pool's dtype is float8,
-    the keys and values of a layer are divided by the layer's `scales`, by default 1, and limited to the dtype's range.
+    the keys and values of a layer are divided by the layer's `scales` (1 by default) and limited to the dtype's range.
     Raises ValueError if the memory's rows do not match the layout's blocks.
     """
 
@@ -77,15 +76,15 @@ class KVPool:
         return rows.to(self.tensor.dtype)
 
     def state_places(self, rows: Tensor) -> Tensor:
-        """Return the offset in `floats` of each unit of states, int64 [..., units], from the rows of the states,
-        int64 [..., R]. If a row is -1, so is the offset."""
+        """Return the offset in `floats` of each unit of the given states, int64 [..., units]. `rows`, int64 [..., R],
+        has the rows of the states. If a unit's row is -1, its offset is -1 too."""
         own = rows[..., self.units[0]]
         return torch.where(own < 0, own, own * (self.layout.block_bytes // 4) + self.units[1])
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the K and V of one layer as strided views [num_blocks, kv_heads, block_tokens, head_dim].
 
-        Only the blocks in the layer's table belong to it.
+        Only the blocks in the layer's block table belong to the layer.
         """
         both = self.tensor[:, :, self.places.places[index]]
         return both[..., 0, :], both[..., 1, :]

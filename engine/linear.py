@@ -49,11 +49,11 @@ class LinearFormat(Protocol):
         return self.make(weight.dense(), bias)
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Convert a float32 matrix and multiply it in float32. Used for routers, where rounding would change the
-        experts."""
+        """Convert a float32 matrix that is multiplied in float32. Used for routers, because rounding could change the
+        choice of experts."""
 
     def of_experts(self, each: list[Linear]) -> ExpertLinear:
-        """Combine the matrices of a layer's experts, which this format made."""
+        """Combine the matrices of a layer's experts. This format must have made each matrix."""
         return SeparateExperts(each)
 
 

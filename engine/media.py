@@ -13,7 +13,7 @@ from scheduler.prefix import MediaSpan
 from scheduler.request import Slice
 from shared.rpc.messages import Media
 
-NO_IMAGE = "no_image"  # the error of a slice with tokens of an image whose features this node does not have
+NO_IMAGE = "no_image"  # the error of a slice with image tokens if this node does not have the image's features
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class ImageEncoder(Protocol):
         """Return the features of an image with pixels. Equal images are encoded only once while their features are
         kept.
 
-        On a CPU, this may exceed the watchdog's limit for a step, so the engine's thread does not call it.
+        On a CPU, encoding may take longer than the watchdog allows for a step. The engine's thread therefore does not
+        call this method.
         """
 
     def kept(self, image: Media) -> ImageFeatures | None:
@@ -48,7 +49,7 @@ class ImageEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImageSupport:
-    """How a node computes images. Without an `encoder`, no model computes the tokens (`--runner hash`)."""
+    """How a node computes images. `encoder` is None if the node runs no model (`--runner hash`)."""
 
     is_atomic: bool = False  # the tokens of an image attend to each other
     encoder: ImageEncoder | None = None
@@ -56,8 +57,8 @@ class ImageSupport:
 
 @dataclass(slots=True)
 class PromptImage:
-    """An image of a request with its pixels, and its features from their first use until the image's last token is
-    computed."""
+    """An image of a request with its pixels. The features are kept from their first use until the image's last token
+    is computed."""
 
     media: Media
     features: ImageFeatures | None = None
@@ -78,7 +79,8 @@ class BatchImages:
         return hidden.index_copy(0, self.rows, self.features.embeddings.to(hidden.dtype))
 
     def deepen(self, update: Tensor, layer: int) -> Tensor:
-        """Return a layer's addition to the hidden states, [T, hidden_size], with the features for this layer."""
+        """Add the images' features for a layer to `update`, [T, hidden_size], which the layer adds to the hidden
+        states. Return the sum."""
         if layer >= len(self.features.deep):
             return update
         return update.index_add(0, self.rows, self.features.deep[layer].to(update.dtype))
@@ -87,7 +89,7 @@ class BatchImages:
 def images_of(slices: Sequence[Slice], encoder: ImageEncoder | None) -> tuple[BatchImages | None, set[int]]:
     """Return the image tokens of the slices, and the indices of the slices whose images have no features.
 
-    `Request.images` has a `PromptImage` for each span, or is None if the node has no pixels.
+    `Request.images` has a `PromptImage` for each span, or is None if the node does not have the images' pixels.
     """
     if not any(slice_.request.media for slice_ in slices):
         return None, set()
@@ -118,7 +120,7 @@ def images_of(slices: Sequence[Slice], encoder: ImageEncoder | None) -> tuple[Ba
 
 
 def atomic_spans(slices: Sequence[Slice]) -> dict[int, list[tuple[int, int]]]:
-    """Return the images in each slice whose tokens attend to each other (see `Batch.spans`)."""
+    """Return, for each slice, its images whose tokens attend to each other (see `Batch.spans`)."""
     found: dict[int, list[tuple[int, int]]] = {}
     for index, slice_ in enumerate(slices):
         for span in slice_.request.media:
@@ -134,9 +136,9 @@ def part_of(features: ImageFeatures, start: int, end: int) -> ImageFeatures:
 def rotary_positions(media: Sequence[MediaSpan], start: int, end: int) -> NDArray[np.int64]:
     """Return the temporal, vertical and horizontal positions, int64 [3, end - start], of the tokens [start, end).
 
-    As in Qwen2-VL (Wang et al. 2024), the three positions of a text token are equal. The positions in an image count
-    the rows and columns of its grid, beginning at the position of its first token. The text after the image continues
-    after the largest of these positions.
+    As in Qwen2-VL (Wang et al. 2024), the three positions of a text token are equal. In an image, the vertical and the
+    horizontal position count the rows and the columns of the image's grid, and begin at the position of the image's
+    first token. The text after the image continues after the largest position in the image.
     """
     at: NDArray[np.int64] = np.arange(start, end, dtype=np.int64)
     positions = np.repeat(at[None], 3, axis=0)

@@ -50,7 +50,7 @@ def aligned(rows: dict[str, str]) -> str:
 
 
 def log_table(rows: dict[str, str]) -> None:
-    """Log one line for each row, because the log escapes line ends."""
+    """Log each row separately, because the log escapes the line ends within a message."""
     for line in aligned(rows).splitlines():
         log.info("model: %s", line.strip())
 

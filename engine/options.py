@@ -1,7 +1,7 @@
-"""The options of a node's engine, and checks of the options that read only the headers of the model's files.
+"""The options of a node's engine, and checks of these options. The checks read only the headers of the model's files.
 
-This module does not import torch unless a GPU may be used, so that `baton up` can make the checks at once, before it
-starts a process.
+This module imports torch only if a GPU may be used. `baton up` can therefore make the checks quickly, before it starts
+a process.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -57,7 +57,7 @@ class BuildOptions:
 
     @classmethod
     def from_settings(cls, settings: object, **changes: object) -> "BuildOptions":
-        """Return the options, each copied from the setting of the same name unless it is in `changes`."""
+        """Return options copied from the settings with the same names, except those in `changes`."""
         names = {field.name for field in fields(cls)} - {"max_step_tokens"}
         return cls(**({name: getattr(settings, name) for name in names} | changes))
 
@@ -129,7 +129,7 @@ class LoraAdapter:
 
 
 def lora_adapters(options: BuildOptions) -> list[LoraAdapter]:
-    """Return the adapters of --lora-modules. Raises ValueError, which names the flag or the file, for invalid ones."""
+    """Return the adapters of --lora-modules. Raises ValueError, with the flag or the file, if an adapter is invalid."""
     found: dict[str, LoraAdapter] = {}
     for given in options.lora_modules:
         name, _, directory = given.partition("=")
@@ -267,7 +267,7 @@ def groups_of(options: BuildOptions, config: ModelConfig, row_bytes: int) -> tup
 
 
 def check_holds(layout: KVLayout, groups: tuple[Group, ...], options: BuildOptions) -> None:
-    """Raise ValueError unless a request of the given maximum length, or of one token, fits into the pool."""
+    """Raise ValueError if a request of `max_model_len` tokens, or of 1 token if it is 0, does not fit into the pool."""
     geometry, chunk = Geometry(layout.block_tokens, groups), options.max_step_tokens
     room = geometry.capacity(layout.num_blocks, chunk, options.max_model_len or 1) * layout.block_tokens
     if (options.max_model_len or 1) > room:

@@ -14,15 +14,15 @@ from engine.batch import Batch
 from scheduler.request import Request, RequestState, Slice
 from shared.rpc.messages import unpack_ids
 
-KEPT_SUMS = 64  # if there are sums of more requests, the sums of ended requests are dropped
+KEPT_SUMS = 64  # if sums of more requests than this are kept, the sums of ended requests are dropped
 
 
 class Pooler:
-    """Computes the pooled vectors (embeddings) of the requests in a runner's steps. For requests of a mean, it keeps
+    """Computes the pooled vectors (embeddings) of the requests in a runner's steps. If the pooling is "mean", it keeps
     the sums over the chunks of the prompt."""
 
     def __init__(self) -> None:
-        # By request id: the request, and its sums over its first n tokens, by n.
+        # request id -> the request, and a map from n to the sum over the request's first n tokens
         self._sums: dict[str, tuple[Request, dict[int, Tensor]]] = {}
 
     def vectors(

@@ -1,7 +1,7 @@
 """Recurrent layers: their weights, and the reference in plain torch.
 
-A token's result and the state after it depend only on the tokens before it and not on where a prompt is cut: the
-recurrence runs token by token in float32.
+The recurrence runs token by token in float32. The result of a token, and the state after the token, therefore do not
+depend on where a prompt is cut into chunks.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class RecurrentLayer:
 
     `first_unit` is the layer's first unit in a state (see `state_units`). For each token, the state is multiplied by
     exp(rate * softplus(step + step_bias)). The value of a head, multiplied by `skip` (0 for the delta rule), is added
-    to its result. The result is normed in groups of `group` columns.
+    to the head's result. The results of all heads are normed in groups of `group` columns.
     """
 
     spec: RecurrentSpec
@@ -67,7 +67,7 @@ def places_of(pool: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
 def recur(
     pool: KVPool, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon: float
 ) -> Tensor:
-    """Return `StepKernels.recur`. `epsilon` belongs to the norm of results."""
+    """Compute `StepKernels.recur`. `epsilon` is the epsilon of the norm of results."""
     (places, saves), spec, floats = places_of(pool, batch), layer.spec, pool.floats
     strengths, decays = _strengths_and_decays(layer, steps.float())
     out = torch.empty(len(inputs), spec.inner, dtype=torch.float32, device=inputs.device)

@@ -7,7 +7,7 @@ from engine.models.spec import MoeSpec
 
 
 def route(spec: MoeSpec, logits: Tensor, correction: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `StepKernels.route`."""
+    """Compute `StepKernels.route`."""
     if spec.scores_chosen:
         values, chosen = _best(logits, spec.top_k)
         return values.softmax(-1) * factors[chosen], chosen
@@ -27,7 +27,7 @@ def route(spec: MoeSpec, logits: Tensor, correction: Tensor | None, factors: Ten
 
 
 def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `StepKernels.by_expert`."""
+    """Compute `StepKernels.by_expert`."""
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # numba may not be installed
     from engine.cpu.fused_decode import FusedDecode
     from engine.draft_head import DraftHead
 
-MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once (64 MiB); a whole chunk's could take several GiB
+MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once (64 MiB); the logits of a chunk could take several GiB
 WARM_TOKENS = 128  # prompt length in the warm-up: enough for all kernels to be compiled
 
 
@@ -60,7 +60,7 @@ class Runner(Protocol):
     overruns: int = 0  # only in emulation: steps that took longer than on the emulated device
     can_run_ahead: bool = False
     ahead: bool = False
-    poolings: tuple[str, ...] = ("",)  # the values of `SamplingParams.pooling` that it can compute
+    poolings: tuple[str, ...] = ("",)  # the values of `SamplingParams.pooling` that the runner supports
     adapters: ModelAdapters | None = None  # None if the model takes no LoRA adapters
 
     def run(self, step: Step) -> list[SliceOutput]:
@@ -84,8 +84,8 @@ class Runner(Protocol):
 def set_ahead(runner: Runner, mode: str, *, speculates: bool = False) -> None:
     """Apply `--async-scheduling`, which is "on", "off", or "auto" (the runner decides).
 
-    With speculative decoding, no step is planned ahead: guesses need the tokens of the previous step. Raises ValueError
-    if `mode` is "on" and the runner cannot run ahead, or speculates.
+    With speculative decoding (`speculates`), no step is planned ahead, because guesses need the tokens of the previous
+    step. Raises ValueError if `mode` is "on" and the runner cannot run ahead, or if `mode` is "on" and `speculates`.
     """
     if speculates:
         if mode == "on":
@@ -99,8 +99,8 @@ def set_ahead(runner: Runner, mode: str, *, speculates: bool = False) -> None:
 def leads(step: Step) -> bool:
     """Return whether the next step may be built before this step's tokens are known.
 
-    There are two reasons why it may not. The next draw of a request with penalties, bad words or a grammar depends on
-    this step's token. And if this step verifies guesses, the number of its tokens is not known.
+    The next step must wait in two cases. First, the next draw of a request with penalties, bad words or a grammar
+    depends on this step's token. Second, if this step verifies guesses, the number of its tokens is not known.
     """
     sampled = (slice_.request for slice_ in step.slices if slice_.samples)
     dependent = any(request.matcher is not None or depends_on_tokens(request.sampling) for request in sampled)
@@ -110,9 +110,9 @@ def leads(step: Step) -> bool:
 class TorchRunner(Runner):
     """Runs a decoder over the paged KV pool. `Request.sampling` must be a `shared.rpc.messages.SamplingParams`.
 
-    If `ahead` is true, passes run on a worker thread. They overlap with the caller's work, because torch's kernels
-    release the interpreter lock. The caller's thread still builds the batch. Raises ValueError if the KV pool's layout
-    does not match the model.
+    If `ahead` is true, passes run on a worker thread. The passes overlap with the caller's work, because torch's
+    kernels release the interpreter lock. The caller's thread still builds the batch. Raises ValueError if the KV pool's
+    layout does not match the model.
     """
 
     can_run_ahead = True
@@ -142,7 +142,7 @@ class TorchRunner(Runner):
         self._head: DraftHead | None = None
 
     def use_encoder(self, encoder: ImageEncoder) -> None:
-        """If an image of a request has no features, use those that this encoder keeps."""
+        """Take the features of images from this encoder if a request does not have them."""
         self._encoder = encoder
 
     def use_head(self, head: "DraftHead") -> None:
@@ -222,7 +222,8 @@ class TorchRunner(Runner):
         return hidden[batch.logit_rows]
 
     def _carry(self, batch: Batch) -> None:
-        """Copy tokens drawn by the previous step into this batch, or 0 for a failed draw, whose request has ended."""
+        """Copy the tokens that the previous step drew into this batch. If a draw failed, its request has ended, and the
+        token becomes 0."""
         draws, self._draws = self._draws, None
         if batch.carried and draws is None:
             raise RuntimeError("the previous step failed, and this step needs its tokens")

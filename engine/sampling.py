@@ -83,7 +83,7 @@ def parameters_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> list[DrawResult]:
-    """Return one draw per row of `logits`, float32 [R, vocab]. Does not change `logits`. Errors affect one row each.
+    """Return one draw per row of `logits`, float32 [R, vocab]. Does not change `logits`. An error affects only its row.
 
     `masks` are the masks of rows with a grammar.
     """
@@ -150,7 +150,7 @@ def _describe(logits: Tensor, rows: Sequence[SamplingRow], draws: list[DrawResul
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> Tensor:
-    """Return a copy of `logits` with bans, biases, penalties and masks applied; `logits` itself if no row has any."""
+    """Return a copy of `logits` with bans, biases, penalties and masks applied. If no row has any, return `logits`."""
     shifts = [
         (index, token, amount)
         for index, row in enumerate(rows)
@@ -185,7 +185,7 @@ def _shifts(row: SamplingRow) -> dict[int, float]:
 
 
 def _ends_of_bad_words(row: SamplingRow) -> Iterator[int]:
-    """Yield the last token of each bad word if the answer so far ends with the word's other tokens, as vLLM does."""
+    """Yield the last token of each bad word whose other tokens are the last generated tokens, as in vLLM."""
     for packed in row.sampling.bad_words:
         *others, last = unpack_ids(packed)
         start = row.position - len(others)
@@ -214,7 +214,8 @@ def _penalize(logits: Tensor, rows: list[tuple[int, SamplingRow]]) -> None:
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return a token per row, int64 [R], drawn at its temperature from the tokens that min_p, top_k and top_p keep."""
+    """Draw a token for each row from the tokens that min_p, top_k and top_p keep, at the row's temperature. Return
+    int64 [R]."""
     device, sampling = logits.device, [row.sampling for row in rows]
     scores = logits / torch.tensor([one.temperature for one in sampling], device=device)[:, None]
     filtered = [index for index, one in enumerate(sampling) if one.min_p > 0 or one.top_k > 0 or one.top_p < 1]
@@ -226,7 +227,7 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Set the scores of filtered tokens to -inf. Tokens with the same score as the last kept one are also kept."""
+    """Set the scores of filtered tokens to -inf. All tokens with the lowest kept score are kept."""
     device, vocab = scores.device, scores.shape[1]
     min_p = torch.tensor([one.min_p for one in sampling], device=device)[:, None]
     scores = scores.masked_fill(scores < scores.amax(dim=1, keepdim=True) + min_p.log(), -math.inf)
@@ -243,8 +244,8 @@ def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
 
 
 def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the lowest score that top_k and top_p keep, [R, 1]: of the top_k scores, the lowest one for which all
-    likelier tokens together have a mass below top_p."""
+    """Return the lowest score that top_k and top_p keep, [R, 1]. A score is kept if it is one of the `top_k` highest,
+    and if all likelier tokens together have a mass below `top_p`."""
     width = min(CANDIDATES, scores.shape[1])
     least, reached = _least_of(scores.topk(width, dim=1).values, scores, top_k, top_p)
     beyond = (~reached).nonzero()[:, 0]
@@ -255,7 +256,8 @@ def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _least_of(ranked: Tensor, scores: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `_least_kept` from the highest scores, `ranked`, and return for which rows they suffice."""
+    """Compute `_least_kept` from `ranked`, the highest scores of each row. Also return, for each row, whether these
+    scores are sufficient."""
     width = ranked.shape[1]
     within = torch.arange(width, device=ranked.device) < top_k
     kept = ranked.double().masked_fill(~within, -math.inf)

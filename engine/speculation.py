@@ -1,11 +1,11 @@
 """Verifies guessed tokens by drawing: a guess is right if it is the token that the model draws at its position.
 
-A draw depends only on logits, seed and position, so tokens, logprobs and ends of answers are the same as without
-guesses, greedy or not. (Rejection sampling would preserve only their distribution.)
+A draw depends only on logits, seed and position. Tokens, logprobs and the ends of requests are therefore the same as
+without guesses, at any temperature. (Rejection sampling would preserve only the distribution of tokens.)
 
-A runner computes a slice with k guesses as k + 1 decodes at successive positions. It reads their tokens from a row that
-contains the guesses. Attention at a position reads the KV that the same step stored at the positions before it.
-Recurrent layers compute these decodes as one slice.
+A runner computes a slice with k guesses as k + 1 decodes at successive positions. It reads the tokens of these decodes
+from a list that contains the guesses (`Slice.row`). Attention at a position also reads the KV that the same step stored
+at the positions before it. Recurrent layers compute these decodes as one slice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ from scheduler.request import Slice, Step
 
 
 def expanded(step: Step) -> Step:
-    """Return the step in the form that a runner computes: with a decode for each guess, and for the token before the
-    guesses."""
+    """Return the step in the form that a runner computes. A slice with guesses becomes a slice of the tokens before the
+    guesses, followed by one decode for each guess."""
     if not step.work.draft_tokens:
         return step
     slices = [row for slice_ in step.slices for row in _rows(slice_)]
@@ -37,8 +37,8 @@ def _rows(slice_: Slice) -> Iterator[Slice]:
 def verified(slices: Sequence[Slice], outputs: Sequence[SliceOutput]) -> list[SliceOutput]:
     """Return an output for each slice, from the outputs of the expanded step.
 
-    The tokens of a slice are its drafts up to the first one that was not drawn, and the draw at that position. An error
-    after a right guess is ignored, because the next step computes that position again.
+    The tokens of a slice are its right guesses, followed by the token that was drawn at the next position. If the draw
+    after a right guess failed, the error is ignored, because the next step computes that position again.
     """
     rows = iter(outputs)
     return [_joined(slice_, [next(rows) for _ in range(1 + len(slice_.drafts))]) for slice_ in slices]

@@ -22,10 +22,10 @@ from scheduler.request import Step
 
 RECENT = 256  # number of latest steps that are kept; the margin is computed from all of them
 FITTED = 128  # number of latest steps that the model is fitted to
-DECAY = 0.98  # weight of a step relative to the next newer one; 34 steps halve it
+DECAY = 0.98  # weight of a step relative to the next newer step; the weight halves every 34 steps
 KINDS, PER_KIND, OLD_WEIGHT = 48, 2, 0.02  # older steps: kinds kept, steps per kind, and their weight
-INERTIA = 1e-4  # weight of the previous model, which decides coefficients that the steps leave open
-NOISE = 0.1  # assumed relative error of a measurement: the larger it is, the more the limit of attention counts
+INERTIA = 1e-4  # weight of the previous model; it determines the coefficients that the steps do not determine
+NOISE = 0.1  # assumed relative error of a measurement; a larger value pulls the cost of attention more strongly to 0
 REACH = 1024  # it is assumed that attention to this many tokens takes at most about as long as the rest of a step
 KNEE_GAIN = 0.98  # the knee changes only if the squared error falls below this fraction of its current value
 FIRST_FIT = 8  # number of steps before the first fit
@@ -81,7 +81,8 @@ def _kind(work: StepWork) -> Kind:
 class CostFit:
     """Fits a `CostModel` to the steps that a device runs.
 
-    The engine owns it. Its thread calls `observe` after each step and passes `model()` to the scheduler:
+    The engine owns this object. The engine's thread calls `observe` after each step and passes `model()` to the
+    scheduler:
 
         fit.observe(step.work, seconds)
         scheduler.cost = fit.model()
@@ -174,8 +175,8 @@ class CostFit:
         self._model = replace(model, margin=self._margin(model))
 
     def _margin(self, model: CostModel) -> float:
-        """Return the margin for predictions: a share QUANTILE of the recent steps exceeded their prediction by at most
-        this relative amount."""
+        """Return the margin for predictions: the quantile QUANTILE of the relative amounts by which recent steps
+        exceeded their predictions."""
         samples = [sample for sample in self._recent if sample.work.prefill_tokens]
         if len(samples) < ENOUGH:
             samples = list(self._recent)
@@ -193,10 +194,12 @@ def _fit(
     except `margin`.
 
     Solves a non-negative least squares problem with a row for each sample. One more row for each coefficient (weight
-    INERTIA) pulls it towards its value in `before`. The coefficients of attention (per_pair and per_context) have a
-    stronger pull towards 0, as if REACH tokens of context took as long as the rest of a step. It has no effect once
-    steps with long contexts have been seen. Without it, the noise of short prompts would determine per_pair, and the
-    prediction for a long prompt could be a hundred times too long. Raises RuntimeError if a solver does not converge.
+    INERTIA) pulls the coefficient towards its value in `before`.
+
+    The coefficients of attention (per_pair and per_context) have a stronger pull towards 0, which assumes that REACH
+    tokens of context take at most as long as the rest of a step. This pull has no effect once steps with long contexts
+    have been seen. Without this pull, the noise of short prompts would determine per_pair, and the prediction for a
+    long prompt could be a hundred times too long. Raises RuntimeError if a solver does not converge.
     """
     works, seconds = [sample.work for sample in samples], np.array([sample.seconds for sample in samples])
     terms = [(1, max(knee, w.tokens), w.prefill_pairs, w.decode_context, w.decode_tokens) for w in works]
@@ -239,10 +242,10 @@ def fit_cost(works: Sequence[StepWork], seconds: Sequence[float], knees: Sequenc
 class StepDeadline:
     """Computes the watchdog's deadline for a step from the steps before it.
 
-    The deadline is at least `least_s`, and at least `SLACK` times the expected time. The expected time is the predicted
-    one or, if larger, the number of tokens times the shortest time per token so far. A token of a long chunk takes less
-    time than a decode, which reads all weights for one token. The deadline is therefore long enough also for the first
-    long chunk of a node that has only decoded.
+    The deadline is at least `least_s`, and at least `SLACK` times the expected time. The expected time is the larger of
+    two values: the predicted time, and the number of tokens times the shortest time per token so far. The second value
+    matters for the first long chunk of a node that has only decoded. A decode reads all weights for one token, so a
+    token of a long chunk takes less time than a decode, and the deadline is long enough for the chunk.
     """
 
     def __init__(self, least_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Drafters that compute: they measure their passes, and a failure only ends the guesses."""
+"""The base class of drafters that run a model. It measures their passes. A failure ends the guesses, but no request."""
 
 import logging
 import time
@@ -10,7 +10,7 @@ from scheduler.request import Request
 
 log = logging.getLogger("baton.engine")
 SMOOTHING = 0.1  # weight of the latest pass in `pass_s`
-KEPT_REQUESTS = 256  # if a drafter keeps more requests than this, it drops those that have ended
+KEPT_REQUESTS = 256  # if a drafter keeps more requests than this, it drops the requests that have ended
 
 
 class TimedDrafter(Drafter):
@@ -20,7 +20,7 @@ class TimedDrafter(Drafter):
     has_failed: bool = False
 
     def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Sequence[int]]:
-        """Return all tokens that were guessed for each request. Their number may differ from `counts[i]`."""
+        """Return all tokens that were guessed for each request. Their number may differ from the request's count."""
         raise NotImplementedError
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> tuple[list[Sequence[int]], float]:
@@ -34,7 +34,7 @@ class TimedDrafter(Drafter):
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """If the block raises an exception, log it, do not raise it, and guess nothing from then on."""
+        """Catch and log an exception of the `with` block. After an exception, the drafter guesses no more tokens."""
         try:
             yield
         except Exception:
@@ -43,7 +43,7 @@ class TimedDrafter(Drafter):
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure the duration of a pass, which the block computes, and update the mean `pass_s`."""
+        """Measure the duration of the pass in the `with` block, and update the mean `pass_s`."""
         began_s = time.perf_counter()
         yield
         self.pass_s += (SMOOTHING if self.pass_s else 1.0) * (time.perf_counter() - began_s - self.pass_s)

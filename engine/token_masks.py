@@ -1,7 +1,8 @@
 """Masks of the tokens that the grammars of requests allow. They are computed on a thread while the forward pass runs.
 
-A mask depends only on the grammar and the tokens that were generated so far. It is therefore the same in any batch,
-after a preemption, a handoff or a retry: the matcher of a request is fed the tokens that it has not seen yet.
+A mask depends only on the grammar and the tokens that were generated so far. It is therefore the same in any batch, and
+also after a preemption, a handoff or a retry. Before a mask is computed, the request's matcher gets the generated
+tokens that it has not seen yet.
 """
 
 import logging
@@ -41,8 +42,8 @@ class TokenMatcher:
     def advance(self, generated: Sequence[int]) -> bool:
         """Move to the state after `generated`, forward or back. Return False if the grammar forbids one of the tokens.
 
-        In that case, the state is the one before that token. Speculative decoding can therefore advance by draft
-        tokens, and go back.
+        In that case, the matcher stays in the state before the forbidden token. Because the matcher can go back,
+        speculative decoding can advance it by guessed tokens.
         """
         seen, same = self._seen, len(self._seen)
         if list(generated[:same]) != seen:
@@ -93,8 +94,8 @@ class MaskFiller:
     """Computes the masks of a step's rows on a separate thread. A runner owns it and calls it from one thread."""
 
     def start(self, rows: Sequence[MaskedRow]) -> Callable[[], TokenMasks | None]:
-        """Begin to compute the masks of rows with a grammar. Return a function that waits for them, or None if there
-        are no such rows.
+        """Begin to compute the masks of rows with a grammar. Return a function that waits for the masks and returns
+        them. It returns None if no row has a grammar.
 
         Rows of one request must be in order of their positions. A row whose grammar has failed allows no token.
         """
@@ -116,7 +117,7 @@ class MaskFiller:
         matchers = [row.matcher for row in rows if row.matcher is not None]
         words = np.zeros((len(rows), matchers[0].num_words), np.int32)
         left = list(range(len(rows)))
-        while left:  # one row of each request at a time: a request has several only in speculative decoding
+        while left:  # one row of each request at a time; only speculative decoding has several rows of a request
             now = list({id(matchers[index]): index for index in reversed(left)}.values())
             self._fill_some(words, [(index, rows[index], matchers[index]) for index in now])
             left = [index for index in left if index not in now]
@@ -137,7 +138,7 @@ class MaskFiller:
 def _allow_end(mask: IntArray, row: MaskedRow, matcher: TokenMatcher) -> None:
     """Allow the row's stop tokens if the text so far is complete, and forbid them otherwise.
 
-    Before `min_tokens`, a complete text ends only if the grammar allows no other token.
+    If fewer than `min_tokens` tokens were generated, a complete text may end only if the grammar allows no other token.
     """
     bits = mask.view(np.uint32)
     stops = [token for token in row.stop_tokens if token < len(bits) * WORD_BITS]

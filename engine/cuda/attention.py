@@ -1,6 +1,6 @@
-"""Attention on a GPU by Triton kernels, for any block size and GQA group and for float32, float16 and bfloat16 pools.
+"""Attention on a GPU by Triton kernels. Supports any block size and GQA group, in float32, float16 and bfloat16 pools.
 
-Several GPU programs share a long context, if there are few slices. Chunks are cut into tiles of queries. Tests run the
+If there are few slices, several GPU programs share a long context. Chunks are cut into tiles of queries. Tests run the
 same code under Triton's interpreter, without a GPU.
 """
 
@@ -17,7 +17,7 @@ from engine.cuda.attention_kernels import attend, merge
 from engine.kv_pool import KVPool
 
 SHORT = 8  # a slice of at most this many queries is treated as a decode
-MAX_ITEMS = 2**16  # decodes in a step at most; CUDA graphs read a list of this length that is allocated once
+MAX_ITEMS = 2**16  # maximum number of decodes in a step; CUDA graphs read a preallocated list of this length
 SPLIT_TOKENS = 256  # minimum tokens per split; a smaller split costs more time than it saves
 FEW_SPLITS, MAX_SPLITS = 16, 64  # the numbers of splits for which a merge fits into registers
 PROGRAMS_PER_PROCESSOR = 2
@@ -39,9 +39,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a layer's query heads are divided among GPU programs. Each item of the work list has `programs` programs,
-    each for `group` query heads; `share` of them use the same key head. A key has `size` dimensions. With latents,
-    `rope` rotated dimensions follow; otherwise, `rope` is 0."""
+    """How a layer's query heads are divided among GPU programs. Each item of the work list has `programs` programs.
+    Each program computes `group` query heads, and `share` programs use the same key head. A key has `size` dimensions.
+    If the layer has latents, `rope` rotated dimensions follow them; otherwise, `rope` is 0."""
 
     programs: int
     group: int
@@ -55,15 +55,15 @@ class Heads:
 
 
 def large_tile(dtype: torch.dtype) -> Tile:
-    """Return the tile for latents and heads of 512, whose sums are four times as wide as in most models."""
+    """Return the tile for latents and for heads of 512. Their sums are four times as wide as in most models."""
     return Tile(16, 16, 8, 2) if dtype == torch.float32 else Tile(32, 32, 8, 2)
 
 
 def decode_tile(head_dim: int, dtype: torch.dtype, rows: int, few: bool) -> Tile:
-    """Return the tile for decodes with `rows` rows (queries times GQA group size). Tensor cores need at least 16.
+    """Return the tile for decodes with `rows` rows (queries times GQA group size). Tensor cores need 16 rows or more.
 
-    `few` is true if there are too few decodes to give most processors a program. Then each program loads data ahead.
-    Otherwise, a program has one buffer less, so that more programs fit on a processor, which hides latency better.
+    `few` is true if there are too few decodes to give most processors a program. In this case, each program loads data
+    ahead. Otherwise, a program has one buffer less, and more programs fit on a processor, which hides latency better.
     """
     block_m = max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:
@@ -83,8 +83,8 @@ def chunk_tile(head_dim: int, dtype: torch.dtype, few: bool) -> Tile:
 class TritonAttention:
     """Attention over `pool` by Triton kernels.
 
-    If `decode` and `chunk` are given, for tuning, these tiles are used instead of ones chosen by shape. Raises
-    ValueError if head_dim is over 256, because a tile would be too large for a program.
+    `decode` and `chunk` set the tiles for tuning. If they are None, the tiles are chosen by shape. Raises ValueError if
+    head_dim is over 256, because a tile would be too large for a program.
     """
 
     name = "triton"
@@ -116,8 +116,9 @@ class TritonAttention:
         return TritonPlan(self, batch)
 
     def splits(self, programs: int, most_tokens: int) -> int:
-        """Return into how many programs to split each of `programs` programs, which reads up to `most_tokens` tokens of
-        a context. All programs together then fill the device twice, unless contexts are too short."""
+        """Return the number of parts into which to split each of `programs` programs. A program reads up to
+        `most_tokens` tokens of a context. If contexts are long enough, the parts of all programs fill the device twice.
+        """
         wanted = -(-PROGRAMS_PER_PROCESSOR * self.processors // programs)
         return max(1, min(wanted, -(-most_tokens // self._split_tokens), MAX_SPLITS))
 
@@ -125,8 +126,8 @@ class TritonAttention:
 class TritonPlan:
     """Launches the attention kernels for the slices of one step on a GPU. Experimental.
 
-    `TritonAttention.plan` creates it for one batch, and each layer uses it on the engine's thread. The plan owns the
-    lists of slices on the device, splits the long contexts of decodes, merges the parts, and cuts prompts into tiles.
+    `TritonAttention.plan` creates a plan for one batch, and each layer uses the plan on the engine's thread. The plan
+    owns the lists of slices on the device, splits long contexts, merges the parts, and cuts prompts into tiles.
     """
 
     def __init__(self, backend: TritonAttention, batch: Batch) -> None:
@@ -141,7 +142,7 @@ class TritonPlan:
         self._tiles: dict[Heads, tuple[int, Tile, Tensor]] = {}
 
     def _listed(self, short: list[int]) -> Tensor:
-        """Return the work list of decodes, int32 [decodes, 2]: a preallocated one if no chunk precedes a decode."""
+        """Return the work list of decodes, int32 [decodes, 2]. If no chunk precedes a decode, it is preallocated."""
         if len(short) > MAX_ITEMS:
             raise ValueError(f"{len(short)} decodes in one step; --max-num-seqs may be {MAX_ITEMS} at most")
         if not short or short[-1] + 1 == len(short):
@@ -170,16 +171,17 @@ class TritonPlan:
         return out
 
     def _chunk_splits(self, layer: AttentionLayer, programs: int, queries: int) -> int:
-        """Return how many programs share the context of a chunk: more than one if `programs` leave most of the device
-        idle."""
+        """Return how many programs share the context of a chunk. The number is above 1 if `programs` programs would
+        leave most of the device idle."""
         if 2 * programs > PROGRAMS_PER_PROCESSOR * self._backend.processors:
             return 1
         most = max(self._batch.starts[index] + count for index, count in self._chunks)
         return self._backend.splits(programs, min(most, layer.window + queries) if layer.window else most)
 
     def _heads(self, layer: AttentionLayer, q: Tensor, queries: int) -> Heads:
-        """Return how the heads are divided among programs if each item of the work list has `queries` queries. With
-        large heads, the sums of more rows than a tile has would not fit into a program, so several programs share a key
+        """Return how the heads are divided among programs if each item of the work list has `queries` queries.
+
+        If heads are large, a program can hold the sums of only one tile of rows. Several programs then share a key
         head."""
         kv_heads, count, size = layer.wide or self._backend.pool.layout.kv_heads, q.shape[1], layer.latent or q.shape[2]
         whole = Heads(kv_heads, count // kv_heads, size, q.shape[2] - size)
@@ -190,9 +192,9 @@ class TritonPlan:
         return replace(whole, programs=count // group, group=group, share=whole.group // group)
 
     def _cut(self, heads: Heads, dtype: torch.dtype) -> tuple[int, Tile, Tensor]:
-        """Return the queries per tile, the tile's shape, and a work list of tiles, int32 [N, 2], longest context first.
+        """Return the queries per tile, the tile's shape, and a work list of tiles, int32 [N, 2].
 
-        Tiles with long contexts start first, so that all processors finish at about the same time.
+        Tiles with long contexts come first, so that all processors finish at about the same time.
         """
         tile = self._backend.chunk or (large_tile(dtype) if heads.is_large else self._chunk_tile(heads, dtype))
         queries = tile.block_m // heads.group

@@ -2,8 +2,9 @@
 # ruff: noqa: N803 (Triton's compile-time constants have capital letters)
 """Triton kernels for paged attention: `attend` computes tiles of prompts and decodes, and `merge` merges splits.
 
-The queries of a tile and the heads that share a KV head (GQA) are the rows of one matrix, so keys and values are read
-once for all of them. The softmax is FlashAttention's (Dao 2022), and contexts are split as in FlashDecoding (Dao 2023).
+The queries of a tile, for all heads that share a KV head (GQA), are the rows of one matrix. Keys and values are
+therefore read once for all these rows. The softmax is FlashAttention's (Dao 2022), and contexts are split as in
+FlashDecoding (Dao 2023).
 """
 
 import triton
@@ -12,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _blocks(table, first, context, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the block of each of the BLOCK_N positions from `first`: one number if all are in the same block."""
+    """Return the block of each of the BLOCK_N positions from `first`, or one number if all are in the same block."""
     seen = first
     if PAGE % BLOCK_N > 0:
         seen = first + tl.arange(0, BLOCK_N)
@@ -38,8 +39,8 @@ def _absorb(
     dims = tl.arange(0, BLOCK_D)
     span = tl.arange(0, BLOCK_N)
     seen = first + span
-    # The next blocks are read one iteration ahead, so that the loads of keys and values, whose addresses depend on
-    # them, can be pipelined.
+    # The block numbers are read one iteration ahead. The addresses of keys and values depend on these numbers, so the
+    # loads of keys and values can then be pipelined.
     following = _blocks(table, first + BLOCK_N, context, PAGE, BLOCK_N)
     rows = blocks * block_stride + (seen % PAGE) * token_stride
     if PAGE % BLOCK_N == 0:  # evenly spaced rows
@@ -70,7 +71,7 @@ def _absorb(
         if WINDOWED:
             allowed = allowed & (seen[None, :] > at[:, None] - window)
         scores = tl.where(allowed, scores, float("-inf"))
-    factor = 1.0 if CAPPED else scale  # positive, so the maximum can be scaled instead of every score
+    factor = 1.0 if CAPPED else scale  # the factor is positive, so it can scale the maximum instead of every score
     higher = tl.maximum(peak, tl.max(scores, 1) * factor)
     shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
     weights = tl.exp2(scores * factor - shift[:, None])
@@ -104,7 +105,7 @@ def attend(
     """Compute attention. Grid: items of the work list x groups of heads x splits.
 
     The grid depends only on shapes, so a CUDA graph may contain the launch. The number of splits is not a compile-time
-    constant, because requests would have to wait for the compilation of the kernel for each number.
+    constant, because the kernel would then be compiled for each number while requests wait.
     """
     item, heads, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which, first_query = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)
@@ -128,7 +129,7 @@ def attend(
     keys, values = keys + shared, values + shared
     table = block_table + which.to(tl.int64) * table_stride
 
-    lowest = context - count + first_query  # position of the item's first query, which sees the fewest positions
+    lowest = context - count + first_query  # position of the first query of the item; it sees the fewest positions
     low = tl.maximum(0, lowest + 1 - window) // BLOCK_N * BLOCK_N if WINDOWED else 0
     high = tl.minimum(context, lowest + QUERIES)
     if SPLIT:

@@ -1,4 +1,4 @@
-"""Builds the engine's components on a GPU: weights, kernels, a KV pool in the remaining memory, captured passes."""
+"""Builds the engine's components on a GPU: weights, kernels, captured passes, and a KV pool in the remaining memory."""
 
 import logging
 from contextlib import AbstractContextManager
@@ -42,7 +42,7 @@ CONTEXT_BYTES = 3 * GIB // 4  # allowance for memory that torch does not count: 
 SMALLER_MODEL = "take a smaller model, or a GPU with more free memory"
 SMALLER_STEP = "lower --max-num-batched-tokens or --max-num-seqs, or take a smaller model"
 LESS_KV = "lower --gpu-memory-utilization, or --num-blocks or --kv-cache-memory if one is given"
-GRAPH_BYTES = GIB  # allowance for graphs; the memory that they really take is logged
+GRAPH_BYTES = GIB  # allowance for graphs; the memory that graphs really take is logged
 
 
 def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: CudaAccelerator) -> EngineComponents:
@@ -101,7 +101,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
 
 
 def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
-    """Return the dtype that vLLM would choose: the requested one, the stored one if it has 16 bits, or bfloat16."""
+    """Return the dtype that vLLM would choose: the requested dtype, the stored dtype if it has 16 bits, or bfloat16."""
     name = options.dtype
     if name == "auto":
         stored = stored_dtype(path)
@@ -167,7 +167,7 @@ def _one_block(options: BuildOptions, model: Decoder) -> KVLayout:
 
 
 def _room(options: BuildOptions, one: KVLayout, held: int, gpu: CudaAccelerator) -> int:
-    """Return the bytes for KV: the node's share of the GPU less weights, the largest step and graphs."""
+    """Return the bytes for KV: the node's share of the GPU's memory, minus weights, the largest step and graphs."""
     most = held + CONTEXT_BYTES + (0 if options.enforce_eager else GRAPH_BYTES)
     free, total = gpu.memory()
     share = int(total * options.gpu_memory_utilization)

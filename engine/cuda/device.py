@@ -1,4 +1,4 @@
-"""The GPU interface of `engine.cuda.build`: memory and optional capabilities. Tests use a fake instead."""
+"""The GPU interface that `engine.cuda.build` uses: memory and optional capabilities. Tests replace it by a fake."""
 
 import importlib.util
 import logging
@@ -34,7 +34,8 @@ class CudaAccelerator:
         return torch.cuda.mem_get_info(self.device)
 
     def most_held(self, work: Callable[[], object]) -> int:
-        """Run `work`. Return the peak of bytes that torch held during it, including memory allocated earlier."""
+        """Run `work`. Return the largest number of bytes that torch held during `work`. Memory that was allocated
+        earlier counts too."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         work()

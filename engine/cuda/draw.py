@@ -2,10 +2,10 @@
 # ruff: noqa: N803 (Triton's compile-time constants have capital letters)
 """Draws tokens like `engine.sampling`, but on a GPU: in four launches, without sorting or waiting for the device.
 
-The filters of a row keep all scores that are at least a certain lowest score. A search over all float32 values finds
+The filters of a row keep all scores that are not below a certain lowest score. A search over all float32 values finds
 this lowest score: each round counts and weighs the scores above a few pivots. A round reads only the parts of the
-vocabulary whose highest score is above the lowest possible result so far. If a model is certain, these parts are few.
-Gumbel noise is then added to the scores that are kept.
+vocabulary whose highest score is above the current lower bound of the result. There are few such parts if a few tokens
+are much likelier than the others. Gumbel noise is then added to the scores that are kept.
 """
 
 import torch
@@ -31,8 +31,9 @@ def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> 
     """Return one token per row, int64 [R], or -1 if a logit of the row is not finite, or -2 if no token is allowed.
 
     `logits` is float32 [R, vocab], and `parameters` is packed by `parameters_of`. `adjusted` has the logits after bans,
-    bias and penalties, or is None if no row has any. Draws the same tokens as `engine.sampling.draw`, but weights are
-    float32, so a token may differ if the mass of the tokens likelier than it is within 1e-6 of top_p.
+    bias and penalties, or is None if no row has any. Draws the same tokens as `engine.sampling.draw`, with one
+    exception. Weights are float32 here, so top_p may keep a different set of tokens if the mass of the tokens that are
+    likelier than some token is within 1e-6 of top_p.
     """
     rows, vocab = logits.shape
     scores = logits if adjusted is None else adjusted
@@ -65,21 +66,23 @@ def _number(parameters, row, word):
 
 @triton.jit
 def _scores(logits, first, vocab, temperature, BLOCK: tl.constexpr):
-    """Return scores, float32 [BLOCK]. Divide as in IEEE 754, since other roundings could change the order of scores."""
+    """Return scores, float32 [BLOCK]. The division is rounded as in IEEE 754, because another rounding could change the
+    order of scores."""
     column = first + tl.arange(0, BLOCK)
     return tl.div_rn(tl.load(logits + column, mask=column < vocab, other=float("-inf")), temperature)
 
 
 @triton.jit
 def _ordered(scores):
-    """Return int32 keys with the same order as the scores. The function on the bits is its own inverse."""
+    """Return int32 keys with the same order as the scores. The mapping of bits to keys is its own inverse."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # map -0.0 to 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _next(highest, after, low, PARTS: tl.constexpr):
-    """Return the first part after `after` that has a key above `low`, or PARTS. `highest` has the parts' keys."""
+    """Return the first part after `after` whose key is above `low`, or PARTS if there is none. `highest` has the parts'
+    keys."""
     part = tl.arange(0, PARTS)
     return tl.min(tl.where((part > after) & (highest > low), part, PARTS), 0)
 
@@ -89,7 +92,7 @@ def _search(
     logits, vocab, temperature, best, highest, low, high, top_k, mass,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
-    """Return the lowest key in [low, high] such that fewer than top_k scores are above it. With WEIGHS, the sum of
+    """Return the lowest key in [low, high] such that fewer than top_k scores are above this key. If WEIGHS, the sum of
     these scores' weights must also be less than `mass`."""
     number = tl.arange(0, PIVOTS) + 1
     while low < high:
@@ -106,7 +109,7 @@ def _search(
                 weights += tl.where(above, tl.exp(scores - best)[:, None], 0.0)
             part = _next(highest, part, low, PARTS)
         misses = ((tl.sum(counts, 0) >= top_k) | (tl.sum(weights, 0) >= mass)).to(tl.int32)
-        missed = tl.sum(misses, 0)  # pivots ascend, so those that are too low are the first ones
+        missed = tl.sum(misses, 0)  # pivots ascend, so the first `missed` pivots are too low
         high = tl.where(missed < PIVOTS, low + span * (missed + 1) // (PIVOTS + 1), high)
         low = tl.where(missed > 0, low + span * missed // (PIVOTS + 1) + 1, low)
     return low
@@ -151,7 +154,7 @@ def find_least(
             floor = best + tl.log(min_p).to(tl.float32)
         low, high = _ordered(floor).to(tl.int64), _ordered(best).to(tl.int64)
         if top_k < vocab:
-            # At least top_k scores are as high as the top_k-th highest of the parts' highest scores.
+            # The k-th highest of the parts' highest scores (k = top_k) is a lower bound: at least k scores reach it.
             descending = tl.sort(peaks, descending=True)
             bound = tl.sum(tl.where(part == top_k - 1, descending, 0), 0).to(tl.int64)
             low = tl.where(top_k <= parts, tl.minimum(tl.maximum(low, bound), high), low)
@@ -160,8 +163,8 @@ def find_least(
             )
         if top_p < 1.0:
             total = _mass(logits, vocab, divisor, best, peaks, low, top_k, PARTS, BLOCK)
-            # All scores below this bound together have less than the share 1 - top_p of the mass, so none of them is
-            # kept.
+            # The scores below this bound together have less than the share 1 - top_p of the mass, so top_p keeps none
+            # of them.
             bound = best + tl.log(tl.maximum((1.0 - top_p) * total / vocab, 1e-300)).to(tl.float32) - 1e-3
             low = tl.minimum(tl.maximum(low, _ordered(bound).to(tl.int64)), high)
             low = _search(

@@ -1,7 +1,7 @@
 """Attention by the packages of FlashAttention 2, 3 and 4 (Dao et al.), if one of them is installed.
 
 The packages read the KV pool through strided views and the block table. Each generation (2, 3 or 4) has an adapter,
-because names and limits differ. A package is imported only when it is chosen.
+because their function names and limits differ. A package is imported only when it is chosen.
 """
 
 import importlib
@@ -41,7 +41,7 @@ FlashAttend = Callable[[Tensor, Tensor, Tensor, FlashRows, int], Tensor]
 def _attend_2(functions: Functions, q: Tensor, k: Tensor, v: Tensor, rows: FlashRows, window: int) -> Tensor:
     varlen, with_cache = functions
     seen: dict[str, Any] = {"causal": True, "window_size": (window - 1, 0) if window else (-1, -1)}
-    if rows.max_q == 1:  # unlike `varlen`, this function splits long contexts over the device
+    if rows.max_q == 1:  # unlike `varlen`, `with_cache` divides a long context among the processors of the device
         out = with_cache(q[:, None], k, v, cache_seqlens=rows.kv_len, block_table=rows.block_table, **seen)
         return out[:, 0]
     cu_k = torch.zeros_like(rows.cu_q)
@@ -76,9 +76,9 @@ class FlashVersion:
     load: Callable[[], ModuleType]
     functions: tuple[str, ...]
     attend: Callable[[Functions, Tensor, Tensor, Tensor, FlashRows, int], Tensor]
-    decodes: bool  # whether it splits long contexts on Hopper, which makes decodes fast
+    decodes: bool  # whether the generation divides long contexts among processors on Hopper, so that decodes are fast
     runs_on: Collection[int]  # major compute capabilities of GPUs
-    supports: Callable[[int], bool] = lambda size: True  # whether a block may have this many tokens
+    supports: Callable[[int], bool] = lambda size: True  # returns whether a block may have this number of tokens
     limit: str = ""  # the reason why other block sizes are not supported
 
 
@@ -90,7 +90,8 @@ GENERATIONS = {  # best first on a Hopper GPU
         "flash_attn_interface", lambda: importlib.import_module("flash_attn_interface"), (_WITH_CACHE,), _attend_3,
         True, {HOPPER},
     ),
-    # It loads whole blocks of 128, so a NaN that a failed request left in an unused tail would spread (0 * NaN).
+    # FlashAttention 4 loads whole blocks of 128 tokens. A NaN that a failed request left in the unused tail of a block
+    # would therefore spread (0 * NaN).
     FLASH_4: FlashVersion(
         "flash_attn.cute", lambda: importlib.import_module("flash_attn.cute"), (_VARLEN,), _attend_4, False,
         {HOPPER, 10, 11}, lambda size: size != 128,
@@ -104,12 +105,15 @@ GENERATIONS = {  # best first on a Hopper GPU
 
 
 def installed() -> list[str]:
-    """Return the installed generations, best first. None of them is imported here, so loading one may fail later."""
+    """Return the installed generations, best first. The packages are not imported here, so `load` may still fail."""
     return [name for name, version in GENERATIONS.items() if _is_there(version.module)]
 
 
 def _is_there(module: str) -> bool:
-    """Return whether the module is installed. `importlib.util.find_spec` would import its package, which may fail."""
+    """Return whether the module is installed, without importing its package, because the import may fail.
+
+    (`importlib.util.find_spec` imports the package of a submodule.)
+    """
     package, _, submodule = module.partition(".")
     found = importlib.util.find_spec(package)
     if found is None or not submodule:
@@ -132,9 +136,9 @@ def load(name: str) -> list[Callable[..., Any]]:
 class FlashAttention:
     """Attention over `pool` by the FlashAttention generation `name`.
 
-    Layers that the package does not support are computed by `ours`, and so are slices of one token if the package is
-    slow for them. Raises ValueError if the package cannot be loaded, or does not support the pool's dtype, head size or
-    block size.
+    `ours` computes the layers that the package does not support. It also computes slices of one token if the package is
+    slow for such slices. Raises ValueError if the package cannot be loaded, or does not support the pool's dtype, head
+    size or block size.
     """
 
     def __init__(self, pool: KVPool, name: str, ours: AttentionBackend | None = None) -> None:

@@ -1,7 +1,7 @@
 """CUDA graphs: device work that is captured once and replayed with one call. Other work runs between two graphs.
 
-A pass is split at each attention layer, which gives several graphs, as in SGLang PR #19102 and vLLM's breakable graphs.
-This needs no compiler: the capture ends, the call of attention is recorded, and another capture begins.
+A pass can be split at each attention layer into several graphs, as in SGLang PR #19102 and vLLM's breakable graphs. No
+compiler is needed for this: the capture ends, the call of attention is recorded, and another capture begins.
 """
 
 import gc
@@ -22,9 +22,9 @@ class CudaGraphPool:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self) -> torch.cuda.CUDAGraph:
-        """Return a graph that captures work until its `capture_end`. Replays use the same addresses and sizes."""
+        """Return a graph that captures work until `capture_end` is called. Replays use the same addresses and sizes."""
         graph = torch.cuda.CUDAGraph()
-        # With thread_local, other threads (those of channels) may allocate and copy while this thread captures.
+        # In the mode thread_local, the threads of channels may allocate and copy while this thread captures.
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
         return graph
 
@@ -46,7 +46,7 @@ class CudaGraphPool:
         return result
 
     def reclaim(self) -> None:
-        """Do nothing. Test fakes overwrite the memory here, since a replay may invalidate another pass's results."""
+        """Do nothing. Test fakes overwrite the memory here, because a replay may overwrite another pass's results."""
 
 
 class GraphRecording:

@@ -16,7 +16,7 @@ from engine.routing import by_expert
 COLUMNS = 1024  # elements that a program of an element-wise kernel computes
 FEW_CHOICES = 8192  # up to this many choices of experts in a step, comparing all pairs is faster than torch's sort
 CHOICES = 64  # choices that a program compares with all others
-ELEMENTS_PER_WARP = 256  # fewer would leave lanes idle; more would not fit into registers
+ELEMENTS_PER_WARP = 256  # with fewer elements, lanes would be idle; more elements would not fit into registers
 
 
 class TritonKernels(Kernels):
@@ -24,19 +24,19 @@ class TritonKernels(Kernels):
     captures_states = True
 
     def begin(self, batch: Batch) -> "TritonStep":
-        """Return the step's kernels. Nothing is computed from the batch here, so a graph can replay them."""
+        """Return the step's kernels. This method computes nothing from the batch, so a graph can replay the kernels."""
         return TritonStep(self, batch)
 
 
 class TritonStep(CommonStep):
     """The element-wise kernels of one step on a GPU.
 
-    `TritonKernels.begin` creates this object for one batch, and the decoder uses it on the engine's thread. It writes
-    KV directly into the pool.
+    `TritonKernels.begin` creates this object for one batch, and the decoder uses it on the engine's thread. The kernels
+    write KV directly into the pool.
     """
 
     def _angles(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the angles for a layer. They are computed for each layer, so that a graph can replay this."""
+        """Return the angles for a layer. Each layer computes them again, so that a graph can replay the computation."""
         return self._kernels.rotations[self._kernels.rotation_of[layer]].angles(self._batch.positions)
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class TritonStep(CommonStep):
         return out
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
-        """Return the queries as a view of `qkv`, where they are rotated in place."""
+        """Rotate the queries in place, store the keys and values, and return the queries as a view of `qkv`."""
         kernels, batch, config = self._kernels, self._batch, self._kernels.config
         if kernels.norms_values[layer]:
             return self._rotate_and_store_normed(layer, qkv, q_norm, k_norm)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: N803 (Triton's compile-time constants have capital letters)
-"""Triton kernels for the element-wise work of a layer. Each reads and writes a row once and computes in float32."""
+"""Triton kernels for the element-wise work of a layer. They read and write each row once and compute in float32."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def norm_rows(
     values = tl.load(rows + row * row_stride + column, mask=held, other=0.0).to(tl.float32)
     if ADDS:
         values += tl.load(update + row * update_stride + column, mask=held, other=0.0).to(tl.float32)
-        # Compute the norm of the rounded sum, because this is the sum that is stored.
+        # Compute the norm of the rounded sum, because the rounded sum is stored.
         kept = values.to(rows.dtype.element_ty)
         tl.store(rows + row * row_stride + column, kept, mask=held)
         values = kept.to(tl.float32)
@@ -123,7 +123,7 @@ def gated(gates, ups, out, gate_stride, up_stride, WIDTH, BLOCK: tl.constexpr, A
 
 @triton.jit
 def combine(outputs, places, weights, out, WIDTH, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the outputs of a token's experts in the order of its choice. Grid: tokens x pieces of BLOCK columns."""
+    """Add the outputs of a token's experts in the order of `places`. Grid: tokens x pieces of BLOCK columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < WIDTH

@@ -13,17 +13,18 @@ from engine.cuda.kv.driver import CudaDevice, CudaRegion, PinnedStaging
 from shared.kv.memory import Staging
 from shared.kv.shm import runs
 
-PIECE_BYTES = 16 << 20  # bytes summed at once: these and their products fit into the L2 cache of an H200 (50 MB)
+PIECE_BYTES = 16 << 20  # bytes summed at once; a piece and its products fit into the L2 cache of an H200 (50 MB)
 WORD_BYTES = 8
 
 
 class DeviceMemory:
     """KV memory on a GPU: `rows` is uint8 [num_rows, row_bytes] on `device`.
 
-    The node owns it: the engine's thread computes in it, and KV channels read and write rows from other threads and
-    streams. A channel may read a row only after the step that filled it has ended. The memory is `region`, which
-    belongs to a peer, or, if it is None, a new allocation of zeros. Raises ValueError if a size is not positive or
-    `row_bytes` is not a multiple of 8. Raises OSError (`CudaError`) if the driver fails or memory is short.
+    The node owns this object: the engine's thread computes in the memory, and KV channels read and write rows from
+    other threads and streams. A channel may read a row only after the step that filled the row has ended. The memory is
+    `region`, which belongs to a peer. If `region` is None, the memory is a new allocation of zeros. Raises ValueError
+    if a size is not positive or `row_bytes` is not a multiple of 8. Raises OSError (`CudaError`) if the driver fails or
+    there is too little memory.
     """
 
     sums: ClassVar[str] = "linear64"
@@ -43,8 +44,7 @@ class DeviceMemory:
         self._weights = _weights(row_bytes // WORD_BYTES, device)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # Wait until `_weights` is on the device. Then use a separate stream for checksums, since no step waits for
-            # them.
+            # Wait until `_weights` is on the device. Checksums use a separate stream, because no step waits for them.
             torch.cuda.synchronize(device)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -56,7 +56,7 @@ class DeviceMemory:
         """
         words = self.rows.view(torch.int64)
         with torch.inference_mode(), ExitStack() as stack:
-            if self._stream is not None:  # otherwise, torch would initialize the default device, the first GPU
+            if self._stream is not None:  # without this context, torch would initialize the first GPU
                 stack.enter_context(torch.cuda.device(self.device))
                 stack.enter_context(torch.cuda.stream(self._stream))
             pieces = runs(rows, rows, max(1, PIECE_BYTES // self.row_bytes))
@@ -85,5 +85,5 @@ def _tensor(region: CudaRegion, device: torch.device, size: int) -> Tensor:
         # torch wraps memory with the CUDA array interface without copying or owning it.
         raw = {"shape": (size,), "typestr": "|u1", "data": (region.address, False), "version": 3, "strides": None}
         return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=raw), device=device)
-    # In tests, a fake driver provides memory of the host.
+    # In tests, a fake driver provides host memory.
     return torch.frombuffer((ctypes.c_ubyte * size).from_address(region.address), dtype=torch.uint8)

@@ -1,8 +1,9 @@
 """Forward passes captured as CUDA graphs.
 
-Graphs exist for some step sizes. A step is padded to the next of these sizes; a larger step runs without a graph.
-A step of decodes replays one graph. A small step with chunks replays several graphs and computes attention between
-them, because its kernel launches depend on the step. Larger steps keep the device busy without graphs.
+Graphs are captured for some step sizes, and a step is padded to the next of these sizes. A step of decodes replays one
+graph. A small step with chunks replays several graphs and computes attention between the graphs, because the kernel
+launches of attention depend on the step. A step above the largest size runs without a graph. Such a step is large
+enough to keep the device busy.
 """
 
 import logging
@@ -22,8 +23,8 @@ from engine.models.decoder import AttentionDecoderLayer, Decoder
 from engine.models.spec import LatentSpec
 
 log = logging.getLogger("baton.engine")
-# The numbers of tokens for which CUDA graphs are captured. For steps of decodes, they are the same as in vLLM. Mixed
-# steps have fewer sizes, because each size needs a graph per layer, and padding takes little time up to about 184
+# The numbers of tokens for which CUDA graphs are captured. The numbers for steps of decodes are the same as in vLLM.
+# Mixed steps have fewer sizes, because each size needs one graph per layer. Padding takes little time up to about 184
 # tokens, where an H200 becomes compute-bound.
 DECODES = (1, 2, 4, *range(8, 257, 8), *range(320, 513, 64))
 MIXED = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
@@ -40,7 +41,8 @@ class Captured:
 
 
 class BrokenAttention:
-    """Attention between captured graphs, with inputs and outputs in `Passes`, outside the memory of the graphs."""
+    """Attention that runs between captured graphs. Its inputs and outputs are in buffers of `Passes`, outside the
+    memory of the graphs."""
 
     def __init__(self, passes: "Passes", tokens: int, pause: Callable[[Callable[[], None]], None]) -> None:
         self._passes = passes
@@ -55,10 +57,11 @@ class BrokenAttention:
 
 
 class Passes:
-    """Runs the forward pass of each step, either as a captured pass of the same or next larger size, or uncaptured.
+    """Runs the forward pass of each step, either by replaying a captured pass or without a graph.
 
-    Owned by `CudaRunner`, which calls it on the engine's thread. Until `capture` is called, every step runs uncaptured.
-    The hidden states are the same in both cases, and valid until the next `run`.
+    A captured pass has the size of the step or the next larger size. `CudaRunner` owns this object and calls it on the
+    engine's thread. Until `capture` is called, every step runs without a graph. The hidden states are the same in both
+    cases, and are valid until the next call of `run`.
     """
 
     def __init__(self, model: Decoder, kernels: Kernels, attention: AttentionBackend, buffers: StepBuffers) -> None:
@@ -83,7 +86,8 @@ class Passes:
         return own, None
 
     def run(self, step: Batch, captured: Captured | None) -> Tensor:
-        """Run a step, whose tensors are on the device without padding. Return the result of `Decoder.forward`."""
+        """Run a step and return the result of `Decoder.forward`. The step's tensors are on the device and have no
+        padding."""
         if captured is None:
             return self._model.forward(step, self._kernels.begin(step), self._planned(step))
         if not captured.decodes:
@@ -102,7 +106,8 @@ class Passes:
         return self._attended[: shape.numel()].view(shape)
 
     def attend(self, layer: AttentionLayer, shape: torch.Size) -> None:
-        """Compute attention for the current step's queries, padded to `shape`, and store it. Skip rows of padding."""
+        """Compute attention for the current step's queries, which are padded to `shape`, and store the result. Skip the
+        rows of padding."""
         assert self._plan is not None, "replayed without a plan"
         rows = slice(self._num_tokens)
         self.attended_of(layer, shape)[rows].copy_(self._plan.attend(layer, self.queries_of(shape)[rows]))
@@ -129,8 +134,9 @@ class Passes:
 
     @property
     def _captures_attention(self) -> bool:
-        """Whether a graph may contain the attention of decodes. It may not contain the reference attention, which is
-        planned on the host. Without Triton, the reference computes the layers that flash-attn does not support."""
+        """Whether a graph may contain the attention of decodes. A graph cannot contain the reference attention, because
+        it is planned on the host. Without Triton, the reference computes the layers that flash-attn does not support.
+        """
         plain = all(one.attention.is_plain for one in self._model.layers if isinstance(one, AttentionDecoderLayer))
         return self._attention.name != TorchAttention.name and (plain or self._kernels.captures_states)
 
@@ -148,7 +154,7 @@ class Passes:
     def _decodes_at(self, pool: CudaGraphPool, size: int) -> Captured:
         shape = StepShape(size, size, size)
         batch = self._buffers.clear(shape)
-        # On the host, a captured batch has the upper bounds of the values in all later steps.
+        # The host fields of a captured batch have the largest values that later steps may have.
         most = self._buffers.most_tokens
         batch = replace(batch, starts=[most - 1] * size, kv_lens=[most] * size, sampled=list(range(size)))
 
@@ -172,8 +178,7 @@ class Passes:
 
 
 def _sizes(sizes: Sequence[int], most: int) -> list[int]:
-    """Return the sizes below `most`, and `most` itself. If `most` is above the largest size, that size is used
-    instead."""
+    """Return the sizes below `most`, followed by `most`, which is first limited to the largest of `sizes`."""
     most = min(most, sizes[-1])
     return [*(size for size in sizes if size < most), most]
 

@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def _tile_of(counts, number, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """For a tile of rows, return its expert, its first row, and the end of the expert's rows.
+    """Return the expert of a tile of rows, the first row of the tile, and the end of the expert's rows.
 
-    The tiles of all experts are numbered in order. If there are fewer tiles, the end is 0.
+    The tiles of all experts are numbered in order. If there is no tile with this number, the end is 0.
     """
     experts = tl.arange(0, BLOCK_E)
     held = tl.load(counts + experts, mask=experts < EXPERTS, other=0).to(tl.int32)
@@ -38,10 +38,10 @@ def product(
     EXPERTS: tl.constexpr,  # 0 if all rows use a single matrix
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of outputs, tiles of rows. BLOCK_K divides GROUP. A weight is rounded to the dtype of `rows`.
+    """Grid: tiles of outputs x tiles of rows. BLOCK_K divides GROUP. A weight is rounded to the dtype of `rows`.
 
-    With experts, the number of tiles of rows is an upper bound that depends only on shapes. So the host need not wait
-    for the counts, and a CUDA graph may contain the launch. Surplus programs end at once.
+    With experts, the grid has an upper bound of the number of tiles of rows, which depends only on shapes. The host
+    therefore does not wait for the counts, and a CUDA graph may contain the launch. Surplus programs end at once.
     """
     expert, first, end = 0, tl.program_id(1) * BLOCK_M, count
     if EXPERTS > 0:

@@ -1,5 +1,5 @@
-"""Products on a GPU by our own kernel, which reads the codes of grouped 4-bit weights and multiplies a layer's experts
-at once.
+"""Matrix products on a GPU by Baton's own kernel. The kernel reads the codes of grouped 4-bit weights, and one launch
+multiplies all experts of a layer.
 
 Experimental: the tiles of codes are not tuned.
 """
@@ -36,14 +36,14 @@ def multiply(
     matrix = weight.codes if isinstance(weight, GroupedWeight) else weight
     count, experts, out, width = len(rows), 0 if counts is None else len(counts), matrix.shape[-2], rows.shape[1]
     zeros, order = (None, None) if grouped is None else (grouped.zeros, grouped.order)
-    if counts is None and order is not None:  # copy once, because a gather by each tile would not be coalesced
+    if counts is None and order is not None:  # copy once, because the loads of a gather in each tile are not coalesced
         rows, order = rows[:, order], None
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     result = torch.empty(count, out, dtype=rows.dtype, device=rows.device)
     if not count:
         return result
     group = 0 if grouped is None else width // grouped.scales.shape[-1]
-    exact = rows.dtype == torch.float32  # computed without tensor cores, in tiles that fit into the registers
+    exact = rows.dtype == torch.float32  # float32 is computed without tensor cores, in tiles that fit into registers
     tile = FEW_ROWS if exact or count <= FEW_ROWS * max(1, experts) else MANY_ROWS
     columns, depth = (TILE_COLUMNS // 2, LEAST_DEPTH) if exact else (TILE_COLUMNS, gcd(group, MOST_DEPTH))
     tiles = min(count, count // tile + experts) if experts else triton.cdiv(count, tile)
@@ -69,7 +69,7 @@ class TritonGroupedLinear(Linear):
 
 @dataclass(slots=True)
 class TritonExperts:
-    """The matrices of a layer's experts, all of which one launch multiplies."""
+    """The matrices of a layer's experts. One launch multiplies all of them."""
 
     weight: Tensor | GroupedWeight
     table: Tensor
@@ -91,7 +91,7 @@ class TritonFormat(Plain):
         return TritonGroupedLinear(held, table, bias)
 
     def of_experts(self, each: list[Linear]) -> ExpertLinear:
-        """Return a product with one launch, or with one for each expert if their forms differ."""
+        """Return a product with a single launch, or with one launch per expert if the forms of the matrices differ."""
         plain = [one for one in each if isinstance(one, PlainLinear)]
         grouped = [one for one in each if isinstance(one, TritonGroupedLinear)]
         weight: Tensor | GroupedWeight
@@ -107,7 +107,7 @@ class TritonFormat(Plain):
 
 
 def _stacked(each: list[GroupedWeight]) -> GroupedWeight:
-    """Return the parts of all experts' matrices. Some of the matrices may have no zeros, or no order of inputs."""
+    """Stack the codes, scales, zeros and orders of all experts' matrices. Some matrices may lack zeros or an order."""
     zeros = order = None
     if any(one.zeros is not None for one in each):
         zeros = torch.stack([torch.zeros_like(one.scales) if one.zeros is None else one.zeros for one in each])

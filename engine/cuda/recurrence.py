@@ -11,8 +11,8 @@ from engine.models.spec import DeltaSpec
 from engine.recurrence import RecurrentLayer, states_of
 
 STAGES = 4  # tokens whose inputs a program loads ahead
-# The columns of a recurrent matrix that a program keeps in the registers of one warp. With fewer, a token of a chunk
-# takes less time; with more, a step of decodes moves its states faster.
+# The columns of a recurrent matrix that a program keeps in the registers of one warp. With fewer columns, a token of a
+# chunk takes less time. With more columns, a step of decodes moves its states faster.
 COLUMNS_OF_CHUNKS, COLUMNS_OF_DECODES = 8, 16
 CHUNK = 16  # tokens that a program of the convolution computes at once
 PROGRAMS = 4  # programs of the convolution for a slice and a head, if there are chunks
@@ -21,7 +21,7 @@ PROGRAMS = 4  # programs of the convolution for a slice and a head, if there are
 def recur(
     pool: KVPool, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon: float
 ) -> Tensor:
-    """Return `StepKernels.recur`. `epsilon` belongs to the norm of results.
+    """Compute `StepKernels.recur`. `epsilon` is the epsilon of the norm of results.
 
     The launches depend only on shapes, so a CUDA graph may contain them. Slices without tokens are padding.
     """

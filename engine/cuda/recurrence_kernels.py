@@ -20,15 +20,17 @@ def _span(cu_q, index):
 
 @triton.jit
 def _place(rows, which_stride, units, num_units, row_size, state_rows, which, index, unit):
-    """Return the offset in the pool of a unit of the state that slice `index` reads (`which` = 0), writes (1) or saves
-    (2), or -1 for none."""
+    """Return the offset in the pool of a unit of a state of slice `index`, or -1 if there is no such state.
+
+    `which` is 0 for the state that the slice reads, 1 for the state that it writes, and 2 for the state that it saves.
+    """
     row = tl.load(rows + which * which_stride + index * state_rows + tl.load(units + unit))
     return tl.where(row < 0, row, row * row_size + tl.load(units + num_units + unit))
 
 
 @triton.jit
 def _input(inputs, stride, pool, past, token, count, span, held, size, KEPT: tl.constexpr):
-    """Return the inputs of the convolution for `token` [N] of a slice, [N, span]. Negative tokens precede it."""
+    """Return the inputs of the convolution for `token` [N] of a slice, [N, span]. Negative tokens precede the slice."""
     here = (token >= 0) & (token < count)
     found = tl.load(inputs + token.to(tl.int64)[:, None] * stride + span, mask=here[:, None] & held, other=0.0)
     known = (token < 0) & (token >= tl.where(past < 0, 0, -KEPT))
@@ -47,8 +49,8 @@ def convolve(
     CONV: tl.constexpr, DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the convolution for one head of one part, and its activation. If DELTA, norm queries and keys. The last
-    inputs become part of the new state. Grid: heads of all parts x programs per slice x slices.
+    """Compute the convolution and its activation for one head of one part. If DELTA, norm queries and keys. Store the
+    last inputs in the states that the slice writes and saves. Grid: heads of all parts x programs per slice x slices.
     """
     unit, program, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, count = _span(cu_q, index)
@@ -102,7 +104,7 @@ def factors(
     steps,  # [T, HEADS], or [T, 2 * HEADS] if DELTA
     step_stride, rates, step_bias, num_tokens, HEADS: tl.constexpr, DELTA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the two factors of each token: for its update, and for the state. Grid: tiles of tokens and heads."""
+    """Compute the factor of each token's update, and the factor of the state. Grid: tiles of tokens and heads."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, head = place // HEADS, place % HEADS
     held = token < num_tokens
@@ -128,7 +130,7 @@ def recur(
 ):  # fmt: skip
     """Compute the gated delta rule or the selective state space. Grid: value heads x tiles of columns x slices.
 
-    The columns of a recurrent matrix are independent, so each program keeps BLOCK_V of them.
+    The columns of a recurrent matrix are independent of each other, so each program computes BLOCK_V columns.
     """
     head, index = tl.program_id(0), tl.program_id(2)
     start, count = _span(cu_q, index)
@@ -144,7 +146,8 @@ def recur(
     known = (row < tl.where(read < 0, 0, KEY_DIM))[:, None] & in_columns[None, :]
     state = tl.load(pool + read + cells, mask=known, other=0.0)
     skip, one = tl.load(skips + head), tl.arange(0, 1)
-    # The loads of the next tokens are issued while a token is computed. They have the types that can be pipelined.
+    # The loads of the next tokens are issued while a token is computed. Their dtypes are such that Triton can pipeline
+    # them.
     for token in tl.range(0, count, num_stages=STAGES):
         place = (start + token) * HEADS + head
         inputs, factor = mixed + (start + token) * channels, given + 2 * place
@@ -169,7 +172,7 @@ def norm_gated(
 ):  # fmt: skip
     """Compute the RMS norm of each group of columns, and multiply it by silu(gate). Grid: rows x groups.
 
-    If GATES_FIRST, the columns are multiplied before the norm.
+    If GATES_FIRST, the columns are multiplied by silu(gate) before the norm.
     """
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP
     column = tl.arange(0, BLOCK)

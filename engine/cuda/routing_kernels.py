@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: N803 (Triton's compile-time constants have capital letters)
-"""Triton kernels that choose the experts of each token, and order rows by expert, without the host."""
+"""Triton kernels that choose the experts of each token, and sort rows by expert. The host takes no part."""
 
 import triton
 import triton.language as tl
@@ -70,12 +70,13 @@ def sort_by_expert(
 ):  # fmt: skip
     """Compute `StepKernels.by_expert` for `count` choices by comparing all pairs. Grid: blocks of choices and experts.
 
-    The place of a choice is the number of choices of lower experts, and of earlier choices of the same expert.
+    The place of a choice is the number of choices that come before it: those of experts with lower numbers, and earlier
+    choices of the same expert.
     """
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_choice = item < count
     expert = tl.load(chosen + item, mask=is_choice, other=0).to(tl.int32)
-    expert = tl.where(is_choice, expert, item - count)  # the choices are followed by the experts
+    expert = tl.where(is_choice, expert, item - count)  # the items after the choices are the experts
     total = tl.zeros([BLOCK], tl.int32)
     for first in range(0, count, BLOCK):
         other = first + tl.arange(0, BLOCK)

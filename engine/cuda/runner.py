@@ -1,7 +1,7 @@
-"""Runs steps on a GPU without waiting for it.
+"""Runs steps on a GPU. The host does not wait for the GPU between two steps.
 
-A step is launched while the previous one runs, and reads the tokens drawn by that step on the device. In tests, the
-same code runs synchronously on a CPU.
+A step is launched while the previous step runs. The tokens that the previous step draws stay on the device, where the
+next step reads them. In tests, the same code runs synchronously on a CPU.
 """
 
 import math
@@ -37,7 +37,8 @@ FAR, WARM_COUNT, MANY = 4096, 16, 64  # sizes in the warm-up: longest context, t
 
 @dataclass(slots=True)
 class Launched:
-    """A launched step. When `done` has occurred, `drawn` has its tokens. `order[i]` is the slice of output i."""
+    """A launched step. When the event `done` has occurred, `drawn` has the step's tokens. `order[i]` is the index of
+    the slice that output i belongs to."""
 
     outputs: list[SliceOutput]
     order: list[int]
@@ -62,9 +63,10 @@ class Launched:
 class CudaRunner(TorchRunner):
     """Runs a decoder on a GPU, with static buffers and, after `capture`, captured passes. Experimental.
 
-    The engine's thread calls it, and at most one step is pending at a time. `sampler` draws all tokens on the device.
-    If it is None, `engine.sampling` draws, and waits for the device unless all rows are greedy. Penalties, biases, bans
-    and logprobs need copies to or from the host, which also wait. A row's token does not depend on other rows.
+    The engine's thread calls the runner, and at most one step is pending at a time. `sampler` draws all tokens on the
+    device. If `sampler` is None and some rows are not greedy, `engine.sampling` draws the tokens and waits for the
+    device. Penalties, biases, bans and logprobs need copies to or from the host, which also wait. A row's token does
+    not depend on other rows.
     """
 
     can_run_ahead = True
@@ -88,7 +90,7 @@ class CudaRunner(TorchRunner):
         self.passes = Passes(model, kernels, backend, self._buffers)
         self._tokens = torch.zeros(capacity.slices, dtype=torch.int64, device=device)  # tokens drawn by the last step
         self._cuda = cuda = device.type == "cuda"
-        # Two of each are used in alternate steps, because the previous step's tokens may not have been read yet.
+        # Two buffers and two events alternate between steps, because the previous step's tokens may not be read yet.
         self._arrivals = [torch.zeros(capacity.slices, dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
         self._events = [_event() if cuda else None for _ in range(2)]
         self._before: Sequence[Slice] = ()
@@ -108,9 +110,11 @@ class CudaRunner(TorchRunner):
         }
 
     def warm_up(self) -> None:
-        """Run steps that differ from the largest and the captured ones: with long and short contexts, few and many
-        tokens, and a logit bias. This compiles kernels for which a request could otherwise wait for seconds. The KV
-        of these steps is stored in the dummy block."""
+        """Run steps with long and short contexts, few and many tokens, and a logit bias.
+
+        They differ from the largest step and from the captured steps, and compile kernels for which a request could
+        otherwise wait for seconds. The KV of these steps is stored in the dummy block.
+        """
         far = min(self._buffers.most_tokens, FAR) - WARM_COUNT
         many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
         chunk = (0, WARM_COUNT)
@@ -162,7 +166,7 @@ class CudaRunner(TorchRunner):
             self._draw(logits, rows, masks(), parameters, launched)
         self._pool_vectors(slices, built, logits, hidden, launched.outputs)
         self._score(replace(step, slices=slices), built, hidden[len(rows) :], launched.outputs)
-        if done is not None:  # even if nothing was drawn, since `wait` must also wait until the KV is stored
+        if done is not None:  # record it even if no token was drawn, because `wait` also waits until the KV is stored
             done.record()
         self._before = slices
         return launched
@@ -202,7 +206,7 @@ class CudaRunner(TorchRunner):
 
 
 def _event() -> "torch.cuda.Event":
-    """Return an event whose `synchronize` sleeps; if it spun, it would occupy a core that other nodes need."""
+    """Return an event whose `synchronize` sleeps. A busy wait would occupy a core that other nodes need."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 

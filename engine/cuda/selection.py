@@ -1,4 +1,4 @@
-"""Selects attention and kernels for a node on a GPU: the requested ones, or the fastest that run on this GPU."""
+"""Selects the attention and the kernels of a node on a GPU: those that were requested, or the fastest on this GPU."""
 
 import logging
 
@@ -15,7 +15,7 @@ log = logging.getLogger("baton.engine")
 OWN = "own"  # Baton's Triton kernels if they run here, otherwise torch's
 FLOAT8_CAPABILITY = (8, 9)
 MAX_HEAD_DIM = 256  # largest head of the Triton kernels
-BLOCK_TOKENS = 64  # tokens per KV block on a GPU: one head's keys and values then take 32 KiB
+BLOCK_TOKENS = 64  # tokens per KV block on a GPU; with 64 tokens, the keys and values of one head take 32 KiB
 NO_FLASH_ATTN = (
     "--attention-backend flash_attn: no flash-attn package for this GPU is installed: pip install baton-serve[gpu], or "
     "use auto"
@@ -37,7 +37,7 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
             "--attention-backend triton: the package triton is not installed, or cannot launch kernels here; use torch"
         )
     ours: AttentionBackend = TorchAttention(pool)
-    # With one head, a size over the limit may belong to latents, for which there is also a kernel.
+    # A layout with one KV head may hold latents, and the kernels support latents above the limit.
     fits = pool.layout.head_dim <= MAX_HEAD_DIM or pool.layout.kv_heads == 1
     if triton and name != "torch" and (name == "triton" or fits):
         from engine.cuda.attention import TritonAttention
@@ -72,9 +72,9 @@ def kv_dtype_on_cuda(name: str, computed: torch.dtype, device: torch.device) -> 
 
 
 def usable_on_cuda(name: str, device: torch.device) -> str:
-    """Return `name`, or "own" if `name` is "auto" and FlashAttention 3, which it would select, fails to load.
+    """Return `name`, or "own" if `name` is "auto" and would select FlashAttention 3, but that package fails to load.
 
-    The failure is logged here once. Otherwise it would be logged for each pool.
+    The failure is logged once here, instead of once for each pool.
     """
     if name == "auto" and FLASH_3 in flash_attn_here(device):
         try:
@@ -115,7 +115,8 @@ def kernels_on_cuda(config: ModelConfig, pool: KVPool, triton: bool) -> Kernels:
 
 
 def weights_on_cuda(dtype: torch.dtype, triton: bool) -> Plain:
-    """Return the format of plain tensors. If `triton` is true, it keeps 4-bit codes, and multiplies experts at once."""
+    """Return the format of plain tensors. If `triton` is true, the format keeps 4-bit codes, and one launch multiplies
+    all experts of a layer."""
     if not triton:
         return Plain(dtype)
     from engine.cuda.products import TritonFormat

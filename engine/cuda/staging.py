@@ -16,7 +16,7 @@ from engine.sampling import SamplingRow, parameters_of
 
 NOWHERE = -1  # slot of a padding token
 ALIGNED_WORDS = 2  # alignment of a region, in words of 8 bytes
-NUM_REGIONS = 9  # regions of a block: seven tensors of a batch, carried tokens, sampling parameters; two per table
+NUM_REGIONS = 9  # regions for seven tensors of a batch, carried tokens and parameters; each table has two more regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class StepShape:
 
     tokens: int
     slices: int
-    rows: int  # hidden states for which logits are computed
+    rows: int  # number of hidden states for which logits are computed
 
     @classmethod
     def of(cls, batch: Batch) -> "StepShape":
@@ -34,7 +34,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepCapacity:
-    """The largest step that the buffers hold. A larger one (a prompt that may not be chunked) gets its own buffers."""
+    """The largest step that the buffers hold. A larger step (a prompt that may not be chunked) gets its own buffers."""
 
     slices: int
     tokens: int
@@ -73,8 +73,8 @@ class BufferCarver:
         return self._words[start : start + words].view(dtype)[:count]
 
     def batch(self, shape: StepShape, tables: Sequence[Tensor], state_rows: int) -> Batch:
-        """Return views for a shape. The batch is allocated before other regions, because graphs need it at fixed
-        addresses."""
+        """Return a batch of views for a shape. Call this before other regions are allocated, because graphs need the
+        batch at fixed addresses."""
         cut = [table[: shape.slices] for table in tables]
         tokens, positions = self.take(shape.tokens), self.take(shape.tokens)
         slots = [self.take(shape.tokens) for _ in tables]
@@ -92,7 +92,8 @@ class BufferCarver:
 
 
 class StepBuffers:
-    """A block on the device, and two on the host that alternate, since the previous copy may be in progress."""
+    """One block on the device and two blocks on the host. The host blocks alternate, because the copy of the previous
+    step may still be in progress."""
 
     def __init__(self, capacity: StepCapacity, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -108,7 +109,7 @@ class StepBuffers:
         return self.capacity.blocks * self.capacity.block_tokens
 
     def clear(self, shape: StepShape) -> Batch:
-        """Return the device's tensors for `shape`, filled with padding. Their addresses never change."""
+        """Return the device's tensors for `shape`, filled with padding. The addresses of these tensors never change."""
         batch = self.view(shape)
         _fill(batch, _NOTHING)
         return batch
@@ -136,7 +137,7 @@ class StepBuffers:
         parameters = device.take(WORDS * len(rows)).view(-1, WORDS)
         for table in self._tables:
             table[:slices, :width].copy_(device.take(slices * width, torch.int32).view(slices, width))
-        if step.carried:  # a failed draw is negative; its request has ended, so any token will do
+        if step.carried:  # a failed draw is negative; its request has ended, so the token does not matter
             padded.tokens.index_copy_(0, carried[0], draws[carried[1]].clamp(min=0))
         return _own(padded, step), parameters
 
@@ -167,12 +168,12 @@ def _fill(views: Batch, step: Batch) -> None:
 
 
 def _carried(step: Batch) -> Tensor:
-    """Return the carried tokens' indices in the step, and in the previous draws, int64 [2, carried]."""
+    """Return the indices of the carried tokens in the step and in the previous draws, int64 [2, carried]."""
     return torch.tensor(step.carried, dtype=torch.int64).view(-1, 2).T
 
 
 def _own(padded: Batch, step: Batch) -> Batch:
-    """Return the step on the device: its tensors are the padded ones, cut to the step's size."""
+    """Return the step with tensors on the device, which are those of `padded` cut to the step's size."""
     width = step.block_table.shape[1]
     tensors = ("tokens", "positions", "slots", "logit_rows", "cu_q", "kv_len")
     own = {name: getattr(padded, name)[: len(getattr(step, name))] for name in tensors}

@@ -1,1 +1,4 @@
-"""Runs decoders without a native family: transformers' own modules, over Baton's KV pool, attention and products."""
+"""Runs decoders of families that Baton does not implement, with the modules of transformers.
+
+The modules use Baton's KV pool, attention and matrix products.
+"""

@@ -22,7 +22,8 @@ from shared.kv.memory import HostMemory
 LENGTHS = (40, 3, 17)
 BLOCK_TOKENS = 4
 TOLERANCE = 1e-4  # largest accepted difference of two logits, relative to the range of all logits
-# The sizes of the chunks of each prompt, and whether prompts share steps. The last chunk takes the rest.
+# Ways to compute the prompts: the sizes of the chunks of each prompt, and whether prompts share steps. The tokens of a
+# prompt that remain after these chunks form one more chunk.
 CUTS: dict[str, tuple[Sequence[Sequence[int]], bool]] = {
     "whole and alone": (((), (), ()), False),
     "in chunks, with other prompts": (((7, 1, 5, 13), (1, 1), (4, 9)), True),
@@ -36,9 +37,10 @@ def check(
     expected: list[Tensor] | None = None,
     tolerance: float = TOLERANCE,
 ) -> list[Tensor]:
-    """Compare logits with those of transformers' own eager attention, which by default runs in the same module.
+    """Compare the decoder's logits with `expected`, for each entry of `CUTS`.
 
-    Returns the expected logits. Raises ValueError, with the form and the largest difference, if logits differ.
+    By default, the same module computes the expected logits with transformers' own eager attention. Returns the
+    expected logits. Raises ValueError if logits differ. The message names the entry of `CUTS` and the difference.
     """
     prompts = prompts_of(decoder.config)
     expected = own_logits(decoder, prompts) if expected is None else expected
@@ -92,7 +94,7 @@ def packed_logits(
     free = list(range(layout.num_blocks - 1, 0, -1))
     slices: list[list[Slice]] = []
     for number, (prompt, count, sizes) in enumerate(zip(prompts, blocks, cuts, strict=True)):
-        # With one more token, every position of the prompt is followed by a prompt token whose logprob is requested.
+        # One more token is added, so that each position of the prompt precedes a token whose logprob is requested.
         request = Request(f"check-{number}", [*prompt, 0], len(prompt) + 1, 1, needs_prompt_logprobs=True)
         request.tables[0] = [free.pop() for _ in range(count)]
         sets = [tuple(free.pop() for _ in range(places.state_rows)) for _ in range(2)]
@@ -107,7 +109,7 @@ def packed_logits(
 
 
 def row_layout(config: ModelConfig) -> KVLayout:
-    """Return the layout of one row of a small pool, which is large enough for the units of states."""
+    """Return the layout of one row of a small pool. The row is large enough for each unit of a state."""
     layout = KVLayout(1, config.num_kv_heads, config.num_kv_layers, BLOCK_TOKENS, config.head_dim, "float32")
     while layout.block_bytes < STATE_BYTES * max(state_units(config), default=0):
         layout = replace(layout, block_tokens=2 * layout.block_tokens)
@@ -126,7 +128,8 @@ def places_in(config: ModelConfig, row: KVLayout) -> KVPlaces:
 def chunks(
     request: Request, length: int, sizes: Sequence[int], states: Sequence[tuple[int, ...]] | None = None
 ) -> list[Slice]:
-    """Cut a prompt. `states` are the rows of the request's two states, which are swapped after each chunk."""
+    """Cut a prompt into chunks. `states` are the rows of the request's two states. After each chunk, the state to read
+    and the state to write are swapped."""
     cut: list[Slice] = []
     start = 0
     for size in (*sizes, length):

@@ -19,17 +19,19 @@ from shared.model_files import read_object
 OLDEST = (5, 20)
 INSTALL = 'install it with: pip install "baton-serve[models]"'
 UNKNOWN = "transformers {} has no decoder of this name"
-# Layers that choose the tokens to which they attend. The check cannot detect an ignored choice, because its prompts are
-# so short that a layer may choose all their tokens.
+# Layers that choose the tokens to which they attend. If this choice were ignored, the check would not notice it: the
+# prompts of the check are so short that a layer may choose all tokens.
 SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
-# These kinds of rotation depend on the longest position in a pass, so that one request would change another's answer.
+# With these kinds of rotation, all tokens of a pass depend on its largest position. One request would therefore change
+# the output of another request.
 UNSTABLE_ROPES = ("dynamic", "longrope")
 
 
 def choose_config(directory: Path, model_impl: str) -> ModelConfig:
-    """Read the config as `--model-impl` says. "auto" prefers Baton's own family if there is one for the architecture.
+    """Read the config for the implementation that `--model-impl` selects.
 
-    Raises ValueError, with the reason, if the model cannot run this way.
+    "auto" selects Baton's own implementation if it supports the architecture. Raises ValueError, with the reason, if
+    the model cannot run with the selected implementation.
     """
     if model_impl == "transformers":
         return read_foreign_config(directory)
@@ -43,8 +45,8 @@ def choose_config(directory: Path, model_impl: str) -> ModelConfig:
 def read_foreign_config(directory: Path) -> ModelConfig:
     """Read the config of a decoder for transformers' modules.
 
-    Its layers are estimates; the sizes of keys and values are measured when the model is loaded. Raises ValueError with
-    the reason if the model cannot run this way.
+    The layers of the config are estimates; the sizes of keys and values are measured when the model is loaded. Raises
+    ValueError, with the reason, if the model cannot run with these modules.
     """
     file = directory / "config.json"
     keys = ConfigReader(read_object(file), file)
@@ -61,7 +63,7 @@ def read_foreign_config(directory: Path) -> ModelConfig:
     if not isinstance(names, list) or len(names) != 1 or not is_causal(str(names[0])):
         keys.refuse("architectures", UNKNOWN.format(release) + "; it must be one class name ending in ForCausalLM")
     found = parsed(directory, release)
-    found.allow_global_per_layer_attribute_access = True  # the sizes of single layers are measured later
+    found.allow_global_per_layer_attribute_access = True  # allowed, because the sizes of each layer are measured later
     check_layers(found, file)
     check_ropes(found, file)
     try:
@@ -71,7 +73,7 @@ def read_foreign_config(directory: Path) -> ModelConfig:
 
 
 def transformers_version() -> str:
-    """Return the installed version. Raises ValueError if there is none, or if it is too old."""
+    """Return the installed version. Raises ValueError if transformers is not installed or too old."""
     try:
         found = version("transformers")
     except PackageNotFoundError:

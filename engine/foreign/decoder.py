@@ -1,7 +1,7 @@
 """A decoder made of modules of transformers. It stores its KV in Baton's pool, and attends with Baton's kernels.
 
-A step is one pass over one sequence, which holds the tokens of all requests. Transformers' modules compute everything
-except attention token by token, and attention is replaced through transformers' attention interface.
+A step is one pass over one sequence, which holds the tokens of all requests. Except for attention, transformers'
+modules compute each token independently of the others. Attention is replaced through transformers' attention interface.
 """
 
 import math
@@ -26,15 +26,15 @@ ATTENTION = "baton"  # the name under which transformers finds Baton's attention
 PROBE_TOKENS = 8
 WINDOWED = {"full_attention": 0, "hybrid": 0, "sliding_attention": 1, "hybrid_sliding": 1}
 RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")  # kinds of layers with a state
-FAR = 4096  # a query at this position must see all earlier ones, unless the layer has a window
+FAR = 4096  # a query at this position must see all earlier positions, unless the layer has a window
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
-    """The mask of a layer, passed in place of a tensor: a query sees the last `window` tokens, or all tokens if
-    `window` is 0.
+    """The mask of a layer, which is passed to attention in place of a tensor. A query sees the last `window` tokens, or
+    all tokens if `window` is 0.
 
-    If `refusal` is not empty, it says why the mask is not supported.
+    If the mask is not supported, `refusal` is the reason.
     """
 
     window: int = 0
@@ -55,7 +55,7 @@ class AttentionCall:
 
 
 class ProbePass:
-    """Records the calls of attention in a probe pass, whose attention returns zeros."""
+    """Records the calls of attention in a probe pass. Attention returns zeros in this pass."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
@@ -77,7 +77,7 @@ class ProbePass:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     def mask(self, mask_function: Any, local_size: int | None) -> Reach:
-        """Return the reach of a mask, determined from the keys that some queries see."""
+        """Return the reach of a mask. It is determined by the keys that a few sample queries see."""
         sizes = (local_size,) if local_size else ()
         for at in (5, *(2 * size + 1 for size in sizes), *(3 * size - 1 for size in sizes), *(() if sizes else (FAR,))):
             keys, zero = torch.arange(at + 3), torch.zeros(1, dtype=torch.long)
@@ -138,9 +138,9 @@ class ForeignDecoder:
 
     The runner owns the model and calls it on one thread at a time. During a pass, `_pass` receives the calls of
     attention and masks that the model's modules make. `config` has the sizes of keys and values that a probe pass
-    found. Heads that are smaller than those of other layers are padded, and missing KV heads are copies. `states` has
-    the recurrent states that the probe pass found in its layers. If `stepwise`, layers with states get one token at
-    a time."""
+    found. These sizes are the same for all layers: smaller heads are padded, and a layer with fewer KV heads stores
+    copies of its KV heads. `states` has the recurrent states that the probe pass found. If `stepwise`, layers with
+    states get one token at a time."""
 
     def __init__(self, module: Any, config: ModelConfig) -> None:
         self.module = module.eval()
@@ -190,7 +190,7 @@ class ForeignDecoder:
         return found[: len(rows)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the rows of `forward` in float32: they are already logits."""
+        """Return `hidden` in float32. `forward` of this class returns logits, so they need no further computation."""
         return hidden.float()
 
     def _run(
@@ -258,12 +258,13 @@ class ForeignDecoder:
 def check_windows(config: Any, calls: list[AttentionCall]) -> None:
     """Raise ValueError if the windows of config.json are not those that the code uses.
 
-    Transformers' caches drop KV outside the windows of config.json, so its own answers might be wrong.
+    If the windows differ, the output of transformers itself might be wrong, because its caches drop the KV outside the
+    windows of config.json.
     """
     window, found = getattr(config, "sliding_window", None) or 0, [call.window for call in calls]
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(found)
     given = [window * WINDOWED[kind] for kind in kinds if kind in WINDOWED]
-    if len(given) == len(found) and given != found:  # otherwise, a layer calls attention more than once
+    if len(given) == len(found) and given != found:  # the lengths differ if a layer calls attention more than once
         raise ValueError(
             f"config.json gives the layers windows of {given} tokens (0: all), by layer_types and sliding_window, but "
             f"transformers' code attends to {found}; correct config.json"

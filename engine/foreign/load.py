@@ -1,4 +1,4 @@
-"""Loads a decoder into transformers' modules, with Baton's products, and checks it before it serves."""
+"""Loads a decoder into transformers' modules, with Baton's matrix products, and checks the decoder."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -21,19 +21,19 @@ from engine.startup import cause, is_out_of_memory
 from engine.weights import stored_dtype
 
 log = logging.getLogger("baton.engine")
-# The weight formats that round the weights of a checkpoint.
+# For each dtype of a checkpoint, the weight formats that round its weights.
 LESS = {
     torch.float32: ("bfloat16", "float16"),
     torch.bfloat16: ("float16",),
     torch.float16: ("bfloat16",),
 }
-ROUNDED = 0.1  # largest accepted difference of logits, relative to their range, if weights are stored with fewer bits
+ROUNDED = 0.1  # largest accepted difference of logits, relative to their range, if weights are rounded
 
 
 class LinearModule(nn.Module):
     """A linear layer that multiplies with one of Baton's weight formats.
 
-    Some code reads the dtype of `weight`, which is empty here.
+    `weight` is an empty tensor. It exists because some modules read its dtype.
     """
 
     def __init__(self, linear: Linear, width: int) -> None:
@@ -49,7 +49,10 @@ class LinearModule(nn.Module):
 def load_foreign(
     path: Path, config: ModelConfig, linear: LinearFormat, backend: Callable[[KVPool], AttentionBackend]
 ) -> ForeignDecoder:
-    """Load the model in `path` and check it. Raises ValueError, with the reason, if it does not fit or fails."""
+    """Load the model in `path` and check it.
+
+    Raises ValueError, with the reason, if the model is not suitable or fails the check.
+    """
     module = read_module(path, config)
     stored = getattr(torch, stored_dtype(path))
     try:
@@ -83,7 +86,7 @@ def checked(decoder: ForeignDecoder, backend: Callable[[KVPool], AttentionBacken
 
 
 def read_module(path: Path, config: ModelConfig) -> Any:
-    """Return transformers' model in float32. Raises ValueError if tensors are missing, unexpected or of other sizes."""
+    """Return transformers' model in float32. Raises ValueError if a tensor is missing, unexpected or of wrong size."""
     transformers.utils.logging.disable_progress_bar()
     module, found = getattr(transformers, config.architecture).from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False,
@@ -115,7 +118,7 @@ def use_products(module: nn.Module, linear: LinearFormat, stored: torch.dtype, c
     """Replace the linear layers by products in a weight format. Weights that the checkpoint's dtype `stored` represents
     exactly are passed in this dtype.
 
-    Layers that were not `called` are not replaced, because the code may read their weights instead (Jamba).
+    Layers that are not in `called` stay as they are, because the model's code may read their weights directly (Jamba).
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

@@ -1,7 +1,8 @@
 """Recurrent states of transformers' modules, which are kept in Baton's KV pool between the steps of a request.
 
 A pass computes the tokens of all requests in one row, except in modules with states. A module with states runs once for
-all decodes, and once for each chunk. In each run, it gets a transformers `Cache` with the states of these requests.
+all decodes, and once for each chunk. In each run, the module gets a `Cache` of transformers, which contains the states
+of the requests in this run.
 """
 
 from collections.abc import Callable, Iterator
@@ -139,7 +140,7 @@ class StatefulModule(nn.Module):
         return self._run(self._states, given, options)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module, for code outside the module that reads it."""
+        """Return an attribute of the wrapped module, because code outside the module may read it."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -156,7 +157,7 @@ def wrap(root: nn.Module, states: list[ModuleStates], run: Callable[..., Any]) -
 
 
 class StatePass:
-    """The states of one pass. The decodes share a cache, and each chunk has one.
+    """The states of one pass. All decodes share one cache, and each chunk has its own cache.
 
     If `stepwise`, modules get one token at a time, because their code ignores the state before a chunk.
     """
@@ -164,7 +165,8 @@ class StatePass:
     def __init__(self, config: Any, batch: Batch, pool: KVPool, stepwise: bool) -> None:
         self._floats = pool.floats
         self._places, saves = places_of(pool, batch)
-        self._groups: list[tuple[list[int], list[Tensor]]] = []  # for each run of a module: its slices, and their rows
+        # For each cache: the slices that use it, and the rows of each run of a module.
+        self._groups: list[tuple[list[int], list[Tensor]]] = []
         self._save_at = saves.tolist()
         first = batch.cu_q.tolist()
         begins = (self._places[0, :, 0] < 0).tolist()
@@ -199,8 +201,8 @@ class StatePass:
         return self._joined(outputs)
 
     def _part(self, value: Any, rows: Tensor) -> Any:
-        """Return the part of an argument for some tokens, [requests, tokens]. The second axis of [1, T, ...] is the
-        axis of tokens."""
+        """Return the part of an argument for the tokens `rows`, [requests, tokens]. A tensor of shape [1, T, ...] has
+        an entry for each token; tensors of other shapes are returned whole."""
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, self._num_tokens):
             return value[0, rows]
         if isinstance(value, tuple | list):

@@ -1,7 +1,7 @@
 """Encodes images with the vision modules and image processors of transformers.
 
-Only the models' decoders are Baton's own code. Each image is encoded in float32 and alone, so that its features depend
-only on its pixels.
+Baton has its own code only for the models' decoders. Images are encoded one at a time and in float32, so that the
+features of an image depend only on its pixels.
 """
 
 import logging
@@ -41,11 +41,11 @@ QWEN_MODULES = {
 class VisionEncoder:
     """The vision module of one model, and the features of the images that it encoded last.
 
-    Thread-safe: it encodes one image at a time. `num_encoded` and `num_cached` count images.
+    Thread-safe: the encoder encodes one image at a time. `num_encoded` and `num_cached` count images.
     """
 
     def __init__(self, path: Path, rules: ImageRules) -> None:
-        """Load the module. Raises ValueError if tensors are missing, unknown or of other sizes."""
+        """Load the module. Raises ValueError if a tensor is missing, unknown or of a wrong size."""
         self._rules = rules
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         self._modules = _modules(config, rules)

@@ -34,7 +34,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # sizes of metadata values, by type
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
-HEADER_BYTES = 2**26  # the header has the tokenizer's vocabulary, of a few MiB
+HEADER_BYTES = 2**26  # limit of the header's size; the header contains the tokenizer's vocabulary, of a few MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Header:
         return self.skip(self.number()).decode(errors="replace")
 
     def value(self) -> str | int | None:
-        """Return a string or an integer of 32 bits, and skip other values."""
+        """Read a value. Return it if it is a string or a 32-bit integer, and otherwise return None."""
         kind = self.number("<I")
         if kind == STRING:
             return self.text()
@@ -125,7 +125,7 @@ class GgufCheckpoint:
     """The tensors of a GGUF file, by their names in Hugging Face checkpoints, each returned once on `device`.
 
     Matrices in Q4_0 keep their 4-bit codes. Other quantized tensors become float16. Methods raise ValueError, with the
-    name of the tensor, if it is missing, or does not have the shape that the config gives.
+    name of the tensor, if a tensor is missing or does not have the shape that the config gives.
     """
 
     def __init__(self, file: Path, config: ModelConfig, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from engine.formats.forms import E2M1, INTEGERS, ChannelWeight, GroupedWeight, W
 from engine.formats.scheme import Scheme
 from engine.weights import Checkpoint
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # an AWQ integer has eight nibbles; this is the column of each, low bits first
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the eight nibbles in an AWQ integer, low bits first
 UNUSED = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
     ".kv_scale", ".activation_scale", "_proj_activation_scale", ".activation_scale_ub", ".input_scale_ub",
@@ -17,11 +17,11 @@ Codes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # codes [out, in], 
 
 
 class QuantizedReader:
-    """The matrices of one quantized checkpoint, read as `load_model` asks for them.
+    """The matrices of one quantized checkpoint. A matrix is read when `load_model` requests it.
 
-    A matrix whose plain weight is in the checkpoint is dense, since formats leave some modules unquantized. Methods
-    raise ValueError, with the name of the tensor, if a tensor is missing, has a wrong shape or dtype, or if a scale is
-    not finite.
+    If the checkpoint has the plain weight of a matrix, the matrix is dense, because quantized checkpoints leave some
+    modules unquantized. Methods raise ValueError, with the name of the tensor, if a tensor is missing, has a wrong
+    shape or dtype, or if a scale is not finite.
     """
 
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme) -> None:
@@ -57,7 +57,7 @@ class QuantizedReader:
         (high, wide), own = self._scheme.block, f"{name}_scale_inv"
         if high:
             scales = self._scale(own, count, -(-out // high), -(-width // wide))
-        else:  # one scale per expert, or one each for gate and up
+        else:  # each expert has one scale, or two scales: for gate and for up
             shape = self._files.shape_of(own)
             rows = 2 if shape == [count, 2, 1] and out % 2 == 0 else 1
             scales = self._scale(own, *([count] if shape == [count] else [count, rows, 1])).view(count, rows, 1)
@@ -83,7 +83,7 @@ class QuantizedReader:
         return self._finite(f"{name}.weight", weight * scale)
 
     def _finite(self, name: str, values: Tensor) -> Tensor:
-        """Return the values in bfloat16. Refuse the tensor if one is NaN or infinite."""
+        """Return the values in bfloat16. Refuse the tensor if a value is NaN or infinite."""
         dense = values.bfloat16()
         if not bool(dense.isfinite().all()):
             self._files.refuse(name, "holds NaN or infinity; download the model again")
@@ -128,7 +128,7 @@ class QuantizedReader:
         middle = 1 << self._scheme.bits - 1
         offsets = None if zeros is None else zeros.float() - middle
         if offsets is not None and not bool(offsets.any()):
-            offsets = None  # symmetric: the table contains the zero
+            offsets = None  # symmetric weights: the values in the table already take account of the zero
         order = None
         if owners is not None:
             order = owners.argsort(stable=True)

@@ -39,8 +39,8 @@ class Scheme:
 
 
 def read_scheme(directory: Path) -> Scheme | None:
-    """Return the quantization of a model directory, or None if it has none. Raises ValueError if it is not supported,
-    or if a value is invalid."""
+    """Return the quantization of a model directory, or None if the model is not quantized. Raises ValueError if the
+    quantization is not supported or a value is invalid."""
     file = directory / "config.json"
     values = read_object(file)
     nested = values.get("text_config")

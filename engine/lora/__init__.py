@@ -1,1 +1,1 @@
-"""LoRA adapters: low-rank updates of a model's matrices, which each request chooses."""
+"""LoRA adapters: low-rank updates of a model's matrices. Each request can select one adapter."""

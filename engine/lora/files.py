@@ -61,8 +61,8 @@ def lora_digest(directory: Path) -> str:
 def read_lora(directory: Path, max_rank: int) -> dict[str, LowRank]:
     """Return the update of each module, by its name such as "model.layers.0.self_attn.q_proj".
 
-    Raises ValueError, which names the field or the tensor, if the adapter is malformed, is larger than `max_rank`, or
-    changes the model by more than low-rank updates.
+    Raises ValueError, which names the field or the tensor, if the adapter is malformed, has a rank above `max_rank`, or
+    changes the model in another way than by low-rank updates.
     """
     config, file = _read_config(directory), directory / WEIGHTS
     parts: dict[str, dict[str, Tensor]] = {}

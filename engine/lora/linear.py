@@ -23,11 +23,11 @@ from engine.models.spec import AttentionSpec, MlpSpec
 
 @dataclass(slots=True)
 class AdaptedRows:
-    """The rows of the current pass that each adapter changes, among all tokens and among the logit rows."""
+    """The rows that each adapter changes in the current pass, as indices of tokens and as indices of logit rows."""
 
     tokens: dict[str, Tensor] = field(default_factory=dict)  # row numbers, int64, by the adapter's digest
     logit_rows: dict[str, Tensor] = field(default_factory=dict)
-    begin: int = 0  # first row of the current product, because MLPs divide large batches
+    begin: int = 0  # first row of the current product; above 0 only for later parts of a batch that an MLP divides
 
     def select(self, batch: Batch, device: torch.device) -> None:
         """Set the rows for a pass over `batch` on `device`."""
@@ -43,7 +43,7 @@ class AdaptedRows:
 
 @dataclass(slots=True)
 class AdaptedLinear(Linear):
-    """A matrix with the updates of adapters, by digest. In the last layer, some matrices multiply logit rows only."""
+    """A matrix with the updates of adapters, by digest. Some matrices of the last layer multiply only logit rows."""
 
     base: Linear
     updates: dict[str, tuple[Linear, Linear]]
@@ -82,7 +82,7 @@ class AdaptedMlp(Mlp):
 class ModelAdapters:
     """The adapters of a model, with ranks up to `max_rank`.
 
-    They may be added and removed between two steps, on the thread that runs the steps.
+    Adapters may be added and removed between two steps, on the thread that runs the steps.
     """
 
     model: Decoder
@@ -171,7 +171,7 @@ class _Adapter:
             layer.mlp, mlp.down = mlp, self._adapted(mlp.down, update, None, is_last)
 
     def _joined(self, names: list[str], sizes: list[int], width: int) -> LowRank | None:
-        """Return one update for the matrix that has these modules as parts, or None if there is none for any part."""
+        """Return one update for the matrix that joins these modules, or None if the adapter changes none of them."""
         parts = [self.left.pop(name, None) for name in names]
         for name, part, size in zip(names, parts, sizes, strict=True):
             found = (size, width) if part is None else (part.up.shape[0], part.down.shape[1])

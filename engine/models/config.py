@@ -21,7 +21,10 @@ def check_architecture(keys: ConfigReader, supported: Iterable[str]) -> str:
 
 
 def eos_token_ids(keys: ConfigReader, directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids in both files, because chat models have an end-of-turn token only in generation_config.json."""
+    """Return the end tokens in config.json and in generation_config.json.
+
+    Both files are read, because chat models have an end-of-turn token only in generation_config.json.
+    """
     ids = keys.token_ids("eos_token_id", vocab_size)
     file = directory / "generation_config.json"
     if file.exists():

@@ -18,7 +18,7 @@ from engine.recurrence import RecurrentLayer
 
 
 class LanguageModel(Protocol):
-    """A model that a runner calls: Baton's decoder, or one of transformers."""
+    """A model that a runner calls: Baton's decoder, or a decoder made of modules of transformers."""
 
     config: ModelConfig
 
@@ -65,8 +65,9 @@ class RecurrentDecoderLayer(DecoderLayer):
 class Decoder:
     """A model: its configuration, embedding, layers and head.
 
-    The runner owns the model and calls it on one thread at a time. Its only state is the weights. `dtype` is the dtype
-    of activations, which may differ from the dtype of weights. `embed` maps tokens, int64 [T], to their vectors.
+    The runner owns the model and calls it on one thread at a time. A decoder has no state except its weights. `dtype`
+    is the dtype of activations, which may differ from the dtype of weights. `embed` maps tokens, int64 [T], to their
+    vectors.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class Decoder:
     def can_be_captured(self, kernels: Kernels) -> bool:
         """Return whether a CUDA graph can contain the pass.
 
-        It cannot if experts are multiplied one after another, because launches then depend on the choice of experts.
+        A graph cannot contain the pass if experts are multiplied one after another. In that case, the kernel launches
+        depend on the choice of experts.
         """
         experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
         experts += [layer.alongside.experts for layer in self.layers if layer.alongside is not None]
@@ -99,7 +101,8 @@ class Decoder:
     ) -> Tensor:
         """Store the KV of all T tokens, and return the hidden states of the batch's logit rows, [R, hidden_size].
 
-        `last` is the attention plan of `Batch.drawing`. If it is given, the last layer skips attention for other rows.
+        `last` is the attention plan of `Batch.drawing`. If it is given, the last layer computes attention only for the
+        rows of this plan.
         """
         hidden = self.embedded(batch.tokens)
         hidden = hidden if batch.images is None else batch.images.embed(hidden)
@@ -110,7 +113,7 @@ class Decoder:
         self, hidden: Tensor, normed: Tensor, batch: Batch, kernels: StepKernels, attention: AttentionPlan,
         last: AttentionPlan | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Run all layers. The attention of the first layer reads `normed`, and `hidden` is its residual.
+        """Run all layers. For the first layer, `normed` is the input of attention, and `hidden` is the residual.
 
         Return the hidden states of the batch's logit rows before and after the last norm, [R, hidden_size].
         """
@@ -147,7 +150,7 @@ class Decoder:
         positions: Tensor,
         selected: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of attention or of a recurrence, for all rows or only for `selected` if given."""
+        """Return the result of attention or of a recurrence, for the rows `selected`, or for all rows if it is None."""
         if isinstance(layer, AttentionDecoderLayer):
             return self._attend(layer, rows, kernels, attention, positions, selected)
         assert isinstance(layer, RecurrentDecoderLayer)
@@ -164,7 +167,8 @@ class Decoder:
         positions: Tensor,
         selected: Tensor | None = None,
     ) -> Tensor:
-        """Return attention, [T, num_heads * head_dim]. `attention` plans all rows, or only `selected` if given."""
+        """Return the result of attention, [T, num_heads * head_dim], for the rows `selected`, or for all rows if it is
+        None. The plan `attention` must cover the same rows."""
         spec, latent, q = layer.spec, layer.latent, store_kv(layer, rows, kernels)
         if spec.temperature:
             steps = (positions // spec.temperature_tokens).float()
@@ -195,7 +199,8 @@ class Decoder:
 
 
 def store_kv(layer: AttentionDecoderLayer, rows: Tensor, kernels: StepKernels) -> Tensor:
-    """Store the KV of a layer's normed inputs, and return their rotated queries, [T, heads, head_dim]."""
+    """Compute a layer's KV and queries from its normed inputs. Store the KV, and return the rotated queries,
+    [T, heads, head_dim]."""
     if layer.latent is None:
         return kernels.rotate_and_store(layer.attention.index, layer.qkv(rows), layer.q_norm, layer.k_norm)
     q, stored = layer.latent.derive(rows, layer.qkv(rows), layer.q_norm, layer.k_norm)

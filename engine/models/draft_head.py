@@ -18,15 +18,17 @@ NO_LOGIT = -1e9  # logit of a token outside of the head's vocabulary; finite, be
 
 
 class HeadDecoder(Decoder):
-    """A draft head is a decoder of one layer. Its input is a token and the model's hidden state at the position before
-    the token. This pair describes the text up to the token, and the head's result guesses the next one. For a further
-    guess, the head's own state takes the place of the model's.
+    """A draft head: a decoder with one layer.
 
-    This is an MTP layer ("DeepSeek-V3 Technical Report", 2024, section 2.2): the normed embedding and the normed state
-    are joined by a product. The head uses the model's embedding and output head.
+    The input of a position is its token and the model's hidden state at the previous position. This pair describes the
+    text up to the token, so that the head can guess the next token. For a further guess, the head's own hidden state
+    replaces the model's hidden state.
+
+    This class is an MTP layer ("DeepSeek-V3 Technical Report", 2024, section 2.2): a product joins the normed embedding
+    and the normed hidden state. The head uses the model's embedding and output head.
     """
 
-    captured: tuple[int, ...] = ()  # the model's layers before which the head reads the states
+    captured: tuple[int, ...] = ()  # the head reads the hidden states before these layers of the model
 
     def __init__(
         self, config: ModelConfig, embed: Lookup, layer: AttentionDecoderLayer, norm: Tensor, head: Linear,
@@ -41,8 +43,8 @@ class HeadDecoder(Decoder):
         return normed
 
     def inputs(self, tokens: Tensor, features: Tensor, kernels: StepKernels) -> tuple[Tensor, Tensor]:
-        """Return the residual and the input of attention. Position i is a pair of tokens[i], int64 [T], and
-        features[i]."""
+        """Return the residual and the input of attention. The input of position i is the pair of tokens[i], int64 [T],
+        and features[i]."""
         embedded = kernels.norm(self.embedded(tokens), self._pair.embedding_norm)
         states = kernels.norm(features, self._pair.hidden_norm)
         hidden = self._pair.joined(torch.cat((embedded, states), dim=-1))
@@ -58,7 +60,7 @@ class HeadDecoder(Decoder):
         self, batch: Batch, features: Tensor, kernels: StepKernels, attention: AttentionPlan
     ) -> tuple[Tensor, Tensor]:
         """Store the KV of pairs of tokens and features. Return the features for the next guess, and the logits of this
-        one."""
+        guess."""
         hidden, normed = self.decode(*self.inputs(batch.tokens, features, kernels), batch, kernels, attention)
         return self.own_features(hidden, normed), self.logits(normed)
 
@@ -69,8 +71,8 @@ class HeadDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class PairWeights:
-    """The norms of an embedding and of a hidden state, and a product that joins the two. In EAGLE-3, the product joins
-    the states of several layers."""
+    """The norms of an embedding and of a hidden state, and a product that joins the embedding and the state. In
+    EAGLE-3, the product joins the states of several layers."""
 
     embedding_norm: Tensor
     hidden_norm: Tensor
@@ -81,9 +83,9 @@ class EagleDecoder(HeadDecoder):
     """An EAGLE-3 head ("EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
     Li et al. 2025).
 
-    A linear layer projects three of the model's hidden states to one vector. The input of attention concatenates the
-    normed embedding and the normed vector; the residual is the vector. The head has its own vocabulary: its logits are
-    those of the tokens `targets`, int64 [n]. Other tokens are never guessed.
+    A linear layer projects three of the model's hidden states to one vector. The input of attention is the
+    concatenation of the normed embedding and the normed vector; the residual is the vector. The head has its own
+    vocabulary: its logits are those of the tokens `targets`, int64 [n]. Other tokens are never guessed.
     """
 
     def __init__(

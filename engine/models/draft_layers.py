@@ -12,7 +12,8 @@ from shared.model_files import read_object
 
 @dataclass(frozen=True, slots=True)
 class MtpNames:
-    """The names of an MTP layer's tensors, without ".weight". `layer` is a prefix of the names in its decoder layer."""
+    """The names of an MTP layer's tensors, without ".weight". An MTP layer contains a decoder layer; `layer` is the
+    prefix of that decoder layer's tensors."""
 
     layer: str
     embedding_norm: str
@@ -33,7 +34,7 @@ def mtp_names(config: ModelConfig) -> MtpNames | None:
 
 
 def with_mtp(config: ModelConfig, path: Path) -> ModelConfig:
-    """Return the config of a model whose pool has room for its MTP layer. Raises ValueError if it has none."""
+    """Return the config of a model whose pool has room for its MTP layer. Raises ValueError if it has no MTP layer."""
     names = mtp_names(config) if config.architecture in FAMILIES else None
     if names is None:
         raise ValueError(
@@ -69,9 +70,9 @@ def mtp_layer(config: ModelConfig) -> LayerSpec:
 class EagleSpec:
     """The shape of an EAGLE-3 head, as its checkpoint describes it.
 
-    `layer` is its one decoder layer, and `hidden_size` the width of its states. The head reads the states of its model
-    before the layers `captured`. It has logits for `vocab_size` tokens. If the model has more tokens, the tensor d2t
-    maps the head's tokens to the model's. The residual is normed if `norms_residual`."""
+    `layer` is the head's only decoder layer, and `hidden_size` is the width of the head's states. The head reads the
+    states of its model before the layers `captured`. The head has logits for `vocab_size` tokens. If the model has more
+    tokens, the tensor d2t maps the head's tokens to the model's tokens. The residual is normed if `norms_residual`."""
 
     layer: LayerSpec
     hidden_size: int
@@ -113,8 +114,8 @@ def read_eagle(path: Path, config: ModelConfig) -> EagleSpec:
 
 
 def _captured(keys: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Return the layers before which states are read, as vLLM numbers them. SpecForge numbers the layers after which
-    they are read."""
+    """Return the indices of the layers before which states are read. vLLM's key at the top level has these indices. In
+    `eagle_config`, SpecForge writes the indices of the layers after which states are read."""
     nested = keys.nested("eagle_config")
     key = "eagle_aux_hidden_state_layer_ids"
     for reader, offset in ((keys, 0), (nested, 1)):

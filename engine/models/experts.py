@@ -14,7 +14,7 @@ from engine.models.spec import MoeSpec
 class Experts:
     spec: MoeSpec
     router: Linear  # float32 [num_experts, hidden_size]
-    correction: Tensor | None  # float32 [num_experts]: added to the scores for the choice only
+    correction: Tensor | None  # float32 [num_experts]: added to the scores to choose experts, but not in their weights
     factors: Tensor  # float32 [num_experts]: the spec's scale, times the expert's own scale if it has one
     gate_up: ExpertLinear
     down: ExpertLinear
@@ -54,7 +54,7 @@ class ExpertsAlongside:
     post_mlp_norm: Tensor
 
     def __call__(self, hidden: Tensor, from_mlp: Tensor, kernels: StepKernels) -> Tensor:
-        """Return the sum of two normed outputs: `from_mlp` is the output of the MLP, and the experts compute the other
-        one from `hidden`."""
+        """Compute the experts' output from `hidden`. Return the sum of the normed `from_mlp`, which is the output of
+        the MLP, and the normed output of the experts."""
         output = self.experts(kernels.norm(hidden, self.norm), kernels, kernels.norm(hidden, self.router_norm))
         return kernels.norm(from_mlp, self.post_mlp_norm) + kernels.norm(output, self.post_norm)

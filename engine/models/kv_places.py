@@ -1,4 +1,4 @@
-"""The places of each layer's KV and of recurrent states in the pool: the groups of a model."""
+"""Determines where a model's layers store KV and recurrent states in the pool, and the model's groups of layers."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,10 @@ STATE_BYTES = 4  # bytes of a number in a recurrent state
 class KVPlaces:
     """The places of layers in the pool.
 
-    A row holds the KV of `row_layers` layers. `tables[i]` is the block table of KV layer i, and `places[i]` its place
-    in a row. A group whose blocks have several rows has one table for each row of a block: if t is the group's first
-    table, table t + r has row r of each block. `units` are the rows of the units of a state, and their offsets in these
-    rows (see `unit_places`)."""
+    A row holds the KV of `row_layers` layers. `tables[i]` is the block table of KV layer i, and `places[i]` is the
+    layer's place in a row. If the blocks of a group have several rows, the group has one table for each row of a block:
+    if t is the group's first table, table t + r has row r of each block. `units` has, for each unit of a state, the
+    unit's row and its offset in the row (see `unit_places`)."""
 
     row_layers: int
     groups: tuple[Group, ...] = UNIFORM
@@ -45,10 +45,10 @@ def all_in_one_row(layers: int) -> KVPlaces:
 
 
 def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
-    """Return the places of a model's layers and, if `row_bytes` gives the size of the pool's rows, of its states.
+    """Return the places of a model's layers and, if `row_bytes` (the size of a pool's row) is given, of its states.
 
-    Layers with the same window form a group. The layers of a draft head come last, without a window. If there are
-    several groups, a row has the largest number of layers with which a typical request wastes little memory on unused
+    Layers with the same window form a group. The layers of a draft head come last, and have no window. If there are
+    several groups, a row holds as many layers as possible without wasting much memory of a typical request on unused
     places. Raises ValueError if a unit of a state is larger than a row.
     """
     windows = [spec.window if isinstance(spec, AttentionSpec) else 0 for spec in config.attention]

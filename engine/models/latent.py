@@ -1,7 +1,8 @@
 """The products of latent attention, in absorbed form.
 
-The scores of a head are q K = q (c U) = (q U^T) c for a latent c and the weights U of the head's keys, so queries are
-multiplied by these weights once, instead of each stored latent. The same holds for values and the result of attention.
+A head's score for a latent c is q K = q (c U) = (q U^T) c, where U are the weights of the head's keys. Each query is
+therefore multiplied by U once, instead of multiplying each stored latent by U. In the same way, the result of attention
+is multiplied by the weights of the values, instead of each stored latent.
 """
 
 from dataclasses import dataclass
@@ -17,9 +18,8 @@ EPSILON = 1e-6  # epsilon of the norms of latents, in all checkpoints
 
 
 class HeadProducts:
-    """One matrix for each head. On a CPU, heads are multiplied one by one by the matrices `each`, because a row's
-    result must not depend on other rows. On other devices, they are multiplied all at once by `weights`, [heads, out,
-    in]."""
+    """One matrix for each head. On a CPU, the matrices `each` are multiplied one by one, because a row's result must
+    not depend on other rows. On other devices, one operation multiplies all heads by `weights`, [heads, out, in]."""
 
     def __init__(self, each: list[Linear], weights: Tensor | None) -> None:
         self._each = each
@@ -43,7 +43,7 @@ class LatentProducts:
     def derive(
         self, rows: Tensor, down: Tensor, q_norm: Tensor | None, kv_norm: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return queries [T, heads, width] and latents [T, width], both not rotated yet.
+        """Return queries [T, heads, width] and latents [T, width], before rotation.
 
         `rows` are hidden states. `down` [T, q_rank + width] is their product with the layer's first matrix.
         """

@@ -58,7 +58,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     if config.tie_word_embeddings and is_multimodal(read_object(path / "config.json")):
         # Some files state that matrices are tied because that is transformers' default, but have a separate matrix.
         config = replace(config, tie_word_embeddings=checkpoint.dtype_of("lm_head.weight") is None)
-    if checkpoint.is_headless and not config.tie_word_embeddings:  # no logits of this head are used
+    if checkpoint.is_headless and not config.tie_word_embeddings:  # the head is required, but its logits are not used
         config = replace(config, tie_word_embeddings=True, has_head=False)
     reader = None if scheme is None else QuantizedReader(checkpoint, scheme)
     model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names, reader)
@@ -74,7 +74,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
 def load_mtp(path: Path, model: Decoder, linear: LinearFormat | None = None) -> HeadDecoder:
     """Load the first MTP layer of the checkpoint of `model`, onto the model's device.
 
-    Raises ValueError, with the name of the tensor, if one is missing or invalid.
+    Raises ValueError, with the name of the tensor, if a tensor is missing or invalid.
     """
     names = mtp_names(model.config)
     if names is None:
@@ -298,7 +298,7 @@ class _Loader:
     def qkv(self, prefix: str, spec: AttentionSpec, width: int) -> tuple[Linear, Linear | None]:
         """Return the matrix of queries, keys and values, and the matrix of the gate, if there is one.
 
-        The dimensions of each query and key are in rotated order.
+        The dimensions of each query and key are in the order that `rotated_first` returns.
         """
         made = qkv_rows(spec, self.names.qkv)
         names = [prefix + name for name in made.names]
@@ -424,12 +424,12 @@ def rotated_first(spec: AttentionSpec) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class QkvRows:
-    """The parts in which a checkpoint stores the matrix of queries, keys and values, and the rows that are used of
-    these parts."""
+    """The parts in which a checkpoint stores the matrix of queries, keys and values, and the rows of these parts that
+    are used."""
 
     names: tuple[str, ...]
     sizes: list[int]
-    order: Tensor | None  # rows of queries, keys and values, with each head's dimensions in rotated order; None: all
+    order: Tensor | None  # rows of queries, keys and values, in the order of `rotated_first`; None: all rows, as stored
     gates: Tensor | None  # rows of the gate, if there is one
 
 

@@ -14,7 +14,7 @@ MLP_ROWS = 512  # rows computed at once on a CPU; more rows are not faster and n
 
 @dataclass(slots=True)
 class Mlp:
-    gate_up: Linear  # both in one matrix
+    gate_up: Linear  # one matrix, for gate and up
     down: Linear
     activation: Activation
 

@@ -26,8 +26,8 @@ class InnerRows:
 def inner_rows(spec: RecurrentSpec, names: tuple[str, ...]) -> InnerRows:
     """Return the rows for the projections `names`.
 
-    Qwen3.5 has four projections: inputs, gate, strengths and steps. Qwen3-Next has two, in which the rows of each key
-    head and its value heads are together. Mamba-2 has one: gate, inputs and steps.
+    Qwen3.5 has four projections: inputs, gate, strengths and steps. Qwen3-Next has two projections, in which the rows
+    of a key head and of its value heads are adjacent. Mamba-2 has one projection: gate, inputs and steps.
     """
     channels, inner, heads = spec.channels, spec.inner, spec.value_heads
     every = torch.arange(channels + inner + (1 if len(names) == 1 else 2) * heads)

@@ -35,7 +35,7 @@ class Rotation:
         return cls(frequencies.to(device), magnitudes.to(device), axes)
 
     def angles(self, positions: Tensor, on_axes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines for `positions` [T], times magnitudes, each float32 [T, 1, head_dim / 2].
+        """Return cosines and sines for `positions` [T], times the magnitudes. Each is float32 [T, 1, head_dim / 2].
 
         `on_axes`, int64 [3, T], are the positions on three axes if these differ for some tokens.
         """
@@ -69,7 +69,7 @@ def inverse_frequencies(rope: Rope, dims: int) -> Tensor:
         return 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents)
     if rope.kind == "llama3":
         turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # turns in the original context
-        # 0 for low frequencies, which are divided by the factor; 1 for high ones, which are kept.
+        # 0 for low frequencies, which are divided by the factor; 1 for high frequencies, which are kept.
         keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     elif rope.kind == "yarn":
         keep = _yarn_share(rope, dims)

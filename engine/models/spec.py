@@ -16,9 +16,9 @@ class Rope:
     With the other kinds, only the first `dims` dimensions of a head rotate, or all of them if `dims` is 0. Cosines and
     sines are multiplied by `magnitude`. `factors` [dims / 2] divide the frequencies of longrope.
 
-    If there are `sections`, tokens have a temporal, a vertical and a horizontal position (M-RoPE, Wang et al. 2024),
-    which rotate these numbers of pairs, one axis after the other. If `interleaved`, the axes alternate as long as there
-    are vertical and horizontal pairs (Qwen3-VL).
+    If there are `sections`, tokens have a temporal, a vertical and a horizontal position (M-RoPE, Wang et al. 2024).
+    `sections` are the numbers of pairs that these three positions rotate. The pairs of an axis are adjacent. If
+    `interleaved`, the axes instead alternate as long as there are vertical and horizontal pairs (Qwen3-VL).
     """
 
     theta: float = 10_000.0
@@ -42,13 +42,14 @@ class Rope:
 class AttentionSpec:
     """Grouped-query attention of one layer.
 
-    Rotation is left out if `rope` is None. A query attends to the last `window` tokens, or to all if it is 0. Queries
-    are multiplied by `query_scale`, in addition to head_dim ** -0.5. If `softcap` is not 0, scores become
-    softcap * tanh(score / softcap). With `sinks`, the softmax of each head has one more term, which has no value. If
-    `temperature` is not 0, a query at position p is also multiplied by 1 + temperature * log(1 + p //
-    temperature_tokens), which sharpens attention in long contexts (Llama 4). If `norms_values`, values are divided by
-    their root mean square; if `values_are_keys`, they derive from the product of the keys (Gemma 4). If `gated`,
-    outputs are multiplied by the sigmoid of a gate, which the query projection also produces (Qwen3-Next).
+    If `rope` is None, queries and keys are not rotated. A query attends to the last `window` tokens, or to all tokens
+    if `window` is 0. Queries are multiplied by `query_scale`, in addition to head_dim ** -0.5. If `softcap` is not 0,
+    scores become softcap * tanh(score / softcap). With `sinks`, the softmax of each head has one more term, which has
+    no value. If `temperature` is not 0, a query at position p is also multiplied by
+    1 + temperature * log(1 + p // temperature_tokens), which sharpens attention in long contexts (Llama 4). If
+    `norms_values`, values are divided by their root mean square. If `values_are_keys`, values derive from the product
+    of the key projection (Gemma 4). If `gated`, outputs are multiplied by the sigmoid of a gate, which the query
+    projection also produces (Qwen3-Next).
     """
 
     heads: int
@@ -79,10 +80,11 @@ class LatentSpec:
     """Multi-head latent attention of one layer (DeepSeek-V2).
 
     The pool holds one vector per token: a latent of `kv_rank` dimensions, from which the keys and values of all heads
-    derive, and a rotated key of `rope_dim` dimensions, which all heads share. A head's query has `nope_dim` dimensions
-    without rotation and `rope_dim` with it. Queries derive from a vector of `q_rank` dimensions, or from the hidden
-    state if `q_rank` is 0. Queries and outputs, not the stored latents, are multiplied by the weights of keys and
-    values. If `interleaved`, the checkpoint rotates dimension 2i with 2i + 1. For other fields see `AttentionSpec`."""
+    derive, and a rotated key of `rope_dim` dimensions, which all heads share. A head's query has `nope_dim` unrotated
+    dimensions and `rope_dim` rotated dimensions. Queries derive from a vector of `q_rank` dimensions, or from the
+    hidden state if `q_rank` is 0. The weights of keys multiply the queries, and the weights of values multiply the
+    outputs; the stored latents stay as they are. If `interleaved`, the checkpoint rotates dimension 2i with 2i + 1. For
+    other fields see `AttentionSpec`."""
 
     heads: int
     q_rank: int
@@ -171,9 +173,10 @@ class DeltaSpec(RecurrentSpec):
 class SsmSpec(RecurrentSpec):
     """A selective state space (Mamba-2, Dao and Gu 2024) of one layer.
 
-    A group's vector C takes the place of a query, and its vector B that of a key, each with `key_dim` dimensions (the
-    state's size). The inputs x of a head take the place of its value. The convolution's channels are in the order x, B,
-    C. The projections have biases if `bias` is true, and the convolution has one if `conv_bias` is true.
+    A group's vector C takes the place of a query, and the group's vector B takes the place of a key. C and B have
+    `key_dim` dimensions (the state's size). The inputs x of a head take the place of the head's value. The
+    convolution's channels are in the order x, B, C. The projections have biases if `bias` is true, and the convolution
+    has a bias if `conv_bias` is true.
     """
 
     conv_bias: bool = True
@@ -201,10 +204,12 @@ class MlpSpec:
 class MoeSpec:
     """A mixture of experts (Shazeer et al. 2017): each token uses the `top_k` experts with the best scores.
 
-    `score` maps the router's logits to scores. If `corrects`, a bias is added to the scores, for the choice only. With
-    several `groups`, the choice is limited to the `top_groups` best groups; a group is rated by the sum of its
-    `group_scores` best scores (DeepSeek). `scores_chosen`: scores are computed from the logits of the chosen experts
-    alone. The weights of the chosen experts are divided by their sum if `renormalizes`, and multiplied by `scale`. The
+    `score` maps the router's logits to scores. If `corrects`, a bias is added to the scores when experts are chosen,
+    but not to the weights of the chosen experts. With several `groups`, the choice is limited to the `top_groups` best
+    groups; a group is rated by the sum of its `group_scores` best scores (DeepSeek). If `scores_chosen`, scores are
+    computed only from the logits of the chosen experts.
+
+    The weights of the chosen experts are divided by their sum if `renormalizes`, and multiplied by `scale`. The
     `shared` expert takes every token, and is gated if `gates_shared`. If `scales_experts`, each expert's weight is also
     multiplied by a number for this expert (Gemma 4)."""
 
@@ -244,14 +249,15 @@ class LayerSpec:
 class ModelConfig:
     """The configuration of a decoder.
 
-    Layers share a KV layout with `num_kv_heads` heads of `head_dim`. Some layers may have at most half as many heads of
-    twice the size: such a head takes the places of two heads.
+    Layers share a KV layout with `num_kv_heads` heads of `head_dim`. Some layers may have heads of twice this size, but
+    at most half as many heads; such a head takes the places of two heads.
 
     Embeddings are multiplied by `embedding_scale`, outputs of attention and MLP by `residual_scale`, and logits by
     `logit_scale`. If `logit_softcap` is not 0, logits become logit_softcap * tanh(logit / logit_softcap).
     The checkpoint may have `drafter_layers` more layers, which predict further tokens (MTP). In addition to the KV of
-    the model's layers, the pool has room for that of `draft_layers` layers of a draft head.
-    If `transformers` is not empty, that version of transformers runs the model, and layers have only attention's sizes.
+    the model's layers, the pool has room for the KV of a draft head with `draft_layers` layers.
+    If `transformers` is not empty, that version of transformers runs the model, and `layers` describes only the sizes
+    of attention.
     """
 
     architecture: str
@@ -271,7 +277,7 @@ class ModelConfig:
     draft_layers: int = 0
     transformers: str = ""
     has_head: bool = True  # whether the checkpoint has an output head; embedding models may have none
-    units: tuple[int, ...] = ()  # sizes of more parts of a state (see `state_units`)
+    units: tuple[int, ...] = ()  # sizes of additional units of a state (see `state_units`)
 
     @property
     def num_layers(self) -> int:
@@ -324,8 +330,8 @@ def state_units(config: ModelConfig) -> tuple[int, ...]:
 def unit_places(units: Sequence[int], row_size: int) -> list[tuple[int, int]]:
     """Return the row of each unit and the unit's offset in it, for rows of `row_size` elements.
 
-    Units are in order, and none crosses a row, so a state takes one row more than the row of the last unit. Raises
-    ValueError if a unit is larger than a row.
+    Units are placed in order, and no unit extends over two rows. A state has all rows up to the row of its last unit.
+    Raises ValueError if a unit is larger than a row.
     """
     places: list[tuple[int, int]] = []
     row = offset = 0

@@ -26,7 +26,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """Names of a layer's tensors, without the layer's prefix. Several names are parts of one matrix.
+    """Names of a layer's tensors, without the layer's prefix. If a field has several names, they are parts of a matrix.
 
     If `norms_are_offsets`, the weights of norms are stored minus 1. Tensors whose names begin with one
     of `unused` are not loaded.

@@ -1,8 +1,8 @@
 """The KV channel between GPUs of one host: the writer maps the receiver's memory and copies rows on the device.
 
 The receiver sends its allocation as a file descriptor over the socket of `shared.kv.local`. Writes are one-sided, so
-the channel is not `fenced`. A receiver is `reachable` if the writer sees its GPU and the writer's own GPU can copy to
-it. GPUs are identified by UUID, since ordinals differ between processes.
+the channel is not `fenced`. A receiver is `reachable` if the writer sees the receiver's GPU, and the writer's GPU can
+copy to the receiver's GPU. GPUs are identified by UUID, because ordinals differ between processes.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from shared.kv.memory import KVMemory
 from shared.kv.shm import runs
 
 OFFER = struct.Struct("<Q")  # size of the region in bytes
-# Bytes copied between two checks for a stop. Copying them takes half a millisecond within one GPU; a check is far
-# faster.
+# Bytes copied between two checks for a stop. Within one GPU, this copy takes half a millisecond, and a check takes far
+# less time.
 PIECE_BYTES = 1 << 30
-# Wait after a connection closes: if its process was killed, the driver may still be ending the process's copies.
+# Wait for this time after a connection closes: if the peer's process was killed, its copies may still be ending.
 SETTLE_S = 0.1
 
 
@@ -82,7 +82,8 @@ class _Copier:
     def push(
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Copy each run of adjacent rows in one call. Wait after each PIECE_BYTES, while other threads run."""
+        """Copy each run of adjacent rows with one call. After each PIECE_BYTES, wait for the copies to end. Other
+        threads run during the wait."""
         size, started = self._row_bytes, 0
         for start, end in runs(source, target, max(1, PIECE_BYTES // size)):
             if not started and (stopped() or hung_up(self.socket)):
@@ -97,14 +98,14 @@ class _Copier:
             raise PeerLostError("the peer has ended")
 
     def interrupt(self) -> None:
-        """Do nothing: a push checks `stopped` after each piece, and needs its connection open until the push ends."""
+        """Do nothing: a push checks `stopped` after each piece, and needs an open connection until the push ends."""
 
     def close(self) -> None:
-        with contextlib.suppress(CudaError):  # raised if the device is lost; then no copy is in progress
+        with contextlib.suppress(CudaError):  # raised if the device is lost; in that case, no copy is in progress
             self._stream.wait()
             self._stream.close()
             self._theirs.close()
-        self.socket.close()  # last, because the closed socket shows the peer that no write follows
+        self.socket.close()  # last, because the closed socket tells the peer that no more writes follow
 
 
 def attach(

@@ -34,7 +34,8 @@ class Driver:
             raise CudaError(f"no CUDA driver is available: {error}; install the extra `gpu`") from error
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a driver function and return its result, or None if it has none. Raises CudaError if the call fails."""
+        """Call a driver function and return its result. Return None if the function has no result. Raises CudaError if
+        the call fails."""
         code, *result = getattr(self.api, name)(*arguments)
         if code:
             raise CudaError(f"{name} failed: {code.name} ({int(code)})")
@@ -64,7 +65,7 @@ class CudaDevice:
         return self.driver
 
     def reaches(self, uuid: str) -> bool:
-        """Return whether this GPU can copy to the GPU `uuid`, which is this one or one that this process sees."""
+        """Return whether this GPU can copy to the GPU `uuid`. That GPU may be this GPU or another visible GPU."""
         uuids = self.driver.uuids()
         if uuid not in uuids or uuid == self.uuid:
             return uuid == self.uuid
@@ -75,7 +76,7 @@ class CudaDevice:
 class CudaRegion:
     """`size` bytes of GPU memory at `address`: our own memory (`allocate`), or a peer's memory (`attach`).
 
-    `descriptor` lets a peer map our own memory. Memory exists as long as any process maps it.
+    `descriptor` lets a peer map our own memory. The memory stays allocated as long as at least one process maps it.
     """
 
     def __init__(self, gpu: CudaDevice, size: int, memory: Any) -> None:
@@ -118,7 +119,7 @@ class CudaRegion:
         return cls(gpu, size, driver.call("cuMemImportFromShareableHandle", descriptor, driver.by_descriptor))
 
     def close(self) -> None:
-        """Unmap the memory. Idempotent. This process must have no copy from or to the memory in progress."""
+        """Unmap the memory. Idempotent. All copies of this process from and to the memory must have ended."""
         address, self.address = self.address, 0
         if not address:
             return
@@ -135,7 +136,7 @@ class CudaStream:
 
     def __init__(self, gpu: CudaDevice) -> None:
         self._driver = gpu.use()
-        # A non-blocking stream does not wait for the default stream, unlike other streams.
+        # Unlike other streams, a non-blocking stream does not wait for the default stream.
         flags = self._driver.api.CUstream_flags.CU_STREAM_NON_BLOCKING
         self._stream = self._driver.call("cuStreamCreate", int(flags))
 

@@ -1,9 +1,9 @@
-"""The KV channel that copies no KV: a prefill node computes in the pool of the one decode node on its device.
+"""A KV channel that copies no KV: a prefill node computes in the pool of the decode node on the same device.
 
-The decode node shares its memory (`PoolOwner`) and writes its descriptor to a file in a common directory. A prefill
-node has no pool of its own. When it starts, it maps the shared memory (`PoolClient`). It then computes each prompt in
-the blocks that the decode node reserved. A client keeps a connection of the channel `shm` or `cuda_ipc` open until it
-ends. The channel is not `fenced`.
+The decode node shares its memory (`PoolOwner`) and writes a descriptor of the memory to a file in a common directory. A
+prefill node has no pool of its own. When the prefill node starts, it maps the shared memory (`PoolClient`). It then
+computes each prompt in the blocks that the decode node reserved for the prompt. A client keeps a connection of the
+channel `shm` or `cuda_ipc` open until the client ends. The channel is not `fenced`.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ POLL_S = 0.2
 
 
 def descriptor_file(directory: str | Path, gpu: CudaDevice | None) -> Path:
-    """Return the path of the descriptor of the pool on `gpu` (None: on the host). Each GPU has its own file."""
+    """Return the path of the descriptor file of the pool on `gpu`, or on the host if `gpu` is None. Each GPU has its
+    own file."""
     return Path(directory) / f"{NAME}-{gpu.uuid if gpu is not None else 'host'}"
 
 
@@ -80,7 +81,7 @@ class PoolOwner:
 
 
 def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
-    """Return whether the process that wrote its descriptor to `path` is running. A killed one leaves its file."""
+    """Return whether the process that wrote the descriptor in `path` is running. A killed process leaves its file."""
     try:
         return channel.is_live(PeerDescriptor.unpack(path.read_bytes(), channel.name))
     except (FileNotFoundError, DescriptorError):
@@ -90,8 +91,8 @@ def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
 class PoolClient:
     """The prefill node's end of the channel, which is also the node's pool; see KVChannel and KVMemory.
 
-    On the host, `rows` is uint8 [num_rows, row_bytes]. On a GPU, `rows` is empty and `region` is the memory. The owner
-    considers this node a writer until `close`, so all computing must have ended before `close` is called.
+    On the host, `rows` is uint8 [num_rows, row_bytes]. On a GPU, `rows` is empty and `region` is the memory. Until
+    `close` is called, the owner assumes that this node may write. Call `close` only after all computing has ended.
     """
 
     name = NAME
@@ -112,7 +113,8 @@ class PoolClient:
     def attach(
         cls, directory: str | Path, gpu: CudaDevice | None, incarnation_id: str, wait_s: float, patience_s: float
     ) -> Self:
-        """Wait for an owner on this device, and map its pool. Raises ValueError if none is found in `wait_s`."""
+        """Wait for an owner on this device, and map its pool. Raises ValueError if no owner is found in `wait_s`
+        seconds."""
         path, until = descriptor_file(directory, gpu), time.monotonic() + wait_s
         while True:
             try:
@@ -145,7 +147,7 @@ class PoolClient:
         return self
 
     def watch(self, on_lost: Callable[[], None]) -> None:
-        """Start watching the owner. When it ends, call `on_lost` once, on the running event loop."""
+        """Start watching the owner. When the owner ends, call `on_lost` once, on the running event loop."""
         loop = asyncio.get_running_loop()
 
         def look() -> None:
@@ -179,7 +181,8 @@ class PoolClient:
     async def push(
         self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
     ) -> None:
-        """Copy nothing: the rows were computed in the pool of the decode node. Raises PeerLostError if it is gone."""
+        """Copy nothing, because the rows were computed in the decode node's pool. Raises PeerLostError if that node has
+        ended."""
         if not self.reachable(descriptor):
             raise PeerLostError("the decode node that owns the shared pool is gone")
 

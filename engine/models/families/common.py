@@ -15,7 +15,7 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 def model(keys: ConfigReader, layers: Sequence[LayerSpec], **more: Any) -> ModelConfig:
     """Return the configuration of a model with these layers; `more` are fields that most families do not have.
 
-    The caller adds the end tokens, which are also in another file.
+    The result has no end tokens. The caller adds them, because they are also in another file.
     """
     vocab_size = keys.size("vocab_size")
     defaults: dict[str, Any] = {
@@ -47,7 +47,7 @@ def attention(
     """Return the attention of all layers; `more` are fields of AttentionSpec.
 
     If `default_head_dim` is 0, the default is hidden_size / heads. If `biased`, all products of attention have biases.
-    The rotary embedding is read as `rope` does, unless it is in `more`.
+    If `more` has no rotary embedding, `rope` reads it from the config.
     """
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     kv_heads = keys.size("num_key_value_heads", heads)
@@ -153,7 +153,7 @@ def scaled(rope: Rope, keys: ConfigReader, given: ConfigReader, dims: int) -> Ro
     factor = given.positive("factor", longest / original)
     magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     long, short = (given.numbers(name, dims // 2) for name in ("long_factor", "short_factor"))
-    # One choice for all requests: the length of one request must not change the answer of another.
+    # All requests use the same factors, because the length of one request must not change the output of another.
     return replace(
         rope, factors=long if longest > original else short,
         magnitude=given.positive("attention_factor", magnitude),

@@ -72,8 +72,8 @@ def _qwen(keys: ConfigReader, num_experts: int, top_k: int) -> MoeSpec:
 
 
 def choice_of(keys: ConfigReader, key: str, num_experts: int, top_k: int) -> tuple[int, int]:
-    """Return the number of experts, under `key`, and how many of them a token uses. The numbers are the defaults of
-    missing keys."""
+    """Read `key`, the number of experts, and the number of experts that a token uses. `num_experts` and `top_k` are the
+    defaults for missing keys."""
     key = key if key in keys.values else {"num_experts": "num_local_experts"}.get(key, key)
     found, chosen = keys.size(key, num_experts), keys.size("num_experts_per_tok", top_k)
     if chosen > found:
@@ -82,7 +82,7 @@ def choice_of(keys: ConfigReader, key: str, num_experts: int, top_k: int) -> tup
 
 
 def is_sparse(keys: ConfigReader) -> Callable[[int], bool]:
-    """Return whether a layer has experts, by its index."""
+    """Return a function that returns whether the layer with a given index has experts."""
     step, dense = keys.size("decoder_sparse_step", 1), keys.values.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         keys.refuse("mlp_only_layers", "it must be a list of layers")

@@ -68,7 +68,8 @@ def gemma4(keys: ConfigReader) -> ModelConfig:
 
 
 def _global_heads(keys: ConfigReader, attention: AttentionSpec, kinds: list[str]) -> tuple[int, int]:
-    """Return the KV heads and the head size of layers without a window; transformers writes them for each layer."""
+    """Return the number of KV heads and the head size of layers without a window. Transformers writes these values for
+    each layer."""
     default = attention.kv_heads
     if keys.flag("attention_k_eq_v") and keys.values.get("num_global_key_value_heads") is not None:
         default = keys.size("num_global_key_value_heads")
@@ -98,7 +99,7 @@ def _proportional(keys: ConfigReader, given: ConfigReader, head_dim: int) -> Rop
 
 
 def _ropes(keys: ConfigReader, head_dim: int) -> dict[str, Rope]:
-    """Return the rotary embedding by kind of layer; transformers 4 wrote it in other keys."""
+    """Return the rotary embedding of each kind of layer. Transformers 4 wrote the embeddings under other keys."""
     given = keys.nested("rope_parameters")
     if SLIDING not in given.values and FULL not in given.values:
         full = common.rope(keys, head_dim, default_theta=1_000_000.0)

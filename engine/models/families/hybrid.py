@@ -36,7 +36,7 @@ def qwen_moe(keys: ConfigReader, num_experts: int, top_k: int) -> MoeSpec:
 
 
 def delta_model(keys: ConfigReader, feeds: Sequence[MlpSpec | MoeSpec]) -> ModelConfig:
-    """Return a model of Qwen3-Next's kind, with these MLPs or experts."""
+    """Return a model like Qwen3-Next. `feeds` has the MLP or the experts of each layer."""
     biased = keys.flag("attention_bias")
     attention = common.attention(keys, 256, default_share=0.25, qk_norm=True, biased=biased, gated=True)
     delta = DeltaSpec(
@@ -54,8 +54,8 @@ def delta_model(keys: ConfigReader, feeds: Sequence[MlpSpec | MoeSpec]) -> Model
 
 
 def granite_hybrid(keys: ConfigReader) -> ModelConfig:
-    """Read Granite 4. Most layers have a state space, and the others have attention. In a model, all layers have
-    experts and a shared expert, or all have only the shared expert."""
+    """Read Granite 4. Most layers have a state space, and the others have attention. Either all layers of a model have
+    experts and a shared expert, or all layers have only the shared expert."""
     unrotated: dict[str, Any] = {} if keys.values.get("position_embedding_type") == "rope" else {"rope": None}
     attention = common.attention(keys, biased=keys.flag("attention_bias"), **unrotated)
     scale = keys.positive("attention_multiplier", 1.0) * attention.head_dim**0.5

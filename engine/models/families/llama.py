@@ -7,7 +7,7 @@ from engine.models.families.common import FULL, SLIDING
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from shared.config_reader import ConfigReader
 
-QWEN3_HEAD_DIM = 128  # transformers' default `head_dim`, whatever the hidden size
+QWEN3_HEAD_DIM = 128  # transformers' default `head_dim` for any hidden size
 
 
 def llama(keys: ConfigReader) -> ModelConfig:
@@ -16,7 +16,7 @@ def llama(keys: ConfigReader) -> ModelConfig:
 
 
 def mistral(keys: ConfigReader) -> ModelConfig:
-    # If the key is missing, transformers' default applies, 4096. A value of null means no window.
+    # If the key is missing, transformers' default of 4096 applies. A value of null means no window.
     unlimited = "sliding_window" in keys.values and keys.values["sliding_window"] is None
     window = 0 if unlimited else keys.size("sliding_window", 4096)
     return uniform(keys, common.attention(keys, window=window), common.mlp(keys))

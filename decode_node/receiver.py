@@ -220,9 +220,10 @@ class HandoffReceiver(RoleAdapter):
         return Ack()
 
     def _remember_cancelled(self, request_id: str) -> None:
-        """Refuse later reservations for this request. A delayed RPC may still arrive on an older connection.
+        """Refuse later reservations for this request.
 
-        The prefill node would not know about a reservation made then, and would never stop it.
+        A delayed call of `reserve` may still arrive on an older connection. The prefill node would not know about the
+        reservation that this call makes, and would never stop it.
         """
         self._cancelled[request_id] = None
         if len(self._cancelled) > MAX_CANCELLED:
@@ -266,7 +267,7 @@ class HandoffReceiver(RoleAdapter):
                 self._end(end, "its lease expired")
 
     def _can_write(self, writer: str) -> bool:
-        """Fence a writer that seems dead. Return True if this failed because the writer is connected.
+        """Fence a writer that seems dead. Return True if the writer cannot be fenced, because it is still connected.
 
         A writer that seems dead may be merely frozen. Without the fence, it could resume and overwrite blocks that were
         reassigned in the meantime.

@@ -1,8 +1,9 @@
 """The reservations of a decode node: blocks that are reserved for a writer until the request may run.
 
-The table does no I/O and reads no clock: each method handles one event, and may return reservations to report. After a
-failed handoff, the blocks may be reused only when the writer can no longer write: it has reported that it stopped, it
-is known to be dead, or the channel drops late rows (`fenced`). Until one of these holds, the blocks are in quarantine.
+The table does no I/O and reads no clock. Each method handles one event, and may return reservations whose end the
+caller has to report. After a failed handoff, the blocks may be reused only when the writer can no longer write. This is
+the case if the writer has reported that it stopped, if it is known to be dead, or if the channel drops late rows
+(`fenced`). Until then, the blocks are in quarantine.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ class Reservation:
     num_checked: int = 0  # number of leading `rows` that match their checksums
     phase: ReservationPhase = ReservationPhase.OPEN
     is_repeated: bool = False  # rows were damaged at the commit, and may be written once more
-    was_quarantined: bool = False  # it has left quarantine; its request failed when the quarantine began
+    was_quarantined: bool = False  # the reservation has left quarantine; the request failed when the quarantine began
 
     def move_to(self, phase: ReservationPhase) -> None:
         assert phase in LEGAL[self.phase], f"reservation: {self.phase} -> {phase} is not a legal transition"
@@ -54,9 +55,10 @@ class Reservation:
 class ReservationTable:
     """The reservations of one decode node, by id.
 
-    Owned by the `HandoffReceiver`; used only on the event loop. A reservation leaves the table when it is committed, or
-    when its writer can no longer write. The methods return each failed reservation once when it enters quarantine, and
-    once when it is closed. If `fenced`, the channels drop rows that are written under an unknown reservation.
+    The `HandoffReceiver` owns the table, and uses it only on the event loop. A reservation leaves the table when it is
+    committed, or when its writer can no longer write. The methods return each failed reservation once when it enters
+    quarantine, and once when it is closed. If `fenced` is true, the channels drop rows that are written under an
+    unknown reservation.
     """
 
     def __init__(self, fenced: bool, lease_s: float = LEASE_S) -> None:
@@ -68,7 +70,7 @@ class ReservationTable:
         return len(self._by_id)
 
     def add(self, reservation_id: bytes, request: Request, writer: str, rows: list[int], now: float) -> Reservation:
-        """Reserve rows for the writer, with a lease that it has to renew."""
+        """Reserve rows for the writer, with a lease that the writer has to renew."""
         assert reservation_id not in self._by_id
         reservation = Reservation(reservation_id, request, writer, rows, now + self._lease_s)
         self._by_id[reservation_id] = reservation
@@ -133,7 +135,10 @@ class ReservationTable:
         return self.close(reservation)
 
     def abort(self, request_id: str) -> Reservation | None:
-        """End or quarantine the reservation of a request that ended during its handoff. Return it, if there is one."""
+        """End or quarantine the reservation of a request that ended during its handoff.
+
+        Return the reservation, or None if there is none or it is already in quarantine.
+        """
         reservation = self.of(request_id)
         if reservation is None or reservation.phase is ReservationPhase.QUARANTINED:
             return None
@@ -143,7 +148,10 @@ class ReservationTable:
         return reservation
 
     def expired(self, now: float, can_write: Callable[[str], bool]) -> list[Reservation]:
-        """End the reservations whose lease has expired. `can_write(writer)` returns whether the writer can write."""
+        """End or quarantine the reservations whose lease has expired, and return them.
+
+        `can_write(writer)` returns whether the writer can still write. If it can, its reservations are quarantined.
+        """
         entries = [entry for entry in self._by_id.values() if entry.lease_expires < now]
         ends = [
             self.abort(entry.request.id) if can_write(entry.writer) else self.close(entry)

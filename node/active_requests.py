@@ -24,22 +24,23 @@ from shared.rpc.messages import Media, SubmitRequest, TokenDelta, unpack_ids
 
 log = logging.getLogger("baton.node")
 MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
-MAX_TOKENS = 1 << 23  # limit of the tokens of all requests, as submitted; at 36 bytes per token, they take 300 MB
-PIXEL_BYTES_PER_TOKEN = 128  # this many bytes of images count as a token: at most 1 GiB of images
-MAX_POOLS = 16  # the limit is at least the number of tokens that this many KV pools hold
+MAX_TOKENS = 1 << 23  # limit of the submitted tokens of all requests together: 300 MB at 36 bytes per token
+PIXEL_BYTES_PER_TOKEN = 128  # this many bytes of images count as one token, so images take at most 1 GiB
+MAX_POOLS = 16  # if this many KV pools hold more than MAX_TOKENS tokens, the limit is that number of tokens
 
 
 class OverloadedError(ValueError):
     """This node does not accept the request now, but another node may."""
 
 
-# Ends the handoff of an aborted request. Returns True if the callee itself returns the blocks to the scheduler.
+# Ends the handoff of the aborted request with the given id. Returns True if the callee itself returns the request's
+# blocks to the scheduler.
 AbortHandoff = Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
-    """The limits of this node's requests, and the options for computing them."""
+    """The limits of this node's requests, and the options for computing the requests."""
 
     vocab_size: int
     share_prefixes: bool = True
@@ -47,13 +48,13 @@ class RequestRules:
     max_requests: int = MAX_REQUESTS
     max_tokens: int | None = None  # None: `MAX_TOKENS`, or the size of `MAX_POOLS` pools if that is more
     poolings: tuple[str, ...] = ("",)  # see `Runner.poolings`
-    grammars: GrammarTokenizer | None = None  # None: grammars are ignored, because no model computes the tokens
+    grammars: GrammarTokenizer | None = None  # None: grammars are ignored, because no real model generates the tokens
     images: ImageSupport | None = None  # None: requests with images are refused
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveRequest:
-    """One request in progress. `num_tokens` is the number of its tokens when it was submitted."""
+    """One request in progress. `num_tokens` is the number of tokens that the request had when it was submitted."""
 
     request: Request
     router: str
@@ -71,10 +72,10 @@ def _refusal(pooling: str) -> str:
 class ActiveRequests:
     """The requests in progress, by id.
 
-    Used by the node and its role adapter, on the event loop. Commands for the scheduler are posted to the engine's
-    thread and run there in order. A request is registered once and ends once: the first call of `finish`, `fail` or
-    `abort` removes its entry, and later calls do nothing. An exception in code that serves one request fails only that
-    request, with the error "internal".
+    The node and its role adapter use this class on the event loop. Commands for the scheduler are posted to the
+    engine's thread and run there in order. A request is registered once and ends once: the first call of `finish`,
+    `fail` or `abort` removes its entry, and later calls do nothing. An exception in code that serves one request fails
+    only that request, with the error "internal".
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class ActiveRequests:
         send_kv: bool = False,
         receive_kv: bool = False,
     ) -> Request:
-        """Register a request, and give it to the engine. If the request borrows another node's blocks, the caller must
-        call `enqueue` later.
+        """Register a request, and give it to the engine.
 
-        Raises ValueError if the request is malformed or its router is not attached; raises OverloadedError if another
-        node may accept it.
+        If the request borrows another node's blocks, it is only registered; the caller must call `enqueue` later.
+        Raises ValueError if the request is malformed or its router is not attached. Raises OverloadedError if this node
+        does not accept the request but another node may.
         """
         log.debug("request received", extra=fields(request=submit.id, traceparent=submit.traceparent))
         if not self._sessions.is_attached(router):
@@ -191,7 +192,7 @@ class ActiveRequests:
             )
 
     def _compile(self, grammar: str) -> "asyncio.Future[TokenMatcher] | None":
-        """Begin to compile a grammar on a thread, because a large one can take a second."""
+        """Begin to compile a grammar on a thread, because a large grammar can take a second."""
         if not grammar or self._rules.grammars is None:
             return None
         return self._loop.run_in_executor(self._compiler, TokenMatcher, self._rules.grammars, grammar)
@@ -219,8 +220,8 @@ class ActiveRequests:
     def _encode(self, request: Request) -> None:
         """Encode the images whose KV is not completely in the prefix cache, and then give the request to the engine.
 
-        A thread encodes them, so that steps continue. The thread then ends, and its OpenMP threads with it; otherwise,
-        they would slow down those of the engine.
+        A thread of its own encodes the images while the engine continues to run steps. The thread ends after that, so
+        that its OpenMP threads end too; otherwise they would slow down the engine's OpenMP threads.
         """
         encoder = self._rules.images.encoder if self._rules.images is not None else None
         if encoder is None or request.images is None:
@@ -281,7 +282,7 @@ class ActiveRequests:
         self._engine.post(guarded)
 
     def guard(self, request_id: str, call: Callable[..., object], *args: object) -> None:
-        """Call a function; if it raises an exception, only this request fails."""
+        """Call a function; if it raises an exception, only the request with this id fails."""
         try:
             call(*args)
         except Exception:
@@ -339,8 +340,7 @@ class ActiveRequests:
             is_handled = entry.abort_handoff is not None and entry.abort_handoff(request_id)
         except Exception:
             log.exception("aborting request %s failed", request_id)
-            # Another node may still write into the blocks, so it is safer never to reuse them than to reuse them too
-            # early.
+            # Another node may still write into the blocks, so they stay in quarantine.
             is_handled = writer_stopped = False
         if is_handled:
             self._recorder.event(request_id, "ended", at_ns, reason=reason)
@@ -348,13 +348,14 @@ class ActiveRequests:
 
         def end(scheduler: Scheduler) -> None:
             scheduler.abort(entry.request, writer_stopped=writer_stopped)
-            # Record "ended" on the engine's thread, as "queued" is, so that it always follows "queued".
+            # The engine's thread records "queued", so it must also record "ended". Otherwise "ended" might come first.
             self._recorder.event(request_id, "ended", at_ns, reason=reason)
 
         self._engine.post(end)
 
     def release(self, request: Request) -> "asyncio.Future[None]":
-        """Abort a request in the scheduler. The future is done once no launched step can write to its blocks."""
+        """Abort a request in the scheduler. The returned future is done when no launched step can write to the
+        request's blocks any more."""
         done: asyncio.Future[None] = self._loop.create_future()
         publisher = self._state.publisher
         self._engine.post(lambda scheduler: publisher.release(scheduler, request, done))

@@ -16,7 +16,7 @@ POLL_S = 0.1
 
 
 class RuntimeAdapters:
-    """Serves `SET_ADAPTER` on the event loop. `model` is None if the node takes no adapters while it serves."""
+    """Serves `SET_ADAPTER` on the event loop. `model` is None if adapters cannot be loaded while the node serves."""
 
     def __init__(self, node: Node, announcer: Announcer, model: ModelAdapters | None) -> None:
         self._node = node
@@ -58,7 +58,7 @@ class RuntimeAdapters:
         await self._announcer.update(self._node.state.info)
 
     async def _remove(self, model: ModelAdapters, digest: str) -> None:
-        """Free an adapter's memory when no request uses it, unless it is loaded again before then."""
+        """Wait until no request uses an adapter, and free its memory, unless the adapter was loaded again meanwhile."""
         await wait_until(lambda: not self._node.requests.has_adapter(digest), inf, POLL_S)
         async with self._lock:
             if digest in self._held and digest not in self._node.state.info.adapters.values():

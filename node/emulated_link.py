@@ -1,6 +1,6 @@
-"""A KV channel whose pushes take as long as on an emulated link.
+"""A KV channel whose pushes take as long as they would take on the emulated link.
 
-A real channel moves the rows of the hash model, which are much smaller than those of the emulated model.
+The real channel under it moves the rows of the hash model, which are much smaller than those of the emulated model.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from shared.kv.channel import KVChannel
 
 
 class EmulatedLink:
-    """A link that carries one push of its node at a time: each push begins when the previous one ends."""
+    """A link that carries one push at a time: each push of the node begins when the node's previous push ends."""
 
     def __init__(self, channel: KVChannel, emulation: Emulation, block_tokens: int) -> None:
         self._channel = channel
@@ -30,5 +30,5 @@ class EmulatedLink:
         await asyncio.sleep(ends - loop.time())
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the real channel, which does everything else."""
+        """Return an attribute of the real channel. Only `push` is emulated."""
         return getattr(self._channel, name)

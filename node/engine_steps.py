@@ -1,4 +1,5 @@
-"""The steps of a vLLM server, which its plugin (deploy/vllm_steps) reports to a Unix socket."""
+"""Receives and records the steps of a vLLM server. A plugin in the server (deploy/vllm_steps) reports each step to a
+Unix socket."""
 
 import asyncio
 import json
@@ -17,15 +18,15 @@ from shared.rpc.messages import StepRecord
 
 log = logging.getLogger("baton.proxy")
 MAX_BYTES = 4096
-UNKNOWN = 2**31 - 1  # serial of requests that are not this node's
+UNKNOWN = 2**31 - 1  # serial number for requests that did not come through this node
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
     """One step, as the plugin reports it.
 
-    `cached_tokens` counts the tokens of requests that began in this step whose KV was in the prefix cache or came from
-    another engine. `max_num_seqs` and `max_step_tokens` are limits of the server.
+    `cached_tokens` counts tokens of the requests that began in this step. It counts the tokens whose KV was in the
+    prefix cache or came from another engine. `max_num_seqs` and `max_step_tokens` are limits of the server.
     """
 
     number: int
@@ -47,8 +48,8 @@ class RequestProgress:
     """How far the engine has computed a request."""
 
     serial: int
-    num_prompt: int  # tokens that the engine got
-    num_tokens: int  # these, and the tokens that it has generated
+    num_prompt: int  # number of tokens that were sent to the engine
+    num_tokens: int  # `num_prompt` plus the tokens that the engine has generated
     num_computed: int = 0  # tokens of the prompt whose KV has been computed or cached
 
     @property
@@ -69,11 +70,11 @@ def read_step(data: bytes) -> EngineStep:
 
 
 def work_of(step: EngineStep, requests: Iterable[RequestProgress]) -> tuple[StepWork, bytes]:
-    """Return the work of a step, and its members as in `StepRecord`. Advance `requests`, which are in their order of
-    arrival, by its prompt chunks.
+    """Return the work of a step, and its members as in `StepRecord`. Advance the progress of `requests`.
 
-    vLLM reports only totals. It computes prompts in order, so the chunks are assigned in this order; the decodes have
-    about the mean context of the requests that decode.
+    `requests` must be in the order of arrival. vLLM reports only totals. It computes prompts in the order of arrival,
+    so the step's prompt tokens are assigned to `requests` in this order. The context of the decodes is estimated as the
+    mean context of the requests that decode.
     """
     work, prompts, decodes = StepWork(), array("i"), array("i")
     left, cached, context = step.prefill_tokens, step.cached_tokens, 0
@@ -141,7 +142,10 @@ class StepTracker:
 
 
 class StepSocket:
-    """Receives the steps of a server at a Unix socket, from `open` to `close`. The server may start before or after."""
+    """Receives the steps of a server at a Unix socket, from `open` to `close`.
+
+    The server may start before or after the socket is opened.
+    """
 
     def __init__(self, path: str) -> None:
         self.latest: EngineStep | None = None

@@ -16,18 +16,21 @@ log = logging.getLogger("baton.node")
 
 
 def default_id(role: str) -> str:
-    """Return a name that no other node has. A restarted container keeps the name, which ends with its host name."""
+    """Return a name that no other node has.
+
+    In a container, the name of the main process ends with the container's host name, so a restart does not change it.
+    """
     name = f"{role}-{socket.gethostname()}"
     is_main_process = 1 in (os.getpid(), os.getppid())  # with `init`, the main process is the child of process 1
     return name if in_container() and is_main_process else f"{name}-{os.getpid()}"
 
 
 def advertised(settings: JoiningSettings) -> str:
-    """Return the host at which others reach this node.
+    """Return the host at which other processes reach this node.
 
-    A node that listens on every address advertises the local address from which it reaches Redis or, if the routers
-    are the registry, one of them. The address has the same family as `settings.host`. Waits until a name of the
-    registry resolves, because the routers may start later. Raises ValueError if there is no route to the registry.
+    A node that listens on every address advertises the local address from which it reaches the registry: Redis, or one
+    of the routers. The address has the same family as `settings.host`. If a host name of the registry does not resolve,
+    wait, because the routers may start later. Raises ValueError if there is no route to the registry.
     """
     if settings.advertise or settings.host not in EVERY_ADDRESS:
         return settings.advertise or settings.host

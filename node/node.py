@@ -1,9 +1,10 @@
 """A node: the engine, the long-lived streams to routers, and the adapters of its roles.
 
 Requests from a router go to the engine, and the results of the engine's steps go back to the router. The adapter of the
-current role sends the KV of prompts to decode nodes, or receives it from prefill nodes. To switch its role, a node
-drains and then uses the adapter of the other role. It keeps its weights, its KV pool and its prefix cache. The adapter
-of the former role starts no handoffs, but still answers calls of peers about earlier reservations.
+current role sends the KV of prompts to decode nodes, or receives KV from prefill nodes. To switch its role, a node
+drains and then uses the adapter of the other role. The node keeps its weights, its KV pool and its prefix cache. After
+the switch, the adapter of the former role starts no handoffs, but still answers calls of peers about earlier
+reservations.
 """
 
 import asyncio
@@ -37,10 +38,10 @@ RpcHandler = Callable[[Any], Awaitable[None]]
 
 
 class RoleAdapter:
-    """A role's side of handoffs, used on the event loop. An exception in an `on_...` method fails only the request that
-    the method was called for.
+    """The part of a handoff that a node of one role performs. Used on the event loop.
 
-    Except for `on_abort`, which every role implements, a method that a role does not override does nothing.
+    An exception in an `on_...` method fails only the request that the method was called for. Every role implements
+    `on_abort`. The other methods do nothing by default.
     """
 
     role: Role
@@ -83,13 +84,13 @@ class RoleAdapter:
 class Node:
     """One node: its lifecycle, and the flow of requests between routers, engine and role adapters.
 
-    `NodeProcess` creates it on the event loop, gives it its first role, starts it, drains it and closes it. It owns the
-    engine, the sessions with routers, the requests in progress and the role adapters. `make_adapter` creates the
-    adapter of a role when the node takes that role for the first time. `fatal_error` is set when the engine has failed
-    or has made no progress for too long; the process then exits.
+    `NodeProcess` creates the node on the event loop, gives it the first role, and starts, drains and closes it. The
+    node owns the engine, the sessions with routers, the requests in progress and the role adapters. `make_adapter`
+    creates the adapter of a role when the node takes that role for the first time. `fatal_error` is set when the engine
+    has failed or has made no progress for too long; the process then exits.
     """
 
-    role: RoleAdapter  # the current one
+    role: RoleAdapter  # the adapter of the current role
 
     def __init__(
         self,
@@ -105,7 +106,10 @@ class Node:
         max_unread: int = MAX_UNREAD_DELTAS,
         make_engine: Callable[[Scheduler, Runner, EngineListener, float], Engine] = Engine,
     ) -> None:
-        """`stuck_s` is the minimum time that a step is allowed to take; see `engine.step_time_fit`."""
+        """Create a node without a role.
+
+        A step counts as stuck after `stuck_s` seconds, or later if `engine.step_time_fit` allows more time.
+        """
         self.rules = rules
         self.recorder = StepRecorder()
         self.sessions = RouterSessions(self.recorder, max_routers, max_unread)
@@ -139,7 +143,7 @@ class Node:
         the number of failed requests.
         """
         self.update_info(state="draining")
-        # Publish the state before the first rejection, so that routers see that the node drains and has not failed.
+        # Publish the state before the first rejection. Otherwise routers would take the rejection for a failure.
         self.sessions.publish_stats(self.stats())
         await wait_until(lambda: not self.requests, timeout_s)
         return self.requests.fail_all(reason)
@@ -157,8 +161,8 @@ class Node:
         self.state.info = replace(self.state.info, **changes)
 
     async def between_steps(self, work: Callable[[], object]) -> None:
-        """Run `work` on the engine's thread, between two steps. An exception of `work` is raised here. Returns if the
-        engine fails."""
+        """Run `work` on the engine's thread, between two steps, and wait until it has run or the engine has failed. If
+        `work` raises an exception, raise the exception again."""
         done: asyncio.Future[Exception | None] = self._loop.create_future()
 
         def command(_: Scheduler) -> None:
@@ -181,19 +185,19 @@ class Node:
             self.sessions.publish_stats(self.stats())
 
     def failure(self) -> str:
-        """Return why the process must be restarted, or "". If there is a reason, the watchdog or the engine has given
-        up, and the process exits soon."""
+        """Return why the process must be restarted, or "". If the result is not "", the engine has failed or the
+        watchdog has found a stuck part, and the process will exit soon."""
         is_failed = self.state.is_stuck or self.fatal_error.done()
         return "the engine has failed or makes no progress" if is_failed else ""
 
     def refusal(self) -> str:
-        """Return why the node takes no requests, or "". Routers connect when the first steps have run."""
+        """Return why the node takes no requests, or "". Routers connect only after the node has run its first steps."""
         return self.state.refusal or ("" if self.sessions.num_routers else "no router is connected to this node")
 
     def stats(self) -> NodeStats:
         """Collect the node's statistics. Called on the event loop.
 
-        The scheduler and the runner belong to the engine's thread; this only reads them.
+        The scheduler and the runner belong to the engine's thread; this method only reads them.
         """
         snapshot, cost = self.publisher.snapshot, self._scheduler.cost
         encoder = self.rules.images.encoder if self.rules.images is not None else None
@@ -273,11 +277,11 @@ class Node:
             adapter.on_writer_lost(writer)
 
     def handlers(self) -> dict[Rpc[Any, Any], RpcHandler]:
-        """Return handlers for the RPCs of all roles, so that a role switch needs no new server."""
+        """Return handlers for the RPCs of all roles, so that the RPC server can stay the same when the role changes."""
         return {rpc: partial(self._call, rpc) for rpc in DECODE_CALLS}
 
     async def _call(self, rpc: Rpc[Any, Any], stream: Any) -> None:
-        """Let the adapter that serves this RPC handle the call. Only the adapter of the current role makes new
+        """Pass the call to the adapter that serves this RPC. Only the adapter of the current role makes new
         reservations."""
         adapters = [each for each in self._adapters.values() if each is self.role or rpc is not RESERVE]
         handler = next((each.handlers[rpc] for each in adapters if rpc in each.handlers), None)

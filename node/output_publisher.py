@@ -25,7 +25,7 @@ log = logging.getLogger("baton.node")
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """The progress, after a step, of a request whose KV is sent. Its first `num_computed` tokens have KV."""
+    """The progress of a request whose KV is sent, after a step. The request's first `num_computed` tokens have KV."""
 
     request: Request
     num_computed: int
@@ -48,13 +48,13 @@ class OutputSubscriber(Protocol):
 class OutputPublisher(EngineListener):
     """Turns the engine's steps into deltas, reports of prefill progress, and records.
 
-    The engine calls it on the engine's thread, which owns its state. Other threads may read only `snapshot` and
-    `ledger_error`, whose values are replaced and never modified.
+    The engine calls the publisher on the engine's thread, which owns the publisher's state. Other threads may read only
+    `snapshot` and `ledger_error`, whose values are replaced and never modified.
     """
 
     def __init__(self, scheduler: Scheduler, recorder: StepRecorder) -> None:
         self.snapshot = SchedulerSnapshot(scheduler.ledger())
-        self.ledger_error = ""  # set at most once, and logged then
+        self.ledger_error = ""  # set and logged at most once
         self._scheduler = scheduler
         self._recorder = recorder
         self._post: Callable[..., object]
@@ -130,7 +130,8 @@ class OutputPublisher(EngineListener):
         self._post(self._subscriber.on_engine_failed, error)
 
     def _drop_published(self, start: int, request: Request, output: SliceOutput) -> None:
-        """Drop prompt logprobs that were already published: a preempted request computes its prompt again."""
+        """Drop prompt logprobs that were already published. A preempted request computes its prompt, and thus the
+        logprobs, again."""
         seen, published = self._scored.get(request.id, (request, 0))
         published = published if seen is request else 0
         self._scored[request.id] = (request, max(published, start + len(output.prompt_logprobs)))
@@ -165,5 +166,5 @@ def _reach_failpoints(event: StepOutput) -> None:
 
 
 def _resolve(done: "asyncio.Future[None]") -> None:
-    if not done.done():  # false if its waiter was cancelled
+    if not done.done():  # false if the task that waits for `done` was cancelled
         done.set_result(None)

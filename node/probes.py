@@ -1,4 +1,4 @@
-"""The answers of a node's health port: whether the node is alive, whether it can take requests, and its metrics."""
+"""The pages of a node's health port: whether the node is alive, whether it can take requests, and its metrics."""
 
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
@@ -17,8 +17,8 @@ OK: Answer = (HTTPStatus.OK, "ok\n")
 class NodeProbes(Collector):
     """Reports the state of a node to an orchestrator. Runs on the event loop.
 
-    `stats` returns the node's description and statistics, or None while it has none. `failure` returns the reason why
-    its process must be restarted, and `refusal` the reason why it takes no requests; both return "" if there is none.
+    `stats` returns the node's description and statistics, or None while there are none. `failure` returns the reason
+    why the node's process must be restarted, or "". `refusal` returns the reason why the node takes no requests, or "".
     """
 
     def __init__(

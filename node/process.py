@@ -55,10 +55,11 @@ from shared.rpc.methods import ATTACH, SET_ADAPTER, SET_ROLE, RpcServer, unary
 log = logging.getLogger("baton.node")
 EXIT_ENGINE_FAILED = 70
 POOL_OWNER_S = 300.0  # how long a prefill node waits at its start for the owner of its shared pool
-GRACE_S = 1.0  # how long a stuck process waits for its event loop to report before it exits
+GRACE_S = 1.0  # how long a stuck process waits before it exits, so that its event loop can report the problem
 NO_BLOCKS = 2  # blocks of a node without its own pool: the minimum that a scheduler accepts
 
-# Makes the adapter of a role from the node, its KV memory, its channels (best first) and the longest wait for blocks.
+# Makes the adapter of a role. The arguments are the node, its KV memory, its channels (best first) and the maximum
+# number of seconds that a reservation waits for blocks.
 RoleFactory = Callable[[Node, KVMemory, Sequence[KVChannel], float], RoleAdapter]
 
 
@@ -104,7 +105,8 @@ def _budget(settings: NodeSettings) -> Budget:
 
 
 def _speculation(settings: NodeSettings, drafter: Drafter | None) -> Speculation | None:
-    """Return how the node guesses tokens: with `drafter` or, if configured, by prompt lookup."""
+    """Return how the node guesses tokens: with `drafter`, or by prompt lookup if this is configured. Return None if the
+    node guesses no tokens."""
     config = settings.speculation
     if config is not None and config.method == "ngram":
         drafter = PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)
@@ -112,8 +114,10 @@ def _speculation(settings: NodeSettings, drafter: Drafter | None) -> Speculation
 
 
 def _shared_pool(settings: NodeSettings, incarnation_id: str) -> PoolClient:
-    """Wait for the decode node on this device, and attach to its KV pool. Raises ValueError if there is none, and
-    OSError if there is no driver."""
+    """Wait for the decode node on this device, and attach to its KV pool.
+
+    Raises ValueError if there is no such decode node, and OSError if there is no driver.
+    """
     gpu = None
     if BuildOptions.from_settings(settings).on_gpu:
         gpu = CudaDevice(int(settings.device.partition(":")[2] or 0))
@@ -123,8 +127,10 @@ def _shared_pool(settings: NodeSettings, incarnation_id: str) -> PoolClient:
 async def open_channels(
     settings: NodeSettings, components: EngineComponents, incarnation_id: str, on_writer_lost: Callable[[str], None]
 ) -> list[KVChannel]:
-    """Open the node's KV channels and return them, best first. `on_writer_lost` is not called for TCP, where the
-    receiver itself rejects late writes."""
+    """Open the node's KV channels and return them, best first.
+
+    `on_writer_lost` is not called for TCP, because the receiver of a TCP push rejects late writes itself.
+    """
     memory, timeout_s, wanted = components.memory, settings.push_timeout_s, settings.kv_channel
     local: type[LocalChannel[Any]] = CudaIpcChannel if isinstance(memory, DeviceMemory) else ShmChannel
     check_channel(wanted, BuildOptions.from_settings(settings))
@@ -194,9 +200,9 @@ class NodeProcess:
         return 0
 
     async def open(self, cleanup: AsyncExitStack, lifetime: ProcessLifetime) -> tuple[Node, Announcer]:
-        """Open the KV channels and the RPC server, which gives the node its address.
+        """Open the KV channels and the RPC server. The server's port becomes part of the node's address.
 
-        Raises ValueError or OSError if one of them cannot be opened; the message says how to fix it.
+        Raises ValueError or OSError if a channel or the server cannot be opened; the message says how to fix it.
         """
         settings, channels = self.settings, list[KVChannel]()
         node = self._node(channels)
@@ -222,7 +228,7 @@ class NodeProcess:
         return node, registry
 
     async def _serve_probes(self, cleanup: AsyncExitStack, node: Node) -> None:
-        """Serve the health port, unless it is off. Raises OSError if it cannot be opened."""
+        """Serve the health port if one is set. Raises OSError if the port cannot be opened."""
         if self.settings.health_port:
             probes = NodeProbes(lambda: (node.state.info, node.stats()), node.failure, node.refusal)
             server = HealthServer(probes.pages())
@@ -267,9 +273,9 @@ class NodeProcess:
         )
 
     async def _warm_up(self, node: Node) -> None:
-        """Run the first steps on the engine's thread, which owns part of their state.
+        """Run the first steps on the engine's thread, which owns part of the runner's state.
 
-        Raises ValueError with a one-line message if they fail.
+        Raises ValueError with a one-line message if the steps fail.
         """
         drafter = self.components.drafter
 
@@ -282,8 +288,8 @@ class NodeProcess:
             await node.between_steps(warm_up)
 
     def _watchdog(self, node: Node) -> Watchdog:
-        """Make the watchdog of the engine and the event loop. It has its own thread, because a blocked event loop could
-        not report itself."""
+        """Make the watchdog of the engine and the event loop. The watchdog has its own thread, because a blocked event
+        loop cannot detect that it is blocked."""
 
         def exit_stuck(reason: str) -> None:
             log.error("stuck: %s", reason)
@@ -322,8 +328,8 @@ async def _first(event: "asyncio.Future[Any]", fatal_error: "asyncio.Future[Base
 
 
 def _on_pool_owner_lost(lifetime: ProcessLifetime, node: Node) -> None:
-    """Fail the node, because the pool's owner and its memory are gone. After a restart, the node waits for a new
-    owner."""
+    """Fail the node, because the pool's owner has ended and its memory is gone. After a restart, the node waits for a
+    new owner."""
     if not lifetime.draining.is_set():
         node.on_engine_failed(PeerLostError("the decode node that owns the shared KV pool has ended"))
 
@@ -331,8 +337,8 @@ def _on_pool_owner_lost(lifetime: ProcessLifetime, node: Node) -> None:
 def leave_shared_pool(node: Node) -> None:
     """Exit at once if a step may still write into the shared pool.
 
-    When this node's connection closes, the owner assumes that this node writes nothing more. While the engine's thread
-    runs, only the end of the process guarantees that.
+    When this node's connection closes, the pool's owner assumes that this node writes nothing more. While the engine's
+    thread runs, only the end of the process guarantees that the node writes nothing more.
     """
     if node.engine.is_running or node.fatal_error.done():
         log.error("exiting at once: a step may still write into the shared KV pool")

@@ -1,4 +1,4 @@
-"""Records of a node's steps and requests. A limited number of records is kept until they are sent to the routers.
+"""Records of a node's steps and requests. A limited number of unsent records is kept for the routers.
 
 The engine's thread builds a record in about 2 µs, plus 0.1 µs for each request in the step. Keeping the step and
 building its record later would cost more, because the garbage collector would visit the step's many small objects."""
@@ -15,7 +15,7 @@ from scheduler.scheduler import Scheduler, StepOutput
 from shared.clock import now_ns
 from shared.rpc.messages import RequestEvent, StepRecord
 
-MAX_STEPS = 8192  # limit of unsent steps, which the fastest engine reaches in a few seconds
+MAX_STEPS = 8192  # maximum number of unsent steps; the fastest engine runs this many steps in a few seconds
 MAX_EVENTS = 32_768
 
 
@@ -30,8 +30,8 @@ class SchedulerSnapshot(NamedTuple):
 class StepRecorder:
     """Records steps, and events of requests from "queued" to "ended".
 
-    The engine's thread calls `added`, `scheduled`, `stepped`, `ran` and `turned`; any thread may call `event`, and the
-    event loop takes the records. A full buffer drops its oldest record; `dropped` counts the dropped records.
+    The engine's thread calls `added`, `scheduled`, `stepped`, `ran` and `turned`. Any thread may call `event`. The
+    event loop calls `take`. A full buffer drops its oldest record; `dropped` counts the dropped records.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class StepRecorder:
         self._steps.append(step)
 
     def take(self) -> tuple[list[StepRecord], list[RequestEvent]]:
-        """Return the records made since the last call. An event is returned no later than the steps that refer to
-        it."""
+        """Return the records made since the last call. An event is returned in the same call as the steps that refer to
+        it, or in an earlier call."""
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
         return steps, [self._events.popleft() for _ in range(len(self._events))]
 
@@ -149,7 +149,7 @@ def _record(timing: StepTiming, snapshot: SchedulerSnapshot) -> StepRecord:
 
 
 def _members(slices: Sequence[Slice], num_chunks: int) -> bytes:
-    """Pack the slices, prompt chunks before decodes, so that a reader that needs only the chunks can stop early."""
+    """Pack the slices, prompt chunks before decodes. A reader that needs only the prompt chunks can then stop early."""
     if num_chunks:
         slices = sorted(slices, key=lambda slice_: slice_.is_decode)
     members: list[int] = []

@@ -1,8 +1,8 @@
 """Long-lived streams between a node and its routers. The node receives commands and sends deltas, statistics and
 records.
 
-The memory for a router that does not read is limited. The oldest records for it are dropped. If it has too many unread
-deltas, its stream is closed and its requests are aborted.
+The memory for a router that does not read its stream is limited. If the router has too many unread records, the oldest
+ones are dropped. If it has too many unread deltas, its stream is closed and its requests are aborted.
 """
 
 import asyncio
@@ -86,15 +86,15 @@ class RouterStream:
 class RouterSessions:
     """The open streams, one for each attached router.
 
-    Owned by the node and used on the event loop only. A router has one stream at a time: a new stream replaces the old
-    one. When a stream ends or is replaced, `on_router_lost` is called once, to abort the router's requests. When `send`
-    closes a router's stream, the caller of `send` aborts the requests.
+    The node owns this object and uses it on the event loop only. A router has one stream at a time: a new stream
+    replaces the old one. When a stream ends or is replaced, `on_router_lost` is called once, to abort the router's
+    requests. When `send` closes a router's stream, the caller of `send` aborts the router's requests.
     """
 
     def __init__(
         self, recorder: StepRecorder, max_routers: int = MAX_ROUTERS, max_unread: int = MAX_UNREAD_DELTAS
     ) -> None:
-        self.dropped_records = 0  # records dropped because a router was too slow, or because none was attached
+        self.dropped_records = 0  # records dropped because a router was too slow, or because no router was attached
         self._recorder = recorder
         self._max_routers = max_routers
         self._max_unread = max_unread
@@ -137,7 +137,7 @@ class RouterSessions:
                     session.wants_records = command.records
                     on_command(router, command)
         except TimeoutError:
-            return  # dropped by `_end`
+            return  # `_end` has removed this stream
         finally:
             writer.cancel()
             if self._streams.get(router) is session:
@@ -147,8 +147,8 @@ class RouterSessions:
     def send(self, router: str, *deltas: TokenDelta) -> bool:
         """Queue deltas for a router, or drop the deltas if the router is not attached.
 
-        Return False if the router had too many unread deltas and its stream was closed; the caller then aborts its
-        requests.
+        Return False if the router had too many unread deltas and its stream was closed; the caller then aborts the
+        router's requests.
         """
         session = self._streams.get(router)
         if session is None:
@@ -173,12 +173,12 @@ class RouterSessions:
             session.wake.set()
 
     async def flush(self) -> None:
-        """Wait until the queued deltas and stats are handed to the transport, but at most FLUSH_S seconds."""
+        """Wait until the queued deltas and stats have been passed to the transport, at most FLUSH_S seconds."""
         await wait_until(lambda: not any(each.deltas or each.stats for each in self._streams.values()), FLUSH_S)
 
     async def publish_records(self) -> None:
-        """Send all records to every router that wants them, forever. Routers ignore records of requests that are not
-        theirs."""
+        """Send all records to every router that wants records, until cancelled. A router ignores the records of other
+        routers' requests."""
         while True:
             await asyncio.sleep(RECORDS_S)
             steps, events = self._recorder.take()
@@ -197,6 +197,6 @@ class RouterSessions:
 
 
 def _load(stats: NodeStats) -> tuple[object, ...]:
-    """Return the values in the stats that are sent to routers at once when they change."""
+    """Return the part of the stats whose changes are sent to routers at once."""
     requests = stats.running, stats.waiting
     return stats.state, stats.ledger_error, *requests, stats.blocks_reserved, stats.blocks_quarantined

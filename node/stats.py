@@ -59,7 +59,7 @@ def describe(
     incarnation_id: str,
     shared_pool_owner: str = "",
 ) -> NodeInfo:
-    """Build the node's `NodeInfo`, without the address, which is set once the RPC server listens.
+    """Build the node's `NodeInfo` without the address, which is set later, when the RPC server listens.
 
     `shared_pool_owner` is the incarnation id of the decode node in whose KV pool this node computes.
     """

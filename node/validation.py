@@ -1,8 +1,8 @@
 """Limits on the requests that routers and prefill nodes submit to a node.
 
 Each range is at least as wide as the range that the HTTP API allows, so a request that passed the router's checks also
-passes the node's. A value out of range would reach arithmetic on the engine's thread, where it could break other
-requests.
+passes the node's checks. Without these checks, a value out of range would reach arithmetic on the engine's thread,
+where it could break other requests.
 """
 
 import re

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TICK_S = 0.25
-PAGING_SLACK = 10.0  # if a process reads pages from disk in a tick, 1 / PAGING_SLACK of the tick counts
+PAGING_SLACK = 10.0  # if the process reads pages from disk in a tick, only 1 / PAGING_SLACK of the tick counts
 
 
 @dataclass(slots=True)

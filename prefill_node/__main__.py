@@ -1,4 +1,4 @@
-"""Run a prefill node: `python -m prefill_node --help`. It has the adapters of both roles, so that it can switch."""
+"""Run a prefill node: `python -m prefill_node --help`. The node has the adapters of both roles, so it can switch."""
 
 import sys
 

@@ -1,8 +1,9 @@
-"""The decode nodes to which a prefill node sends KV. Each has a connection, a KV channel and reservations.
+"""The decode nodes to which a prefill node sends KV, called peers here. Each peer has a connection, a KV channel and
+reservations.
 
-A timer, which does not wait for the model's steps, renews the leases of all reservations at a peer with one message. A
-peer that does not answer a renewal in time is disconnected, which fails every handoff that waits for it. After repeated
-failures of a peer, this node makes no reservations there for a second.
+A timer, which does not wait for the model's steps, renews the leases of all reservations at a peer with one message. If
+a peer does not answer a renewal in time, this node closes the connection, and every handoff that waits for the peer
+fails. After repeated failures of a peer, this node makes no reservations there for a second.
 
 The reply to a renewal lists the reservations whose blocks the peer keeps in quarantine, because this node may still
 write to them. This node sends a stop for each of them, even if it has sent one before. It also sends renewals to an
@@ -23,10 +24,10 @@ from shared.rpc.messages import NodeStats, RenewRequest, StopRequest
 from shared.rpc.methods import RENEW, STOP, PeerError
 
 log = logging.getLogger("baton.handoff")
-# Calls that wait for blocks share a connection with commits, and HTTP/2 allows 100 calls on a connection.
+# HTTP/2 allows 100 calls on a connection. Calls that wait for blocks must leave room for commits.
 MAX_RESERVING = 64
 STOP_TRIES = 30  # all tries take one minute; after that, renewals report reservations that are still in quarantine
-MAX_STOPS = 64  # stops for reservations in quarantine that are sent after one renewal
+MAX_STOPS = 64  # maximum number of stops, for reservations in quarantine, that are sent after one renewal
 FAILURES, WITHIN_S = 5, 10.0  # this many failures within WITHIN_S seconds pause reservations at a peer
 PAUSE_S = 1.0
 
@@ -36,9 +37,9 @@ class HandoffTiming:
     """Intervals and timeouts, in seconds, for calls to decode nodes."""
 
     renew_s: float = 0.5
-    call_s: float = 2.5  # timeout of calls that are answered at once; a lost peer is noticed within call_s + renew_s
+    call_s: float = 2.5  # timeout of calls that do not wait for blocks; a lost peer is noticed within call_s + renew_s
     retry_stop_s: float = 2.0
-    forget_s: float = 60.0  # how long an idle, disconnected peer is kept; if restarted, it may have another address
+    forget_s: float = 60.0  # how long an idle, disconnected peer is kept; a restarted peer may have another address
 
 
 class PeerRefusedError(PeerError):
@@ -64,7 +65,8 @@ class DecodePeer:
     reservations: dict[bytes, Callable[[str], None]] = field(default_factory=dict)
     void: set[bytes] = field(default_factory=set)  # reservations stopped before their grant arrived
     is_settled: bool = False  # the peer reported that it holds no reservations, and no handoff has begun since then
-    failed_at: deque[float] = field(default_factory=lambda: deque(maxlen=FAILURES))  # failures since a success
+    # The times of the last failures since a success.
+    failed_at: deque[float] = field(default_factory=lambda: deque(maxlen=FAILURES))
     num_waiting: int = 0  # number of handoffs that wait for blocks
     used_at: float = field(default_factory=time.monotonic)  # time at which a handoff or a stop last began
 
@@ -93,8 +95,8 @@ class DecodePeer:
 class DecodePeers:
     """The decode nodes in use, by address. `channels` lists this node's channels, best first.
 
-    Owned by the `HandoffSender`; used only on the event loop. Renews leases, retries stops, and forgets peers that are
-    gone.
+    The `HandoffSender` owns this object, and uses it only on the event loop. The object renews leases, retries stops,
+    and forgets peers that are gone.
     """
 
     def __init__(
@@ -130,8 +132,8 @@ class DecodePeers:
         return peer
 
     def choose_channel(self, peer: DecodePeer, descriptors: Mapping[str, bytes]) -> KVChannel:
-        """Return the best channel that works between the two nodes. Log and count a fallback to a slower one. Raises
-        ChannelError if there is none."""
+        """Return the best channel that works between the two nodes. Log and count a fallback to a slower channel.
+        Raises ChannelError if no channel works."""
         if peer.channel is not None and peer.descriptors == descriptors:
             return peer.channel
         peer.descriptors = dict(descriptors)
@@ -188,7 +190,7 @@ class DecodePeers:
     async def _renew_at(self, peer: DecodePeer) -> None:
         is_idle = peer.is_settled = peer.is_idle  # a handoff that begins during the call clears `is_settled`
         if not peer.num_waiting:
-            peer.void.clear()  # no open call can still be granted one of these reservations
+            peer.void.clear()  # no call is open whose reply could still grant one of these reservations
         renewal = RenewRequest(self._incarnation_id, b"".join(peer.reservations))
         try:
             reply = await RENEW.call(peer.rpc, renewal, self._timing.call_s)
@@ -205,8 +207,9 @@ class DecodePeers:
     def _stop_quarantined(self, peer: DecodePeer, reservation_ids: bytes) -> None:
         """Stop the reservations whose blocks the peer keeps in quarantine.
 
-        If a handoff uses the reservation, cancel the handoff; it sends the stop when its push has ended. Otherwise
-        nothing is being written under the reservation, so send the stop now, and allow no writes under it later.
+        If a handoff uses the reservation, cancel the handoff, which then sends the stop when its push has ended.
+        Otherwise nothing is being written under the reservation, so send the stop now. If the grant of the reservation
+        arrives later, it is refused.
         """
         for at in range(0, min(len(reservation_ids), MAX_STOPS * RESERVATION_ID_BYTES), RESERVATION_ID_BYTES):
             reservation_id = reservation_ids[at : at + RESERVATION_ID_BYTES]

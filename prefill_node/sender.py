@@ -80,17 +80,17 @@ class OutgoingHandoff:
     num_computed: int = 0  # prompt tokens that have KV
     first_token: int | None = None
     reservation_id: bytes | None = None
-    num_held: int = 0  # the prompt's first blocks, which the decode node has in its prefix cache
+    num_held: int = 0  # number of the prompt's first blocks that the decode node has in its prefix cache
     order: list[RowPlace] = field(default_factory=list)  # the rows to push
     targets: list[int] = field(default_factory=list)  # the reserved rows of the decode node, in the same order
-    num_pushed: int = 0  # number of rows
-    channel: KVChannel | None = None  # fixed after the grant, as is `descriptor`, because the grant refers to both
+    num_pushed: int = 0  # number of rows that were pushed
+    channel: KVChannel | None = None  # `channel` and `descriptor` are set after the grant, and do not change later
     descriptor: bytes = b""
     checksums: bytes = b""  # checksums of pushed rows that the peer does not have yet
     reason: str = ""  # why the handoff was cancelled
     committed: bool = False
     is_running: bool = False  # the task has been started
-    is_admitted: bool = False  # its first step has begun
+    is_admitted: bool = False  # the request's first step has begun
     is_silent: bool = False  # do not report the outcome: the request was aborted, or has finished on this node
 
     def grant(self, num_held: int, targets: list[int]) -> None:
@@ -129,8 +129,8 @@ class OutgoingHandoff:
         self.changed.clear()
 
     def next_targets(self) -> list[int]:
-        """Return the peer's reserved rows that can be filled now, because the rows for them are complete and not pushed
-        yet."""
+        """Return the peer's reserved rows that can be written now: this node's rows for them are complete and not
+        pushed yet."""
         if self.request.borrows_blocks:  # an empty push only checks whether the reservation is still open
             ready = len(self.targets) * self.num_computed // self.num_prompt
         else:
@@ -142,9 +142,9 @@ class HandoffSender(RoleAdapter):
     """The role adapter of a prefill node.
 
     Runs on the event loop. The node calls the `on_...` methods. Each handoff has a task, which reserves blocks, pushes
-    each block once it is complete, and commits. If the handoff fails, its request fails with `retry` set. If it
-    commits, the request ends on this node, and its blocks stay in the prefix cache. For every reservation that it does
-    not commit, the sender sends a stop, and repeats the stop until the decode node acknowledges it.
+    each block once it is complete, and commits. If the handoff fails, its request fails with `retry` set. If the
+    handoff is committed, the request ends on this node, and its blocks stay in the prefix cache. For every reservation
+    that is not committed, the sender sends a stop, and repeats the stop until the decode node acknowledges it.
     """
 
     role = PREFILL
@@ -349,7 +349,7 @@ class HandoffSender(RoleAdapter):
         try:
             await channel.push(descriptor, reservation_id, source, targets)
         except ReservationRefusedError:
-            raise  # the channel works
+            raise  # the channel works, so it is not dropped
         except ChannelError:
             peer.drop_channel(channel, descriptor)
             raise

@@ -39,14 +39,15 @@ NEEDS_CONNECTOR = (
     """start it with --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}' """
     "and its decode engines with kv_consumer"
 )
-# Attributes of a node whose engine cannot do without another engine, by `EngineFacts.role`.
+# Attributes of a node whose engine works only together with another engine, by `EngineFacts.role`.
 PAIRED = {"prefill": {"generates": "no"}, "decode": {"computes_prompts": "no"}}
 STEP_TOKENS = 2048  # assumed maximum tokens of a step if the engine does not report its steps: vLLM's default
 Result = TypeVar("Result")
 
 
 def main(settings: ProxySettings) -> int:
-    """Run a proxy node until SIGTERM, and return the exit status. If it cannot start, print one line and return 2."""
+    """Run a proxy node until SIGTERM, and return the exit status. If the node cannot start, print one line and return
+    2."""
     logs.configure(settings.log_level, settings.log_format, settings.id or "proxy")
     try:
         tls.configure(settings.cluster_secret_file, {"--host": settings.host})
@@ -103,8 +104,11 @@ class ProxyProcess:
         return self.node.refusal() if self.node else f"the engine at {self.engine.url} does not answer"
 
     async def _await_engine(self, *, is_first: bool) -> NodeInfo:
-        """Wait until the engine answers, and return the description of its node. If the engine cannot be used, raises
-        ConfigError if `is_first` is set, and otherwise waits, because an operator may repair it."""
+        """Wait until the engine answers, and return the description of its node.
+
+        If the engine answers but cannot be used, raise ConfigError if `is_first` is set. Otherwise, wait, because an
+        operator may repair the engine.
+        """
         reported_at, now = 0.0, asyncio.get_running_loop().time
         while True:
             try:
@@ -127,8 +131,10 @@ class ProxyProcess:
             await asyncio.sleep(RETRY_S)
 
     def _check(self, facts: EngineFacts) -> None:
-        """Refuse an engine that has another role. Also refuse one whose maximum length is below the router's, because
-        it would silently cut answers."""
+        """Refuse an engine that has another role, or whose maximum length is below the router's.
+
+        An engine with a smaller maximum length would silently cut answers.
+        """
         role = self.settings.role
         if facts.role not in {"", role}:
             raise ConfigError(
@@ -168,8 +174,10 @@ class ProxyProcess:
         )
 
     async def _serve_incarnation(self, info: NodeInfo, lifetime: ProcessLifetime) -> bool:
-        """Serve until the engine is lost, which returns True, or until this process has drained. Raises OSError if the
-        port is in use."""
+        """Serve until the engine is lost or this process has drained. Return True if the engine is lost.
+
+        Raises OSError if the port is in use.
+        """
         settings = self.settings
         node = ProxyNode(info, self.engine, settings.heartbeat_s, settings.stuck_s, settings.kv_lease_s, self.steps)
         async with AsyncExitStack() as cleanup:

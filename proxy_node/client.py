@@ -1,4 +1,4 @@
-"""The HTTP client of one server, which subclasses adapt to its API."""
+"""The HTTP client of one server. A subclass for each kind of server implements the server's API."""
 
 import asyncio
 import hashlib
@@ -39,9 +39,9 @@ class EngineFacts:
     block_bytes: int  # 1 if not known
     cache_dtype: str
     kind: str = "vllm"
-    role: str = ""  # the only role that the server can have, if it is "prefill" or "decode"
-    connector: str | None = None  # None if only a request shows it
-    resumes: str = ""  # as returned by `probe.resumes`, if the server cannot be asked for whole answers
+    role: str = ""  # "prefill" or "decode" if the server can have only this role; "": any role
+    connector: str | None = None  # None if only a request shows the connector: see `probe.connector`
+    resumes: str = ""  # as returned by `probe.resumes`; set if the server alone cannot generate whole answers
 
     def fingerprint(self, connector: str) -> str:
         """Return a digest that is equal for engines that can exchange KV."""
@@ -59,7 +59,7 @@ class EngineClient:
     probe_params: Params = None  # with these parameters, `generate` needs no other engine
 
     def __init__(self, url: str, key: str, vocab_size: int, host: str = "") -> None:
-        """`host` is the server's address for other engines if that in `url` is a loopback address."""
+        """If `url` has a loopback address, `host` is the address at which other engines reach the server."""
         self.url, self.vocab_size, self.host = url, vocab_size, host
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.model = ""
@@ -87,18 +87,21 @@ class EngineClient:
     def generate(
         self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any] | None = None
     ) -> AsyncIterator[EngineOutput]:
-        """Yield the tokens that continue `tokens`, until an output has `finish`. To abort, close the iterator. With
-        `params`, the engine reads the KV of `tokens` from another engine.
+        """Yield the tokens that continue `tokens`. The last output has `finish`. To abort, close the iterator.
 
-        Raises ValueError at once if the server does not support the request.
+        With `params`, the engine exchanges the KV of `tokens` with another engine. Raises ValueError at once if the
+        server does not support the request.
         """
         raise NotImplementedError
 
     async def prefill(
         self, submit: SubmitRequest, tokens: list[int], *, keeps: bool = True
     ) -> tuple[EngineOutput, Params]:
-        """Compute `tokens`. Return the next token, and the parameters with which another engine reads the KV, or None
-        if the engine does not keep it or has no connector. Raises ValueError if an engine cannot take the request."""
+        """Compute `tokens`. Return the next token, and the parameters with which another engine reads the KV.
+
+        The parameters are None if `keeps` is false or the engine has no connector. Raises ValueError if an engine
+        cannot take the request.
+        """
         raise NotImplementedError
 
     def check(self, submit: SubmitRequest) -> None:
@@ -111,14 +114,19 @@ class EngineClient:
         raise NotImplementedError
 
     def offer(self) -> Params:
-        """Return the parameters of a new handoff in which the engine pushes the KV of a prompt while it computes it,
-        by `generate`. Return None if other engines read the KV, with the parameters of `prefill`."""
+        """Return the parameters of a new handoff if the engine pushes KV, otherwise None.
+
+        An engine that pushes KV gets these parameters in `generate`, and sends the prompt's KV while it computes the
+        prompt. From any other engine, the decode engine reads the KV with the parameters that `prefill` returns.
+        """
         return None
 
     @contextmanager
     def describing(self, kind: str, needs: str) -> Iterator[None]:
-        """Raise ConfigError if the block, which reads the server's properties, finds that it is no server of this
-        kind. `needs` says which server is needed."""
+        """Raise ConfigError if the code in the `with` block fails because the server is not of this kind.
+
+        The code reads the server's properties. `needs` says which server is needed.
+        """
         try:
             yield
         except (LookupError, TypeError, ValueError):
@@ -131,7 +139,7 @@ class EngineClient:
     # ---- calls --------------------------------------------------------------------------------------------------
 
     async def is_gone(self) -> bool:
-        """Return whether the server refuses connections or says that its engine is dead. A slow one is not gone."""
+        """Return whether the server refuses connections or reports a dead engine. A slow server is not gone."""
         try:
             async with asyncio.timeout(HEALTH_S), self._session.get(f"{self.url}/health", allow_redirects=False) as got:
                 return got.status == 503

@@ -9,8 +9,8 @@ from typing import Any
 
 MAX_PARAMS_BYTES = 256 << 10
 NIXL = "nixl"
-# With these parameters, an engine keeps the blocks of a prompt for its lease, and answers with the parameters to read
-# them.
+# An engine that gets these parameters keeps the blocks of the prompt until their lease ends. Its answer contains the
+# parameters with which another engine reads the blocks.
 PREFILL_PARAMS: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -24,8 +24,10 @@ COUNTS = ("remote_port", "tp_size", "remote_num_tokens")
 
 
 def check_params(params: object) -> dict[str, Any]:
-    """Return NIXL's parameters, with which an engine reads the KV of a prompt. Raises ValueError, which names the
-    field, if they are malformed."""
+    """Check and return NIXL's parameters, with which an engine reads the KV of a prompt.
+
+    Raises ValueError, which names the field, if they are malformed.
+    """
     if not isinstance(params, dict) or params.get("do_remote_prefill") is not True:
         raise ValueError("kv_transfer_params: do_remote_prefill is not true")
     if params.get("transfer_mode", "pull") != "pull":
@@ -42,8 +44,10 @@ def check_params(params: object) -> dict[str, Any]:
 
 
 def check_bootstrap(params: object) -> dict[str, Any]:
-    """Return SGLang's parameters, with which a decode server asks a prefill server for the KV of a prompt. Raises
-    ValueError, which names the field, if they are malformed."""
+    """Check and return SGLang's parameters, with which a decode server asks a prefill server for the KV of a prompt.
+
+    Raises ValueError, which names the field, if they are malformed.
+    """
     if not isinstance(params, dict) or params.keys() != {"bootstrap_host", "bootstrap_port", "bootstrap_room"}:
         raise ValueError("bootstrap parameters: must be a host, a port and a room")
     host, port, room = params["bootstrap_host"], params["bootstrap_port"], params["bootstrap_room"]

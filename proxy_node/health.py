@@ -1,8 +1,9 @@
-"""Decides whether an engine is alive. Pure: callers pass the current time in seconds.
+"""Decides whether an engine is alive. Nothing here reads a clock; callers pass the current time in seconds.
 
-A slow engine is not a dead one: `/metrics` and `/health` share a process with all streams, and may take seconds under
-load. An engine is lost if its port refuses connections or it reports that it is unhealthy. It is stuck if it makes no
-progress: no event of an answer, no step and, while it has no requests, no answer to `/metrics`.
+A slow engine is not dead: the process that answers `/metrics` and `/health` also serves all streams, and may take
+seconds to answer under load. An engine is lost if its port refuses connections or if it reports that it is unhealthy.
+An engine is stuck if it makes no progress. Each step and each event of an answer counts as progress. While the engine
+has no requests, an answer to `/metrics` counts as progress too.
 """
 
 from collections import deque
@@ -13,7 +14,10 @@ MAX_MALFORMED, WINDOW_S = 3, 10.0  # this many malformed answers within this tim
 
 @dataclass(slots=True)
 class EngineHealth:
-    """The state of one incarnation of an engine: "" while it is alive, and then the reason why it is lost."""
+    """The state of one incarnation of an engine.
+
+    `failure` is "" while the engine is alive, and otherwise the reason why it is lost.
+    """
 
     stuck_s: float
     progress_at: float

@@ -69,17 +69,19 @@ class AcceptedHandoff:
 class ProxyNode:
     """Serves the node protocol for one incarnation of an engine.
 
-    The process creates it when the engine has answered, calls `start`, and waits for `lost`, whose result is the reason
-    why the engine is lost. The node then reports that it is stuck, and the routers retry its requests on other nodes. A
-    request has one task, which calls the engine and sends one delta for all events that arrive together. Cancelling the
-    task closes the connection, and the engine drops the request. Runs on the event loop.
+    The process creates the node when the engine has answered, calls `start`, and waits for `lost`, whose result is the
+    reason why the engine is lost. When the engine is lost, the node reports that it is stuck, and the routers retry the
+    node's requests on other nodes. A request has one task, which calls the engine and sends one delta for all events
+    that arrive together. Cancelling the task closes the connection, and the engine drops the request. Runs on the event
+    loop.
     """
 
     def __init__(
         self, info: NodeInfo, engine: EngineClient, heartbeat_s: float, stuck_s: float, lease_s: float = 30.0,
         steps: StepSocket | None = None,
     ) -> None:  # fmt: skip
-        """`lease_s` is how long the engine keeps a prompt's blocks for another engine. `steps` receives its steps."""
+        """`lease_s` is how long the engine keeps a prompt's blocks for another engine. `steps` receives the steps that
+        the engine reports."""
         self.info = info
         self.counters = NodeStats()  # only the handoff fields are used
         self.recorder = StepRecorder()
@@ -147,7 +149,7 @@ class ProxyNode:
             self.sessions.publish_stats(self.stats())
 
     async def _scrape(self) -> None:
-        """Read the engine's metrics at each heartbeat. The heartbeats to the routers do not wait for them."""
+        """Read the engine's metrics periodically. The heartbeats to the routers do not wait for the metrics."""
         while True:
             try:
                 self._metrics = await self._engine.metrics()
@@ -196,7 +198,7 @@ class ProxyNode:
     def stats(self) -> NodeStats:
         """Return the node's statistics, most of which the engine reports. The engine does not report cached blocks, so
         they count as free."""
-        usage = self._value("kv_cache_usage_perc") or self._value("gpu_cache_usage_perc")  # the name before 0.10
+        usage = self._value("kv_cache_usage_perc") or self._value("gpu_cache_usage_perc")  # the name before vLLM 0.10
         total = self.info.num_blocks - 1
         owned = min(total, round(usage * total))
         return replace(
@@ -336,7 +338,8 @@ class ProxyNode:
         except EngineFailure as failure:
             if accepted is None or not is_first or str(failure).startswith(HANDOFF):
                 raise
-            # An engine that cannot read the KV reports the same error as for any other failure.
+            # An engine that cannot read the KV reports the same error as for any other failure, so the handoff may have
+            # failed.
             raise EngineFailure(f"{HANDOFF}{failure}", is_suspicious=True, is_garbage=failure.is_garbage) from None
 
     # ---- handoffs -----------------------------------------------------------------------------------------------
@@ -378,8 +381,8 @@ class ProxyNode:
     async def _push(self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any]) -> None:
         """Let a decode engine wait for the KV of a prompt, and let the engine compute the prompt and push the KV.
 
-        The decode node sends no token before this node has committed the handoff. Otherwise, if the prefill engine gave
-        up the request, the decode engine might generate from a part of the KV.
+        The decode node sends no token before this node has committed the handoff. If the prefill engine gives up the
+        request, the decode engine may generate tokens from incomplete KV; these tokens are then never sent.
         """
         accept = AcceptRequest(submit, json.dumps(params).encode(), PUSH_LEASE_MS, FROM_COMMIT)
         await self._call(submit, ACCEPT, accept)
@@ -422,7 +425,7 @@ class ProxyNode:
             await STOP.call(self._peers[submit.decode_node], StopRequest(b"", reason, submit.id), ACCEPT_S)
 
     async def accept(self, message: AcceptRequest) -> Ack:
-        """Serve `ACCEPT`: generate a request with the KV of another engine, which is read once."""
+        """Serve `ACCEPT`: generate a request with the KV of another engine. The KV can be read only once."""
         submit = message.request
         try:
             if self.lost.done() or self.info.role != "decode":
@@ -451,7 +454,7 @@ class ProxyNode:
         return Ack()
 
     async def stop(self, message: StopRequest) -> Ack:
-        """Serve `STOP`: the prefill engine failed or gave up a request, so that its KV never comes."""
+        """Serve `STOP`: the prefill engine failed or gave up a request, so the request's KV will not arrive."""
         self._fail(message.request, f"{HANDOFF}{message.reason:.200}", retry=True)
         return Ack()
 
@@ -483,8 +486,10 @@ class ProxyNode:
 
 
 async def _join(delta: TokenDelta, output: EngineOutput, accepted: AcceptedHandoff) -> None:
-    """Mark the first delta of a decode engine, and drop its first token if the router already has that token. Raises
-    EngineFailure if the prefill engine sampled another one."""
+    """Mark the first delta of a decode engine as handed off. Drop its first token if the router already has that token.
+
+    Raises EngineFailure if the prefill engine sampled another first token.
+    """
     delta.handed_off = True
     first_token = accepted.first_token if accepted.committed is None else await accepted.committed
     if first_token >= 0 and output.tokens[:1] != [first_token]:

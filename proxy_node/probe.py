@@ -1,7 +1,8 @@
 """Asks an engine for a few answers before its node joins, to check the protocol and whether answers can be repeated and
 resumed.
 
-The first logprobs of an engine compile code, which takes up to a minute on a CPU, so the probe requests some.
+When an engine computes logprobs for the first time, it compiles code, which takes up to a minute on a CPU. The probe
+therefore requests logprobs, so that no client has to wait for the compilation.
 """
 
 from proxy_node.client import EngineClient
@@ -10,14 +11,16 @@ from proxy_node.vllm import NEEDS
 from proxy_node.wire import EngineFailure, probe_request
 from shared.errors import ConfigError
 
-LENGTH, RESUMED = 16, 8  # number of tokens of an answer; it is resumed after this many of them
+LENGTH, RESUMED = 16, 8  # number of tokens of an answer, and the number of its tokens after which it is resumed
 SAMPLED = {"temperature": 2.0, "seed": 20_477}
 
 
 async def resumes(engine: EngineClient, known: str = "") -> str:
-    """Return which answers the engine resumes with the same tokens, given the prompt and the first tokens: "greedy,
-    seeded", "greedy" or "none". An answer that is not repeatable counts as not resumed. If `known` is given, return it
-    without a test: one engine of a pair alone gives no whole answer.
+    """Return for which sampling the engine resumes answers: "greedy, seeded", "seeded", "greedy" or "none".
+
+    To resume an answer means to generate the same remaining tokens, given the prompt and the first tokens. Answers that
+    cannot be repeated count as not resumed. If `known` is given, return `known` without this test, because one engine
+    of a pair generates no whole answer alone.
 
     Raises ConfigError if the engine cannot serve as a node, and EngineFailure if it fails.
     """

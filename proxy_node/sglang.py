@@ -1,4 +1,4 @@
-"""The API of an SGLang server, as read in the sources of SGLang 0.5. It has run against a stub of that API only."""
+"""The API of an SGLang server, as read in the sources of SGLang 0.5. This code has run only against a stub of it."""
 
 import json
 import secrets
@@ -25,7 +25,7 @@ NEEDS = "Baton needs an SGLang server of version 0.5 or newer"
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 BLOCK_TOKENS = 16  # size of the blocks in the router's index; the server itself caches single tokens or pages
 # With these parameters, which the server's own health check uses, a server with a disaggregation mode neither waits for
-# KV nor sends any. The tokens of a decode server are then meaningless.
+# KV nor sends any. The tokens that a decode server then generates are meaningless.
 ALONE = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 METRICS = {
     "num_running_reqs": "num_requests_running",
@@ -37,18 +37,19 @@ METRICS = {
 
 
 class SglangEngine(EngineClient):
-    """Calls one SGLang server by `/generate`, which carries token ids both ways.
+    """Calls one SGLang server by `/generate`, whose requests and answers contain token ids.
 
-    Without `--enable-metrics`, the server's load is unknown. Its `/health` is the sign of progress: it answers after
-    the scheduler has computed something.
+    Without `--enable-metrics`, the server's load is unknown. An answer of `/health` counts as progress, because the
+    server sends it only after its scheduler has computed something.
 
-    A server with a disaggregation mode works only in a pair: two requests with the same room, one at each server, meet
-    at the bootstrap address of the prefill server. The decode server waits for up to 300 s, even if the prefill server
-    has failed; `/abort_request` ends the wait. A room must not be used twice, because this crashes the servers.
+    A server with a disaggregation mode works only in a pair. Each of the two servers gets a request with the same room
+    number, and the servers connect at the bootstrap address of the prefill server. The decode server waits for up to
+    300 s, even if the prefill server has failed; `/abort_request` ends the wait. A room number must not be used twice,
+    because this crashes the servers.
     """
 
     num_healthy = 0
-    bootstrap: Params = None  # the address, if the server is a prefill server
+    bootstrap: Params = None  # the bootstrap address, if the server is a prefill server
 
     async def describe(self) -> EngineFacts:
         with self.describing("SGLang", NEEDS):
@@ -90,7 +91,7 @@ class SglangEngine(EngineClient):
     ) -> AsyncIterator[EngineOutput]:
         self.check(submit)
         body = generate_body(submit, tokens)
-        if params is not None:  # a room is unique, and so is this id; an abort ends all ids that begin with its own
+        if params is not None:  # the id is random, because an abort ends all requests whose id begins with the given id
             body |= params | {"rid": f"baton-{secrets.token_hex(16)}"}
         limit = body["sampling_params"]["max_new_tokens"]
         reader = GenerateReader(len(tokens), limit, self.vocab_size, body["top_logprobs_num"])
@@ -99,8 +100,8 @@ class SglangEngine(EngineClient):
     async def stream(
         self, path: str, submit: SubmitRequest, body: dict[str, Any], reader: EventReader
     ) -> AsyncIterator[EngineOutput]:
-        """Send a request. If the caller gives it up, abort it, because a server that waits for KV may not notice that
-        the connection has closed."""
+        """Send a request. If the caller stops reading early, abort the request, because a server that waits for KV may
+        not notice that the connection has closed."""
         is_over = False
         try:
             async with aclosing(super().stream(path, submit, body, reader)) as outputs:  # type: ignore[type-var]
@@ -127,15 +128,17 @@ class SglangEngine(EngineClient):
 
 
 def generate_body(submit: SubmitRequest, tokens: list[int]) -> dict[str, Any]:
-    """Return the body of the request that continues `tokens`, the prompt and the tokens so far. It has no `rid`: a
-    retry would have the same `rid`, and the server refuses a `rid` that it still knows."""
+    """Return the body of the request that continues `tokens`, the prompt and the tokens generated so far.
+
+    The body has no `rid`: a retry would have the same `rid`, and the server refuses a `rid` that it still knows.
+    """
     sampling, done = submit.sampling, len(tokens) - submit.num_prompt
     params: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}
     params |= {
         "top_k": sampling.top_k or -1,
         "max_new_tokens": max(1, submit.max_tokens - done),
         "min_new_tokens": max(0, submit.min_tokens - done),
-        # Includes the model's stop tokens, unless the client ignores them.
+        # The router adds the model's stop tokens to these, unless the client ignores them.
         "stop_token_ids": unpack_ids(submit.stop_tokens),
         "ignore_eos": True,
     }
@@ -156,7 +159,7 @@ def generate_body(submit: SubmitRequest, tokens: list[int]) -> dict[str, Any]:
 
 
 class GenerateReader(EventReader):
-    """Reads the events of `/generate`, which repeat all tokens of the answer unless the server runs with
+    """Reads the events of `/generate`. Each event repeats all earlier tokens of the answer, unless the server runs with
     `--incremental-streaming-output`."""
 
     num_tokens = 0

@@ -22,7 +22,7 @@ NEEDS = "Baton needs a vLLM server of version 0.19 or newer"
 
 
 class VllmEngine(EngineClient):
-    """Calls one vLLM server by `/v1/completions`, which carries token ids both ways."""
+    """Calls one vLLM server by `/v1/completions`, with token ids in requests and answers."""
 
     # ---- the server ---------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class VllmEngine(EngineClient):
         return read_metrics((await self.get("/metrics")).decode("utf-8", "replace"))
 
     async def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text by the server's tokenizer."""
+        """Return the token ids of a text, as computed by the server's tokenizer."""
         body = {"model": self.model, "prompt": text}
         async with self.call("POST", "/tokenize", timeout_s=ANSWER_S, json=body) as answer:
             return list(json.loads(await read(answer, MAX_ANSWER_BYTES))["tokens"])

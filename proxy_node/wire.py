@@ -1,6 +1,7 @@
-"""Translates a router's request into a request of vLLM's `/v1/completions`, and the events of its answer back.
+"""Translates a router's request into a request for vLLM's `/v1/completions`, and reads the events of vLLM's answer.
 
-Everything here is pure. The fields are named as in vLLM 0.19 and newer; `return_token_ids` makes its answers carry ids.
+Nothing here does I/O. The fields are named as in vLLM 0.19 and newer. The field `return_token_ids` makes answers
+contain token ids.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any
 from shared.rpc.messages import Logprobs, SamplingParams, SubmitRequest, unpack_ids
 
 MAX_EVENT_BYTES = 1 << 20  # limit of an event, without the prompt's ids, which the first event repeats
-ID_BYTES = 12  # an id in JSON takes fewer bytes
+ID_BYTES = 12  # a token id in JSON takes fewer bytes than this
 FINISHES = {"stop": "stop", "length": "length", "repetition": "stop"}
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p"),
@@ -53,21 +54,21 @@ def garbage(reason: str) -> EngineFailure:
 def completion_body(
     submit: SubmitRequest, tokens: Sequence[int], model: str, params: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the body of the request that continues `tokens`, the prompt and the tokens so far. `params` are the
-    parameters of the KV connector, if any.
+    """Return the body of the request that continues `tokens`, the prompt and the tokens generated so far.
 
-    Raises ValueError, which names the field, if an engine cannot take the request.
+    `params` are the parameters of the KV connector, if any. Raises ValueError, which names the field, if an engine
+    cannot take the request.
     """
     check_supported(submit)
     sampling, done = submit.sampling, len(tokens) - submit.num_prompt
-    # Send all of them, because the model may have other defaults.
+    # Send all sampling parameters, because the model may have other defaults.
     body: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}
     body |= {
         "model": model,
         "prompt": list(tokens),
         "max_tokens": max(1, submit.max_tokens - done),
         "min_tokens": max(0, submit.min_tokens - done),
-        # Includes the model's stop tokens, unless the client ignores them.
+        # The router adds the model's stop tokens to these, unless the client ignores them.
         "stop_token_ids": unpack_ids(submit.stop_tokens),
         "ignore_eos": True,
         "stream": True,
@@ -117,8 +118,10 @@ def probe_request(tokens: list[int], max_tokens: int, **sampling: Any) -> Submit
 
 @dataclass(slots=True)
 class EngineOutput:
-    """The next tokens of an answer, with the logprobs of each if these were requested. `finish` is "stop" or "length"
-    if they are the last."""
+    """The next tokens of an answer, with the logprobs of each token if they were requested.
+
+    `finish` is "stop" or "length" if these are the last tokens of the answer, and otherwise "".
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -152,8 +155,8 @@ class EventReader:
         return output
 
     def add(self, output: EngineOutput, event: dict[str, Any]) -> None:
-        """Add the contents of an event. Raises EngineFailure for an event that reports an error, and ValueError,
-        TypeError, LookupError or AttributeError for a malformed one."""
+        """Add the contents of an event to `output`. Raises EngineFailure for an event that reports an error, and
+        ValueError, TypeError, LookupError or AttributeError for a malformed event."""
         self.check_error(event)
         for choice in event["choices"]:
             found = read_choice(choice, self._vocab_size, self.num_logprobs)
@@ -166,7 +169,7 @@ class EventReader:
             raise EngineFailure(f"the engine failed: {error.get('message')!s:.200}", retry=False, is_suspicious=True)
 
     def checked(self, tokens: list[int]) -> list[int]:
-        """Return the next tokens. Raises ValueError if the answer cannot have them."""
+        """Return the next tokens. Raises ValueError if a token is invalid or if there are too many tokens."""
         check_ids(tokens, self._vocab_size)
         self._left -= len(tokens)
         if self._left < 0:
@@ -204,8 +207,10 @@ def read_logprobs(entry: dict[str, Any], tokens: Sequence[int], num_top: int) ->
 
 
 def likeliest(token: int, logprob: float, top: dict[int, float], num_top: int) -> Logprobs:
-    """Return the logprobs of a token, with the `num_top` likeliest tokens of `top`, best first. The APIs do not state
-    ranks. A token that is not among the likeliest gets the best rank that it can have."""
+    """Return the logprobs of a token, with the `num_top` likeliest tokens of `top`, best first.
+
+    The APIs do not state ranks. A token that is not among the likeliest tokens gets the rank after the last of them.
+    """
     best = sorted(top.items(), key=lambda pair: -pair[1])[:num_top]
     ids = [identity for identity, _ in best]
     rank = 1 + ids.index(token) if token in ids else 1 + len(ids)
@@ -217,9 +222,12 @@ def likeliest(token: int, logprob: float, top: dict[int, float], num_top: int) -
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """The contents of `/metrics`. `values` are by name, without a prefix such as "vllm:"; the label `source` follows
-    the name, as in NAME:SOURCE. `cache` has the labels of `cache_config_info`. `num_engines` counts the data-parallel
-    engines of the server."""
+    """The contents of `/metrics`.
+
+    `values` has the values by name, without a prefix such as "vllm:". If a metric has a label `source`, the label
+    follows the name, as in NAME:SOURCE. `cache` has the labels of `cache_config_info`. `num_engines` counts the
+    data-parallel engines of the server.
+    """
 
     values: dict[str, float]
     cache: dict[str, str]

@@ -1,6 +1,6 @@
-"""The ledger of the KV pool's rows. Every row is free, cached, owned, reserved or quarantined; the total is constant.
+"""The ledger of the KV pool's rows. Every row is in one of the states that `Ledger` lists.
 
-The ledger knows only the numbers of rows; the KV pool holds their bytes. Row 0 is a dummy that pads batches and is
+The ledger stores row numbers; the bytes of the rows are in the KV pool. Row 0 is a dummy that pads batches and is
 never allocated. An entry of the prefix cache is a bundle: the rows of one block or of one state (see
 `scheduler.geometry`), which are found and evicted together.
 """
@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 
 class Ledger(NamedTuple):
-    """The number of rows in each state.
+    """The number of rows in each state, and the total, which is constant.
 
     Free rows are empty. Cached rows have no owner, and keep their content for prefix hits. Owned rows are held by
-    requests. A peer writes reserved rows. A peer may still write quarantined rows, so they are not read or allocated.
+    requests. Reserved rows are being written by a peer. Quarantined rows belong to a cancelled reservation whose peer
+    may still write to them, so they are neither read nor allocated.
     """
 
     free: int
@@ -31,7 +32,7 @@ class Ledger(NamedTuple):
 
 
 class BlockPool:
-    """Reference counts of the pool's rows. Cached bundles are reused in least-recently-used order.
+    """Counts the owners of the pool's rows. Among cached bundles, the least recently used one is evicted first.
 
     The scheduler owns the pool and is its only caller, on the engine's thread. Every row is in one state of `Ledger`;
     `ledger_error` and `audit` check this. Methods assert their preconditions; a failed assertion is a scheduler bug.
@@ -42,13 +43,14 @@ class BlockPool:
         assert num_rows >= 2, "a pool holds the dummy row and at least one other"
         self.total = num_rows - 1
         self._empty: list[int] = []  # freed rows; they are taken before rows that were never allocated
-        # An OrderedDict, because in a dict whose first keys are removed one by one, finding the next key takes longer
-        # each time.
+        # If the first keys of a plain dict are removed one by one, finding the next first key takes longer each time.
+        # An OrderedDict finds it in constant time.
         self._cached: OrderedDict[int, None] = (
             OrderedDict()
         )  # the first row of each bundle without an owner, in the order of last use
         self._num_cached = 0  # number of cached rows
-        # These two have the dummy row and the rows that were allocated before, so that a new pool is small.
+        # These two lists have entries only for the dummy row and for rows that were allocated at least once, so a new
+        # pool takes little memory.
         self._references = [0]
         self._name_of: list[Hashable | None] = [None]  # the name of the bundle that a row belongs to
         self._bundles: dict[Hashable, tuple[int, ...]] = {}
@@ -73,7 +75,8 @@ class BlockPool:
     def ledger_error(self, num_held: int | None = None) -> str:
         """Return a description of an error in the ledger's totals, or "" if they agree.
 
-        `num_held` is the number of rows that all owners together hold; if it is None, it is not compared.
+        `num_held` is the number of rows that the owners hold, where a shared row counts once for each of its owners. If
+        `num_held` is None, only the ledger's own totals are checked.
         """
         ledger = self.ledger()
         if not ledger.balances:
@@ -111,13 +114,13 @@ class BlockPool:
     # ---- allocation ------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` rows, whose content is undefined: free rows, then the least recently used cached ones."""
+        """Allocate `count` rows with undefined content: free rows first, then the least recently used cached rows."""
         assert count <= self.available, f"{count} rows requested, {self.available} available"
         self._owned += count
         return [self._pop() for _ in range(count)]
 
     def share(self, rows: Iterable[int]) -> None:
-        """Add an owner to each row. The rows must be whole bundles if they are cached."""
+        """Add an owner to each row. The cached rows among them must form whole bundles."""
         for row in rows:
             if self._references[row] == 0:
                 self._cached.pop(row, None)
@@ -126,7 +129,8 @@ class BlockPool:
             self._references[row] += 1
 
     def release(self, rows: Sequence[int]) -> None:
-        """Remove an owner from each row. The last rows are freed first, because hits in them are the least likely."""
+        """Remove an owner from each row. The last rows are freed first, and are therefore evicted first, because prefix
+        hits in them are the least likely."""
         for row in reversed(rows):
             assert self._references[row] > 0, f"row {row} has no owner to release it"
             self._references[row] -= 1
@@ -135,11 +139,11 @@ class BlockPool:
                 self._retire(row)
 
     def find(self, name: Hashable) -> tuple[int, ...] | None:
-        """Return the rows of the bundle with this name, without changing their owners, or None."""
+        """Return the rows of the bundle with this name, or None if the name is unknown. Owners do not change."""
         return self._bundles.get(name)
 
     def match(self, names: Iterable[Hashable]) -> list[int]:
-        """Return the rows of the bundles named by the longest known prefix of `names`, without changing owners."""
+        """Return the rows of the bundles named in `names`, up to the first unknown name. Owners do not change."""
         found: list[int] = []
         for name in names:
             rows = self._bundles.get(name)
@@ -161,7 +165,7 @@ class BlockPool:
                 self._name_of[row] = name
 
     def forget(self, name: Hashable) -> None:
-        """Drop a name. Rows without owners become free."""
+        """Remove the name of a bundle. The bundle's rows without owners become free."""
         for row in self._bundles.pop(name, ()):
             self._name_of[row] = None
             self._cached.pop(row, None)
@@ -176,7 +180,7 @@ class BlockPool:
         return rows
 
     def lend(self, rows: Sequence[int]) -> None:
-        """Change rows with one owner to reserved rows, which a peer then writes."""
+        """Reserve rows that have one owner, for a peer to write."""
         self._owned -= len(rows)
         self._reserved.update(dict.fromkeys(rows))
 
@@ -186,7 +190,7 @@ class BlockPool:
         self._owned += len(rows)
 
     def give_up(self, rows: Sequence[int], writer_stopped: bool) -> None:
-        """Cancel a reservation. Unless the writer has stopped, its rows stay in quarantine until `clear`."""
+        """Cancel a reservation. Free the rows if the writer has stopped; otherwise quarantine them until `clear`."""
         self._unreserve(rows)
         self._quarantined.update(dict.fromkeys(rows))
         if writer_stopped:

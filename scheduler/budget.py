@@ -8,12 +8,12 @@ from math import inf, sqrt
 from scheduler.cost import CostModel, StepWork
 
 CEILING_TOKENS = 8192  # maximum tokens of a step on a node with an SLO: vLLM's default on large devices
-UNWATCHED_S = 2.0  # longest step without decodes: new requests wait for it, and a longer one would seem stuck
+UNWATCHED_S = 2.0  # maximum duration of a step without decodes: a request that arrives must wait for the step's end
 UNWATCHED_TOKENS = 512  # maximum tokens of a step without decodes until the model is fitted to larger steps
-FLOOR_TOKENS = 16  # prompt tokens that every step may compute
-FLOOR_GROWTH = 1.1  # if a step with only its decodes misses the SLO, prompts may make it longer by this factor
+FLOOR_TOKENS = 16  # prompt tokens that every step may compute, even if the step then misses the SLO
+FLOOR_GROWTH = 1.1  # if a step's decodes alone miss the SLO, prompts may make the step longer by this factor
 FIRST_TOKENS = 64  # prompt tokens of a step while there is no model
-GROWTH = 1.25  # largest factor by which the budget grows from one step to the next; it shrinks immediately
+GROWTH = 1.25  # largest factor by which the budget grows from one step to the next; it may shrink by any factor
 ENGINE_SHARE = 0.9  # the engine's share of the time between two tokens; the rest is for the router and the network
 TRUST = 1.5  # a model is trusted up to this multiple of the largest step to which it was fitted
 
@@ -35,7 +35,7 @@ class Budget:
         return max(0, self.ceiling - work.tokens)
 
     def longest_s(self) -> float:
-        """Return the maximum predicted seconds of the step with guessed tokens."""
+        """Return the maximum predicted duration, in seconds, up to which guessed tokens may extend the step."""
         return inf
 
     def end(self, work: StepWork) -> tuple[int, str]:
@@ -63,7 +63,7 @@ class SloBudget(Budget):
         self._floor = floor
         self._first = first
         self._cost: CostModel | None = None
-        self._watched = False
+        self._watched = False  # whether any request waits for a token of the current step
         self._largest = 0  # the most prompt tokens in any step so far
         self._trusted = first  # prompt tokens up to which the current model is trusted
         self._granted = first  # number of prompt tokens that the last watched step was allowed
@@ -104,7 +104,8 @@ class SloBudget(Budget):
         alone_s = self._cost.seconds(StepWork(num_decodes=work.num_decodes, decode_context=work.decode_context))
         is_missed = alone_s > limit_s
         fits = self._fits(FLOOR_GROWTH * alone_s if is_missed else limit_s, work, start)
-        # While the SLO is missed, the model's errors matter most, so the budget grows only once for each model.
+        # While the SLO is missed, errors of the model do the most harm. The budget then grows only once per fitted
+        # model.
         granted = min(self._granted, self._granted_before) if is_missed else self._granted
         tried = min(self._trusted, int(granted * GROWTH) + self._floor)
         if is_missed or fits < self._floor:
@@ -149,8 +150,8 @@ def _root(square: float, linear: float, value: float) -> float:
 def budget_of(max_num_batched_tokens: int, tbt_slo_s: float) -> Budget:
     """Return the budget for a node's settings.
 
-    `tbt_slo_s` is the longest time in seconds between two tokens at the client; 0 means no limit. With an SLO,
-    `max_num_batched_tokens` does not limit a step, but raises the ceiling if it is above CEILING_TOKENS.
+    `tbt_slo_s` is the longest allowed time in seconds between two tokens at the client; 0 means no SLO. With an SLO,
+    the ceiling is CEILING_TOKENS, or `max_num_batched_tokens` if that is larger.
     """
     if tbt_slo_s <= 0:
         return Budget(max_num_batched_tokens)

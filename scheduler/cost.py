@@ -1,4 +1,4 @@
-"""The cost of a step: numbers that describe its work, and a model that predicts its duration on a device."""
+"""The cost of a step: numbers that describe the step's work, and a model that predicts how long a device takes."""
 
 from dataclasses import astuple, dataclass
 from typing import Self
@@ -18,7 +18,8 @@ class StepWork:
     num_decodes: int = 0
     decode_context: int = 0  # sum of the context lengths that the decodes and drafts read
     draft_tokens: int = 0  # guessed tokens that decodes verify; each costs as much as a decode
-    # Tokens that decodes compute again because the state lacks them; each costs as much as a decode.
+    # Tokens that decodes compute again because the recurrent state does not include them. Each costs as much as a
+    # decode.
     repeated_tokens: int = 0
 
     @property
@@ -55,14 +56,15 @@ MAX_COEFFICIENT = 1e6  # largest accepted coefficient: larger than on any device
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A linear model of the seconds that a step takes. All coefficients are non-negative:
+    """A linear model of the seconds that a step takes, with non-negative coefficients:
 
     overhead + per_token · max(knee_tokens, tokens) + per_pair · pairs + per_context · decode context
     + per_decode · (decodes + drafts)
 
-    With fewer than `knee_tokens` tokens (the knee of the roofline), matrix products take as long as reading the
-    weights. `knee_tokens` is 0 if the device has no knee. Nearly all steps (see `engine.step_time_fit.QUANTILE`) last
-    at most (1 + margin) times the prediction.
+    In a step with fewer than `knee_tokens` tokens (the knee of the roofline), reading the weights takes longer than
+    computing with them, so the matrix products take the same time for any such number of tokens. `knee_tokens` is 0 if
+    the device has no knee. Nearly all steps (see `engine.step_time_fit.QUANTILE`) last at most (1 + margin) times the
+    prediction.
     """
 
     overhead: float = 0.0
@@ -94,6 +96,6 @@ class CostModel:
 
     @classmethod
     def unpacked(cls, numbers: list[float]) -> Self | None:
-        """Inverse of `packed`. Return None if the length is wrong or a number is out of range."""
+        """Return the model whose `packed` form is `numbers`, or None if the length or a number is invalid."""
         is_valid = all(0 <= number <= MAX_COEFFICIENT for number in numbers)
         return cls(*numbers) if is_valid and len(numbers) == len(cls.__dataclass_fields__) else None

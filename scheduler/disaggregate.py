@@ -51,9 +51,9 @@ class LatencyEstimate:
 
     wait_s: float  # time until the prompts queued before this one are computed
     compute_s: float  # time to compute this prompt's own chunks
-    transfer_s: float = 0.0  # time from the end of its last chunk until the decode node can continue
-    harm_s: float = 0.0  # sum of the delays that its chunks add to running decodes
-    keeps_tbt: bool = True
+    transfer_s: float = 0.0  # time from the end of the prompt's last chunk until the decode node can continue
+    harm_s: float = 0.0  # sum of the delays that the prompt's chunks add to running decodes
+    keeps_tbt: bool = True  # whether the running decodes still meet their TBT SLO
 
     @property
     def first_token_s(self) -> float:
@@ -99,13 +99,13 @@ def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_deco
 
 
 def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, cached: int) -> LatencyEstimate | None:
-    """Predict how long a decode node would take to compute a prompt in the budget that its decodes leave free.
+    """Predict how long a decode node would take to compute a prompt in the budget that the node's decodes leave free.
 
-    Returns None if the node has no cost model.
+    Return None if the node has no cost model.
 
-    A decode node learns the cost of prompts only by computing prompts. Until it has, the cost is taken from `teacher`,
-    the prefill node's model. If the decode node has a complete model, the predicted times of the decodes and the chunk
-    add up to its prediction for the whole step.
+    A decode node's model can predict the cost of prompts only after the node has computed prompts. Until then, this
+    cost is taken from `teacher`, the prefill node's model. If the decode node has a complete model, the predicted times
+    of the decodes and of the chunk add up to the model's prediction for the whole step.
     """
     prompts = node.cost if node.cost_is_learnt or teacher is None else teacher
     if node.cost is None or prompts is None:

@@ -1,7 +1,7 @@
-"""Decides how many guessed tokens a step verifies, and tracks the guesses of a request. Pure decisions.
+"""Decides how many guessed tokens a step verifies, and tracks the guesses of a request.
 
-A decode with a guess of k tokens adds k rows to its step. Each guessed token before the first wrong one saves
-a step.
+To verify a guess of k tokens, a decode computes k more tokens in its step. Each guessed token before the first wrong
+one saves a step.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,15 @@ from math import inf
 
 from scheduler.cost import CostModel, StepWork
 
-PRIOR_ACCEPTED, PRIOR_TRIED = 1.0, 2.0  # prior of a request's acceptance, before any guess was compared
-EXPLORE_STEPS, EXPLORED = 16, 2  # see `choose_counts`
-DECAY = 0.95  # weight of a comparison relative to the next one: the last 14 have half of the total weight
+PRIOR_ACCEPTED, PRIOR_TRIED = 1.0, 2.0  # initial values of `DraftHistory.accepted` and `DraftHistory.tried`
+# After EXPLORE_STEPS steps without guesses, a step verifies EXPLORED guessed tokens: see `choose_counts`.
+EXPLORE_STEPS, EXPLORED = 16, 2
+DECAY = 0.95  # weight of a comparison relative to the next; the last 14 comparisons have half of the total weight
 
 
 @dataclass(slots=True)
 class DraftHistory:
-    """The history of the guesses for one request. The scheduler owns it with the request."""
+    """The history of the guesses for one request. The scheduler owns the history, as it owns the request."""
 
     text: str = ""  # the request's tokens so far, one character each: see `PromptLookup`
     guess: Sequence[int] = ()  # guessed continuation of the request's tokens, even if no step verifies it
@@ -27,11 +28,11 @@ class DraftHistory:
 
     @property
     def acceptance(self) -> float:
-        """The estimated probability that a guessed token is right if the guesses before it are."""
+        """The estimated probability that a guessed token is right if all guesses before it are right."""
         return self.accepted / self.tried
 
     def compare(self, tokens: Sequence[int]) -> None:
-        """Compare the guess with the tokens that a step generated, even if the step did not verify it."""
+        """Compare the guess with the tokens that a step generated, even if the step did not verify the guess."""
         for token, guessed in zip(tokens, self.guess, strict=False):
             is_right = token == guessed
             self.accepted, self.tried = DECAY * self.accepted + is_right, DECAY * self.tried + 1
@@ -42,7 +43,10 @@ class DraftHistory:
 
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
-    """A decode of a step for which `limit` tokens can be guessed. `context` is its length without them."""
+    """A decode of a step for which `limit` tokens can be guessed.
+
+    `context` is the length of the decode's sequence without the guessed tokens.
+    """
 
     acceptance: float
     limit: int
@@ -67,11 +71,12 @@ def choose_counts(
 ) -> list[int]:
     """Return how many tokens to guess for each candidate, so that the step yields the most tokens per second.
 
-    The i-th guess of a request is worth acceptance ** i tokens. Guesses are added to the step with `work` in the order
-    of their worth, as long as they increase the expected tokens per predicted second. Each further token of the longest
-    guess takes `pass_s` seconds. Without a step-time model, all tokens are guessed, unless the duration is limited. If
-    `explores`, at least EXPLORED guesses are added, so that the model learns their cost, which cannot be learnt from
-    steps of equal sizes.
+    `work` is the work of the step without guesses. The i-th guessed token of a request adds acceptance ** i expected
+    tokens. Guessed tokens are added in descending order of this value, as long as they increase the expected tokens per
+    predicted second. The drafter takes `pass_s` seconds for each token of the longest guess. Without a step-time model,
+    all tokens that can be guessed are added if `limits.seconds` is infinite, and none otherwise. If `explores` is true
+    and no guessed token would be added, EXPLORED tokens are added as far as the limits allow. The model needs steps of
+    different sizes to learn the cost of guesses.
     """
     longest = max((one.limit for one in candidates), default=0)
     if cost is None:

@@ -1,4 +1,4 @@
-"""Speculative decoding: the sources of guesses of a request's next tokens."""
+"""Speculative decoding: the drafters, which guess a request's next tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,10 +8,10 @@ from scheduler.request import Request
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of requests. A wrong guess costs time, and never changes an answer.
+    """Guesses the next tokens of requests. A wrong guess costs time, but does not change the generated tokens.
 
-    The scheduler calls `find` for each decode of a step, chooses how many tokens to guess, and calls `draft` once. The
-    requests then have blocks for these tokens.
+    The scheduler calls `find` for each decode of a step, chooses how many tokens to guess, allocates blocks for these
+    tokens, and calls `draft` once.
     """
 
     pass_s: float = 0.0  # seconds that each further token of a step's longest guess takes
@@ -46,10 +46,11 @@ class TextDrafter(Drafter):
 
 
 class PromptLookup(TextDrafter):
-    """Finds an earlier occurrence of the last `longest` to `shortest` tokens, and proposes the tokens that followed it.
+    """Finds an earlier occurrence of a request's last tokens, and proposes the tokens that followed it.
 
-    From "Prompt Lookup Decoding" (Saxena, 2023); vLLM calls it "ngram". The latest occurrence is used. If the match
-    overlaps the end of the tokens, its period is repeated."""
+    The method is "Prompt Lookup Decoding" (Saxena, 2023); vLLM calls it "ngram". At least `shortest` and at most
+    `longest` last tokens are matched. The latest occurrence is used. If fewer than `limit` tokens follow it, they are
+    repeated."""
 
     def __init__(self, shortest: int = 2, longest: int = 4) -> None:
         self._shortest, self._longest = shortest, longest

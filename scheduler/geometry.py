@@ -40,9 +40,9 @@ class RowPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """The groups of a model. An attention group's index is also its index in `Request.tables`.
+    """The groups of a model. For an attention group `groups[i]`, `Request.tables[i]` is the block table.
 
-    At most one group holds states, and it is the last. All tables of a request cover the same blocks.
+    At most one group holds states, and it is the last group. All tables of a request cover the same blocks.
     """
 
     block_tokens: int
@@ -65,7 +65,7 @@ class Geometry:
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether a block is one row that is kept as long as its request."""
+        """Whether every block is one row and is kept until its request ends."""
         return self.groups == UNIFORM
 
     def first_block(self, group: Group, position: int) -> int:
@@ -82,16 +82,15 @@ class Geometry:
         return rows
 
     def rows_for(self, tokens: int, chunk: int) -> int:
-        """Return the maximum number of rows that a running request of `tokens` tokens occupies, with both of its
+        """Return the maximum number of rows that a running request of `tokens` tokens occupies, including its two
         states."""
         return self.rows_of(-(-tokens // self.block_tokens), chunk) + 2 * self.state_rows
 
     def capacity(self, num_rows: int, chunk: int, max_tokens: int = 0) -> int:
-        """Return the length in blocks of the longest request that fits into a pool of `num_rows` rows, not counting row
-        0.
+        """Return the length in blocks of the longest request that fits into a pool of `num_rows` rows.
 
-        If every layer has a window, any length may fit. In that case, the result is at least the length of
-        `max_tokens`.
+        Row 0 is part of `num_rows`, but holds no KV. If a request of any length fits, because every layer has a window,
+        the result is the length of `max_tokens` in blocks, or `num_rows` - 1 if that is larger.
         """
         fits = range(max(num_rows, -(-max_tokens // self.block_tokens) + 1))
         return bisect_right(fits, num_rows - 1, key=lambda blocks: self.rows_for(blocks * self.block_tokens, chunk)) - 1
@@ -99,8 +98,8 @@ class Geometry:
     def landing_order(self, num_prompt: int, held: int) -> list[RowPlace]:
         """Return the rows of a prompt that a peer needs, in the order of transfer.
 
-        The peer has the first `held` blocks of "full" groups. Blocks that no later query sees are left out. Rows are
-        ordered by the token that completes them, then by group and row. The state comes last.
+        The peer already has the first `held` blocks of "full" groups. Blocks that no query after the prompt sees are
+        left out. Rows are ordered by block, then by group and row. The rows of the state come last.
         """
         size, places = self.block_tokens, []
         firsts = [held if group.kind == "full" else self.first_block(group, num_prompt) for group in self.attention]
@@ -111,8 +110,9 @@ class Geometry:
         return places + [RowPlace(len(self.attention), 0, row) for row in range(self.state_rows)]
 
     def lent_rows(self, num_prompt: int, held: int) -> tuple[int, int]:
-        """Return how many rows a node lends to a peer that computes a prompt in the node's pool, as two numbers. The
-        first number counts the rows that already have the KV and the state of the first `held` blocks. The second
+        """Return two numbers of rows that a node lends to a peer, which computes a prompt in the node's pool.
+
+        The first number counts the rows that already have the KV and the state of the first `held` blocks. The second
         number counts the rows for the other blocks and for two states. Blocks of every group are lent until the end of
         the prompt, because the peer releases none.
         """
@@ -124,8 +124,10 @@ class Geometry:
     def borrow(
         self, held: int, held_rows: list[int], rows: list[int]
     ) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """Return the block tables, the two states and the snapshot of a request that computes in lent rows (see
-        `lent_rows`). The rows are in the order of groups, blocks and rows, followed by the rows of states.
+        """Return the block tables, the two states and the snapshot of a request that computes in lent rows.
+
+        `held_rows` and `rows` are the two kinds of rows that `lent_rows` counts. Each list is ordered by group, block
+        and row, and ends with the rows of states.
         """
         before, after, tables = iter(held_rows), iter(rows), []
         blocks = (len(rows) - 2 * self.state_rows) // self.block_rows if self.block_rows else 0

@@ -38,9 +38,9 @@ class Placement:
 class PrefixIndex:
     """Records the nodes to which each prefix block was sent. The nodes may since have evicted the blocks.
 
-    The router owns one index and calls it from its event loop. To limit its memory, it has two generations of
-    `max_blocks / 2` blocks, and drops an entry that is not used during a whole generation. This takes a third of the
-    time that an LRU list would take, because no neighbours of a block have to be updated.
+    The router owns one index and calls it from the router's event loop. To limit memory, the index has two generations
+    of `max_blocks / 2` blocks. An entry that is not recorded again during a whole generation is dropped. This takes a
+    third of the time of an LRU list, which would have to update the links between entries.
     """
 
     def __init__(self, max_blocks: int = 200_000) -> None:
@@ -109,11 +109,12 @@ def place(
     disaggregate: str = "always",
     encoded_tokens: Mapping[str, int] = NOTHING,
 ) -> Placement | None:
-    """Choose the prefill node with the least work and the decode node with the most room. Return None without nodes.
+    """Choose the prefill node with the least work and the decode node with the most room, or None without nodes.
 
-    All given nodes are considered; see `candidates`. `cached_tokens` maps a node id to the number of prefix tokens that
-    this node probably has cached. `disaggregate` is "always", "never" or "auto". "auto" compares the chosen pair with a
-    decode node that computes the prompt itself: the chosen one, or the one with the longest prefix match.
+    All given nodes are considered; the caller limits them with `candidates`. `cached_tokens` maps a node id to the
+    number of prefix tokens that this node probably has cached. `disaggregate` is "always", "never" or "auto". "auto"
+    compares the chosen pair of nodes with a decode node that computes the prompt itself. That node is either the chosen
+    decode node or the node with the longest prefix match, whichever is predicted to be faster.
     `encoded_tokens` maps a node id to the work, in tokens, that this node saves because it has already encoded images
     of the prompt.
     """

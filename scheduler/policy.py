@@ -1,4 +1,4 @@
-"""Batching policies, as parameters of one scheduler. Each is named as in the system that it comes from.
+"""Batching policies, as parameters of one scheduler. Each policy has the name that its original system gives it.
 
 docs/policies.md shows how each policy treats the same requests.
 """

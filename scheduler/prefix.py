@@ -40,9 +40,10 @@ def root_hash(salt: bytes) -> bytes:
 def extend_hashes(
     hashes: list[bytes], tokens: Sequence[int], block_tokens: int, salt: bytes, media: Sequence[MediaSpan] = ()
 ) -> None:
-    """Append to `hashes` the missing hashes of the full blocks of `tokens`. An array("i") is read without a copy.
+    """Append to `hashes` the missing hashes of the full blocks of `tokens`.
 
-    The hash of a block with image tokens also covers the image's digest and the position of its first token.
+    If `tokens` is an array("i"), it is read without a copy. The hash of a block with image tokens also covers the
+    image's digest and the position of the image's first token.
     """
     first, end = len(hashes) * block_tokens, len(tokens) // block_tokens * block_tokens
     if first >= end:

@@ -35,12 +35,12 @@ LEGAL: dict[RequestState, frozenset[RequestState]] = {
 class Request:
     """One sequence to generate.
 
-    `tokens` holds the prompt and the tokens generated so far; the first `num_prompt` are the user's prompt (a resumed
-    request arrives with generated tokens). Positions [0, num_computed) have KV. Positions [num_computed, num_scheduled)
-    are being computed by steps that `Scheduler.update` has not processed yet.
+    `tokens` holds the prompt and the tokens generated so far. The first `num_prompt` tokens are the user's prompt. A
+    resumed request already has generated tokens when it arrives. Positions [0, num_computed) have KV. Positions
+    [num_computed, num_scheduled) are being computed by steps that `Scheduler.update` has not processed yet.
 
-    The node creates a request and adds it to the scheduler, which owns it from then on: only the engine's thread
-    changes it. `move_to` allows only the transitions in `LEGAL`.
+    The node creates a request and adds it to the scheduler. From then on, the scheduler owns the request, and only the
+    engine's thread changes it. `move_to` allows only the transitions in `LEGAL`.
     """
 
     id: str
@@ -60,18 +60,20 @@ class Request:
     sampling: Any = None  # a SamplingParams for the runner and the node; the scheduler does not read it
     matcher: Any = None  # a TokenMatcher for the runner, if the answer must match a grammar
     media: tuple[MediaSpan, ...] = ()  # images of the prompt, in order
-    images: Any = None  # the `Media` of each span, for the runner; None: the runner does not compute their tokens
+    images: Any = None  # the `Media` of each span, for the runner; None if the runner computes no image tokens
 
     arrival: int = -1  # order of arrival on this node
     state: RequestState = RequestState.WAITING
-    tables: list[list[int]] = field(default_factory=lambda: [[]])  # one for each attention group: see `Scheduler`
+    # Block tables, one for each attention group: see `Scheduler`.
+    tables: list[list[int]] = field(default_factory=lambda: [[]])
     # For each group, the number of leading blocks whose rows were released.
     released: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)  # rows that a peer writes, in the order of transfer
     states: list[list[int]] = field(default_factory=list)  # rows of two or three states; the first is the current one
-    state_lag: int = 0  # number of tokens that have KV but are not in the current state, since a later guess was wrong
+    # Number of tokens that have KV but are missing in the current state, because a guess after them was wrong.
+    state_lag: int = 0
     snapshot: list[int] = field(default_factory=list)  # rows of the cached state from which the request starts
-    junction: int = 0  # position at which to save a state, because cached KV matched further than any saved state
+    junction: int = 0  # position at which to save a state, if the cached KV reached further than any saved state
     latest_save: Any = None  # the name of the state that was last saved while decoding
     hashes: list[bytes] = field(default_factory=list)  # hashes of the full blocks of `tokens`, as far as computed
     num_computed: int = 0
@@ -126,8 +128,8 @@ class Request:
 class StateUse:
     """The rows of the recurrent states that a slice uses. A slice never writes rows that it reads.
 
-    `read` is None at a request's start, where the state is zero. If `save` has rows, they receive the state after token
-    `save_at`, a multiple of the block size inside the slice.
+    `read` is None at the start of a sequence, where the state is zero. If `save` is not empty, the slice also writes
+    the state after the first `save_at` tokens of the sequence to the rows `save`.
     """
 
     read: tuple[int, ...] | None
@@ -140,7 +142,8 @@ class StateUse:
 class Slice:
     """Tokens [start, start + count) of one request in one step. If `samples` is true, the next token is sampled.
 
-    With `drafts`, the tokens are the request's last token and the guesses after it, and a token is sampled after each.
+    With `drafts`, the tokens are the request's last token and the guesses after it. A token is then sampled after each
+    of these tokens.
     """
 
     request: Request
@@ -151,7 +154,7 @@ class Slice:
     state: StateUse | None = None  # None if the model has no recurrent states
     drafts: tuple[int, ...] = ()
     row: list[int] | None = None  # the tokens that the slice reads, if they differ from the request's tokens
-    num_stored: int = 0  # leading tokens that are computed again, and whose KV is not stored again
+    num_stored: int = 0  # number of leading tokens that are computed again; their KV is already stored
     continues: bool = False  # recurrent layers compute the slice as a part of the slice before it
 
     @property
@@ -164,18 +167,18 @@ class Slice:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the slice computes only the last token of its sequence and guesses after it, not counting tokens that
-        already have KV."""
+        """Whether the only tokens without KV in the slice are the last token of the sequence and guesses after it."""
         return self.samples and self.count == self.num_stored + 1 + len(self.drafts)
 
 
 @dataclass(slots=True)
 class Step:
-    """One forward pass over slices, and the requests for which the step reserved blocks to receive KV.
+    """One forward pass over slices.
 
-    `budget` is the number of tokens that the step was allowed, and `reason` explains it (see `SloBudget`).
-    `predicted_s` is the predicted duration in seconds, 0 without a model. In a simulation, `decodes` may list requests
-    whose decode is part of the step without a slice.
+    `receiving` lists the requests that were admitted with the step to receive their KV. `budget` is the number of
+    tokens that the step was allowed, and `reason` explains it (see `SloBudget`). `predicted_s` is the predicted
+    duration in seconds, 0 without a model. In a simulation, `decodes` may list requests that decode in the step but
+    have no slice.
     """
 
     number: int

@@ -70,7 +70,8 @@ class SchedulerCounters:
 
 BY_PRIORITY = attrgetter("priority", "arrival")
 # When a request is admitted, blocks are kept free for this share of the tokens that running requests may still
-# generate. Most requests stop early, and preemption handles the rest. This is SGLang's new-token ratio, with its cap.
+# generate. Most requests stop early; if the blocks do not suffice, requests are preempted. SGLang calls the share the
+# new-token ratio, and caps the number of tokens in the same way.
 GROWTH_SHARE = 0.3
 GROWTH_CAP_TOKENS = 4096
 
@@ -87,12 +88,13 @@ class Scheduler:
     `update`, only this request ends, with finish "error". Rows are not reused while a step in flight or a peer may
     write to them. After an error in the block ledger, the scheduler continues; the driver reports `ledger_error`.
 
-    `Request.tables` has the rows of each attention group of the geometry, row r of block b at b * rows + r. If no later
-    query sees a block, its rows are released and their entries become 0, the dummy row. With a group of states, a slice
-    reads one set of rows and writes another, so that it can run twice. A slice with guesses also saves the state before
-    the guesses to a third set. If a guess was wrong, this set becomes the current one, and the next slice computes the
-    right guesses again. Saved states ("snapshots") have names, as blocks do; a request with a cached prefix starts from
-    a snapshot.
+    `Request.tables` has one table for each attention group of the geometry. Row r of block b is at index b * rows + r.
+    If no later query sees a block, its rows are released and their entries become 0, the dummy row.
+
+    If the model has recurrent states, a slice reads the state from one set of rows and writes the new state to another
+    set, so that the slice can be run again. A slice with guesses also saves the state before the guesses to a third
+    set. If a guess was wrong, this set becomes the current state, and the next slice computes the right guesses again.
+    Saved states ("snapshots") have names, as blocks do. A request with a cached prefix starts from a snapshot.
     """
 
     def __init__(
@@ -106,9 +108,10 @@ class Scheduler:
         state_interval: int = 4096,
         speculation: Speculation | None = None,
     ) -> None:
-        """If `budget` is None, every step may have up to `limits.max_num_batched_tokens` tokens.
+        """Create a scheduler for a pool of `num_rows` rows.
 
-        States are saved at the last whole block of a prompt and, unless `state_interval` is 0, at its multiples.
+        If `budget` is None, every step may have up to `limits.max_num_batched_tokens` tokens. States are saved at the
+        end of the last whole block of a prompt and, unless `state_interval` is 0, at multiples of `state_interval`.
         """
         self.limits = limits
         self.policy = policy
@@ -123,7 +126,7 @@ class Scheduler:
         self.num_receiving = 0
         self.counters = SchedulerCounters()
         self.ledger_error = ""  # the first error found in the block ledger; never cleared
-        self._waiting: list[tuple[int, int, Request]] = []  # a heap; requests no longer WAITING are skipped
+        self._waiting: list[tuple[int, int, Request]] = []  # a heap; requests that are no longer WAITING are skipped
         self.num_waiting = 0
         self._arrivals = 0
         self._steps = 0
@@ -159,8 +162,8 @@ class Scheduler:
     def kv_received(self, request: Request, token: int, current_state: int = 0) -> None:
         """Continue a request after a peer has written the KV of its prompt and sampled `token`.
 
-        `current_state` is the index of the reserved recurrent state that the peer wrote last. Does nothing
-        if the request was aborted in the meantime.
+        `current_state` is the index of the reserved recurrent state that the peer wrote last. Do nothing if the request
+        was aborted in the meantime.
         """
         if request.state is not RequestState.RECEIVING_KV:
             return
@@ -225,8 +228,8 @@ class Scheduler:
     def schedule(self, gathers: bool = False) -> Step:
         """Decide the next step. The step has no slices if no request can run now.
 
-        `gathers` is for simulators: decodes may then be in `Step.decodes` instead of slices, which is faster. It
-        requires that no step is in flight and that each of these decodes samples token 0.
+        `gathers` is for simulators: decodes may then be in `Step.decodes` instead of slices, which is faster. The
+        caller must ensure that no step is in flight and that each of these decodes samples token 0.
         """
         step = Step(self._steps, [], [])
         self.budget.begin(self.cost, self.num_receiving > 0 or any(map(self._decodes, self.running)))
@@ -250,8 +253,9 @@ class Scheduler:
     ) -> list[StepOutput]:
         """Process the results of a step and return one output for each slice whose request has not ended.
 
-        `tokens[i]` are the tokens that slice i sampled: its drafts up to the first wrong one, and one more. The request
-        of slice i ends with finish "error" if `failed[i]` is true, or if processing the slice raises an exception.
+        `tokens[i]` are the tokens that slice i sampled: its right guesses before the first wrong one, and one more
+        token. If `failed[i]` is true, or if processing slice i raises an exception, the slice's request ends with
+        finish "error".
         Steps must be passed in the order in which `schedule` returned them.
         """
         outputs = self._finish_gathered(step.decodes) if step.decodes else []
@@ -333,8 +337,11 @@ class Scheduler:
 
     @staticmethod
     def _decodes(request: Request) -> bool:
-        """Return whether only the last token is not scheduled yet, and the request continues after the steps in
-        flight."""
+        """Return whether the request's next slice is a decode.
+
+        It is one if only the request's last token is not scheduled yet, and the request continues after the steps in
+        flight.
+        """
         if request.num_tokens - request.num_scheduled != 1:
             return False
         return request.num_sampling == 0 or not (request.send_kv or request.remaining_tokens == 0)
@@ -344,7 +351,8 @@ class Scheduler:
     def _add_drafts(self, step: Step, speculation: Speculation) -> None:
         """Extend decodes of the step by guessed tokens, as far as the budget and the free blocks allow.
 
-        A request whose last token is not known yet gets none. While its guesses are verified, it is in no other step.
+        A request gets no guesses while a step in flight has yet to sample its last token. While a step verifies a
+        request's guesses, no other step contains this request.
         """
         slices, candidates = list[Slice](), list[DraftCandidate]()
         for slice_ in step.slices:
@@ -385,7 +393,8 @@ class Scheduler:
         return True
 
     def _allot_drafts(self, slice_: Slice, count: int) -> int:
-        """Allocate blocks for up to `count` guessed tokens, without blocks that another request will need soon."""
+        """Allocate blocks for up to `count` guessed tokens, and return how many have blocks. Leave the blocks that
+        running requests will need soon."""
         request, missing = slice_.request, self._missing(slice_.request, count)
         if missing and missing + self._growth_of_running() > self.pool.available:
             count = self._num_blocks(request) * self.block_tokens - slice_.end
@@ -395,9 +404,12 @@ class Scheduler:
     # ---- many decodes at once, for simulators -----------------------------------------------------------------
 
     def _gather_decodes(self, step: Step) -> list[Request] | None:
-        """Add all decodes to `step.decodes`, and return the other running requests. Return None, and change nothing, if
-        deciding with slices might give another result: if blocks are short, or if slices differ in more than their
-        requests."""
+        """Add all decodes to `step.decodes`, and return the other running requests.
+
+        Return None and change nothing if scheduling with slices might give another result. This may be the case with
+        too few free blocks, with drafts, with several groups of layers, with a policy that does not mix steps or
+        schedules prompts first, or if a running request is in a step in flight or sends its KV.
+        """
         if self.speculation or not self.policy.mixed or self.policy.prompts_first or not self.geometry.is_uniform:
             return None
         size, context, missing = self.block_tokens, 0, 0
@@ -442,8 +454,10 @@ class Scheduler:
         return ended
 
     def num_decode_only(self, most: int) -> int:
-        """Return how many of the next steps, at most `most`, will consist of one decode of every running request if no
-        command arrives. Return 0 if that is not certain, or if there are drafts or several groups of layers."""
+        """Return how many of the next steps will consist of one decode of every running request if no command arrives.
+
+        Return at most `most`. Return 0 if the next step may differ, or with drafts or several groups of layers.
+        """
         if not self.running or self.speculation or not self.geometry.is_uniform or not self._is_closed():
             return 0
         for request in self.running:
@@ -465,8 +479,9 @@ class Scheduler:
         return not (self.policy.mixed or self.policy.prompts_first or waiting.receive_kv)
 
     def skip_decodes(self, count: int, token: int = 0) -> list[StepOutput]:
-        """Change the state as `count` steps would if they had only decodes and each decode sampled `token`. Return the
-        outputs of the requests that end in the last of these steps.
+        """Apply the effect of `count` steps in which every running request decodes once and samples `token`.
+
+        Return the outputs of the requests that end in the last of these steps.
 
         `count` must be at most `num_decode_only`, and no request may have `token` as a stop token.
         """
@@ -543,7 +558,7 @@ class Scheduler:
                 self._allot(request, count)
                 partial += is_partial
             growth += own_growth + needed - (available - self.pool.available)
-            if count:  # may take rows for a snapshot, which are not part of the request's growth
+            if count:  # `_take_slice` may take rows for a snapshot, which are not part of the request's growth
                 self._take_slice(step, request, count)
 
     def _may_start(self, count: int, is_partial: bool, num_partial: int) -> bool:
@@ -582,11 +597,11 @@ class Scheduler:
         return count
 
     def _cached_prefix(self, request: Request) -> tuple[int, list[list[int]]]:
-        """Return the length in blocks of the cached prefix from which the request can start, and its rows.
+        """Return the length in blocks of the cached prefix from which the request can start, and the prefix's rows.
 
-        The rows are given for each attention group's table and, if there are states, for a snapshot. The last token is
-        always computed, to get its logits. A request that receives KV uses only full blocks; the peer sends the rest of
-        the prompt's KV.
+        The rows are one list for each attention group's table, and a last list for the snapshot (empty without states).
+        The last token is always computed, to get its logits. A request that receives KV uses only blocks of "full"
+        groups; the peer sends the rest of the prompt's KV.
         """
         geometry, states = self.geometry, len(self.geometry.attention)
         none: list[list[int]] = [[] for _ in range(states + 1)]
@@ -649,7 +664,7 @@ class Scheduler:
     def _reserve(self, request: Request, step: Step) -> None:
         """Reserve the rows that the peer will write, and allocate the other rows that the request needs."""
         geometry, held, num_prompt = self.geometry, request.num_computed // self.block_tokens, len(request.tokens)
-        if request.shared_pool:  # the peer computes the prompt, so it needs every row that a computing request needs
+        if request.shared_pool:  # the peer computes the prompt here, so the request needs all rows of a running request
             self._allot(request, num_prompt - request.num_computed)
             tables = zip(request.tables, geometry.attention, strict=True)
             order = [row for table, group in tables for row in table[held * group.rows :]]
@@ -703,7 +718,7 @@ class Scheduler:
         return count
 
     def _give_up_third_state(self) -> bool:
-        """Release the rows of one request's third state, unless a step in flight saves to them. Return whether any were
+        """Release the rows of the third state of one request that is in no step in flight. Return whether any rows were
         released."""
         spare = (one for one in self.running if len(one.states) > 2 and not one.num_in_flight)
         if self.speculation is None or (request := next(spare, None)) is None:
@@ -836,10 +851,10 @@ class Scheduler:
         return StateUse(read, tuple(request.states[0]), save_at if save else 0, save)
 
     def _growth_of_running(self) -> int:
-        """Return the growth of all running requests, as counted once in each step.
+        """Return how many rows all running requests still need (see `_growth`). The rows are counted once in each step.
 
-        A state is saved only to rows beyond these. If it took a row that a request needs to decode, the request would
-        preempt another one, which would be admitted and preempted again and again.
+        A state is saved only if more rows than these are available. If a saved state took a row that a request needs
+        to decode, that request would preempt another request, which would be admitted and preempted repeatedly.
         """
         if self._growth_counted[0] != self._steps:
             self._growth_counted = self._steps, sum(map(self._growth, self.running))
@@ -849,7 +864,8 @@ class Scheduler:
         """Return the position in the slice at which to save the state, or 0.
 
         While a prompt is computed, states are saved at the end of the cached KV if no state was found there, at the
-        last whole block of the prompt, and at multiples of the interval. Each decode that completes a block saves one.
+        end of the last whole block of the prompt, and at multiples of the interval. Each decode that completes a block
+        saves a state.
         """
         if slice_.is_decode:
             return 0 if slice_.end % self.block_tokens else slice_.end
@@ -942,7 +958,7 @@ class Scheduler:
 
 
 def _between_images(request: Request, start: int, count: int, *, may_extend: bool = False) -> int:
-    """Return a size such that the chunk does not end inside an image whose tokens attend to each other.
+    """Return the size of the chunk, changed so that it does not end inside an image whose tokens attend to each other.
 
     A chunk that begins at such an image gets all of it if `may_extend` is set, and none of it otherwise.
     """

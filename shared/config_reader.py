@@ -22,7 +22,8 @@ class ConfigReader:
         raise ValueError(f"{self._file}: {self._prefix}{key} is {value}: {fix}")
 
     def _read(self, key: str, default: T | None, fits: Callable[[Any], bool], fix: str) -> Any:
-        """Return the key's value, or `default` if it is missing or null. If `default` is None, it is required."""
+        """Return the key's value, or `default` if the value is missing or null. If `default` is None, the value is
+        required."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -53,14 +54,14 @@ class ConfigReader:
         return tuple(map(float, self._read(key, default, fits, f"it must be a list of {count} numbers")))
 
     def require(self, key: str, supported: Any, default: Any) -> None:
-        """Refuse the model unless the value of `key`, by default `default`, is `supported`."""
+        """Refuse the model unless the value of `key` is `supported`. A missing value counts as `default`."""
         value = self.values.get(key)
         if (default if value is None else value) != supported:
             self.refuse(key, f"only {json.dumps(supported)} is supported")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the token ids under a key. Its value is an id or a list of ids; there are no ids if it is missing or
-        null."""
+        """Return the token ids under a key, whose value is an id or a list of ids. A missing or null value means no
+        ids."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(token) is not int or not 0 <= token < vocab_size for token in ids):

@@ -1,7 +1,7 @@
 """Grammars that an answer must match, as text in the format of llguidance.
 
-A router builds the text from a client's schema, regular expression or grammar, and nodes compile it to matchers. The
-library llguidance compiles it: an Earley parser over a lexer that uses derivatives of regular expressions.
+A router builds the text from a client's schema, regular expression or grammar. Nodes compile the text to matchers with
+the library llguidance, an Earley parser over a lexer that uses derivatives of regular expressions.
 """
 
 import json
@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 MAX_GRAMMAR_BYTES = 1 << 20  # maximum size of the text that a node accepts; a router's limit for clients is lower
 # JSON may have at most 8 characters of white space between two tokens. Without a bound, a model may write white space
-# forever. A keyword that llguidance cannot enforce is an error; it is never ignored.
+# forever. A keyword of a schema that llguidance cannot enforce causes an error, and is not ignored.
 JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,8}", "lenient": False, "coerce_one_of": False,
 }  # fmt: skip
@@ -57,14 +57,15 @@ def choice_grammar(choices: Iterable[str]) -> str:
 
 
 def one_line(error: str) -> str:
-    """Return an error of llguidance as one line, without the excerpt or the state of the grammar that follows it."""
+    """Return an error of llguidance as one line, without the excerpt of the grammar or the state that follows it."""
     return " ".join(EXCERPT.split(error)[0].split())[:MAX_ERROR]
 
 
 class GrammarTokenizer:
     """A model's tokenizer in the form that matchers need. Thread-safe.
 
-    It is read from the model's directory when the first matcher is made, which takes seconds for a large vocabulary.
+    The tokenizer is read from the model's directory when the first matcher is made. This takes seconds for a large
+    vocabulary.
     `end_token` is an id beyond the vocabulary, which llguidance uses as the end of a text. A matcher's mask has
     `num_words` words of 32 bits.
     """

@@ -19,8 +19,9 @@ Answer = tuple[HTTPStatus, str]
 class HealthServer:
     """Answers one GET request per connection with plain text. `pages` has a function for each path.
 
-    A connection is closed after TIMEOUT_S. If MAX_CONNECTIONS are open, a new one closes the oldest, so that idle
-    connections cannot keep a probe out. It runs on the event loop, so it does not answer while the loop is blocked.
+    A connection is closed after TIMEOUT_S. If MAX_CONNECTIONS are open, a new connection closes the oldest one, so that
+    idle connections cannot keep a probe out. The server runs on the event loop, so it does not answer while the loop is
+    blocked.
     """
 
     def __init__(self, pages: Mapping[str, Callable[[], Answer]]) -> None:
@@ -64,7 +65,7 @@ class HealthServer:
             return HTTPStatus.REQUEST_URI_TOO_LONG, "the request line is too long\n"
         try:
             headers = 0
-            while (await reader.readuntil(b"\n")).strip():  # unread bytes would reset the connection
+            while (await reader.readuntil(b"\n")).strip():  # closing with unread bytes would reset the connection
                 headers += 1
                 if headers > MAX_HEADERS:
                     return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "too many headers\n"

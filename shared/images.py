@@ -1,6 +1,6 @@
-"""The rules by which a model takes images: its files, the size to which images are resized, and their tokens.
+"""The rules by which a model takes images, read from the model's files: the size of resized images, and their tokens.
 
-Routers use the rules to count tokens, and nodes to check and encode pixels. The arithmetic is the same as in
+Routers use the rules to count tokens, and nodes use them to check and encode pixels. The arithmetic is the same as in
 transformers' image processors, which read the same files.
 """
 
@@ -80,7 +80,7 @@ class ImageRules:
 
 
 def read_image_rules(directory: Path) -> ImageRules | None:
-    """Return the rules of a model. Raises ValueError, naming the file and the key, for invalid ones.
+    """Return the rules of a model. Raises ValueError, which names the file and the key, for invalid values.
 
     Return None if the model takes no images, or if it has neither preprocessor_config.json nor processor_config.json.
     """

@@ -1,4 +1,4 @@
-"""Log formats: plain text, or one JSON object per line. A JSON line that concerns a request has its id."""
+"""Log formats: plain text, or one JSON object per line. A JSON line that concerns a request has the request's id."""
 
 import json
 import logging

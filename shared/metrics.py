@@ -1,4 +1,4 @@
-"""Metrics of a node from its statistics, as exported by the node itself and, for all nodes, by the router.
+"""Metrics made from the statistics of nodes. A node exports its own metrics, and the router exports those of all nodes.
 
 Label values are node ids, roles, positions of guessed tokens, and the name of the model.
 """

@@ -9,7 +9,7 @@ from typing import Any
 from shared.errors import ConfigError
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
-OTHER_DEMO_MODELS = ("hybrid", "moe")  # next to DEMO_MODEL; not in the wheel, which would be three times as large
+OTHER_DEMO_MODELS = ("hybrid", "moe")  # next to DEMO_MODEL; not in the wheel, because they would triple its size
 # Values of `text_config` that Gemma 3's files omit, because they are transformers' defaults.
 GEMMA3 = {
     "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
@@ -18,7 +18,7 @@ GEMMA3 = {
 SHARED = ("bos_token_id", "eos_token_id")  # keys that a multimodal model may have outside `text_config`
 MAX_CONFIG_BYTES = 1 << 20
 MAX_COUNT = 2**31 - 1
-# The names of the maximum length in most models, GPT-2, DBRX and Kimi Linear.
+# The keys of the maximum length, in this order: in most models, in GPT-2, in DBRX and in Kimi Linear.
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -46,10 +46,10 @@ def served_name(model: str, given: str) -> str:
 
 
 def resolve(model: str) -> Path:
-    """Return the model's directory. `model` is a directory, one of OTHER_DEMO_MODELS, or a hub id (`owner/name`), which
-    is downloaded.
+    """Return the model's directory.
 
-    Raises ValueError.
+    `model` is a directory, one of OTHER_DEMO_MODELS, or a hub id (`owner/name`), whose files are downloaded. Raises
+    ValueError if there is no such model, or if the download fails.
     """
     path = Path(model).expanduser()
     if model and path.is_dir():

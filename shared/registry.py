@@ -1,9 +1,9 @@
 """The registry of nodes: nodes announce themselves with a lease, and routers read the list of nodes.
 
 There are two implementations. With `EmbeddedRegistry`, each router is its own registry: a node holds a stream to each
-router, and is a member as long as it does. With `RedisRegistry`, each node sets a key in Redis
-that expires. While Redis is down, frozen or empty after a restart, a router keeps its last list, and detects lost nodes
-by its own streams to them. In a cluster with a secret, Redis is not trusted: entries are signed.
+router, and is a member as long as the stream is open. With `RedisRegistry`, each node sets a key in Redis that expires.
+While Redis is down, frozen or empty after a restart, a router keeps its last list, and detects lost nodes by its own
+streams to them. In a cluster with a secret, Redis is not trusted: entries are signed.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ REDIS_TIMEOUT_S = 0.5
 # any of them for a malformed reply. All are caught, so that our tasks continue and notice when Redis is back.
 # uvloop raises RuntimeError for a write to a connection that Redis or the network has reset.
 REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
-OUTAGE_S = 2.0  # a shorter outage of Redis is not logged, because a busy machine has many
+OUTAGE_S = 2.0  # a shorter outage of Redis is not logged, because short outages are common on a busy machine
 LEASE_HEARTBEATS = 3
-FAILURES_TO_LOG = 15  # fewer are normal while a router starts, or while it stops together with its nodes
+FAILURES_TO_LOG = 15  # fewer failures to join are normal while a router starts, or stops together with its nodes
 RESOLVE_INTERVAL_S = 1.0
 REPEAT_S = 5.0  # how often a node repeats its unchanged info on a stream to a router
 RETRY_S, SLOW_RETRY_S = 0.2, 1.0  # SLOW_RETRY_S is used after FAILURES_TO_LOG failures
@@ -52,9 +52,9 @@ ADDRESS = re.compile(r"[\w.:%-]{1,255}:(\d{1,5})", re.ASCII)
 
 
 def check_node(info: NodeInfo) -> None:
-    """Check that each value is one that a node may have. Otherwise, raise DecodeError, which names the field.
+    """Raise DecodeError, which names the field, if a value is not one that a node may have.
 
-    Only a stream to the node itself shows whether the values are really the node's.
+    Whether the node really has these values is not checked; only a stream to the node itself shows this.
     """
     address = ADDRESS.fullmatch(info.address)
     if not NAME.fullmatch(info.id) or not NAME.fullmatch(info.incarnation_id):
@@ -131,9 +131,10 @@ def announcer(registry: str, cluster: str, heartbeat_s: float, resolve: Resolver
 
 
 def listed_addresses(registry: str) -> list[tuple[str, int]]:
-    """Return the hosts and ports in a value of `--registry`: `host:port,host:port`, or a file with one on each line.
+    """Return the hosts and ports in a value of `--registry`: `host:port,host:port`, or `file:` and the path of a file.
 
-    Raises OSError if the file cannot be read, and ValueError if it is malformed.
+    The file has one `host:port` on each line. Raises OSError if the file cannot be read, and ValueError if a text is
+    not host:port.
     """
     path = registry.removeprefix("file:")
     texts = registry.split(",") if path == registry else Path(path).read_text().split()
@@ -148,7 +149,7 @@ def listed_addresses(registry: str) -> list[tuple[str, int]]:
 class EmbeddedRegistry(Registry):
     """The registry inside a router: a node joins by opening a stream, and leaves when its last stream ends.
 
-    A node has several streams if the name that it resolves has several addresses of this router.
+    A node has several streams if the name that the node resolves has several addresses of this router.
     """
 
     kind = "embedded"
@@ -285,8 +286,8 @@ class FollowedRegistry(Registry):
 class StreamAnnouncer(Announcer):
     """Holds a stream to every router that the hosts in `--registry` resolve to, and reconnects if a stream ends.
 
-    The names are resolved, and a file is read, every second. If an address is no longer listed, the stream to it is
-    kept until it ends, so an outage of the name service has no effect.
+    Every second, the names are resolved and the file, if there is one, is read. If an address is no longer listed, the
+    stream to it is kept until the stream ends, so an outage of the name service has no effect.
     """
 
     def __init__(self, registry: str, resolve: Resolver | None = None) -> None:
@@ -297,7 +298,7 @@ class StreamAnnouncer(Announcer):
         self._outages = defaultdict[str, Outage](Outage)  # outages of each host, and of the file
         self._answers: dict[tuple[str, int], set[str]] = {}  # the last answer of the name service for each host
         self._listed: set[str] = set()
-        self._held: dict[str, None] = {}  # the addresses with a stream, or to which one is being opened
+        self._held: dict[str, None] = {}  # the addresses to which a stream is open or being opened
         self._joined: set[str] = set()
         self._is_over_limit = False
 
@@ -340,7 +341,7 @@ class StreamAnnouncer(Announcer):
 
     def _follow(self, addresses: set[str]) -> None:
         """Open streams to the new addresses."""
-        jitter_s = RETRY_S if self._listed else 0.0  # all nodes find a new router at about the same time
+        jitter_s = RETRY_S if self._listed else 0.0  # because all nodes find a new router at about the same time
         self._listed = addresses
         new = sorted(addresses - self._held.keys())
         room = MAX_ADDRESSES - len(self._held)
@@ -363,13 +364,14 @@ class StreamAnnouncer(Announcer):
             if address not in self._listed:
                 break
             if failures == FAILURES_TO_LOG:
-                level = logging.INFO if self._joined else logging.WARNING  # a name may also have unusable addresses
+                # If another address works, this is no problem: a name may also have unusable addresses.
+                level = logging.INFO if self._joined else logging.WARNING
                 log.log(level, "no router at %s (%s): retrying", address, problem)
             delay_s = RETRY_S if failures < FAILURES_TO_LOG else SLOW_RETRY_S
         del self._held[address]
 
     async def _join(self, address: str, *, was_lost: bool) -> str:
-        """Join a router and stay joined until the stream ends. Return why it ended."""
+        """Join a router and stay joined until the stream ends. Return the reason why the stream ended."""
         channel = RpcChannel(address, pings_idle=True)
         try:
             async with JOIN.open(channel) as stream:
@@ -427,7 +429,8 @@ def seal(info: NodeInfo, key: str, identity: tls.ClusterIdentity | None) -> byte
 
 
 def unseal(value: bytes, key: str, identity: tls.ClusterIdentity | None) -> NodeInfo:
-    """Inverse of `seal`. Raises DecodeError for a value that is malformed or not signed by a member of the cluster."""
+    """Return the NodeInfo in a value that `seal` made. Raises DecodeError for a value that is malformed or is not
+    signed by a member of the cluster."""
     if identity is not None:
         sealed = decode(value, Sealed)
         if not identity.is_signed(sealed.proof, key, sealed.info):
@@ -495,9 +498,9 @@ class RedisRegistry(Registry):
     """Reads all keys from Redis every half second, a few at a time, and decodes only values that have changed.
 
     A node leaves the list only if no answer has contained its key for the duration of a lease. Nodes restore their keys
-    sooner, so a Redis that restarts empty does not empty the list. After that time, the node's name is also removed
-    from the index in Redis: only `MAX_NODES` names are read, and names of crashed nodes must not displace those of live
-    nodes."""
+    sooner, so a Redis that restarts empty does not empty the list. When a node leaves the list, its name is also
+    removed from the index in Redis: only `MAX_NODES` names are read, and names of crashed nodes must not displace those
+    of live nodes."""
 
     kind = "redis"
 
@@ -512,7 +515,7 @@ class RedisRegistry(Registry):
         self._interval_s = heartbeat_s
         # The last value of each key, and the NodeInfo in it.
         self._entries: dict[str, tuple[bytes, NodeInfo | None]] = {}
-        # Since when a name that is in `nodes` or in the index has no key.
+        # For each name that is in `nodes` or in the index but has no key: the time since which the key is missing.
         self._absent_since: dict[str, float] = {}
         self._tasks = TaskGroup()
 
@@ -545,7 +548,8 @@ class RedisRegistry(Registry):
                 if nodes != self.nodes:
                     self.nodes = nodes
                     changed()
-                with contextlib.suppress(*REDIS_FAILURES):  # permission may be missing; reads detect a lost connection
+                # The router may lack the permission to remove names. A lost connection is noticed by the next read.
+                with contextlib.suppress(*REDIS_FAILURES):
                     await self._remove_names([member for name, member in missing.items() if name in stale])
             await asyncio.sleep(self._interval_s)
 

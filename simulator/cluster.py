@@ -28,13 +28,15 @@ from simulator.routed import RoutedNode, SimulatedRequest, TransferLink
 if TYPE_CHECKING:  # pydantic is not available in a browser
     from shared.config.settings import ComputingSettings, ServingSettings
 
-ATTRIBUTES = ("policy", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold")  # facts of a node
+# Settings that `NodeInfo.attributes` contains.
+ATTRIBUTES = ("policy", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold")
 TIMEOUT, REFUSED, TOO_LARGE = "timeout", "refused", "the request does not fit into the KV cache"
 
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Turn off garbage collection: a run creates no cycles, and a collection would visit all requests."""
+    """Turn off garbage collection, because a run creates no reference cycles, and each collection would visit all
+    requests."""
     is_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -46,8 +48,11 @@ def paused_gc() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """A cluster to simulate. It has `prefill` and `decode` nodes. `serving` has the settings of its router, and
-    `computing` has those of its nodes, which all emulate `device`."""
+    """A cluster to simulate.
+
+    `prefill` and `decode` are the numbers of nodes in each role. `serving` has the settings of the router, and
+    `computing` has the settings of the nodes. All nodes emulate `device`.
+    """
 
     prefill: int
     decode: int
@@ -75,8 +80,8 @@ class SimulatedCluster:
     """
 
     def __init__(self, plan: ClusterPlan, *, skips: bool = True, seed: int = 0) -> None:
-        """If `skips` is false, nodes decide every step separately, which takes longer. `seed` determines the
-        variations."""
+        """If `skips` is false, nodes decide every step separately, which takes longer. `seed` determines the random
+        variations of the steps' durations."""
         self.plan, self.times = plan, plan.device.times
         self.events, self._cost = EventQueue(), plan.cost.packed()
         serving = plan.serving

@@ -8,8 +8,11 @@ from typing import Any
 
 
 class EventQueue:
-    """Runs functions at given times of a virtual clock, in seconds. Functions run in the order of time, then of `late`,
-    then in the order in which they were added."""
+    """Runs functions at given times of a virtual clock, in seconds.
+
+    Of the functions with equal times, those with `late` run last. Otherwise, functions with equal times run in the
+    order in which they were added.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0

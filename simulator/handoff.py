@@ -53,7 +53,8 @@ class SimulatedHandoff:
         self._proceed()
 
     def progress(self, num_computed: int, *, has_first: bool) -> None:
-        """Process a step: `num_computed` tokens of the prompt have KV, and the first token may be sampled."""
+        """Process a step, after which `num_computed` tokens of the prompt have KV. `has_first` is true if the step
+        sampled the first token."""
         self._num_computed, self._has_first = num_computed, self._has_first or has_first
         self._proceed()
 

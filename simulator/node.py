@@ -18,7 +18,7 @@ from shared.rpc.messages import NodeStats
 from simulator.events import EventQueue
 
 TOKEN = 0  # the token that every step samples, because only the numbers of tokens matter
-PERIOD = 4096  # number of drawn variations, which then repeat
+PERIOD = 4096  # number of random factors; step PERIOD has the same factor as step 0, and so on
 COUNTERS = tuple(field.name for field in fields(SchedulerCounters))
 LONGEST = 256  # maximum number of steps in a stretch
 Command = Callable[[Scheduler], object]
@@ -36,11 +36,11 @@ class Stretch(NamedTuple):
 
 
 class StepTimes:
-    """The durations of a node's steps: the cost model's prediction and the time of the host, times a random factor.
+    """The durations of a node's steps: the cost model's prediction plus the host's time, multiplied by a random factor.
 
     The factors are drawn from `quantiles`, evenly spaced quantiles of the ratio of measured to predicted durations. A
-    step's factor depends only on its number, so that skipping steps changes no time. Sums over the factors give the end
-    of a stretch by a formula."""
+    step's factor depends only on the step's number, so skipping steps does not change their durations. With sums over
+    the factors, a formula gives the end time of a stretch."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class StepTimes:
 
 
 class NodeListener(Protocol):
-    """Receives the events of a node. The node's clock has the time of the event."""
+    """Receives the events of a node. During a call, the virtual clock shows the time of the event."""
 
     def on_receiving(self, node: "SimulatedNode", requests: list[Request]) -> None:
         """Called when blocks have been reserved for KV that these requests receive."""
@@ -102,7 +102,7 @@ class NodeListener(Protocol):
         that has ended its request. Not called for steps that are skipped."""
 
     def on_stretch(self, node: "SimulatedNode", steps: Stretch) -> None:
-        """Called before a stretch of steps is skipped. Each of them decodes every running request."""
+        """Called before a stretch of steps is skipped. Each of these steps decodes every running request."""
 
     def on_ended(self, node: "SimulatedNode", outputs: list[StepOutput]) -> None:
         """Called with the requests that have ended in the last of the steps that were skipped."""

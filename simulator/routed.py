@@ -17,9 +17,9 @@ from simulator.node import SimulatedNode
 class SimulatedRequest:
     """One request and its history. Times are seconds of the virtual clock.
 
-    `hashes` are the hashes of the prompt's full blocks; equal hashes mean equal prefixes. `spans` records when its
-    tokens were sampled: each span has the node, the number of the step of its first token, and the index of this token.
-    The other tokens of a span come from the next steps, one from each.
+    `hashes` are the hashes of the prompt's full blocks; equal hashes mean equal prefixes. `spans` records when the
+    generated tokens were sampled. A span has the node, the number of the step that sampled the span's first token, and
+    the index of this token. Each following step of the node sampled one more token of the span.
     """
 
     id: str
@@ -73,10 +73,10 @@ class RoutedNode:
 
 
 class TransferLink:
-    """The link of one prefill node. It carries one push at a time; others wait in the order of their arrival."""
+    """The link of one prefill node. It carries one push at a time; other pushes wait in the order of their arrival."""
 
     def __init__(self, speed: LinkSpeed, block_bytes: int, push_s: float) -> None:
-        """`push_s` is the time of a push in addition to the link's, for checksums."""
+        """`push_s` is the time that a push takes for checksums, in addition to its time on the link."""
         self.speed, self.push_s = speed, push_s
         self._block_s = block_bytes / speed.bytes_per_s
         self._free_at_s = 0.0

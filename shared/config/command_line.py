@@ -144,7 +144,7 @@ def command_of(kind: type[S], prog: str, run: Callable[[S], Any], positional: st
 
 
 def _parameter(name: str, field: FieldInfo, panel: str | None) -> inspect.Parameter:
-    """Return the option for a field. Its value is text, because pydantic parses the values of all sources."""
+    """Return the option for a field. The option's value is text, because pydantic parses the values of all sources."""
     is_bool = field.annotation is bool
     default = ", ".join(filter(None, (format_value(field.get_default(call_default_factory=True)), meaning_of(field))))
     details = [_type_of(field), f"env var: {variable_of(name)}", default and f"default: {default}"]

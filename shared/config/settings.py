@@ -29,7 +29,7 @@ VLLM_VARIABLES = {"allow_runtime_lora_updating": "VLLM_ALLOW_RUNTIME_LORA_UPDATI
 CLIENTS = ("url", "api_key")  # settings of the commands that call a router
 MAX_CPU = 4095
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECASE | re.ASCII)
-MAX_SIZE = 10**18  # processes pass sizes to each other in bytes, of which SIZE accepts at most 18 digits
+MAX_SIZE = 10**18  # processes pass sizes to each other as numbers of bytes, and SIZE accepts at most 18 digits
 COUNT = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)([kmgKMG])", re.ASCII)
 SIZE_FORMS = "bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in 512MiB"
 DEFAULT_IMAGES = 16
@@ -595,7 +595,7 @@ def resolve(kind: type[S], flags: Mapping[str, object], environment: Mapping[str
 
 
 def _refuse_misspelt(kind: type[Settings], environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for a variable whose name is close to that of a setting.
+    """Raise ConfigError for an unknown variable whose name is close to that of a setting.
 
     Other unknown variables are ignored: they may be for another process, or come from a container platform.
     """
@@ -625,6 +625,6 @@ def _describe(kind: type[Settings], error: ValidationError, sources: Mapping[str
 
 
 def hide_password(text: str) -> str:
-    """Hide the password in a URL, or in text that resembles one, because errors quote invalid values."""
+    """Hide the password in a URL, or in text that resembles a URL, because errors quote invalid values."""
     hidden = re.sub(r"(://[^:@]*:).+@", r"\1***@", text, flags=re.DOTALL)
     return re.sub(r"([?&]password=)[^&#]+", r"\1***", hidden)

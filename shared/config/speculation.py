@@ -9,7 +9,7 @@ MAX_SPECULATIVE_TOKENS = 32
 MAX_LOOKUP = 16
 DEFAULT_TOKENS = {"ngram": 8, "draft_model": 4, "mtp": 4, "eagle3": 4}
 WITH_MODEL = ("draft_model", "eagle3")
-ALIASES = dict.fromkeys(  # vLLM's names of MTP by family
+ALIASES = dict.fromkeys(  # vLLM's names of the method "mtp" for families of models
     ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"), "mtp"
 )
 

@@ -29,9 +29,10 @@ class PeerLostError(ChannelError):
 class KVChannel(Protocol):
     """The KV transfers of one process in both directions: peers write into our pool, and we write into theirs.
 
-    A KV block is one row of a 2-D byte matrix. If `fenced`, the receiver drops rows that arrive for a revoked
-    reservation. Otherwise, writes are one-sided: the rows of a revoked reservation may be reused only after the writer
-    has reported that it stopped, or the callback `on_writer_lost` has reported that the writer is gone.
+    A pool is a 2-D byte matrix, and a push copies whole rows. If `fenced` is true, the receiver drops rows that arrive
+    for a revoked reservation. Otherwise, writes are one-sided: the rows of a revoked reservation may be reused only
+    after the writer has reported that it stopped, or the callback `on_writer_lost` has reported that the writer is
+    gone.
     """
 
     name: str
@@ -49,7 +50,7 @@ class KVChannel(Protocol):
         ...
 
     def revoke(self, reservation_id: bytes) -> None:
-        """Receiver: end a reservation. If `fenced`, nothing more is written under it after this call. Idempotent."""
+        """Receiver: end a reservation. If `fenced` is true, nothing is written under it after this call. Idempotent."""
         ...
 
     def fence_writer(self, incarnation_id: str) -> bool:
@@ -79,7 +80,7 @@ class KVChannel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerDescriptor:
-    """The address of a peer's pool. Each channel defines its `host` and `endpoint`. A restart changes
+    """The address of a peer's pool. Each channel defines what `host` and `endpoint` mean. A restart of the peer changes
     `incarnation_id`."""
 
     channel: str
@@ -94,12 +95,12 @@ class PeerDescriptor:
 
     @classmethod
     def unpack(cls, data: bytes, channel: str) -> Self:
-        """Inverse of `pack`, for input from peers. Raises DescriptorError unless `data` is a descriptor of
-        `channel`."""
+        """Return the descriptor in `data`, which comes from a peer. Raises DescriptorError if `data` is not a
+        descriptor of `channel`."""
         try:
             version, name, host, endpoint, incarnation_id, *counts = data[:MAX_DESCRIPTOR_BYTES].decode().split("\n")
             row_bytes, num_rows = map(_count, counts)
-        except ValueError as error:  # UnicodeDecodeError is one
+        except ValueError as error:  # includes UnicodeDecodeError
             raise DescriptorError(f"not the descriptor of a KV channel: {error}") from error
         if (version, name) != (DESCRIPTOR_VERSION, channel) or not is_incarnation_id(incarnation_id):
             raise DescriptorError(f"not the descriptor of a {channel} channel: {version} {name}")

@@ -1,7 +1,8 @@
 """The connections of a KV channel over sockets: a listener for writers to our pool, and the peers to which we write.
 
-A greeting contains the id of a reservation: 16 random bytes, which the writer received in an RPC reply over TLS. Over
-tcp, a writer is admitted only if its reservation is open. A unix socket is protected by its permissions.
+The greeting of a writer contains the id of a reservation: 16 random bytes, which the writer received in an RPC reply
+over TLS. Over tcp, a writer is admitted only if its reservation is open. A unix socket is protected by its file
+permissions instead.
 """
 
 import asyncio
@@ -191,7 +192,7 @@ class ChannelListener:
         connection.close()
 
     def _run(self, connection: socket.socket, address: str) -> None:
-        writer = ""  # set when it is admitted
+        writer = ""  # set when the writer is admitted
         try:
             set_timeout(connection, self._timeout_s)
             greeting = Greeting.unpack(receive_exactly(connection, HELLO.size))
@@ -291,7 +292,7 @@ class _Peer:
             if cancelled is None:
                 return pushing.result()
             if not pushing.cancelled():
-                pushing.exception()  # otherwise asyncio would log the error; the caller gets the cancellation
+                pushing.exception()  # without this call, asyncio would log the error
             raise cancelled
         finally:  # break the reference cycle of the error and this frame, so that their memory is freed at once
             del call, pushing, cancelled

@@ -9,7 +9,7 @@ BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The layout of a pool: block-major, heads before layers (vLLM's BHLNC with K and V packed; see its PR #33339).
+    """The layout of a pool: block-major, heads before layers (vLLM's BHLNC with K and V packed: vLLM's PR #33339).
 
     A block with all its layers is one contiguous row, so that a handoff moves few large pieces. A range of heads of a
     block is contiguous too, so that peers can divide the heads differently. Raises ValueError if a size is below one or

@@ -1,7 +1,7 @@
 """The base class of channels within one host. Writers receive access to our memory over a private unix socket.
 
-After that, the socket carries no data; an end of file shows each side that the other is gone. Writes are one-sided, so
-the channels are not `fenced`.
+After that, the socket carries no data. An end of file shows each side that the other side is gone. Writes are
+one-sided, so the channels are not `fenced`.
 """
 
 import contextlib
@@ -78,10 +78,10 @@ class LocalChannel(SocketChannel[Memory]):
 def greeted(
     descriptor: PeerDescriptor, incarnation_id: str, patience_s: float, offer_bytes: int = 0
 ) -> Iterator[tuple[socket.socket, bytes, list[int]]]:
-    """Connect to the owner of the descriptor. Yield the connection, and the bytes and file descriptors of its offer.
+    """Connect to the owner of the descriptor. Yield the connection, and the bytes and file descriptors that it offers.
 
-    When the block ends, the file descriptors are closed; if it failed, the connection is closed too. Raises
-    ChannelError or OSError.
+    When the `with` block ends, the file descriptors are closed. If the block raised an exception, the connection is
+    closed too. Raises ChannelError or OSError.
     """
     with contextlib.ExitStack() as files, contextlib.ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

@@ -110,7 +110,7 @@ class HostMemory:
         self.num_rows, self.row_bytes = num_rows, row_bytes
         self._fd: int | None = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Fails here if memory is short, instead of SIGBUS at the first access.
+            # If memory is short, this call fails. Without it, the first access to a page would raise SIGBUS.
             os.posix_fallocate(self._fd, 0, size)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
             flat = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)  # the array owns the mapping
@@ -135,7 +135,7 @@ class HostMemory:
         return InPlaceStaging(self.rows)
 
     def close(self) -> None:
-        """Release the memory. Idempotent. It stays mapped until the last view of `rows` is deleted."""
+        """Release the memory, which stays mapped until the last view of `rows` is deleted. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
         self._fd = None

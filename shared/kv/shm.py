@@ -43,7 +43,8 @@ class _Mapping:
     def push(
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Copy adjacent rows in one call. numpy releases the interpreter lock during a copy, so other threads run."""
+        """Copy the rows, with one call for adjacent rows. During a call, numpy releases the interpreter lock, so other
+        threads run."""
         row_bytes = self._ours.shape[1]
         copied = PIECE_BYTES  # bytes since the last check
         for start, end in runs(source, target, max(1, PIECE_BYTES // row_bytes)):
@@ -54,7 +55,8 @@ class _Mapping:
             count = end - start
             copied += count * row_bytes
             from_rows, to_rows = (slice(first, first + count) for first in (source[start], target[start]))
-            self._theirs[to_rows] = self._ours[from_rows]  # a variable in a traceback would keep the memory mapped
+            # Use no variables for the views, because a traceback would keep them, and the memory would stay mapped.
+            self._theirs[to_rows] = self._ours[from_rows]
         if hung_up(self.socket):
             raise PeerLostError("the peer has ended")
 
@@ -63,13 +65,13 @@ class _Mapping:
 
     def close(self) -> None:
         self._theirs = np.empty((0, 0), np.uint8)  # unmaps
-        self.socket.close()  # last, because a closed connection shows the peer that we write no more
+        self.socket.close()  # the last call, because a closed connection shows the peer that we write no more
 
 
 def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -> tuple[socket.socket, Rows]:
-    """Map the owner's pool. Return the connection and the mapped rows: drop the rows before closing it.
+    """Map the owner's pool. Return the connection and the mapped rows.
 
-    Raises DescriptorError, PeerLostError, or OSError.
+    The caller must drop the rows before it closes the connection. Raises DescriptorError, PeerLostError, or OSError.
     """
     if descriptor.host != host_id():
         raise DescriptorError("the peer is on another machine")

@@ -1,9 +1,9 @@
 """The msgpack codec of the control plane: a dataclass is encoded as an array of its fields, in order.
 
-If the array is shorter than the dataclass, the missing fields take their defaults; if it is longer, the extra fields
-are skipped. So processes of successive versions can exchange messages. The decoder follows the types of the fields. At
-the first value of a wrong type, it raises `DecodeError`, which names the field, before it builds the value. Only this
-module imports msgpack.
+If the array is shorter than the dataclass, the missing fields take their defaults. If the array is longer, the extra
+fields are skipped. Therefore, processes of successive versions can exchange messages. The decoder follows the types of
+the fields. At the first value of a wrong type, the decoder raises `DecodeError`, which names the field, without
+building the value. Only this module imports msgpack.
 """
 
 import types
@@ -34,9 +34,10 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Decode exactly one `kind`. Raises DecodeError if `data` is incomplete, too long, or has a value of a wrong type.
+    """Decode one message of type `kind`.
 
-    Invalid data costs no more time and memory than the largest valid message would.
+    Raises DecodeError if `data` is incomplete, too long, or has a value of a wrong type. Decoding invalid data takes no
+    more time and memory than decoding the largest valid message.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise DecodeError(f"{kind.__name__}: {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
@@ -57,12 +58,13 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 
 class _Source:
-    """The bytes of one message. `value` reads a scalar. It rejects a list or map before it builds one."""
+    """The bytes of one message. `value` reads a scalar, and rejects a list or map without building it."""
 
     __slots__ = ("_items_left", "array", "data", "map", "skip", "tell", "value")
 
     def __init__(self, data: bytes) -> None:
-        # These limits apply to `unpack` only. Lists and maps that the types require are read with their headers.
+        # These limits apply to `unpack` only. For lists and maps that the types require, `array` and `map` read the
+        # header, and then each item is read separately.
         unpacker = msgpack.Unpacker(
             None, raw=False, max_buffer_size=max(1, len(data)), max_array_len=0, max_map_len=0, max_ext_len=0
         )

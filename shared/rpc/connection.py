@@ -5,7 +5,7 @@ has stopped answering. The classes here replace it, using grpclib's public parts
 AbstractHandler, request_handler). Only `RpcChannel` overrides private methods of grpclib; tests/shared/test_services.py
 fails if a release of grpclib no longer calls them.
 
-Every peer has proved by its certificate that it belongs to the cluster, or runs on this machine.
+Every peer either has proved by its certificate that it belongs to the cluster, or runs on this machine.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class ClosingTransport:
 
 
 class BoundedStream(H2Stream):
-    """A stream that rejects messages that are compressed or too long, by their header, without reading the rest."""
+    """A stream that rejects a compressed or too long message after reading only the header of the message."""
 
     _at_header = True
 
@@ -117,8 +117,8 @@ class PeerProtocol(H2Protocol):
     """One HTTP/2 connection, on the client or the server, from `connection_made` to `connection_lost`.
 
     Runs on the event loop. It pings the peer, and closes the connection when the peer violates the protocol or leaves a
-    ping unanswered for `answer_s`. In a server, `connections` contains all its open connections. A server pings only
-    while nothing arrives, and so does a client with `pings_idle`.
+    ping unanswered for `answer_s`. In a server, `connections` contains all open connections of the server. A server,
+    and a client with `pings_idle`, pings only while nothing arrives.
     """
 
     connection: RpcConnection
@@ -251,11 +251,11 @@ class CallHandler(AbstractHandler):
 
 
 class RpcChannel(grpclib.client.Channel):
-    """A channel to `host:port`, which its owner closes. It connects at the first call, and at a call after a loss.
+    """A channel to `host:port`, which its owner closes.
 
-    It closes a connection if the peer's certificate is not accepted or a ping is unanswered for `answer_s`. With
-    `pings_idle`, it pings less often, and only while nothing arrives. By default, `identity` is this process's
-    identity, if it has one.
+    The channel connects at the first call, and again at the next call after a connection was lost. It closes a
+    connection if the peer's certificate is not accepted or a ping is unanswered for `answer_s`. With `pings_idle`, it
+    pings less often, and only while nothing arrives. By default, `identity` is this process's identity, if it has one.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class RpcChannel(grpclib.client.Channel):
             problem = "its certificate is of another cluster" if other else f"no TLS ({error.reason}): it has no secret"
             peer_log.warn(self._name, f"not connected: {problem}")
             raise tls.AuthenticationError(f"{problem}; give all processes the same --cluster-secret-file") from error
-        if protocol.connection.is_closing():  # grpclib does not check it
+        if protocol.connection.is_closing():  # grpclib does not check this
             raise ConnectionResetError("the peer hung up at once")
         peer_log.reset(self._name)
         self._last = protocol

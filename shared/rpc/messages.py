@@ -1,4 +1,4 @@
-"""The messages of the control plane. Each is a slotted dataclass, sent as a msgpack array in field order.
+"""The messages of the control plane. Each message is a slotted dataclass, sent as a msgpack array in field order.
 
 Token ids are sent as bytes (`pack_ids`); a list of integers would take a hundred times as long to check and copy.
 """
@@ -14,7 +14,10 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """Inverse of `pack_ids`. Raises ValueError if the bytes are not whole int32s, or an id is negative."""
+    """Return the ids that `pack_ids` packed.
+
+    Raises ValueError if the bytes are not whole int32s, or if an id is negative.
+    """
     ids = array("i")
     ids.frombytes(data)
     row = ids.tolist()
@@ -39,7 +42,7 @@ class SamplingParams:
     logprobs: int | None = None  # number of alternatives to the sampled token that are returned; None: no logprobs
     prompt_logprobs: int | None = None
     allowed_tokens: bytes = b""  # ids of the only tokens that may be sampled; b"": all
-    # The ids of each word; the last one is banned after the others.
+    # The token ids of each word. The last token of a word is not sampled directly after the word's other tokens.
     bad_words: list[bytes] = field(default_factory=list)
     # If not "", return a vector and no token: "last" or "mean" (the hidden state of the last token, or the mean over
     # all tokens), or "logits" (the logits of `allowed_tokens` after the prompt). `max_tokens` must be 1.
@@ -50,8 +53,8 @@ class SamplingParams:
 class Media:
     """An image of a prompt. Its tokens begin at `offset` in the prompt and form a grid of `rows` x `columns`.
 
-    `pixels` has `height` x `width` RGB pixels of 3 bytes, in rows, in the size that the model takes. It is empty for
-    a node that receives the KV of the prompt. `digest` is equal for equal images.
+    `pixels` has `height` x `width` RGB pixels of 3 bytes, in rows, in the size that the model takes. `pixels` is empty
+    for a node that receives the KV of the prompt. `digest` is equal for equal images.
     """
 
     offset: int
@@ -116,13 +119,13 @@ class TokenDelta:
     tokens: bytes = b""
     finish: str = ""  # "stop" or "length" if the request is complete
     error: str = ""  # the reason if this node gave up the request
-    handed_off: bool = False  # all KV has arrived at this node; from now on, only it generates
+    handed_off: bool = False  # all KV has arrived at this node; from now on, only this node generates tokens
     cached_tokens: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     retry: bool = False  # if `error` is set: whether another node may succeed
     vector: bytes = b""  # float32 in little-endian order: the result of a pooled request
-    version: list[str] = field(default_factory=list)  # in stored responses: the `ModelVersion` that drew the tokens
+    version: list[str] = field(default_factory=list)  # in stored responses: the `ModelVersion` that sampled the tokens
 
 
 @dataclass(slots=True)
@@ -175,7 +178,7 @@ class StepRecord:
     number: int
     start_ns: int  # start of the step's forward pass
     duration_us: int  # duration of the forward pass
-    host_us: int = 0  # time without the device: to plan this step and to publish the previous one
+    host_us: int = 0  # time in which the device was not used: to plan this step and to publish the previous step
     predicted_us: int = 0  # the cost model's prediction of duration_us + host_us; 0: no model
     budget: int = 0  # maximum number of tokens in this step
     reason: str = ""  # the reason for the budget: see scheduler.budget
@@ -198,7 +201,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class RequestEvent:
-    """An event of one request on one node. It ended at `at_ns` (the node's Unix time) and lasted `duration_us`.
+    """An event of one request on one node. The event ended at `at_ns` (the node's Unix time) and lasted `duration_us`.
 
     Each kind, and the other fields that an event of this kind sets:
     "queued"     the node accepted the request: serial (its number in step records), count = number of its tokens
@@ -237,7 +240,7 @@ class NodeUpdate:
 
 @dataclass(slots=True)
 class NodeInfo:
-    """The description of a node in the registry. Each start of its process has a new `incarnation_id`."""
+    """The description of a node in the registry. Each start of the node's process has a new `incarnation_id`."""
 
     id: str
     incarnation_id: str
@@ -259,7 +262,7 @@ class NodeInfo:
 
 @dataclass(slots=True)
 class NodeListChange:
-    """The registry to a worker of the router: nodes that joined or changed, and ids of nodes that left.
+    """Registry to a worker of the router: nodes that joined or changed, and ids of nodes that left.
 
     The first messages of a stream list all nodes. `is_complete` is set in the last message of each change.
     """
@@ -326,8 +329,9 @@ class RenewRequest:
 class RenewReply:
     """The writer's reservations that the decode node still has.
 
-    `has_reservations`: whether it has any reservation of this writer, renewed or not. `quarantined`: the ids (16 bytes
-    each, concatenated) of reservations in quarantine, whose blocks are not reused before the writer stops writing.
+    `has_reservations` is true if the decode node has any reservation of this writer, renewed or not. `quarantined` has
+    the ids (16 bytes each, concatenated) of reservations in quarantine. Their blocks are not reused before the writer
+    stops writing.
     """
 
     error: str = ""
@@ -337,7 +341,10 @@ class RenewReply:
 
 @dataclass(slots=True)
 class StopRequest:
-    """The writer gives up the reservation and writes no more. `request` is set if it has no reservation id."""
+    """The writer gives up the reservation and writes no more.
+
+    `request` is the request's id. It is set if the writer does not know the reservation id.
+    """
 
     reservation_id: bytes
     reason: str = ""
@@ -346,12 +353,13 @@ class StopRequest:
 
 @dataclass(slots=True)
 class AcceptRequest:
-    """Proxy of a prefill engine to proxy of a decode engine: generate this request, whose prompt the first engine
-    computed. `params` is the JSON object with which the second engine reads its KV from the first.
+    """Proxy of a prefill engine to proxy of a decode engine: generate this request with the prefill engine's KV.
 
-    The parameters may be used once, and the first token must be sampled within `lease_ms`. If `first_token` is not
-    negative, the router already has it, and the second engine must sample the same token. If it is -2, the first engine
-    computes the prompt now, and its proxy commits or stops the request (`reservation_id` is the request's id).
+    `params` is the JSON object with which the decode engine gets the prompt's KV from the prefill engine. It may be
+    used once, and the decode engine must sample the first token within `lease_ms`. If `first_token` is not negative,
+    the router already has this token, and the decode engine must sample the same token. If `first_token` is -2, the
+    prefill engine computes the prompt now, and its proxy later commits or stops the request. In the commit,
+    `reservation_id` is the request's id.
     """
 
     request: SubmitRequest

@@ -131,7 +131,7 @@ class RpcServer:
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int, listener: socket.socket | None = None) -> int:
-        """Listen, or serve on a listening socket, and return the port in use.
+        """Listen on `port`, or serve on the listening socket `listener`, and return the port in use.
 
         Raises OSError if the port cannot be bound."""
         secure: dict[str, Any] = {}

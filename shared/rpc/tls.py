@@ -1,8 +1,8 @@
 """Mutual TLS between the processes of a cluster, and the signatures on their entries in Redis.
 
-One PEM file (or a directory in cert-manager's layout) is the identity of every process and its only trust root: a peer
-is a member of the cluster if that root signed its certificate. Host names are not checked, because the addresses of
-nodes change with each start and all members have the same rights.
+One PEM file (or a directory in cert-manager's layout) is the identity and the only trust root of every process. A peer
+is a member of the cluster if that root signed the peer's certificate. Host names are not checked, because the addresses
+of nodes change with each start and all members have the same rights.
 """
 
 import base64
@@ -23,7 +23,7 @@ from shared.errors import ConfigError
 from shared.logs import peer_log
 
 HANDSHAKE_S = 4.0
-MAX_HANDSHAKES = 512  # maximum number of incomplete handshakes, which a stranger could start without limit
+MAX_HANDSHAKES = 512  # maximum number of incomplete handshakes, which clients without a certificate can start too
 MAX_FILE_BYTES = 1 << 16
 PRIVATE_KEY = re.compile(rb"-----BEGIN ([A-Z ]*PRIVATE KEY)-----([A-Za-z0-9+/=\s]+)-----END \1-----")
 REGISTRY_PURPOSE = b"baton registry 1"
@@ -70,9 +70,9 @@ class ServerHandshake(ssl.SSLObject):
 class ClusterIdentity:
     """The certificate and key of this process, and the roots that it trusts.
 
-    A file may contain several certificates and keys. This process presents the first certificate, signs with the first
-    key, and accepts all of them from peers. A secret can therefore be replaced while the processes keep accepting each
-    other.
+    A file may contain several certificates and keys. This process presents the first certificate and signs with the
+    first key, but accepts peers that use any of the certificates and keys. A secret can therefore be replaced while the
+    processes keep accepting each other.
     """
 
     server_context: ssl.SSLContext

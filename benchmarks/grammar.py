@@ -76,7 +76,8 @@ class GrammarEngine(BatonEngine):
         requests = []
         for index in range(BATCH):
             matcher = TokenMatcher(tokenizer, grammar) if grammar else None
-            # The token that comes with the KV counts as part of the prompt, because the grammar did not choose it.
+            # The first token comes with the KV and may violate the grammar. It counts as part of the prompt, so the
+            # matcher does not get it.
             request = Request(f"r{index}", self.prompt(CONTEXT), CONTEXT + 1, STEPS + 4, receive_kv=True)
             request.sampling, request.matcher = SamplingParams(seed=index), matcher
             requests.append(request)

@@ -101,8 +101,8 @@ def table(runs: dict[str, PolicyRun]) -> str:
 
 
 def strip(name: str, run: PolicyRun, max_tokens: int) -> str:
-    """Return an SVG with one rectangle per step. The part at the bottom stands for the decodes. The height of a
-    rectangle grows with the square root of the number of tokens."""
+    """Return an SVG with one rectangle per step. The lower part of each rectangle stands for the step's decodes. The
+    height of a rectangle grows with the square root of the number of tokens."""
     pixels, name = WIDTH / SHOWN_S, name + (f" (continues until {run.ended:.1f} s)" if run.ended > SHOWN_S else "")
     paths: dict[str, list[str]] = {kind: [] for kind in COLOURS}
     bottom = TOP + HEIGHT

@@ -44,7 +44,7 @@ def lark_grammar(text: str) -> str:
 
 
 def regex_grammar(regex: str) -> str:
-    """Return the grammar of the texts that a regular expression matches as a whole, in the syntax of Rust's `regex`.
+    """Return the grammar of the texts that `regex`, in the syntax of Rust's crate `regex`, matches from begin to end.
 
     The classes \\d, \\w and \\s and their complements are limited to ASCII, as in vLLM's default backend.
     """

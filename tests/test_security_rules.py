@@ -44,7 +44,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def forbidden(tree: ast.AST) -> Iterator[str]:
-    """Yield a description of each call that can execute data or allow remote code, if ruff cannot ban the call."""
+    """Yield a description of each call that can execute data as code, for the calls that ruff cannot ban."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue

@@ -195,8 +195,8 @@ def is_growing(series: Series) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """The figures of a run. An overloaded run has no latencies, because they would depend on its duration. A percentile
-    is None if missing tokens make it infinite."""
+    """The figures of a run. An overloaded run has no latencies, because they would depend on its duration. The
+    latency of a missing token counts as infinite, and an infinite percentile is None."""
 
     window_s: tuple[float, float]
     overloaded: bool

@@ -179,7 +179,7 @@ def _format_ms(value_ms: float) -> str:
 
 
 def latency_differences(ranking: Ranking | None, figures: Mapping[str, Runs]) -> str | None:
-    """Return which latencies differ clearly if the leading metric is too close to call, else None.
+    """If the leading metric is too close to call, return a text that says which latencies differ clearly, or else None.
 
     `figures` has the runs of each metric of LATENCIES. P-values are corrected for all metrics and pairs.
     """

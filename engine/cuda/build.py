@@ -1,4 +1,4 @@
-"""Builds the engine's components on a GPU: weights, kernels, captured passes, and a KV pool in the remaining memory."""
+"""Builds the engine's components on a GPU: weights, kernels, CUDA graphs, and a KV pool in the remaining memory."""
 
 import logging
 from contextlib import AbstractContextManager

@@ -76,8 +76,8 @@ def build_app(
     the node pool must report to the same `observer`. `slo` returns the latency targets of a request that arrives now.
     `more_routes` require an admin's key. Pages of `allowed_origins` may call the routes for tenants from a browser.
     `images` is None if the model takes no images. If `workers` is given, each route whose answers differ between the
-    workers merges the answers of all workers. The other workers get this worker's own answers from the app
-    `state.worker`. `adapters` is None if LoRA adapters cannot be loaded while the router runs.
+    workers merges the answers of all workers. For that, `state.worker` is an app that serves these routes
+    with the answers of this worker alone. `adapters` is None if LoRA adapters cannot be loaded while the router runs.
 
     `state.responses` is the ResponseRuns, which the caller opens and closes, or None without a store.
 

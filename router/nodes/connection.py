@@ -46,10 +46,10 @@ class DeltaListener(Protocol):
 class NodeConnection:
     """The stream to one incarnation of a node. The connection opens a new stream whenever the stream ends.
 
-    The pool creates the connection, and runs `run` as a task. All methods run on the router's event loop. Attempts send
-    requests with `submit`, stop them with `abort`, and receive deltas as a `DeltaListener` until they `forget` the
-    request. The node is alive while messages arrive. When messages stop, `on_change` is called first, and then every
-    listener is notified once. `load` holds the node's load for placement.
+    The pool creates the connection, and runs `run` as a task. All methods run on the router's event loop. Each
+    `Attempt` sends its request with `submit`, stops it with `abort`, and receives its deltas as a `DeltaListener` until
+    it calls `forget`. The node is alive while messages arrive. When messages stop, `on_change` is called first, and
+    then every listener is notified once. `load` holds the node's load for placement.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ def prompt_end(tokenizer: Tokenizer, prompt: list[int]) -> str:
 def after_reasoning(grammar: str, tokenizer: Tokenizer, prompt: list[int], *, has_channels: bool = False) -> str:
     """Return a grammar of the model's whole answer to this prompt. If the answer may begin with reasoning, the grammar
     allows the reasoning first. The rest of the answer must match `grammar`. Both grammars are in llguidance's format.
-    If `has_channels` is set, the texts of `grammar` begin with a channel of gpt-oss."""
+    For gpt-oss, set `has_channels` if the texts of `grammar` begin with the header of a channel."""
     start = _start(tokenizer, tokenizer.syntax, prompt_end(tokenizer, prompt), has_channels)
     if not start:
         return grammar

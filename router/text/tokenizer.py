@@ -111,8 +111,9 @@ class Tokenizer:
         If the conversation has images, `image_markers` is the value of `ImageRules.markers`.
 
         The name of a special token inside a message is encoded as plain text. `ChatTemplate.render` returns the offsets
-        of such names. The special tokens at these offsets are replaced by the ids of the names as plain text. The rest
-        of the encoding does not change, because the tokenizer first splits the text at special tokens.
+        of such names. Each special token at one of these offsets is replaced by the ids that result when its name is
+        encoded as plain text. The rest of the encoding does not change, because the tokenizer first splits the text at
+        special tokens.
         """
         if self._template is None:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")

@@ -146,7 +146,7 @@ class AnswerParser:
         self._kind, self._space, self._strips = kind, "", True
 
     def _call(self, name: str) -> None:
-        """Begin a call whose name is complete. From now on, the text of the call cannot become content."""
+        """Begin a call whose name is complete. The text so far is no content, even if the call is malformed later."""
         self._kept = None
         self._switch("content")
         self._num_calls += 1

@@ -1,4 +1,5 @@
-"""Test that whole clusters generate the same tokens as transformers, for models of every family and of no family.
+"""Test that whole clusters generate the same tokens as transformers, for models of every family that Baton implements
+and for models that it runs through transformers.
 
 Requests run concurrently, so that they share steps, find prefixes in the cache and, in the small pool, are preempted.
 """

@@ -54,7 +54,8 @@ def test_students_interval_of_known_values() -> None:
 @pytest.mark.parametrize("num_arms", [2, 6])
 def test_equal_arms_are_rarely_called_different(num_arms: int) -> None:
     """Results differ much more between seeds than between arms. Pairing the arms by seed removes this noise, but must
-    not cause false differences. With 5 arms, a false difference in any of them must be as rare as with a single arm."""
+    not cause false differences. If several arms are compared with the first one, a false difference must be as rare as if one
+    arm is compared with it."""
     random = np.random.default_rng(11)
     called = 0
     for _ in range(DRAWS):

@@ -60,7 +60,7 @@ BACKEND: ContextVar[str] = ContextVar("backend", default="torch")
 
 @pytest.fixture(autouse=True, params=["torch", "numba"])
 def every_backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run each test of a file that imports this fixture with the attention and kernels of each backend."""
+    """Run each test twice, with the kernels of each backend, in the files that import this fixture."""
     if request.param == "numba" and importlib.util.find_spec("numba") is None:
         pytest.skip("numba is not installed")
     chosen = BACKEND.set(request.param)

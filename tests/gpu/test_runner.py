@@ -148,7 +148,7 @@ def test_a_launch_does_not_wait_for_the_device(gpu: CudaAccelerator, model: Deco
     runner, blocks = cuda_runner(gpu, model, "triton", capture=True)
     request = requests_of(blocks, 1, [GREEDY])[0]
     run_step(runner, [piece(request)])
-    torch.cuda._sleep(4_000_000_000)  # clock cycles, about two seconds: launches compile kernels on first use
+    torch.cuda._sleep(4_000_000_000)  # clock cycles, about two seconds: longer than `launch`
     step = Step(1, [piece(request)], [])
     pending = runner.launch(step)
     assert not torch.cuda.current_stream(gpu.device).query()

@@ -1,5 +1,5 @@
 """Test the machine code of every kernel for an H200, compiled without a GPU: it uses tensor cores where it should,
-spills no registers, and needs no more registers and shared memory than a processor has."""
+spills no registers, and stays within the limits of registers per thread and of shared memory per thread block."""
 
 import json
 import os

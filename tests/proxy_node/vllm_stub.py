@@ -32,7 +32,7 @@ VOCABULARY, BLOCK_TOKENS, NUM_BLOCKS = 2048, 16, 4096
 KNOBS: dict[str, Any] = {
     "token_s": 0.002,  # time to generate a token
     "tokens_per_event": 1,
-    "resumes_seeded": True,  # False: draws depend on the position of the token in this call, as in vLLM's runner V1
+    "resumes_seeded": True,  # False: a resumed answer differs, as in vLLM's runner V1
     "repeats": True,  # False: every answer differs
     "max_model_len": 8192,
     "version": "0.32.0",

@@ -1,1 +1,1 @@
-"""The demo model, and the script that trained it."""
+"""The demo models, and the script that trained them."""

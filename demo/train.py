@@ -129,7 +129,7 @@ def cross_entropy(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, stream: torch.Tensor, length: int) -> dict[str, float]:
-    """Return the mean loss of the held-out text, in nats per token, by range of positions."""
+    """Return the mean loss of the held-out text, in nats per token, for each range of positions."""
     model.eval()
     rows = [stream[i : i + length + 1] for i in range(0, len(stream) - length, length)][:8]
     losses = torch.cat(
@@ -170,7 +170,7 @@ def load_checkpoint(file: Path, model: PreTrainedModel, optimizer: torch.optim.O
 
 
 def train(model: PreTrainedModel, stream: torch.Tensor, args: argparse.Namespace) -> float:
-    """Run all phases of training, and return the seconds that they took, including those before an interruption."""
+    """Run all phases of training, and return the seconds that they took, including the time before an interruption."""
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -220,7 +220,7 @@ def write_model(model: PreTrainedModel, tokenizer: Tokenizer, record: dict[str, 
 
 
 def golden_cases(directory: Path, tokenizer: Tokenizer, texts: list[str]) -> list[dict[str, object]]:
-    """Return greedy answers of transformers, in float32, to the beginnings of some texts.
+    """Return the greedy answers that transformers gives, in float32, to the beginnings of some texts.
 
     `min_gap` is the smallest difference between the two largest logits of any step.
     """

@@ -1,6 +1,6 @@
 """Definitions shared by all implementations of the draw: error codes, the size of a row of parameters, and the noise.
 
-The Gumbel noise needs no state: it is a hash (splitmix64, Steele, Lea and Flood 2014) of seed, position and token.
+The Gumbel noise needs no state: it comes from a hash (splitmix64, Steele et al. 2014) of seed, position and token.
 """
 
 from torch import Tensor
@@ -34,7 +34,7 @@ def _shifted(values: Tensor, bits: int) -> Tensor:
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Return standard Gumbel noise, float64, which depends only on key and token.
+    """Return standard Gumbel noise, float64, which depends only on the key and the token.
 
     `keys` (int64, from `key_of`) and `tokens` (int64) are broadcast against each other. Takes 10 ns per number.
     """

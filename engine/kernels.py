@@ -1,4 +1,4 @@
-"""The element-wise work of a decoder layer, apart from products and attention: the interface, and a torch reference."""
+"""Kernels for a decoder layer's work other than products and attention: the interface, and a reference in torch."""
 
 from functools import cached_property
 from typing import ClassVar, Protocol
@@ -18,7 +18,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 class StepKernels(Protocol):
-    """The kernels for one step. They are created from its batch, so that rotations and slots are computed once."""
+    """The kernels for one step, created from the step's batch. Rotations and slots are computed once per step."""
 
     pool: KVPool
 
@@ -29,7 +29,7 @@ class StepKernels(Protocol):
         """Return the sum `hidden` + `update` and its RMS norm, both [T, hidden_size]. May overwrite `hidden`."""
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
-        """Return the rotated queries, [T, heads, head_dim], and store rotated keys, and values, in the batch's slots.
+        """Return the rotated queries, [T, heads, head_dim], and store the rotated keys and the values in the slots.
 
         May overwrite `qkv` [T, (heads + 2 * kv_heads) * head_dim]. If q_norm and k_norm [head_dim] are given, the RMS
         norm is applied to each head of q and k before rotation (Qwen3). For a slot of -1 (padding), nothing is stored.
@@ -38,7 +38,7 @@ class StepKernels(Protocol):
     def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
         """Return the rotated queries of latent attention, and store the latents and the rotated key.
 
-        Of `q` [T, heads, width] and `latent` [T, width], the last rope_dim dimensions are rotated.
+        Only the last rope_dim dimensions of `q` [T, heads, width] and of `latent` [T, width] are rotated.
         """
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -53,14 +53,14 @@ class StepKernels(Protocol):
         """
 
     def by_expert(self, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the order of rows by expert: `sources`, int64 [T * top_k], the token of each row; `places`, int64
-        [T, top_k], the row of each choice; and the number of rows of each expert, int64 [num_experts].
+        """Sort rows by expert, for the experts `chosen`, int64 [T, top_k].
 
-        `chosen` is int64 [T, top_k].
+        Return `sources`, int64 [T * top_k], the token of each row; `places`, int64 [T, top_k], the row of each choice;
+        and the number of rows of each expert, int64 [num_experts].
         """
 
     def combine(self, outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's experts, [T, n], added in the order of its choice.
+        """Return the weighted sum of the outputs of each token's experts, [T, n], added in the order of the choices.
 
         The outputs of token t are the rows places[t] of `outputs` [T * top_k, n]. `places` is int64 [T, top_k], and
         `weights` is float32 [T, top_k].
@@ -132,7 +132,7 @@ class CommonStep:
         return self.slots[self.pool.places.tables[layer]]
 
     def _rotate_and_store_normed(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
-        """Return `rotate_and_store` for a layer that norms values, with heads of the layout's size or twice."""
+        """Implement `rotate_and_store` for a layer that norms values. Heads have the layout's size or twice it."""
         config, layout = self._kernels.config, self.pool.layout
         spec = config.attention[layer]
         assert isinstance(spec, AttentionSpec)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:  # most functions read only headers, and importing torch takes
 
 log = logging.getLogger("baton.engine")
 PROGRESS_S = 5.0
-MAX_NAME_BYTES = 255  # the limit that file systems have
+MAX_NAME_BYTES = 255  # the limit of most file systems
 EDGE_BYTES = 2**20  # how many bytes at each end of a file the fingerprint covers
 GGUF = ".gguf"
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-NOT_TEXT = (  # prefixes of the other parts of multimodal models
+NOT_TEXT = (  # prefixes of tensors of multimodal models that are not part of the text model
     "vision_tower.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
     "vision_embedder.",
 )  # fmt: skip
@@ -170,7 +170,7 @@ class Checkpoint:
                     self.refuse(name, f"is stored in addition to another tensor for {own}")
                 if own:
                     self._stored[own] = name
-        # Embedding models are saved without the output head.
+        # Embedding models are saved without the output head, and the names of tensors lack the prefix "model.".
         self.is_headless = "embed_tokens.weight" in self._files
         if self.is_headless:
             self._stored = {f"model.{name}": name for name in self._files}
@@ -226,7 +226,7 @@ class Checkpoint:
     def finish(self, known: tuple[str, ...], suffixes: tuple[str, ...], prefixes: tuple[str, ...] = ()) -> None:
         """Raise ValueError if a tensor of the files was not taken.
 
-        Tensors in `known`, and those that end with one of `suffixes` or begin with one of `prefixes`, are exempt.
+        Exempt are tensors whose names are in `known`, end with one of `suffixes`, or begin with one of `prefixes`.
 
         An unused tensor means that the config belongs to another model.
         """

@@ -16,11 +16,11 @@ from engine.cpu.simd import CODES, LANES
 from engine.kv_pool import KVPool
 from shared.kv.layout import BYTES_OF
 
-# Maximum number of rows (queries times heads of a group) that are computed together. The rows are the columns of a
-# matrix product: this number of columns fills whole panels, and their sums fit into the second-level cache.
+# Maximum number of rows (queries times query heads per key head) that are computed together. In the product with the
+# keys, these rows are columns: 128 columns fill whole panels. The sums of 128 rows fit into the second-level cache.
 MAX_ROWS = 128
-MIN_PART = 256  # tokens of the shortest part into which a context is divided
-PARTS_PER_THREAD = 2  # if there are few contexts, they are divided into this many parts per thread, for balance
+MIN_PART = 256  # minimum number of tokens in each part of a divided context
+PARTS_PER_THREAD = 2  # long contexts are divided so that each thread gets about this many parts
 
 IntArray = NDArray[np.int32]
 
@@ -30,10 +30,10 @@ class WorkingMemory:
 
     0. the queries of a decode, as rows
     1. the scores of a tile
-    2. the sums of weighted values of each row; before these are cleared, the queries of a chunk, as rows
+    2. the sums of weighted values of each row; the queries of a chunk, as rows, are here before the sums are cleared
     3. the largest score of each row
     4. the sum of the weights of each row
-    5. lists of addresses: of the tokens of three tiles, and of LANES rows (later the scales of LANES rows)
+    5. the addresses of the tokens of three tiles, and the addresses of LANES rows, or later their scales
     6. the queries of a chunk, as columns
     7. the number of tokens that each row sees
     8. a tile converted to float32
@@ -42,7 +42,7 @@ class WorkingMemory:
     def __init__(self, threads: int, rows: int, head_dim: int) -> None:
         padded = -(-head_dim // LANES) * LANES
         stride = rows + 2 * LANES  # upper bound: the kernel rounds a stride up to an odd number of vectors
-        # Sizes of the areas in floats. A row of zeros, which pads a decode's keys, precedes the transposed queries.
+        # Sizes of the areas in floats. In area 6, a row of zeros precedes the queries. This row pads a decode's keys.
         sizes = [
             FEW_ROWS * padded, TILE * stride, stride * padded, stride, stride, 6 * TILE + 2 * LANES, padded * stride,
             stride, 2 * TILE * padded,
@@ -63,8 +63,8 @@ class WorkingMemory:
 class AttentionWork:
     """The attention of a step for one window size, divided into items.
 
-    An item consists of adjacent queries of one slice, and of the context that they read or a part of it. Threads take
-    units of work: an item has one for each key head.
+    An item consists of adjacent queries of one slice, and of the context that these queries read, or a part of this
+    context. Threads take units of work: a unit is the work of one item for one key head.
     """
 
     def __init__(self, batch: Batch, kv_heads: int, group: int, window: int, threads: int) -> None:
@@ -78,13 +78,13 @@ class AttentionWork:
         row = (counts.cumsum() - counts)[slices] + skipped
         start = starts[slices] + skipped
         low = np.maximum(batch.first_key, start + 1 - window if window else np.zeros_like(start))
-        # The fields of an item, in the kernel's order. The last one is the index of a part's result, else -1.
+        # The fields of an item, in the kernel's order. The last one is the first row of a part's result, or else -1.
         items = np.stack((slices, row, count, start, low, start + count, np.full_like(row, -1)), axis=1)
         length = start + count - low
         cost = length * (count * group + 8)  # the 8 accounts for reading the keys and values
         fair = max(1, kv_heads * int(cost.sum()) // (threads * PARTS_PER_THREAD))
         parts = np.minimum(-(-cost // fair), np.maximum(1, length // MIN_PART)) if threads > 1 else np.ones_like(row)
-        order = np.argsort(-cost // parts, kind="stable")  # longest first, so that threads finish together
+        order = np.argsort(-cost // parts, kind="stable")  # costliest first, so that threads finish together
         items, parts = items[order], parts[order]
         self.merged = np.zeros((0, FIELDS), np.int32)
         self.part_rows = 0
@@ -94,8 +94,8 @@ class AttentionWork:
         self.operations = kv_heads * int(cost.sum())
 
     def _divided(self, items: NDArray[np.int64], parts: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
-        """Return the items with the context of each divided into `parts`, an item for each part. Store in `merged`
-        which results of parts belong together."""
+        """Divide the context of each item into the number of parts in `parts`. Return an item for each part. Store in
+        `merged` the items whose parts' results must be merged."""
         number = np.arange(parts.sum()) - np.repeat(parts.cumsum() - parts, parts)
         whole, parts_of = np.repeat(items, parts, axis=0), np.repeat(parts, parts)
         low, length = whole[:, 4], whole[:, 5] - whole[:, 4]
@@ -148,15 +148,15 @@ class NumbaAttention:
 class NumbaPlan:
     """The attention of one step on a CPU.
 
-    `NumbaAttention.plan` creates this object for one batch, and the engine's thread uses it. It owns the division of
-    the step's work among threads, once for each window size and shape of heads.
+    `NumbaAttention.plan` creates this object for one batch, and the engine's thread uses it. The plan divides the
+    step's work among threads once for each window size and shape of heads, and keeps the result.
     """
 
     def __init__(self, backend: NumbaAttention, batch: Batch) -> None:
         self._backend = backend
         self._batch = batch
         self._threads = torch.get_num_threads()
-        self._prepared: dict[tuple[int, int, int], PreparedAttention] = {}  # by the last arguments of `prepared`
+        self._prepared: dict[tuple[int, int, int], PreparedAttention] = {}  # by (window, head_dim, wide)
         layout = backend.pool.layout
         self._strides = (layout.block_bytes, layout.layers * layout.layer_bytes, layout.block_tokens)
 
@@ -217,7 +217,7 @@ class NumbaPlan:
 
 @dataclass(frozen=True, slots=True)
 class PreparedAttention:
-    """Kernel arguments that are the same for every layer, and the objects to which the addresses in them refer."""
+    """Kernel arguments that are the same for every layer, and the objects whose addresses are among the arguments."""
 
     group: int
     operations: int

@@ -1,9 +1,9 @@
-"""Numba kernels of attention over the paged pool. Importing this module compiles them or loads them from disk.
+"""Numba kernels of attention over the paged pool. Importing this module compiles the kernels or loads them.
 
 The algorithm is flash attention (Dao et al.): keys and values are read a tile at a time, with an online softmax. Query
-heads that share a key head are computed together, so that each key is read only once. In the product with the keys, the
-queries of a decode are rows, and the queries of a chunk are columns, so that the keys need not be transposed. Long
-contexts may be divided into parts that are merged afterwards (Flash-Decoding).
+heads that share a key head are computed together, so that each key is read only once. To avoid transposing the keys,
+the product with the keys has the queries of a decode as rows, and the queries of a chunk as columns. Long contexts may
+be divided into parts, whose results are merged afterwards (Flash-Decoding).
 """
 
 import math
@@ -66,9 +66,9 @@ def copy_queries(q: int, to: int, shape: tuple[int, int, int, int, int, int]) ->
 
 @part
 def turn(rows_q: int, rows: int, group: int, padded: int, to: int, stride: int, listed: int, ends: int) -> None:
-    """Transpose a chunk's queries, at `rows_q`, into columns at `to`. Copies of the last row fill the last vector. Also
-    store, at `ends`, how many tokens each row sees, counted from the position of the first query. `listed` is working
-    memory for LANES addresses."""
+    """Transpose a chunk's queries, which are rows at `rows_q`, into columns at `to`. If the number of rows is not a
+    multiple of LANES, copies of the last row fill the last vector. Also store, at `ends`, how many tokens each row
+    sees, counted from the position of the first query. `listed` is working memory for LANES addresses."""
     for row in range(0, rows, LANES):
         for lane in range(LANES):
             r = min(row + lane, rows - 1)
@@ -83,7 +83,7 @@ def begin(
     q: int, few: bool, rows_q: int, turned: int, stride: int, listed: int, ends: int, most: int, summed: int, sums: int,
     shape: tuple[int, int, int, int, int, int],
 ) -> None:  # fmt: skip
-    """Prepare an item for one key head: store its queries as rows (decode) or columns (chunk), and clear its sums."""
+    """Prepare an item for one key head: store the queries as rows (decode) or columns (chunk), and clear the sums."""
     _, rows, _, _, group, head_dim = shape
     padded = (head_dim + LANES - 1) // LANES * LANES
     copy_queries(q, rows_q if few else sums, shape)  # the memory of `sums` is unused until it is cleared below
@@ -101,8 +101,8 @@ def score(
     rows_q: int, rows: int, keys: int, code: int, columns: int, padded: int, scores: int, ahead: int,
     tokens_ahead: int, lines: int,
 ) -> None:  # fmt: skip
-    """Compute the scores of a decode's queries: multiply each of their rows by each key of a tile. For each vector of a
-    row, also prefetch `lines` cache lines of the next tile, which `ahead` lists."""
+    """Compute the scores of a decode's queries: multiply each row of queries by each key of a tile. For each vector of
+    a row, also prefetch `lines` cache lines of the next tile. `ahead` lists the addresses of the next tile's tokens."""
     for token in range(0, columns, LANES):
         due = lines if token < tokens_ahead else 0
         fetched = address_at(ahead + 8 * token)
@@ -117,8 +117,8 @@ def add_values(
     scores: int, rows: int, keys: int, code: int, value_from: int, tokens: int, sums: int, padded: int, ahead: int,
     tokens_ahead: int, lines: int, after: int,
 ) -> None:  # fmt: skip
-    """Add a tile's weighted values to the sums of a decode's rows. Also prefetch each group of LANES tokens of the next
-    tile, except for the group's first `after` bytes."""
+    """Add a tile's weighted values to the sums of a decode's rows. Also prefetch the next tile. In each group of LANES
+    tokens, skip the first `after` bytes, which `score` has prefetched."""
     for token in range(0, tokens, LANES):
         add_product(
             scores + 4 * token, 4 * TILE, keys + 8 * token, code, value_from, sums, 4 * padded, rows,
@@ -129,7 +129,7 @@ def add_values(
 
 @inlined
 def sink_of(sinks: int, head: int) -> Any:
-    """Return a head's sink, a score without a value, for a softmax with base 2."""
+    """Return a head's sink (a score that has no value vector), scaled for a softmax with base 2."""
     return splat(number_at(sinks + 4 * head) * np.float32(math.log2(math.e)))
 
 
@@ -180,7 +180,7 @@ def attend(values: Any) -> None:
     tokens_ahead = first_tile(unit, units, items, table, table_width, pool, head_bytes, kv_heads, group, sizes, ahead)
     fetch(ahead, tokens_ahead, sizes[1])
     while unit < units:
-        following = take_next(values)  # taken now, so that its first tile is prefetched during this unit's last tile
+        following = take_next(values)  # now, to prefetch its first tile while this unit's last tile is computed
         head = unit % kv_heads
         item = items + 4 * FIELDS * (unit // kv_heads)
         slice_, row, count, start = index_at(item), index_at(item + 4), index_at(item + 8), index_at(item + 12)
@@ -188,7 +188,7 @@ def attend(values: Any) -> None:
         rows, tile, few = count * group, tile_of(count * group), count * group <= FEW_ROWS
         shape = (row, rows, head, kv_heads, group, head_dim)
         width = (rows + LANES - 1) // LANES * LANES
-        # In bytes. An odd number of vectors distributes the rows over all sets of the cache.
+        # The stride is in bytes. With an odd number of vectors, the rows are distributed over all sets of the cache.
         stride = 4 * LANES * (width // LANES | 1)
         begin(q, few, rows_q, turned, stride, listed, ends, most, summed, sums, shape)
         blocks, base = table + 4 * slice_ * table_width, pool + head * head_bytes
@@ -229,7 +229,7 @@ def attend(values: Any) -> None:
 
 @kernel
 def merge(values: Any) -> None:
-    """Merge the results of the parts of each divided item, head by head, into the results of its rows."""
+    """Merge the results of the parts of each divided item, one key head at a time, into the results of its rows."""
     units, items, out, parts = values[1], values[2], values[3], values[4]
     kv_heads, group, head_dim, sinks = values[5], values[6], values[7], values[8]
     part_bytes = 4 * head_dim + 8

@@ -1,5 +1,5 @@
-"""The parts of attention that numba cannot express, as LLVM instructions over `engine.cpu.simd`: register-blocked
-matrix products, dot products and a transpose. Elements are float32 unless a code says otherwise; strides are bytes."""
+"""The parts of attention that numba cannot express, as LLVM instructions: register-blocked products, dot products and
+a transpose. Elements are float32 unless a function has an argument `code` for their type. Strides are in bytes."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -97,15 +97,15 @@ def _dots(builder: Any, rows: Any, code: Any, *given: Any) -> None:
 
 
 # (rows, code, query, size, target, ahead, lines): compute the dot product of `query` (`size` floats, in whole vectors)
-# and each row in a list of LANES addresses. `code` is the type of the rows' elements. With each vector of the query,
-# prefetch `lines` cache lines; the first vector prefetches those at `ahead`.
+# and each row in a list of LANES addresses. `code` is the type of the rows' elements. For each vector of the query,
+# also prefetch the next `lines` cache lines, beginning at `ahead`.
 dots = written(types.void, (types.int64,) * 7, _dots)
 
 
 def _panel(vectors: int, codes: Iterable[int], fetches: bool) -> Any:
-    """Return a function that computes c += a b for at most PANEL_ROWS rows and `vectors` vectors of columns. Its first
-    argument is the type of b's elements, one of `codes`. The rows of b are given as a list of addresses; `column` is
-    the offset in bytes at which each row is read."""
+    """Return a function that computes c += a b for at most PANEL_ROWS rows and `vectors` vectors of columns. The
+    function's first argument is the code for the type of b's elements, one of `codes`. The rows of b are given as a
+    list of addresses. Each row is read from the offset `column` on, in bytes."""
 
     def emit(
         builder: Any, code: Any, a: Any, a_stride: Any, a_step: Any, b: Any, column: Any, c: Any, *rest: Any
@@ -124,7 +124,7 @@ def _panel(vectors: int, codes: Iterable[int], fetches: bool) -> Any:
 
 
 def _panel_of_listed(vectors: int) -> Any:
-    """Return a function that computes c = a b for a panel as in `_panel`, with a list of the addresses of a's rows."""
+    """Return a function that computes c = a b as in `_panel`, but with a list of the addresses of a's rows, not b's."""
 
     def emit(builder: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, depth: Any) -> None:
         def row_of_b(index: Any) -> Any:
@@ -142,9 +142,9 @@ def _product(
 ) -> None:
     """Emit c = a b, or c += a b if `adds`, for the rows of a and `vectors` vectors of columns. Sums stay in registers.
 
-    `a` is a pair of the addresses of its rows and the number of bytes between two elements of a row. `row_of_b(index)`
-    emits the address of a row of b, whose elements have the type `code`. `c` is a pair of its address and the number of
-    bytes between two rows. `fetched` is empty, or has the arguments `ahead` and `lines` of `emit_fetch`.
+    `a` is a pair: the addresses of the rows of a, and the bytes between two elements of a row. `row_of_b(index)` emits
+    the address of a row of b, whose elements have the type `code`. `c` is a pair: the address of c, and the bytes
+    between two rows of c. `fetched` is empty, or has the arguments `ahead` and `lines` of `emit_fetch`.
     """
     a_rows, a_step = a
     rows = len(a_rows)
@@ -191,8 +191,8 @@ def listed_times(
     rows_ahead: int, row_bytes: int,
 ) -> None:  # fmt: skip
     """Compute c [rows, columns] = a [rows, depth] b [depth, columns]. `a` lists the addresses of the rows of a, and
-    `columns` is a multiple of LANES. Each element of c is one chain of multiply-adds in the order of `depth`, so it
-    does not depend on `rows`. Also prefetch the `rows_ahead` rows of `row_bytes` bytes that `ahead` lists."""
+    `columns` is a multiple of LANES. Each element of c is one chain of multiply-adds along the depth, so the
+    element does not depend on `rows`. Also prefetch the `rows_ahead` rows of `row_bytes` bytes that `ahead` lists."""
     wide = 4 * LANES * PANEL_VECTORS
     column = 0
     while column < 4 * columns:
@@ -234,8 +234,8 @@ def add_product(
     a: int, a_stride: int, b: int, code: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int,
     ahead: int, lines: int,
 ) -> None:  # fmt: skip
-    """Do the same as `add_times_listed` for rows of b whose elements have the type `code`. With the first vectors of
-    each row of b, also prefetch `lines` cache lines; the first row prefetches those at `ahead`."""
+    """Do the same as `add_times_listed` for rows of b whose elements have the type `code`. When a row of b is read for
+    the first time, also prefetch the next `lines` cache lines, beginning at `ahead`."""
     item = 4 if code == FLOAT32 else 2
     column = 0
     while column < columns:

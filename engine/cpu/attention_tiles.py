@@ -29,13 +29,13 @@ from engine.cpu.simd import (
     where_less,
 )
 
-TILE = 96  # tokens of a chunk's tile; they fill whole panels of a product's rows
-FEW_ROWS = 8  # an item of at most this many rows (query heads that share a key head) is computed as a decode
-FEW_TILE = 32  # tokens of a decode's tile, so that the current and the next tile fit into the first two caches
+TILE = 96  # number of tokens in a tile of a chunk, a multiple of PANEL_ROWS
+FEW_ROWS = 8  # an item with at most this many rows (queries times query heads per key head) is computed as a decode
+FEW_TILE = 32  # tokens in a tile of a decode: the current and the next tile fit into the first two levels of cache
 LINE = 64  # bytes of a cache line
 FIELDS = 7  # number of fields of an item: see `engine.cpu.attention.AttentionWork`
-# Bytes of a block and of a token, tokens of a block, the code of the pool's dtype, the dimensions of a key, and the
-# distance from a token's key to its value in elements: 0 for latents, which are both the key and the value.
+# The bytes of a block and of a token, the tokens of a block, the code of the pool's dtype, the dimensions of a key, and
+# the number of elements from a token's key to its value. This number is 0 for latents, which are both key and value.
 Sizes = tuple[int, int, int, int, int, int]
 UNSEEN = -1e30  # initial running maximum: finite, so that the difference of two maxima is not NaN
 
@@ -96,10 +96,10 @@ def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
 
 @part
 def shares(rows: int, padded: int, token_bytes: int) -> tuple[int, int]:
-    """Return how many cache lines to prefetch for each vector of a key that is read, and for each value that is read.
+    """Return how many cache lines `score` prefetches for each vector of a row, and `add_values` for each value.
 
-    The next tile's prefetches are spread over the current tile, because after a burst the CPU would wait for memory. A
-    group of LANES tokens is assumed to be contiguous. If it is not, the result is still correct, but slower."""
+    The prefetches are spread over the current tile, because the CPU would wait for memory after a burst of prefetches.
+    A group of LANES tokens is assumed to be contiguous. If it is not, the results are still correct, but slower."""
     by_values = max(1, token_bytes // (4 * LINE))
     left = LANES * max(0, token_bytes // LINE - by_values)
     steps = rows * padded // LANES
@@ -166,8 +166,8 @@ def weigh(
     scores: int, rows: int, group: int, start: int, tokens: int, columns: int, window: int, softcap: int, most: int,
     summed: int, sums: int, padded: int,
 ) -> None:  # fmt: skip
-    """Apply `softmax` to every row of a tile, after a soft cap if its address is not 0. `start` is the first query's
-    position relative to the tile's start."""
+    """Apply `softmax` to every row of a tile. `softcap` is the address of a soft cap that is applied first, or 0.
+    `start` is the first query's position relative to the tile's start."""
     if softcap:
         cap(scores, rows, 4 * TILE, columns, number_at(softcap))
     for r in range(rows):
@@ -183,9 +183,9 @@ def weigh_columns(
     scores: int, stride: int, rows: int, start: int, tokens: int, window: int, softcap: int, ends: int, most: int,
     summed: int, sums: int, padded: int, scales: int,
 ) -> None:  # fmt: skip
-    """Apply `softmax` to transposed scores: a row for each token, and a column for each of the `rows`. LANES
-    columns are processed at once, without operations across lanes. `ends` has the number of tokens that each of the
-    `rows` sees, counted from the first query's position. `scales` is the address of working memory for one vector."""
+    """Compute the same as `weigh` for transposed scores, which have a row for each token and a column for each of the
+    `rows`. LANES columns are processed at once, without operations across lanes. `ends` has the number of tokens that
+    each of the `rows` sees, counted from the first query's position. `scales` has working memory for one vector."""
     if softcap:
         cap(scores, tokens, stride, (rows + LANES - 1) // LANES * LANES, number_at(softcap))
     for row in range(0, rows, LANES):
@@ -195,7 +195,7 @@ def weigh_columns(
         ):
             hide(column, stride, tokens, ends + 4 * row, start, window)
         before = load(most + 4 * row)
-        top, other = before, before  # two independent chains
+        top, other = before, before  # two independent chains of operations, for speed
         for token in range(0, tokens - 1, 2):
             top = larger(load(column + token * stride), top)
             other = larger(load(column + (token + 1) * stride), other)
@@ -226,7 +226,7 @@ def hide(column: int, stride: int, tokens: int, ends: int, start: int, window: i
 
 @part
 def scale_down(sums: int, rows: int, padded: int, scales: int) -> None:
-    """Multiply each row's sums by its scale, which is 1 for most rows."""
+    """Multiply each row's sums by the scale of the row, which is 1 for most rows."""
     for r in range(rows):
         scale = number_at(scales + 4 * r)
         if scale != 1.0:

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,arg-type,attr-defined,assignment"
-"""The draw of `engine.sampling` as a numba kernel, one thread per row. Importing this module compiles the kernel or
-loads it from disk.
+"""The draw of `engine.sampling` as a numba kernel, in which one thread draws the token of a row. Importing this module
+compiles the kernel or loads it from disk.
 
-The kernel does not sort. It computes a cheap bound of each token's noise, and the exact noise only for tokens that
-may still be chosen. For top_p, it draws from all candidates and accepts the token if top_p keeps it. Otherwise it drops
-this token and all less likely ones, and draws again (rejection with a rising pivot, FlashInfer's sorting-free
-sampling).
+The kernel does not sort. It computes a cheap upper bound of each token's noise, and the exact noise only for tokens
+that may still be chosen. For top_p, the kernel draws from all candidates, and accepts the drawn token if top_p keeps
+this token. Otherwise the kernel drops the drawn token and all tokens that are not more likely, and draws again
+(rejection with a rising pivot, as in FlashInfer's sorting-free sampling).
 """
 
 import math
@@ -45,7 +45,7 @@ WEIGHED = 64 * LANES  # number of weights that are summed in float32 before thei
 RUN = 32  # scores per run in `nth_score`
 TILE = 32  # number of tokens whose noise bounds are computed together
 LN2 = math.log(2)
-# numba converts an int64 and a uint64 to float64 to operate on both, so all constants of the noise are unsigned.
+# numba converts an int64 and a uint64 operand to float64. To avoid this, all constants of the noise are unsigned.
 _GOLDEN, _ONE, _EXPONENT = np.uint64(GOLDEN), np.uint64(1), np.uint64(1023 << 52)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _12 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(12)
@@ -161,8 +161,8 @@ def rest_of_one(key, token):
 def winner(scores, tokens, count, key):
     """Return the index of the score that is largest after its token's noise, -log(-log(u)), is added to it.
 
-    The noise is computed only if a bound shows that one of TILE tokens may win: it is at most -log(1 - u), and the
-    binary logarithm of a float is at least its exponent plus its mantissa minus 1. The bound takes no logarithm."""
+    The noise of TILE tokens is computed only if an upper bound shows that one of them may win. The noise is at most
+    -log(1 - u), and the binary logarithm of a float is at least its exponent plus its mantissa minus 1."""
     best, where = -math.inf, 0
     for first in range(0, count, TILE):
         last, hopeful = min(count, first + TILE), 0
@@ -181,8 +181,8 @@ def winner(scores, tokens, count, key):
 def nth_score(area, scores, ranked, count, nth):
     """Return the nth largest score, counted from 0.
 
-    The scores are divided into runs. The result is at least the nth largest of the runs' maxima, so that smaller scores
-    are ignored."""
+    The scores are divided into runs. The result is at least as large as the nth largest of the runs' maxima, so scores
+    that are smaller than this maximum are ignored."""
     runs, least = count // RUN, np.float32(-math.inf)
     if nth < runs:
         for run in range(runs):
@@ -202,7 +202,7 @@ def nth_score(area, scores, ranked, count, nth):
 
 @inlined
 def allowed(row, count, words, by, scores, tokens):
-    """Store the scores of the tokens whose bits are set, divided by `by`, and these tokens. Return their number."""
+    """Store the tokens whose bits in `words` are set, and their scores: logits divided by `by`. Return their number."""
     kept = 0
     for index in range(min(len(words), (count + 31) >> 5)):
         word, first = words[index], 32 * index
@@ -216,7 +216,7 @@ def allowed(row, count, words, by, scores, tokens):
 
 @inlined
 def gather(row, count, mask, num_words, by, area):
-    """Store the scores, which are logits divided by `by`, and their tokens. Return their number."""
+    """Store the tokens that the mask, if any, allows, and their scores: logits divided by `by`. Return their number."""
     room = count + LANES
     tokens = carray(_pointer(area + 4 * room), room, np.int32)
     if mask:
@@ -239,7 +239,7 @@ def draw_one(row, count, parameters, area, mask, num_words):
     ranked = carray(_pointer(area + 8 * room), room, np.float32)
     count = gather(row, count, mask, num_words, np.float32(1) if is_greedy else temperature, area)
     best, at = most_likely(area, count)
-    if mask and best == -math.inf:  # also if no token is allowed
+    if mask and best == -math.inf:  # this is also true if the mask allows no token
         return NOTHING_ALLOWED
     if is_greedy or not math.isfinite(best):  # not finite: a tiny penalty or temperature made the division overflow
         return tokens[at]
@@ -268,8 +268,8 @@ def draw_one(row, count, parameters, area, mask, num_words):
 @kernel
 def _draw(values):
     """`values` contains a counter, the number of rows, the size of the vocabulary, the addresses of logits, adjusted
-    logits, parameters, result and areas, an area's size in bytes, the address of the addresses of the rows' masks (0:
-    none), and the number of words of a mask. Threads take rows in order; each has one area."""
+    logits, parameters, result and areas, an area's size in bytes, the address of a list with the address of each row's
+    mask or 0, and the number of words of a mask. Threads take rows in order. Each thread has one area of memory."""
     area = values[7] + values[8] * np.int64(thread_number())
     rows, vocab = values[1], values[2]
     while True:
@@ -293,7 +293,7 @@ def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor, masks: TokenMasks
 
     `logits` and `adjusted` are float32 [R, vocab]. `adjusted` has the logits after bans, bias and penalties, and may be
     the tensor `logits`. `parameters` is int64 [R, WORDS], as packed by `engine.sampling.parameters_of`. `masks` has
-    the only tokens that some rows may draw. It is applied here, because the draw then reads only these tokens.
+    the tokens that are allowed for some rows. The masks are applied by the draw, which then reads only these tokens.
     """
     rows, vocab = logits.shape
     logits, adjusted = logits.contiguous(), adjusted.contiguous()

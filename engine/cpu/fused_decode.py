@@ -1,4 +1,4 @@
-"""The forward pass of a few decodes as one call. Python code between kernels would take longer than some kernels.
+"""The forward pass of a few decodes as one call. Python code between the kernels would take longer than some kernels.
 
 Memory and the arguments of kernels are prepared once, as for a CUDA graph. Each step sets only the number of rows, the
 addresses of its tables, and its items of attention. The kernels and their order are the same as in `Decoder.forward`,
@@ -87,7 +87,7 @@ class FusedDecode:
         self._memory["scratch"] = torch.empty(top_k * MAX_ROWS, scratch, dtype=torch.uint8)
         self._at = {name: tensor.data_ptr() for name, tensor in self._memory.items()}
         self._calls: list[tuple[Kernel, list[int]]] = []  # the first argument is the number of rows per decode
-        # Indices of the calls of `attend`, by table and window; `merge` follows each.
+        # Indices of the calls of `attend`, by table and window. Each call of `attend` is followed by a call of `merge`.
         self._attends_of: dict[tuple[int, int], list[int]] = {}
         self._write(model)
         numbers = {kernel: [n for n, call in enumerate(self._calls) if call[0] is kernel] for kernel, _ in self._calls}
@@ -153,7 +153,7 @@ class FusedDecode:
                 self._write_gated(1, layer.mlp.activation)
                 self._multiply(layer.mlp.down, "product", "update")
             self._call(add_norm, 1, size, epsilon, *added, norm_after.data_ptr(), at["normed"])
-        self._multiply(model.head, "normed", "hidden")  # each step replaces the address of the result
+        self._multiply(model.head, "normed", "hidden")  # each step sets the address of the result instead of this one
 
     def _write_experts(self, experts: Experts) -> None:
         at, spec, size = self._at, experts.spec, self._model.config.hidden_size
@@ -221,8 +221,8 @@ def _routing_memory(spec: MoeSpec) -> dict[str, Tensor]:
 def fused_decode_of(model: Decoder, kernels: object, attention: object) -> FusedDecode | None:
     """Return the fused pass.
 
-    Return None if attention, the other kernels or a matrix are not numba's, if a matrix other than the head has padded
-    columns, or if the model needs other kernels (see `is_plain`).
+    Return None in each of these cases: attention, another kernel or the product with a matrix does not use numba; a
+    matrix other than the head has padded columns; the model is not plain (see `is_plain`).
     """
     if not isinstance(kernels, NumbaKernels) or not isinstance(attention, NumbaAttention) or not is_plain(model):
         return None
@@ -233,7 +233,7 @@ def fused_decode_of(model: Decoder, kernels: object, attention: object) -> Fused
 
 
 def is_plain(model: Decoder) -> bool:
-    """Return whether all layers are of Llama's kind, with MLPs or experts of one size and one rotary embedding."""
+    """Return whether all layers have Llama's structure, MLPs or experts of one size, and the same rotary embedding."""
     config = model.config
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
     plain = all(
@@ -261,6 +261,6 @@ def _products(model: Decoder) -> list[Linear | ExpertLinear]:
 
 
 def _panels(model: Decoder) -> Sequence[PanelLinear]:
-    """Return the matrices that are stored in panels, and one of each layer's experts."""
+    """Return the matrices that are stored in panels. Of a layer's experts, return only the matrices of the first."""
     products = [one.like if isinstance(one, ExpertPanels) else one for one in _products(model)]
     return [one for one in products if isinstance(one, PanelLinear)]

@@ -1,10 +1,10 @@
 """Numba kernel that multiplies rows by a matrix of grouped 4-bit codes. Importing this module compiles the kernel or
 loads it from disk.
 
-A panel holds PANEL columns. For each group of inputs, it has the columns' scales, their zeros if there are any, and
-integers of 32 bits, each with the codes of one column for eight inputs. A code becomes a weight by a permutation of the
-table in a register. The sums of a group are multiplied by the scales, and the groups are added in order, so no bit of a
-row's result depends on the other rows.
+A panel holds PANEL columns. For each group of inputs, a panel has the columns' scales, the columns' zero points (if the
+matrix has zero points), and 32-bit integers. Each integer has the codes of one column for eight inputs. A permute
+instruction looks up the weights of codes in a table that is held in a register. The sums of a group are multiplied by
+the scales, and the groups are added in order, so no bit of a row's result depends on the other rows.
 """
 
 from typing import Any
@@ -71,7 +71,7 @@ def _weights(builder: Any, table: Any, halves: list[Any], indices: Any) -> Any:
     if LANES == 16:
         return _permuted(builder, halves[0], indices)  # the instruction uses only the low 4 bits
     if PERMUTES:
-        low, high = (_permuted(builder, half, indices) for half in halves)  # only the low 3 bits
+        low, high = (_permuted(builder, half, indices) for half in halves)  # uses only the low 3 bits
         return builder.select(builder.icmp_unsigned("!=", builder.and_(indices, _all(8)), _all(0)), high, low)
     found = ir.Constant(_FLOATS, ir.Undefined)
     for lane in range(LANES):
@@ -163,7 +163,7 @@ def multiply_grouped_panel(
     result: int, stride: int, sums: int, table: int,
 ) -> None:  # fmt: skip
     """Multiply rows first <= i < last of x by one panel. `weights` and `start` are the addresses of the panel's weights
-    and bias, `result` is that of its columns in the first row of the result, and `sums` has the sums of groups."""
+    and bias, `result` is the address of its columns in the result's first row, and `sums` has the sums of groups."""
     tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
     for tile in range(tiles):
         row = first + (last - first) * tile // tiles
@@ -176,10 +176,10 @@ def multiply_grouped_panel(
 
 @kernel
 def grouped_product(values: Any) -> None:
-    """`values`: number of rows, x, its stride, result, its stride, memory for the sums of groups, and the constants of
-    the matrix: groups, words per group, whether it has zeros, number of panels, weights, bias, table.
+    """`values`: number of rows, x and its stride, result and its stride, memory for the sums of groups, and constants
+    of the matrix: groups, words per group, whether it has zeros, number of panels, weights, bias, table.
 
-    Each thread takes its blocks of rows one after another, and multiplies each by adjacent panels."""
+    Each thread takes its blocks of rows one after another, and multiplies each block by adjacent panels."""
     rows, x, x_stride, result, stride, sums = values[0], values[1], values[2], values[3], values[4], values[5]
     groups, words, has_zeros, panels = values[6], values[7], values[8], values[9]
     weights, bias, table = values[10], values[11], values[12]
@@ -200,9 +200,9 @@ def grouped_product(values: Any) -> None:
 
 @kernel
 def expert_grouped_product(values: Any) -> None:
-    """Multiply rows that are sorted by expert. `values` are those of `grouped_product`, but the addresses of weights
-    and bias are replaced by a list of the addresses of each expert's weights and bias, and by the address of each
-    expert's number of rows. The number of experts follows."""
+    """Multiply rows that are sorted by expert. `values` are those of `grouped_product`, except for the addresses of
+    weights and bias. In their place are the address of a list, which has the addresses of each expert's weights and
+    bias, and the address of the experts' numbers of rows. The last value is the number of experts."""
     rows, x, x_stride, result, stride, sums = values[0], values[1], values[2], values[3], values[4], values[5]
     groups, words, has_zeros, panels = values[6], values[7], values[8], values[9]
     matrices, counts, table, experts = values[10], values[11], values[12], values[13]

@@ -1,7 +1,7 @@
 """int8 weights with a scale per output channel, multiplied by activations rounded to 8 bits (W8A8).
 
-The products are computed by FBGEMM, a library in torch, on CPUs without the instructions that
-`engine.cpu.panels.Int8Panels` needs. Each row of activations has its own scale. With one scale for all rows, as in
+FBGEMM, a library in torch, computes the products. This format is for CPUs that lack the instructions for
+`engine.cpu.panels.Int8Panels`. Each row of activations has its own scale. With one scale for all rows, as in
 torch's `linear_dynamic`, a row with large values (often the first token) would reduce the precision of the others, and
 a row's result would depend on the other rows.
 """
@@ -59,7 +59,7 @@ class Int8Linear(Linear):
 
 
 class Int8(LinearFormat):
-    """The format of int8 weights for FBGEMM. Other rows of a product can change only the last bit of a row's result.
+    """The format of int8 weights for FBGEMM. Other rows of a product can change a row's result, but only its last bit.
 
     `levels` is the largest rounded weight that this CPU multiplies exactly.
     """
@@ -101,8 +101,8 @@ def _packed(weight: Tensor, levels: int, bias: Tensor | None) -> Int8Linear:
 def _is_exact() -> bool:
     """Return whether this CPU multiplies the largest rounded weights and activations exactly.
 
-    Without VNNI, a CPU adds two products as a 16-bit integer, and limits the sum if it is larger. Weights of 7 bits
-    avoid this, so that activations, which have outliers, keep 8 bits.
+    Without VNNI, a CPU adds two products to a 16-bit integer, which saturates if the sum is too large. Weights of 7
+    bits avoid saturation. Activations keep 8 bits, because they have outliers.
     """
     product = _packed(torch.ones(64, 64), LEVELS, None)(torch.ones(1, 64))
     return torch.allclose(product, torch.full_like(product, 64.0))

@@ -102,14 +102,14 @@ def num_kernels() -> int:
 def _alone_in(directory: Path, name: str) -> Iterator[None]:
     """Lock the directory while the kernel `name` is compiled or loaded, so that one process compiles it.
 
-    The lock file has a line for each kernel: its name and, once it is compiled, the seconds that this took.
+    The lock file has a line for each kernel: the kernel's name and, after compilation, the seconds that it took.
     """
     with (directory / "lock").open("a+") as lock:
         with suppress(OSError):  # if files cannot be locked, every process compiles
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if not _compile_times(lock):  # later kernels need no line, because the other process reports them
+                if not _compile_times(lock):  # log this only at the first kernel; the other process logs the rest
                     log.info("waiting for another process to compile the kernels")
                 fcntl.flock(lock, fcntl.LOCK_EX)
         compiled = _compile_times(lock)

@@ -15,7 +15,7 @@ from engine.kv_pool import KVPool
 from engine.models.spec import Activation, ModelConfig
 from engine.recurrence import RecurrentLayer
 
-ACTIVATION_WORK = 8  # cost per element relative to a multiplication, because of the exponential
+ACTIVATION_WORK = 8  # cost of an activation, which has an exponential, relative to a multiplication
 
 
 class NumbaKernels(Kernels):
@@ -111,6 +111,6 @@ class NumbaStep(CommonStep):
 
 
 def _checked(rows: Tensor) -> Tensor:
-    """Check the dtype of `rows`, because the kernels get only an address, and return them as a contiguous tensor."""
+    """Return `rows` as a contiguous tensor. Check the dtype, because the kernels get only an address."""
     assert rows.dtype == torch.float32, f"the numba kernels compute in float32, but the activations are {rows.dtype}"
     return rows.contiguous()

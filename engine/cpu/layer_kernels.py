@@ -41,7 +41,7 @@ def norm_row(source: int, weight: int, target: int, size: int, epsilon: float) -
 
 @kernel
 def norm(values: Any) -> None:
-    """`values`: number of rows, size of a row, and the addresses of epsilon, source, weight and target."""
+    """Norm rows. `values`: number of rows, size of a row, and the addresses of epsilon, source, weight and target."""
     rows, size, source, weight, target = values[0], values[1], values[3], values[4], values[5]
     epsilon = number_at(values[2])
     for row in range(thread_number(), rows, num_threads()):
@@ -50,8 +50,8 @@ def norm(values: Any) -> None:
 
 @kernel
 def add_norm(values: Any) -> None:
-    """`values`: number of rows, size of a row, and the addresses of epsilon, hidden (updated in place), update, weight
-    and target."""
+    """Add `update` to `hidden`, in place, and store the RMS norm of each sum in `target`. `values`: number of rows,
+    size of a row, and the addresses of epsilon, hidden, update, weight and target."""
     rows, size, hidden, update, weight, target = values[0], values[1], values[3], values[4], values[5], values[6]
     epsilon = number_at(values[2])
     for row in range(thread_number(), rows, num_threads()):
@@ -65,7 +65,7 @@ def add_norm(values: Any) -> None:
 
 @inlined
 def activated(gate: Any, up: Any, code: int) -> Any:
-    """Return activation(gate) * up; `code` is an index of ACTIVATIONS. All have the form x / (1 + exp(-y))."""
+    """Return activation(gate) * up. `code` is an index of ACTIVATIONS, which have the form x / (1 + exp(-y))."""
     one, limit, y = splat(1.0), splat(SWIGLU_LIMIT), gate
     if code == 1:  # the tanh form of GELU: 0.5 (1 + tanh(y / 2)) = 1 / (1 + exp(-y))
         y = gate * multiply_add(gate * gate, splat(0.0713548162716), splat(1.5957691216057))
@@ -79,8 +79,8 @@ def activated(gate: Any, up: Any, code: int) -> Any:
 
 @kernel
 def gated(values: Any) -> None:
-    """`values`: number of rows, half the size of a row, the addresses of source [rows, 2 * size] and target, and the
-    code of the activation."""
+    """Store activation(gate) * up for each row. `values`: number of rows, half the size of a row, the addresses of
+    source [rows, 2 * size] and target, and the code of the activation."""
     rows, size, source, target, code = values[0], values[1], values[2], values[3], values[4]
     for row in range(thread_number(), rows, num_threads()):
         gate, up, to = source + 8 * row * size, source + 8 * row * size + 4 * size, target + 4 * row * size
@@ -92,7 +92,7 @@ def gated(values: Any) -> None:
 
 @inlined
 def rotate(head: int, cosine: int, sine: int, half: int, target: int, code: int) -> None:
-    """Rotate one head and store it. Dimension i is rotated with i + half, as in Hugging Face's Llama."""
+    """Rotate one head and store it. Dimensions i and i + half are rotated together, as in Hugging Face's Llama."""
     width = 4 if code == FLOAT32 else 2
     for at in range(0, half, LANES):
         left = half - at

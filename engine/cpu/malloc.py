@@ -1,8 +1,8 @@
 """Settings that make glibc's heap reuse the memory of large tensors instead of mapping new memory each time.
 
 By default, glibc maps each block of 32 MiB or more separately, and unmaps it when it is freed. Each step with a long
-chunk then touches new pages, which takes half the time of a large 8-bit product. Threads other than the main one have
-their own heaps, in pieces of 64 MiB that are also unmapped when free. All threads are therefore made to share one heap.
+chunk then touches new pages, which takes half as long as a large 8-bit product. Threads other than the main thread have
+heaps of pieces of 64 MiB, which are also unmapped when they are free. All threads are therefore made to share one heap.
 """
 
 import ctypes
@@ -28,13 +28,13 @@ def map_large_blocks() -> None:
     """Map every large block separately, for loading weights.
 
     By default, once glibc has unmapped a block of up to 32 MiB, it takes blocks of this size from the heap. Temporary
-    copies then leave holes between the weights: up to 0.6 GB for 2 GB of weights.
+    copies then leave holes between the weights. These holes take up to 0.6 GB for 2 GB of weights.
     """
     _set(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def keep_large_blocks() -> None:
-    """Take large blocks from the heap and keep freed ones. Before version 2.35, glibc limits their size to 32 MiB."""
+    """Take large blocks from the heap and keep freed ones: before glibc 2.35, only blocks of up to 32 MiB."""
     if any(_set(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)):
         _set(M_TRIM_THRESHOLD, LARGEST)
 
@@ -43,7 +43,7 @@ def empty(*shape: int) -> Tensor:
     """Return an uninitialized float32 tensor, aligned to a cache line, for temporary results of a layer.
 
     `torch.empty` requests aligned memory. glibc takes it only from holes as large as the tensor plus the alignment, so
-    it would never reuse the hole of the previous layer's tensor, and the heap would grow to twice the memory of a step.
+    glibc would never reuse the hole of the previous layer's tensor. The heap would grow to twice the memory of a step.
     """
     size = 4 * math.prod(shape)
     memory = np.empty(size + LINE, np.uint8)

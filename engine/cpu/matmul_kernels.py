@@ -1,10 +1,10 @@
 """Numba kernels that multiply rows by a matrix stored in panels. Importing this module compiles the kernels or loads
 them from disk.
 
-A panel holds the weights of PANEL columns of the result, in the order of the steps along the depth. A product therefore
-reads memory sequentially. The sums of a tile (up to TILE_ROWS rows of a panel) stay in registers over all steps
-(the scheme of Goto and van de Geijn, as in BLIS). While one panel is multiplied, the next is prefetched, a few cache
-lines every few steps, so that memory access and arithmetic overlap.
+A panel holds the weights of PANEL columns of the result. A product runs in steps along the depth, the inner dimension.
+The weights of a panel are stored in the order of these steps, so a product reads memory sequentially. The sums of a
+tile (up to TILE_ROWS rows of a panel) stay in registers over all steps, as in BLIS (Goto and van de Geijn). While one
+panel is multiplied, the next one is prefetched, a few cache lines every few steps, to overlap with the arithmetic.
 
 The products of each sum are added in the order of the depth, so no bit of a row's result depends on the other rows.
 """
@@ -45,17 +45,17 @@ from engine.cpu.simd import (
 
 TILE_ROWS = PANEL_ROWS
 PANEL = LANES * PANEL_VECTORS
-INT8 = 3  # like the codes in CODES; each step along the depth takes four int8 weights of each column
+INT8 = 3  # a further code like those in CODES; each step along the depth takes four int8 weights of each column
 HAS_INT8 = LANES == 16 and "avx512vnni" in cpu_features()
 CACHED_STEPS = 1024  # steps of a panel of float weights that fit into the core's second-level cache
-FETCHED_AHEAD = 1024  # distance of the prefetches in bytes, for a panel that is read once
+FETCHED_AHEAD = 1024  # bytes from the weights that are read to those that are prefetched, for a panel that is read once
 # Every tile prefetches a part of the next panel; if only the first tiles did, they would wait for memory. A tile
-# prefetches once per 2^PACE steps to save time. With two tiles, memory is the limit, so every step prefetches.
+# prefetches once per 2^PACE steps to save time. If there are two tiles, memory is the limit, so every step prefetches.
 PACE = 2
 # Rows that a thread multiplies at a time. More would not fit into the first-level cache and would leave threads idle.
 BLOCK_ROWS = 64 * TILE_ROWS
 LINE = 64
-ROUNDER = 12582912.0  # 1.5 * 2**23: the low bits of its sum with a small number are the number rounded to an integer
+ROUNDER = 12582912.0  # 1.5 * 2**23: adding it to a small number rounds this number to an integer in the low bits
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
@@ -143,7 +143,7 @@ def _emit_scaled(builder: Any, value: Any, start: Any, row_scales: Any, row: int
 if HAS_INT8:
     llvmlite.binding.initialize_native_asmparser()
 # Multiplies a tile. The sums begin with the values at `start`, which are the same for all rows if `start_stride` is 0.
-# Once per 2^pace steps, it prefetches the next `lines` cache lines, beginning at `ahead`.
+# Once per 2^pace steps, the function prefetches the next `lines` cache lines, beginning at `ahead`.
 _multiply = written(types.void, (types.int64,) * 14, _emit_tiles)
 
 
@@ -173,8 +173,8 @@ def multiply_panel(
     code: int, steps: int,
 ) -> None:  # fmt: skip
     """Multiply rows first <= i < last of x by one panel. `weights` and `start` are the addresses of the panel's weights
-    and initial sums, and `result` is that of its columns in the first row of the result. `steps` is the number of steps
-    along the depth. `row_scales` has the scales of rows that are rounded to 8 bits (INT8)."""
+    and initial sums, and `result` is the address of the panel's columns in the first row of the result. `steps` is the
+    number of steps along the depth. `row_scales` has the scales of rows that are rounded to 8 bits (INT8)."""
     step_bytes = PANEL * (2 if code in (BFLOAT16, FLOAT16) else 4)
     cached = steps if code == INT8 else CACHED_STEPS
     tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
@@ -201,8 +201,8 @@ def multiply_panel(
 def own_panels(cost: int, panels: int, done: int, total: int) -> tuple[int, int]:
     """Return the range of an expert's panels that this thread multiplies.
 
-    The `total` cost of all panels of all experts is divided into a share for each thread, which multiplies the panels
-    that begin in its share. A panel of this expert costs `cost`, and all panels of earlier experts cost `done`."""
+    `total`, the cost of all experts' panels, is divided equally among the threads. A thread multiplies the panels that
+    begin in its share. A panel of this expert costs `cost`, and all panels of earlier experts cost `done`."""
     threads, thread = num_threads(), thread_number()
     begin, end = total * thread // threads - done, total * (thread + 1) // threads - done
     return max(0, (begin + cost - 1) // cost), min(panels, (end + cost - 1) // cost)
@@ -221,11 +221,11 @@ def cost_of_experts(experts: int, counts: int, panels: int) -> int:
 
 @kernel
 def product(values: Any) -> None:
-    """`values`: number of rows, x, its stride, result, its stride, memory for the rows rounded to 8 bits and their
+    """`values`: number of rows, x and its stride, result and its stride, memory for rows rounded to 8 bits and their
     scales (INT8), and the constants of the matrix: code, depth, steps, number of panels, weights, columns (the initial
     sums of each panel; with INT8 also the scales and the bias), bytes of columns per panel.
 
-    Each thread takes its blocks of rows one after another, and multiplies each by adjacent panels."""
+    Each thread takes its blocks of rows one after another, and multiplies each block by adjacent panels."""
     rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
     code, size, steps, panels, weights, columns = values[6], values[7], values[8], values[9], values[10], values[11]
     column_bytes = values[12]
@@ -248,9 +248,9 @@ def product(values: Any) -> None:
 
 @kernel
 def expert_product(values: Any) -> None:
-    """Multiply rows that are sorted by expert. `values` are those of `product`, but the addresses of weights and
-    columns are replaced by a list of the addresses of each expert's weights and columns, and by the address of each
-    expert's number of rows. The number of experts follows."""
+    """Multiply rows that are sorted by expert. `values` are those of `product`, except for the addresses of weights and
+    columns. In their place are the address of a list, which has the addresses of each expert's weights and columns, and
+    the address of the experts' numbers of rows. The last value is the number of experts."""
     rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
     code, size, steps, panels, matrices, counts = values[6], values[7], values[8], values[9], values[10], values[11]
     column_bytes, experts = values[12], values[13]

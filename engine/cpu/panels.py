@@ -32,12 +32,12 @@ class PanelLinear(Linear):
         self, code: int, depth: int, width: int, panels: Tensor, columns: Tensor, *, is_exact: bool = False
     ) -> None:
         self.kernel, self.expert_kernel = product, expert_product
-        self.panels, self.columns = panels, columns  # references, since the kernel gets only addresses
+        self.panels, self.columns = panels, columns  # keeps the memory allocated, since the kernel has only addresses
         self.width = width
         self.is_exact = is_exact
         self.padded = len(panels) * PANEL
         steps, column_bytes = panels.shape[1], 4 * columns.stride(0)
-        # The kernel's constant arguments. Those of two experts' matrices differ only in the two addresses.
+        # The kernel's constant arguments. For the experts of a layer, only the two addresses differ.
         self.fixed = (code, depth, steps, len(panels), panels.data_ptr(), columns.data_ptr(), column_bytes)
         self.row_work = steps * self.padded  # elementary operations for each row
         # Bytes of scratch memory for each row.
@@ -87,7 +87,7 @@ class ExpertPanels:
     """The matrices of a layer's experts in panels, multiplied by one call."""
 
     def __init__(self, each: list[PanelLinear]) -> None:
-        """All of `each` must have the same kernel and constant arguments, except for addresses."""
+        """All matrices in `each` must have the same kernel and the same constant arguments, except for addresses."""
         self._each, self.like = each, each[0]
         self._matrices = torch.tensor([one.fixed[4:6] for one in each])
 
@@ -194,14 +194,14 @@ class Int8Panels(PanelFormat):
         return self._made(*rounded_weights(weight.float(), LEVELS), bias)
 
     def _made(self, levels: Tensor, scales: Tensor, bias: Tensor | None) -> PanelLinear:
-        begin = (levels.sum(1, dtype=torch.int32) * -ZERO_POINT).view(torch.float32)  # for unsigned activations
+        begin = (levels.sum(1, dtype=torch.int32) * -ZERO_POINT).view(torch.float32)  # undoes ZERO_POINT
         offsets = torch.zeros(len(levels)) if bias is None else bias.float()
         columns = torch.stack([in_columns(values) for values in (begin, scales, offsets)], dim=1)
         width, depth = levels.shape
         return PanelLinear(INT8, depth, width, in_panels(levels, IN_STEP), columns)
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PanelLinear:
-        """Keep the levels of an int8 matrix, and round others."""
+        """Keep the rounded weights of an int8 matrix, and round the weights of any other matrix."""
         if not isinstance(weight, ChannelWeight):
             return self.make(weight.dense(), bias)
         return self._made(weight.levels, weight.scales, bias)

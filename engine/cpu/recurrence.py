@@ -16,7 +16,7 @@ EXPONENTIAL = 8  # cost of an exponential, relative to a multiplication
 def recur(
     pool: KVPool, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon_at: int
 ) -> Tensor:
-    """Return `StepKernels.recur`. `epsilon_at` is the address of the norms' epsilon."""
+    """Implement `StepKernels.recur`. `epsilon_at` is the address of the norms' epsilon."""
     assert {(one.dtype, one.stride(1)) for one in (inputs, gate, steps)} == {(torch.float32, 1)}
     spec, rows = layer.spec, len(inputs)
     is_delta = isinstance(spec, DeltaSpec)
@@ -70,7 +70,7 @@ def sigmoid_gated(rows: Tensor, gate: Tensor) -> Tensor:
 
 
 def _units(layer: RecurrentLayer) -> Tensor:
-    """Return the column and size of each head of the convolution."""
+    """Return the first column and the size of each head of the convolution."""
     sizes = [size for heads, size in layer.spec.parts for _ in range(heads)]
     return torch.tensor([(sum(sizes[:unit]), size) for unit, size in enumerate(sizes)])
 

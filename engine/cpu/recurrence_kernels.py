@@ -1,8 +1,8 @@
 """Numba kernels for recurrent layers on float32 rows: the convolution, the recurrence and the norm of its result.
 
-A recurrence runs token by token, with the same operations in the same order regardless of how a prompt is chunked, so
-results and states have the same bits. The columns of a recurrent matrix are independent: a thread computes many tokens
-with those that fit into its first cache, and then the next ones.
+A recurrence runs token by token. Its operations and their order do not depend on how a prompt is chunked, so neither do
+the bits of results and states. The columns of a recurrent matrix are independent of each other. A thread therefore
+computes many tokens for the columns that fit into the first-level cache, and then the same tokens for the next columns.
 """
 
 import math
@@ -28,10 +28,10 @@ from engine.cpu.simd import (
     total,
 )
 
-VECTORS = 2  # vectors of columns in a tile: with 128 rows, they fit into half of the first-level cache
+VECTORS = 2  # vectors of columns in a tile: a tile with 128 rows fits into half of the first-level cache
 TILE = VECTORS * LANES
 PIECE = 64  # tokens of a head that fit into the second-level cache together with the state of the head
-FETCHED_AHEAD = 8  # tokens between the one whose inputs are prefetched and the one that is computed
+FETCHED_AHEAD = 8  # how many tokens the prefetched inputs are ahead of the computed token
 
 
 @inlined
@@ -70,7 +70,7 @@ def keep_all_inputs(
     inputs: int, stride: int, past: int, kept: int, size: int, count: int, pool: int, write: int, save: int,
     save_at: int,
 ) -> None:  # fmt: skip
-    """Store the last inputs of a slice of `count` tokens, and those at the token after which its state is saved."""
+    """Store the last inputs of a slice of `count` tokens, and the last inputs at the token `save_at`, if any."""
     if address_at(save_at) > 0 and address_at(save) >= 0:
         keep_inputs(inputs, stride, past, kept, size, address_at(save_at), pool + 4 * address_at(save))
     if address_at(write) >= 0:
@@ -94,8 +94,8 @@ def convolve_head(
     begin: int, end: int, inputs: int, stride: int, past: int, kept: int, size: int, weight: int, bias: int,
     channels: int, to: int, to_stride: int, kind: int,
 ) -> None:  # fmt: skip
-    """Store silu of the convolution of a head for tokens begin <= token < end, and norm queries (`kind` 1) and keys
-    (2)."""
+    """Store silu of the convolution of a head for tokens begin <= token < end. If the head is a query (`kind` 1) or a
+    key (`kind` 2), norm it."""
     for token in range(begin, end):
         row = to + to_stride * (token - begin)
         for at in range(0, size, LANES):
@@ -115,9 +115,9 @@ def convolve_head(
 
 @kernel
 def convolve(values: Any) -> None:
-    """`values`: slices, cu_q, inputs and their stride, target, channels, width, weight [width, channels], bias or 0,
-    pool, read, write, save, save_at, units, first unit, the number of units and, for each, its column and size, and
-    zeros."""
+    """Convolve all heads. `values`: slices, cu_q, inputs and their stride, target, channels, width, weight [width,
+    channels], bias or 0, pool, read, write, save, save_at, units, first unit, the number of units of the convolution, a
+    table with the column and the size of each of these units, and zeros."""
     slices, cu_q, inputs, stride, target, channels = values[0], values[1], values[2], values[3], values[4], values[5]
     width, weight, bias, pool, read, write = values[6], values[7], values[8], values[9], values[10], values[11]
     save, save_at, units, first, num, table = values[12], values[13], values[14], values[15], values[16], values[17]
@@ -140,8 +140,8 @@ def convolve(values: Any) -> None:
 
 @kernel
 def step_sizes(values: Any) -> None:
-    """`values`: rows, heads, steps and their stride, rates, biases, target [rows, heads, 2] for the factor of a token's
-    update and that of the state, and whether this is a delta rule."""
+    """Compute two factors for each token and head: the factor of the update, and the factor of the state. `values`:
+    rows, heads, steps and their stride, rates, biases, target [rows, heads, 2], and whether this is a delta rule."""
     rows, heads, steps, stride, rates, biases, target = (
         values[0], values[1], values[2], values[3], values[4], values[5], values[6]
     )  # fmt: skip
@@ -196,8 +196,8 @@ def update(tile: int, query: int, key: int, next_key: int, value: int, to: int, 
            strength: float, decay: float, skip: float) -> Any:  # fmt: skip
     """Compute one token: decay the tile, add the update, and store the product with the query.
 
-    `known` is the product with this token's key before the update; the result is the product with the next token's
-    key."""
+    `known` is the product of the tile before the update and this token's key. Return the product of the updated tile
+    and the next token's key."""
     decays, strengths, skips, rest = splat(decay), splat(strength), splat(skip), max(0, left - LANES)
     v0, v1 = load_some(value, left, FLOAT32), load_some(value + 4 * LANES, rest, FLOAT32)
     o0, o1, next0, next1 = v0 * skips, v1 * skips, splat(0.0), splat(0.0)
@@ -221,9 +221,9 @@ def recur_tokens(
     sizes_stride: int, size: int, left: int, skip: float, is_delta: int, saved: int, target: int, width: int,
     ahead: int, ahead_stride: int, ahead_size: int,
 ) -> None:  # fmt: skip
-    """Compute `count` tokens with one tile of a state. After `saved` of them, the tile is stored at `target`, in a
-    matrix of `width` columns, unless `saved` is 0. With each token, prefetch a row of `ahead_size` numbers at `ahead`,
-    because the computation leaves the memory idle."""
+    """Compute `count` tokens with one tile of a state. If `saved` is not 0, store the tile after `saved` tokens at
+    `target`, in a matrix of `width` columns. For each token, also prefetch a row of `ahead_size` numbers, beginning at
+    `ahead`, because memory would otherwise be idle during the computation."""
     known = splat(0.0), splat(0.0)
     if is_delta:
         known = known_values(tile, key, size)
@@ -243,7 +243,7 @@ def recur_tokens(
 
 @part
 def fetch_or_clear(pool: int, place: int, column: int, tile: int, rows: int, width: int) -> None:
-    """Copy columns of the state at a place in the pool to a tile, or zeros if the place is -1."""
+    """Copy columns of a state to a tile. `place` is the state's position in the pool. If `place` is -1, store zeros."""
     if place < 0:
         clear_tile(tile, rows)
     else:
@@ -284,8 +284,8 @@ def recur(values: Any) -> None:
 def input_head(
     head: int, key_head: int, key_heads: int, shared: int, key_dim: int, value_dim: int
 ) -> tuple[int, int, int]:
-    """Return the unit, the column and the size of a head of the convolution: the query (`head` 0) and the key (1) of a
-    key head, and the values of its value heads (2 and more)."""
+    """Return the unit, the first column and the size of a head of the convolution. For a key head, `head` is 0 for the
+    query, 1 for the key, and 2 or more for the values of its value heads."""
     if head < 2:
         unit = head * key_heads + key_head
         return unit, unit * key_dim, key_dim
@@ -300,7 +300,7 @@ def convolve_piece(
     key_dim: int, value_dim: int, rows: int, row_bytes: int,
 ) -> None:  # fmt: skip
     """Store the query, the key and the values of a key head for tokens begin <= token < end of a slice of `count`
-    tokens, and keep its last inputs. `read`, `write` and `save` are the addresses of the slice's places."""
+    tokens. At the end of the slice, also store its last inputs. `read`, `write` and `save` list places in the pool."""
     to = rows
     for head in range(2 + shared):
         unit, column, size = input_head(head, key_head, key_heads, shared, key_dim, value_dim)
@@ -355,7 +355,7 @@ def delta(values: Any) -> None:
     scratch memory for each thread with its size in bytes.
 
     A thread computes PIECE tokens of a key head and its value heads at a time, from the convolution to the norm, so
-    that all but the inputs, gates and results stays in its caches."""
+    that intermediate results stay in the thread's caches."""
     slices, cu_q, inputs, stride, gates, gate_stride = values[0], values[1], values[2], values[3], values[4], values[5]
     channels, width, weight, sizes, key_heads = values[6], values[7], values[8], values[9], values[10]
     shared, key_dim, value_dim, target, norms = values[11], values[12], values[13], values[14], values[15]
@@ -386,9 +386,9 @@ def delta(values: Any) -> None:
                 number, row = key_head * shared + head, start + begin
                 kept_at = address_at(save + matrices + 8 * head)
                 here = saved - begin if kept_at >= 0 and begin < saved <= end else 0
-                own = rows + 4 * (2 * key_dim + head * value_dim)  # a result replaces its value
+                own = rows + 4 * (2 * key_dim + head * value_dim)  # results overwrite the values
                 for column in range(0, value_dim, TILE):
-                    if num_fetched < 2 + shared and column + TILE < value_dim:  # what the next piece reads
+                    if num_fetched < 2 + shared and column + TILE < value_dim:  # prefetch the next inputs
                         _, strip, ahead_size = input_head(
                             num_fetched, next_head, key_heads, shared, key_dim, value_dim
                         )  # fmt: skip
@@ -427,7 +427,7 @@ def gated_norm(values: Any) -> None:
 
 @kernel
 def sigmoid_mul(values: Any) -> None:
-    """`values`: number and size of rows, source (updated in place) and gates."""
+    """Multiply rows by the sigmoid of the gates, in place. `values`: number and size of rows, rows, and gates."""
     rows, size, source, gates = values[0], values[1], values[2], values[3]
     one = splat(1.0)
     for row in range(thread_number(), rows, num_threads()):

@@ -12,7 +12,7 @@ WORK = 16  # cost of an expert's score and of a comparison, relative to a multip
 
 
 def route(spec: MoeSpec, logits: Tensor, correction: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `StepKernels.route`."""
+    """Implement `StepKernels.route`."""
     if spec.groups > 1:
         return routed_by_torch(spec, logits, correction, factors)
     count, experts, top_k = len(logits), spec.num_experts, spec.top_k
@@ -26,7 +26,7 @@ def route(spec: MoeSpec, logits: Tensor, correction: Tensor | None, factors: Ten
 
 
 def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `StepKernels.by_expert`."""
+    """Implement `StepKernels.by_expert`."""
     (count, top_k), chosen = chosen.shape, chosen.contiguous()
     sources, places = torch.empty(count * top_k, dtype=torch.int64), torch.empty_like(chosen)
     counts = torch.empty(num_experts, dtype=torch.int64)

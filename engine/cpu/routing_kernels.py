@@ -62,9 +62,9 @@ def choose(candidates: int, count: int, top_k: int, chosen: int) -> None:
 
 @kernel
 def route(values: Any) -> None:
-    """`values`: number of tokens, experts, experts per token, logits, their stride in bytes, memory for the scores and
-    candidates of each token, the correction or 0, the factors of weights, the kind of scores, whether weights are
-    divided by their sum, and the addresses of weights and chosen experts."""
+    """Choose experts. `values`: number of tokens, experts, experts per token, logits, their stride in bytes, memory for
+    the scores and candidates of each token, the correction or 0, the factors of weights, the kind of scores, whether
+    weights are divided by their sum, and the addresses of weights and chosen experts."""
     tokens, experts, top_k, logits, stride, memory = values[0], values[1], values[2], values[3], values[4], values[5]
     correction, factors, kind, renormalizes = values[6], values[7], values[8], values[9]
     for token in range(thread_number(), tokens, num_threads()):
@@ -90,8 +90,8 @@ def route(values: Any) -> None:
 
 @kernel
 def sort_by_expert(values: Any) -> None:
-    """`values`: number of tokens, experts, experts per token, and the addresses of the chosen experts, the token of
-    each row, the row of each choice, and the number of rows of each expert. One thread does all the work."""
+    """Sort rows by expert, on one thread. `values`: number of tokens, experts, experts per token, and the addresses of
+    the chosen experts, the token of each row, the row of each choice, and the number of rows of each expert."""
     choices, experts, top_k, chosen = values[0] * values[2], values[1], values[2], values[3]
     sources, places, counts = values[4], values[5], values[6]
     if thread_number() > 0:
@@ -102,7 +102,7 @@ def sort_by_expert(values: Any) -> None:
         at = counts + 8 * address_at(chosen + 8 * choice)
         put_address(address_at(at) + 1, at)
     row = 0
-    for expert in range(experts):  # until all rows have a place, `counts` has the first row of each expert
+    for expert in range(experts):  # for now, let `counts` have the next free row of each expert
         count = address_at(counts + 8 * expert)
         put_address(row, counts + 8 * expert)
         row += count
@@ -118,8 +118,8 @@ def sort_by_expert(values: Any) -> None:
 
 @kernel
 def gather(values: Any) -> None:
-    """Copy the row of each source. `values`: number of rows, size of a row, and the addresses of rows, sources and
-    target."""
+    """Copy row `sources[i]` of the rows to row i of the target. `values`: number of rows of the target, size of a row,
+    and the addresses of rows, sources and target."""
     size, rows, sources, target = values[1], values[2], values[3], values[4]
     for row in range(thread_number(), values[0], num_threads()):
         source = rows + 4 * size * address_at(sources + 8 * row)
@@ -130,8 +130,8 @@ def gather(values: Any) -> None:
 
 @kernel
 def combine(values: Any) -> None:
-    """`values`: number of tokens, outputs per token, size of a row, and the addresses of outputs, places, weights and
-    target."""
+    """Add the weighted outputs of each token's experts. `values`: number of tokens, outputs per token, size of a row,
+    and the addresses of outputs, places, weights and target."""
     tokens, top_k, size, outputs, places = values[0], values[1], values[2], values[3], values[4]
     weights, target = values[5], values[6]
     for token in range(thread_number(), tokens, num_threads()):

@@ -1,4 +1,4 @@
-"""Selects attention, kernels and weight formats for a node on a CPU: compiled ones, or torch's if none can run."""
+"""Selects attention, kernels and weight formats for a node on a CPU: numba's, or torch's if numba cannot compile."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ SIXTEEN_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def attention_on_cpu(name: str, pool: KVPool) -> AttentionBackend:
-    """Return the attention backend auto, numba or torch. Raises ValueError if it does not run on this machine."""
+    """Return the attention backend `name`: auto, numba or torch. Raises ValueError if it cannot run on this machine."""
     if name == "torch" or (name == "auto" and why_not_compiled()):
         return TorchAttention(pool)
     if why_not_compiled():
@@ -71,9 +71,9 @@ def _int8(why_not: str) -> LinearFormat:
 
 
 class AsStored:
-    """A format that keeps 16-bit weights in 16 bits, which halves memory and reading time, and others in float32.
+    """A format that keeps 16-bit weights in 16 bits, which halves memory and reading time. Others become float32.
 
-    `name` describes only the last matrix, since a checkpoint rarely mixes dtypes.
+    `name` describes the format of the matrix that was made last, since a checkpoint rarely mixes dtypes.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class AsStored:
         return chosen.make(weight, bias)
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        """Keep 4-bit codes, and int8 weights if this CPU multiplies them. Other matrices become float32."""
+        """Keep 4-bit codes, and keep int8 weights if this CPU can multiply them. Other matrices become float32."""
         from engine.cpu.matmul_kernels import HAS_INT8
         from engine.cpu.panels import Int8Panels, grouped_linear
 

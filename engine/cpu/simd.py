@@ -1,5 +1,5 @@
-"""Explicit float32 vectors for numba kernels, as wide as the CPU's registers; numba itself relies on LLVM's automatic
-vectorization. Addresses are int64, in bytes.
+"""Explicit float32 vectors for numba kernels, as wide as the CPU's registers. Without this module, numba would rely on
+LLVM's automatic vectorization. Addresses are int64, in bytes.
 
 Elements in memory are float32, bfloat16 or float16. A code selects the type at run time, so that one compiled kernel
 serves all three. Arithmetic is float32.
@@ -98,7 +98,7 @@ def emit_splat(builder: Any, value: Any) -> Any:
 
 
 def _reduce(combine: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return an emitter that combines a vector's lanes by halves, in the same order on all machines with this width."""
+    """Return an emitter that combines a vector's lanes by halves. The order depends only on the number of lanes."""
 
     def emit(builder: Any, vector: Any) -> Any:
         lanes = LANES
@@ -133,7 +133,7 @@ def emit_prefetch(builder: Any, address: Any) -> Any:
 
 
 def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
-    """Prefetch the lines of round `index` of a loop: each round takes the next `lines` cache lines from `ahead` on."""
+    """Prefetch the lines of round `index` of a loop. Each round prefetches the next `lines` lines after `ahead`."""
     first = builder.mul(index, lines)
     with cgutils.for_range(builder, lines, intp=_LONG) as loop:
         offset = builder.shl(builder.add(first, loop.index), ir.Constant(_LONG, 6))
@@ -141,8 +141,8 @@ def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
 
 
 def cases(builder: Any, value: Any, values: Iterable[int]) -> Iterator[int]:
-    """Yield each of `values`, and add the code that the caller then emits to a branch that runs if `value` equals
-    it."""
+    """Yield each of `values`. The code that the caller emits after a yield becomes a branch, which runs if `value`
+    equals the yielded value."""
     after = builder.append_basic_block("after")
     switch = builder.switch(builder.trunc(value, _INT), after)
     for one in values:
@@ -267,7 +267,7 @@ def load_some(address: int, count: int, code: int) -> Any:
 
 @inlined
 def store_some(vector: Any, address: int, count: int, code: int) -> None:
-    """Store the first `count` lanes, or all lanes if there are fewer."""
+    """Store the first `count` lanes, or all lanes if `count` is larger than LANES."""
     if count >= LANES:
         _store_as(vector, address, code)
         return
@@ -298,8 +298,8 @@ def exponential(x: Any) -> Any:
 
 @inlined
 def two_to_the(x: Any) -> Any:
-    """Return 2**x for x <= 0, with a relative error of 2e-7 for x >= -126. Return 0 for x < -126.5. From Cephes."""
-    least = splat(-127.0)  # 2**-127 has exponent bits of 0, so its result is 0
+    """Return 2**x for x <= 0, with a relative error of 2e-7 for x >= -126. Return 0 for x < -126.5. As in Cephes."""
+    least = splat(-127.0)  # the exponent bits of 2**-127 are 0, so the result is 0
     shift = splat(12582912.0)  # puts the rounded integer into the low bits, as in `exponential`
     clamped = where_less(x, least, least, x)
     shifted = clamped + shift

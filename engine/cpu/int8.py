@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.linear import Linear, LinearFormat, Plain
 
 ENGINE = "fbgemm"
-LEVELS = 127  # largest rounded weight and activation
+LEVELS = 127  # largest value to which weights and activations are rounded
 LEVELS_OF_7_BITS = 63
 ZERO_POINT = 128  # added to rounded activations, because they are multiplied as unsigned bytes
 SMALLEST = 1e-30  # lower bound of a row's or a channel's largest value, to avoid division by 0

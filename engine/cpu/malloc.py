@@ -34,7 +34,7 @@ def map_large_blocks() -> None:
 
 
 def keep_large_blocks() -> None:
-    """Take large blocks from the heap and keep freed ones: before glibc 2.35, only blocks of up to 32 MiB."""
+    """Take large blocks (before glibc 2.35: up to 32 MiB) from the heap, and keep freed blocks."""
     if any(_set(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)):
         _set(M_TRIM_THRESHOLD, LARGEST)
 

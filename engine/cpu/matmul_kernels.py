@@ -210,7 +210,7 @@ def own_panels(cost: int, panels: int, done: int, total: int) -> tuple[int, int]
 
 @part
 def cost_of_experts(experts: int, counts: int, panels: int) -> int:
-    """Return the cost of the product of all experts. A panel costs its expert's number of rows, plus TILE_ROWS for
+    """Return the cost of multiplying all experts' rows. A panel costs its expert's number of rows, plus TILE_ROWS for
     reading its weights. An expert without rows costs nothing."""
     cost = 0
     for expert in range(experts):

@@ -12,7 +12,9 @@ from shared.api_client import bearer
 
 REQUEST_TIMEOUT_S = 60.0
 IDLE_POLL_S = 0.2
-IDLE_POLLS = 3  # a stack is idle after this many consecutive polls without a new step; nodes report twice a second
+# A stack is idle after this many consecutive polls without a new step, that is, after 1.4 s. Nodes report twice a
+# second, and the proxy of a vLLM server also reads the server's counters only twice a second.
+IDLE_POLLS = 8
 SUMMARIES = 4000  # a router keeps at most this many summaries
 
 Document = dict[str, Any]

@@ -105,7 +105,7 @@ class _Copier:
             self._stream.wait()
             self._stream.close()
             self._theirs.close()
-        self.socket.close()  # last, because the closed socket tells the peer that no more writes follow
+        self.socket.close()  # last: when it is closed, the peer knows that no more writes follow
 
 
 def attach(

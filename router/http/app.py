@@ -368,9 +368,17 @@ class JsonEndpoint:
             reply.log()
 
     async def _handle(self, raw: bytes, reply: ResponseWriter) -> None:
+        try:
+            body = await self._parse(raw)
+        except RequestError as error:
+            # A router that has just started knows no adapters until nodes have joined.
+            if error.code != "model_not_found" or not await self.shared.models.learn_adapters():
+                raise
+            body = await self._parse(raw)
+        await self.handlers[self.shared.models.index_of(body.model)](body, reply)
+
+    async def _parse(self, raw: bytes) -> Body:
         names = self.shared.models.names()
         if len(raw) > PARSED_AT_ONCE:
-            body = await run_in_thread(parse_body, self.kind, raw, names)
-        else:
-            body = parse_body(self.kind, raw, names)
-        await self.handlers[self.shared.models.index_of(body.model)](body, reply)
+            return await run_in_thread(parse_body, self.kind, raw, names)
+        return parse_body(self.kind, raw, names)

@@ -68,6 +68,7 @@ class NodePool:
         self._on_capacity = on_capacity
         self.connections: dict[str, NodeConnection] = {}  # by node
         self.adapters: dict[str, str] = {}  # digests by name, of the LoRA adapters that any node has or had when lost
+        self.has_met_nodes = False  # whether any node has joined since the router started
         self.unloaded: set[str] = set()  # names of adapters that no request may use, although nodes may have them
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
@@ -160,6 +161,7 @@ class NodePool:
             self.router, info, self._timeout_s, self.connection_changed, self._observer, self._wants_records
         )
         self.connections[info.id] = connection
+        self.has_met_nodes = True
         self._read_adapters(info)
         self.journal.joined(connection)
         self._runs[info.id] = self._tasks.start(connection.run())

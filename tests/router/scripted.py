@@ -88,6 +88,8 @@ class ScriptedDispatcher:
         self.version = ANY_VERSION  # the version of the nodes that answer
         self.is_ready = True
         self.empty_pool = "none"
+        self.known_adapters: dict[str, str] = {}
+        self.new_adapters: dict[str, str] = {}  # the router learns them from the first node
         self.answers: list[ScriptedAnswers] = []
 
     @asynccontextmanager
@@ -113,7 +115,12 @@ class ScriptedDispatcher:
         return {"router": "router-1", "nodes": nodes, "queue": {"requests": 4}}
 
     def adapters(self) -> dict[str, str]:
-        return {}
+        return self.known_adapters
+
+    async def learn_adapters(self) -> bool:
+        learnt, self.new_adapters = self.new_adapters, {}
+        self.known_adapters |= learnt
+        return bool(learnt)
 
     def ready(self, role: str = "") -> bool:
         return self.is_ready and role != self.empty_pool

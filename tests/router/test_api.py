@@ -269,6 +269,14 @@ async def test_probes_and_the_version_are_vllms(client, dispatcher):
     await asyncio.gather(waiting, return_exceptions=True)
 
 
+async def test_a_name_is_unknown_only_when_the_adapters_are_known(client, dispatcher):
+    dispatcher.new_adapters = {"poems": "digest"}
+    for name, status in (("verses", 404), ("poems", 200)):
+        assert (await client.post("/v1/completions", json={"model": name, "prompt": "x"})).status_code == status
+    dispatcher.known_adapters, dispatcher.new_adapters = {}, {"poems": "digest"}
+    assert (await client.post("/v1/completions", json={"model": "poems", "prompt": "x"})).status_code == 200
+
+
 async def test_an_unknown_path_or_method_is_an_error_that_names_what_exists(client):
     response = await client.post("/v1/audio/speech", json={})
     error = error_of(response)

@@ -16,7 +16,11 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+import router.dispatch.dispatcher as dispatch_module
 import router.nodes.connection as router_connection
+from router.dispatch.admission import AdmissionQueue
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.rules import DispatchRules
 from router.http.admin import Admin
 from router.http.asgi import to_response
 from router.nodes import pool
@@ -186,6 +190,27 @@ async def test_a_silent_node_is_lost_after_the_timeout_until_it_reports_again() 
         here.nodes["d0"].is_silent = False
         await here.alive("p0", "d0")
         assert here.fleet.connections["d0"] is link
+
+
+async def test_a_router_that_has_just_started_learns_adapters_from_the_first_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue = AdmissionQueue(1.0, 0)
+    async with stage("") as here:
+        dispatcher = Dispatcher(here.fleet, queue, "m", DispatchRules(), RouterObserver())
+        learning = asyncio.ensure_future(dispatcher.learn_adapters())
+        await asyncio.sleep(0.01)
+        assert (learning.done(), dispatcher.adapters()) == (False, {})
+        sizes = (4, 64, 100, 512, 8)
+        here.listing.put(NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "p", *sizes, adapters={"poems": "ab"}))
+        assert await learning
+        assert dispatcher.adapters() == {"poems": "ab"}
+        here.listing.unlist("d0")
+        assert not await dispatcher.learn_adapters(), "an adapter stays known while no node is there"
+    monkeypatch.setattr(dispatch_module, "WAIT_NEW_S", 0.01)
+    async with stage("") as here:
+        with pytest.raises(UnavailableError, match="starting"):
+            await Dispatcher(here.fleet, queue, "m", DispatchRules(), RouterObserver()).learn_adapters()
 
 
 async def test_the_streams_of_many_nodes_are_excluded_from_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,14 +90,10 @@ class Dispatcher:
         """Return the name and the digest of each LoRA adapter that any node has or had."""
         return self._pool.adapters
 
-    async def learn_adapters(self) -> bool:
-        """Wait until a node joins a router that has just started, because nodes report the LoRA adapters.
-
-        Return whether it waited, so False if a node has joined before. Raises UnavailableError after WAIT_NEW_S.
-        """
-        if self._pool.has_met_nodes:
-            return False
-        return await self._wait_for(lambda: self._pool.has_met_nodes or None, WAIT_NEW_S)
+    async def learn_adapters(self) -> None:
+        """If the router has just started, wait until a node joins, because nodes report the LoRA adapters. Raises
+        UnavailableError after WAIT_NEW_S seconds."""
+        await self._wait_for(lambda: self._pool.has_met_nodes or None, WAIT_NEW_S)
 
     def status(self) -> dict[str, Any]:
         """Return the dispatcher's part of `/v1/status`."""

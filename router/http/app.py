@@ -368,17 +368,19 @@ class JsonEndpoint:
             reply.log()
 
     async def _handle(self, raw: bytes, reply: ResponseWriter) -> None:
+        names = self.shared.models.names()
         try:
-            body = await self._parse(raw)
+            body = await self._parse(raw, names)
         except RequestError as error:
-            # A router that has just started knows no adapters until nodes have joined.
-            if error.code != "model_not_found" or not await self.shared.models.learn_adapters():
+            if error.code != "model_not_found":
                 raise
-            body = await self._parse(raw)
+            await self.shared.models.learn_adapters()
+            if (known := self.shared.models.names()) == names:
+                raise
+            body = await self._parse(raw, known)
         await self.handlers[self.shared.models.index_of(body.model)](body, reply)
 
-    async def _parse(self, raw: bytes) -> Body:
-        names = self.shared.models.names()
+    async def _parse(self, raw: bytes, names: list[str]) -> Body:
         if len(raw) > PARSED_AT_ONCE:
             return await run_in_thread(parse_body, self.kind, raw, names)
         return parse_body(self.kind, raw, names)

@@ -115,10 +115,11 @@ class ServedModels:
         """Return the names that a request can give as its model."""
         return [name for service in self.services for name in service.model_names()]
 
-    async def learn_adapters(self) -> bool:
-        """Wait until the router can know the adapters of every model. Return whether it waited. Raises
-        UnavailableError if a model has no nodes yet."""
-        return any([await each.dispatcher.learn_adapters() for each in self.services])
+    async def learn_adapters(self) -> None:
+        """Wait until the router can know the adapters of every model. Raises UnavailableError if a model has no nodes
+        yet."""
+        for each in self.services:
+            await each.dispatcher.learn_adapters()
 
     def index_of(self, name: str | None) -> int:
         """Return the position of the service that has this model or adapter; 0 for an unknown name."""

@@ -117,10 +117,8 @@ class ScriptedDispatcher:
     def adapters(self) -> dict[str, str]:
         return self.known_adapters
 
-    async def learn_adapters(self) -> bool:
-        learnt, self.new_adapters = self.new_adapters, {}
-        self.known_adapters |= learnt
-        return bool(learnt)
+    async def learn_adapters(self) -> None:
+        self.known_adapters |= self.new_adapters
 
     def ready(self, role: str = "") -> bool:
         return self.is_ready and role != self.empty_pool

@@ -150,6 +150,7 @@ class Cluster:
             "kv_directory": directory / "kv",
             "log_level": "warning",
             "disaggregate": "always",  # with "auto", results would depend on the speed of this machine
+            "max_queue_s": START_S,  # at the default, a busy machine refuses requests, because it predicts long waits
         } | settings
         self.headers = {"content-type": "application/json"}
         if "api_key" in settings:  # an admin's key
@@ -272,8 +273,10 @@ class Cluster:
                 found[sample.name] = found.get(sample.name, 0.0) + sample.value
         return found
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float = START_S) -> dict[str, Any]:
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), self.headers)
+    def post(
+        self, path: str, body: dict[str, Any], timeout_s: float = START_S, router: str = "router"
+    ) -> dict[str, Any]:
+        request = urllib.request.Request(self.urls[router] + path, json.dumps(body).encode(), self.headers)
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return dict(json.load(answer))
 
@@ -306,7 +309,9 @@ class Cluster:
                 pool.submit(self.stream, prompt, max_tokens, lambda count, event=event: count and event.set())
                 for prompt, event in zip(prompts, begun, strict=True)
             ]
-            assert all(event.wait(60) for event in begun), "a stream did not begin"
+            for event, stream in zip(begun, streams, strict=True):
+                wait_for(lambda event=event, stream=stream: event.is_set() or stream.done(), "a stream begins", 60)
+                assert event.is_set(), f"a stream ended without a token: {stream.exception() or stream.result()}"
             yield
             assert [stream.result() for stream in streams] == [expected(prompt, max_tokens) for prompt in prompts]
 

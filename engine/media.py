@@ -27,13 +27,18 @@ class ImageFeatures:
     embeddings: Tensor
     deep: tuple[Tensor, ...] = ()
 
+    def to_bytes(self) -> list[bytes]:
+        """Return each tensor's values as float32, in rows."""
+        return [tensor.float().contiguous().numpy().tobytes() for tensor in (self.embeddings, *self.deep)]
+
 
 class ImageEncoder(Protocol):
     """Computes the features of images. Thread-safe. It counts the images that were encoded and those found in the
-    cache."""
+    cache. `shape` is the number of tensors of `ImageFeatures`, and their hidden size."""
 
     num_encoded: int
     num_cached: int
+    shape: tuple[int, int]
 
     def features(self, image: Media) -> ImageFeatures:
         """Return the features of an image with pixels. Equal images are encoded only once while their features are
@@ -45,6 +50,9 @@ class ImageEncoder(Protocol):
 
     def kept(self, image: Media) -> ImageFeatures | None:
         """Return the features of an image if they are still in memory, without waiting."""
+
+    def keep(self, image: Media, features: ImageFeatures) -> ImageFeatures:
+        """Keep features that another node computed, and return them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +70,6 @@ class PromptImage:
 
     media: Media
     features: ImageFeatures | None = None
-
-    def encode(self, encoder: ImageEncoder) -> None:
-        self.features = encoder.features(self.media)
 
 
 @dataclass(slots=True)
@@ -114,9 +119,7 @@ def images_of(slices: Sequence[Slice], encoder: ImageEncoder | None) -> tuple[Ba
         first += slice_.count
     if not rows:
         return None, missing
-    deep = zip(*(part.deep for part in parts), strict=True)
-    features = ImageFeatures(torch.cat([part.embeddings for part in parts]), tuple(map(torch.cat, deep)))
-    return BatchImages(torch.cat(rows), features), missing
+    return BatchImages(torch.cat(rows), joined(parts)), missing
 
 
 def atomic_spans(slices: Sequence[Slice]) -> dict[int, list[tuple[int, int]]]:
@@ -131,6 +134,25 @@ def atomic_spans(slices: Sequence[Slice]) -> dict[int, list[tuple[int, int]]]:
 
 def part_of(features: ImageFeatures, start: int, end: int) -> ImageFeatures:
     return ImageFeatures(features.embeddings[start:end], tuple(one[start:end] for one in features.deep))
+
+
+def joined(parts: Sequence[ImageFeatures]) -> ImageFeatures:
+    """Return the features of consecutive tokens as one. Raises ValueError if the numbers of tensors differ."""
+    deep = zip(*(part.deep for part in parts), strict=True)
+    return ImageFeatures(torch.cat([part.embeddings for part in parts]), tuple(map(torch.cat, deep)))
+
+
+def features_from_bytes(tensors: Sequence[bytes], count: int, shape: tuple[int, int]) -> ImageFeatures:
+    """Return the features of `count` tokens from the result of `ImageFeatures.to_bytes`. Raises ValueError unless they
+    have this shape (see `ImageEncoder`)."""
+    num_tensors, hidden_size = shape
+    if len(tensors) != num_tensors or any(len(data) != 4 * count * hidden_size for data in tensors):
+        sizes = [len(data) for data in tensors]
+        raise ValueError(
+            f"{sizes} bytes for {count} tokens: must be {num_tensors} tensors of {hidden_size} floats each"
+        )
+    first, *deep = (torch.frombuffer(bytearray(data), dtype=torch.float32).view(count, -1) for data in tensors)
+    return ImageFeatures(first, tuple(deep))
 
 
 def rotary_positions(media: Sequence[MediaSpan], start: int, end: int) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.engine import INTERNAL, Engine
 from engine.media import ImageSupport, PromptImage
 from engine.token_masks import TokenMatcher
+from node.image_encoding import ImageEncoding
 from node.recorder import StepRecorder
 from node.router_sessions import RouterSessions
 from node.stats import NodeState
@@ -85,7 +86,9 @@ class ActiveRequests:
         sessions: RouterSessions,
         recorder: StepRecorder,
         rules: RequestRules,
+        images: ImageEncoding | None = None,
     ) -> None:
+        """`images` is None if the node encodes no images."""
         self.num_tokens = 0  # sum over all entries
         self._entries: dict[str, ActiveRequest] = {}
         self._state = state
@@ -93,6 +96,7 @@ class ActiveRequests:
         self._sessions = sessions
         self._recorder = recorder
         self._rules = rules
+        self._images = images
         pool_tokens = state.info.num_blocks * state.info.block_tokens
         self._max_tokens = rules.max_tokens or max(MAX_TOKENS, MAX_POOLS * pool_tokens)
         self._loop = asyncio.get_running_loop()
@@ -220,17 +224,12 @@ class ActiveRequests:
     def _encode(self, request: Request) -> None:
         """Encode the images whose KV is not completely in the prefix cache, and then give the request to the engine.
 
-        A thread of its own encodes the images while the engine continues to run steps. The thread ends after that, so
-        that its OpenMP threads end too; otherwise they would slow down the engine's OpenMP threads.
+        The engine continues to run steps in the meantime.
         """
-        encoder = self._rules.images.encoder if self._rules.images is not None else None
-        if encoder is None or request.images is None:
+        encoding = self._images
+        if encoding is None or request.images is None:
             self._enqueue(request)
             return
-
-        def encode(images: list[PromptImage]) -> None:
-            for image in images:
-                image.encode(encoder)
 
         def start(images: list[PromptImage]) -> None:
             if request.id not in self._entries:
@@ -238,12 +237,11 @@ class ActiveRequests:
             if not images:
                 self._enqueue(request)
                 return
-            thread = ThreadPoolExecutor(1, "vision")
-            encoded = self._loop.run_in_executor(thread, encode, images)
-            thread.shutdown(wait=False)
-            encoded.add_done_callback(lambda done: self.guard(request.id, finish, done))
+            encoding.start(images).add_done_callback(lambda done: self.guard(request.id, finish, done))
 
-        def finish(done: "asyncio.Future[None]") -> None:
+        def finish(done: "asyncio.Task[None]") -> None:
+            if done.cancelled():  # the node is closing
+                return
             done.result()
             if request.id in self._entries:
                 self._enqueue(request)

@@ -17,6 +17,7 @@ from typing import Any
 from engine.engine import INTERNAL, STUCK_S, Engine, EngineListener
 from engine.runner import Runner
 from node.active_requests import ActiveRequests, OverloadedError, RequestRules
+from node.image_encoding import ImageEncoding
 from node.output_publisher import OutputPublisher, PrefillProgress
 from node.recorder import StepRecorder
 from node.router_sessions import FLUSH_S, MAX_ROUTERS, MAX_UNREAD_DELTAS, RouterSessions
@@ -29,7 +30,7 @@ from shared.kv.memory import KVMemory
 from shared.lifecycle import TaskGroup, wait_until
 from shared.registry import Announcer
 from shared.rpc.messages import Ack, NodeInfo, NodeStats, RouterCommand, SetRoleRequest, SubmitRequest, TokenDelta
-from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
+from shared.rpc.methods import COMMIT, ENCODE, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
 
 log = logging.getLogger("baton.node")
 DECODE_CALLS: tuple[Rpc[Any, Any], ...] = (RESERVE, PUSHED, COMMIT, STOP, RENEW)
@@ -117,8 +118,10 @@ class Node:
         self.publisher = OutputPublisher(scheduler, self.recorder)
         self.engine = make_engine(scheduler, runner, self.publisher, stuck_s)
         self.state = NodeState(info, self.publisher)
-        self.requests = ActiveRequests(self.state, self.engine, self.sessions, self.recorder, rules)
         self.tasks = TaskGroup()
+        encoder = rules.images.encoder if rules.images is not None else None
+        self.images = None if encoder is None else ImageEncoding(self.state, encoder, self.tasks)
+        self.requests = ActiveRequests(self.state, self.engine, self.sessions, self.recorder, rules, self.images)
         self.num_heartbeats = 0  # increases at each heartbeat of the event loop
         self._loop = asyncio.get_running_loop()
         self.fatal_error: asyncio.Future[BaseException] = self._loop.create_future()
@@ -221,6 +224,8 @@ class Node:
             images_encoded=0 if encoder is None else encoder.num_encoded,
             images_cached=0 if encoder is None else encoder.num_cached,
             num_routers=self.sessions.num_routers,
+            images=[] if self.images is None else self.images.recent,
+            images_fetched=0 if self.images is None else self.images.num_fetched,
         )
 
     def report_stuck(self, reason: str) -> None:
@@ -278,7 +283,8 @@ class Node:
 
     def handlers(self) -> dict[Rpc[Any, Any], RpcHandler]:
         """Return handlers for the RPCs of all roles, so that the RPC server can stay the same when the role changes."""
-        return {rpc: partial(self._call, rpc) for rpc in DECODE_CALLS}
+        handlers: dict[Rpc[Any, Any], RpcHandler] = {rpc: partial(self._call, rpc) for rpc in DECODE_CALLS}
+        return handlers if self.images is None else handlers | {ENCODE: unary(self.images.serve)}
 
     async def _call(self, rpc: Rpc[Any, Any], stream: Any) -> None:
         """Pass the call to the adapter that serves this RPC. Only the adapter of the current role makes new

@@ -59,14 +59,15 @@ def check_submit(submit: SubmitRequest, max_model_len: int, vocab_size: int) -> 
     _check("length of salt", len(submit.salt), 0, MAX_SALT_BYTES)
     _check("number of stop_tokens", len(stop_tokens), 0, MAX_STOP_TOKENS)
     _check("length of grammar", len(submit.grammar), 0, MAX_GRAMMAR_BYTES)
-    _check_media(submit.media, submit.num_prompt)
+    check_media(submit.media, submit.num_prompt)
     _check_sampling(submit.sampling, vocab_size)
     if submit.sampling.pooling not in POOLINGS or (submit.sampling.pooling and submit.max_tokens != 1):
         raise ValueError(f"pooling is {submit.sampling.pooling!r:.40}: it must be one of {POOLINGS}, with max_tokens 1")
     return tokens
 
 
-def _check_media(media: Sequence[Media], num_prompt: int) -> None:
+def check_media(media: Sequence[Media], num_prompt: int) -> None:
+    """Raise ValueError unless the images fit in order into a prompt of `num_prompt` tokens."""
     _check("number of media", len(media), 0, MAX_IMAGES)
     _check("bytes of media", sum(len(one.pixels) for one in media), 0, MAX_IMAGE_BYTES)
     first, has_pixels = 0, any(one.pixels for one in media)
@@ -75,6 +76,8 @@ def _check_media(media: Sequence[Media], num_prompt: int) -> None:
         _check("media.columns", one.columns, 1, num_prompt)
         _check("media.offset", one.offset, first, num_prompt - one.rows * one.columns)
         _check("length of media.digest", len(one.digest), 16, MAX_SALT_BYTES)
+        if one.encoder and not ADDRESS.fullmatch(one.encoder):
+            raise ValueError(f"media.encoder is {one.encoder!r:.40}: it must be host:port")
         _check("media.width", one.width, 1, INT32_MAX)
         size = 3 * one.width * one.height if has_pixels else 0
         _check("length of media.pixels", len(one.pixels), size, size)

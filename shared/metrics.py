@@ -42,6 +42,7 @@ STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
     ("vllm:spec_decode_num_accepted_tokens_total", "accepted_tokens", "Guessed tokens that were right."),
     ("baton_images_encoded_total", "images_encoded", "Images that the vision module encoded."),
     ("baton_images_cached_total", "images_cached", "Images whose features were still in memory."),
+    ("baton_images_fetched_total", "images_fetched", "Images whose features another node computed."),
     ("baton_steps_total", "steps", "Steps run."),
     ("baton_prompt_tokens_computed_total", "prompt_tokens", "Prompt tokens computed."),
     ("baton_tokens_generated_total", "generated_tokens", "Tokens generated."),

@@ -41,13 +41,16 @@ QWEN_MODULES = {
 class VisionEncoder:
     """The vision module of one model, and the features of the images that it encoded last.
 
-    Thread-safe: the encoder encodes one image at a time. `num_encoded` and `num_cached` count images.
+    Thread-safe: the encoder encodes one image at a time. `num_encoded` and `num_cached` count images. For `shape`, see
+    `ImageEncoder`.
     """
 
     def __init__(self, path: Path, rules: ImageRules) -> None:
         """Load the module. Raises ValueError if a tensor is missing, unknown or of a wrong size."""
         self._rules = rules
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        deep_layers = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
+        self.shape = 1 + len(deep_layers), int(config.get_text_config().hidden_size)
         self._modules = _modules(config, rules)
         _load(self._modules, path)
         self._processor = _processor(rules)
@@ -67,12 +70,16 @@ class VisionEncoder:
             if len(features.embeddings) != image.rows * image.columns:
                 raise ValueError(f"an image has {len(features.embeddings)} tokens, not {image.rows * image.columns}")
             self.num_encoded += 1
-            with self._lock:
+            return self.keep(image, features)
+
+    def keep(self, image: Media, features: ImageFeatures) -> ImageFeatures:
+        with self._lock:
+            if image.digest not in self._cache:
                 self._cache[image.digest] = features
                 self._cached_bytes += _size(features)
-                while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
-                    self._cached_bytes -= _size(self._cache.popitem(last=False)[1])
-            return features
+            while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
+                self._cached_bytes -= _size(self._cache.popitem(last=False)[1])
+        return features
 
     def kept(self, image: Media) -> ImageFeatures | None:
         with self._lock:

@@ -287,7 +287,6 @@ class Dispatcher:
             self.arrivals.add("cached", candidate.cached_tokens)
         self._record_placement(attempt, placement)
         self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
-        self._pool.images.record([one.digest for one in spans], placement.prefill or placement.decode)
         request.version = decode.version
         attempt.begin(prefill, decode, candidate.cached_tokens)
 
@@ -305,6 +304,7 @@ class Dispatcher:
         """Send the attempt. The message contains a decode node's address only if a prefill node computes the prompt."""
         request, sample, prefill, decode = attempt.request, attempt.sample, attempt.prefill, attempt.decode
         assert decode is not None
+        node, encoders = prefill or decode, self._pool.encoders
         sampling = replace(request.sampling, seed=(request.sampling.seed + sample.index * SEED_STEP) % 2**63)
         if sample.index or sample.tokens:  # prompt logprobs are delivered only with the first token of sample 0
             sampling.prompt_logprobs = None
@@ -325,7 +325,10 @@ class Dispatcher:
             grammar=request.grammar,
             speculative=request.speculative,
             adapter=request.adapter,
-            media=[replace(one, pixels=b"") if attempt.is_sibling else one for one in request.media],
+            media=[
+                replace(one, pixels=b"") if attempt.is_sibling else replace(one, encoder=encoders.address(node, one))
+                for one in request.media
+            ],
         )
         failpoints.reach("router.placed", attempt.id)
         if prefill is None:

@@ -16,7 +16,7 @@ INFO = ("id", "role", "address", "fingerprint", "block_bytes", "block_tokens")
 STATS = (
     *("running", "waiting", "steps", "prompt_tokens", "generated_tokens", "preemptions", "handoffs", "handoffs_failed"),
     *("blocks_moved", "bytes_moved", "channels", "channel_fallbacks", "records_dropped", "overruns", "rows_corrupt"),
-    *("images_encoded", "images_cached"),
+    *("images_encoded", "images_cached", "images_fetched"),
 )
 BLOCKS = ("free", "cached", "owned", "reserved", "quarantined", "total")
 

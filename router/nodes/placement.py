@@ -14,9 +14,9 @@ from shared.rpc.messages import NodeInfo
 
 PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
 SPARE_REQUESTS = 8  # a node gets one more request for every 8 that it can run, so that it is never idle
-# Encoding an image counts as computing this many times the image's tokens, because the vision module computes four
-# patches for each token. (The vision module has 0.4 to 0.7 billion parameters.)
-ENCODING_COST = 4
+# Fetching the features of an image from another node counts as computing this many times the image's tokens. So
+# requests with the same image share a node if nodes are about equally busy.
+FETCH_COST = 1
 BACKLOG_STEPS = 16  # queued prompts should fill this many steps of a node, about one or two seconds
 
 
@@ -92,13 +92,13 @@ class RoutableNodes(Generic[Routable]):
 
         `hashes` are the hashes of the sequence's full blocks. `among` lists the prefill and decode nodes that may be
         chosen; the default is all nodes. A node in `avoid` is not considered for its cached prefix. `encoded` maps each
-        node to the number of tokens of the sequence's images that the node has encoded."""
+        node to the number of tokens of the sequence's images that the node encodes."""
         prefill, decode = among or (self.prefill, self.decode)
         if not (prefill or decode):
             return None
         block_tokens = (prefill or decode)[0].info.block_tokens
         cached = {name: depth * block_tokens for name, depth in prefixes.overlap(hashes).items()}
-        saved = {name: ENCODING_COST * tokens for name, tokens in encoded.items()}
+        saved = {name: FETCH_COST * tokens for name, tokens in encoded.items()}
         matches = [name for name in reversed(cached) if name not in avoid]  # the longest match first
         if saved:
             spared = Counter(cached) + Counter(saved)

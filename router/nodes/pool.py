@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 from router.nodes.connection import ANY_VERSION, LIVENESS_INTERVALS, ModelVersion, NodeConnection
+from router.nodes.encoders import EncoderIndex
 from router.nodes.health import OutlierDetector
 from router.nodes.journal import NodeJournal
 from router.nodes.load import step_tokens
@@ -27,7 +28,6 @@ from shared.rpc.messages import NodeInfo, NodeStats
 log = logging.getLogger("baton.fleet")
 SLOW_START_S = 10.0  # during this time, a node that joins busy nodes gets less than its share of requests
 MAX_DETECTORS = 1024  # when there are this many, the detectors of nodes without recent failures are removed
-MAX_IMAGES = 20_000  # number of images for which the pool remembers the nodes that got them
 # A group, followed by those of its prefill and decode nodes that may be chosen
 Allowed = tuple[RoutableNodes[NodeConnection], list[NodeConnection], list[NodeConnection]]
 FEW_NODES = 64  # with at most this many nodes, each change of a node is processed at once
@@ -59,7 +59,7 @@ class NodePool:
         self.mode = mode
         self.journal = NodeJournal()
         self.prefixes = PrefixIndex()
-        self.images = PrefixIndex(MAX_IMAGES)  # the nodes to which each image was sent, by digest
+        self.encoders = EncoderIndex()
         # By node id; all incarnations of a node share a detector.
         self.outliers = defaultdict[str, OutlierDetector](OutlierDetector)
         self._registry = registry
@@ -158,7 +158,13 @@ class NodePool:
             for name in [name for name, detector in self.outliers.items() if detector.is_forgotten(now)]:
                 del self.outliers[name]
         connection = NodeConnection(
-            self.router, info, self._timeout_s, self.connection_changed, self._observer, self._wants_records
+            self.router,
+            info,
+            self._timeout_s,
+            self.connection_changed,
+            self._observer,
+            self._wants_records,
+            self.encoders.record,
         )
         self.connections[info.id] = connection
         self.has_met_nodes = True
@@ -223,7 +229,6 @@ class NodePool:
         self.notify()
         if not connection.is_alive:
             self.prefixes.forget(connection.info.id)
-            self.images.forget(connection.info.id)
             if not connection.is_listed and self.connections.get(connection.info.id) is connection:
                 self._drop(connection.info.id)
 
@@ -335,19 +340,20 @@ class NodePool:
         if not allowed:
             return None
         group, prefill, decode = _drawn(identity, allowed)
-        hashes = block_hashes(row, (prefill or decode)[0].info.block_tokens, salt, media)
-        among, encoded = (prefill, decode), self._encoded(media)
+        info = (prefill or decode)[0].info
+        hashes = block_hashes(row, info.block_tokens, salt, media)
+        among, encoded = (prefill, decode), self._encoded(info.fingerprint, media)
         return group.choose(
             identity, len(row), hashes, self.prefixes, disaggregate, among=among, avoid=avoid, encoded=encoded
         )
 
-    def _encoded(self, media: Sequence[MediaSpan]) -> Counter[str]:
-        """Return a count for each node: the tokens of the images in `media` that the node has encoded, or will encode
-        for another request."""
-        return sum(
-            (Counter(dict.fromkeys(self.images.overlap([one.digest]), one.rows * one.columns)) for one in media),
-            Counter[str](),
-        )
+    def _encoded(self, fingerprint: str, media: Sequence[MediaSpan]) -> Counter[str]:
+        """Return a count for each node with this fingerprint: the tokens of the images in `media` that it encodes."""
+        counts = Counter[str]()
+        for one in media:
+            if (node := self.encoders.at(fingerprint, one.digest)) is not None:
+                counts[node.info.id] += one.rows * one.columns
+        return counts
 
     def _eligible(
         self,

@@ -54,7 +54,8 @@ class Media:
     """An image of a prompt. Its tokens begin at `offset` in the prompt and form a grid of `rows` x `columns`.
 
     `pixels` has `height` x `width` RGB pixels of 3 bytes, in rows, in the size that the model takes. `pixels` is empty
-    for a node that receives the KV of the prompt. `digest` is equal for equal images.
+    for a node that receives the KV of the prompt. `digest` is equal for equal images. `encoder` is the address of the
+    node that encodes the image, or "" for the node that computes the prompt.
     """
 
     offset: int
@@ -64,6 +65,7 @@ class Media:
     width: int
     height: int
     pixels: bytes = b""
+    encoder: str = ""
 
 
 @dataclass(slots=True)
@@ -169,6 +171,8 @@ class NodeStats:
     images_encoded: int = 0  # images encoded by the vision module
     images_cached: int = 0  # images whose features were still in memory when they were needed again
     num_routers: int = 0  # number of attached routers and router workers
+    images: list[bytes] = field(default_factory=list)  # digests of the images that the node has just encoded
+    images_fetched: int = 0  # images whose features another node computed
 
 
 @dataclass(slots=True)
@@ -270,6 +274,26 @@ class NodeListChange:
     nodes: list[NodeInfo] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     is_complete: bool = True
+
+
+@dataclass(slots=True)
+class EncodeRequest:
+    """Node to node: reply with the features of an image, from the token `first` on. Later requests for the same image
+    need no pixels."""
+
+    fingerprint: str
+    image: Media
+    first: int = 0
+
+
+@dataclass(slots=True)
+class EncodeReply:
+    """The features of `count` tokens as float32, one entry for each tensor of `ImageFeatures`. If there is no error and
+    `count` is 0, the image is still being encoded."""
+
+    error: str = ""
+    count: int = 0
+    tensors: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -20,6 +20,8 @@ from shared.rpc.messages import (
     AcceptRequest,
     Ack,
     CommitRequest,
+    EncodeReply,
+    EncodeRequest,
     NodeInfo,
     NodeListChange,
     NodeUpdate,
@@ -92,6 +94,7 @@ FOLLOW = Rpc("/baton.Registry/Follow", Ack, NodeListChange, streams=True)
 ATTACH = Rpc("/baton.Node/Attach", RouterCommand, NodeUpdate, streams=True)
 SET_ROLE = Rpc("/baton.Node/SetRole", SetRoleRequest, Ack)
 SET_ADAPTER = Rpc("/baton.Node/SetAdapter", SetAdapterRequest, Ack)
+ENCODE = Rpc("/baton.Node/Encode", EncodeRequest, EncodeReply)
 RESERVE = Rpc("/baton.Decode/Reserve", ReserveRequest, ReserveReply)
 PUSHED = Rpc("/baton.Decode/Pushed", PushedNotice, Ack)
 COMMIT = Rpc("/baton.Decode/Commit", CommitRequest, Ack)

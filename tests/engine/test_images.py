@@ -60,7 +60,7 @@ def request(number: int, rules: ImageRules, encoder: VisionEncoder, tokens: list
     made.media = tuple(MediaSpan(one.offset, one.rows, one.columns, one.digest, rules.is_atomic) for one in media)
     made.images = [PromptImage(one) for one in media]
     for image in made.images:
-        image.encode(encoder)
+        image.features = encoder.features(image.media)
     return made
 
 

@@ -78,6 +78,8 @@ async def test_a_flood_is_bounded_and_may_be_retried_on_another_node(rules: Requ
 class GatedEncoder(ImageEncoder):
     """An encoder that waits until the test lets it continue."""
 
+    shape = 1, 4
+
     def __init__(self) -> None:
         self.num_encoded = self.num_cached = 0
         self.gate = threading.Event()

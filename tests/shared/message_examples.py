@@ -4,6 +4,8 @@ from shared.rpc.messages import (
     AcceptRequest,
     Ack,
     CommitRequest,
+    EncodeReply,
+    EncodeRequest,
     Logprobs,
     Media,
     NodeInfo,
@@ -34,7 +36,7 @@ SUBMIT = SubmitRequest(
 
 MEDIA = Media(4, 1, 2, b"d" * 2, 8, 4, b"p" * 3)
 EXAMPLES: list[tuple[object, str]] = [
-    (MEDIA, "97040102c40264640804c403707070"),
+    (MEDIA, "98040102c40264640804c403707070a0"),
     (
         SamplingParams(0.5, logit_bias={7: -1.0}, seed=3),
         "9ecb3fe0000000000000cb3ff000000000000000cb000000000000000003cb3ff0000000000000cb0000000000000000cb00000000000000008107cbbff0000000000000c0c0c40090a0",
@@ -46,9 +48,11 @@ EXAMPLES: list[tuple[object, str]] = [
     (RouterCommand("router", aborts=["r"]), "94a6726f757465729091a172c3"),
     (Logprobs(4, -0.5, 1, [4], [-0.5]), "9504cbbfe000000000000001910491cbbfe0000000000000"),
     (TokenDelta("r", 3, pack_ids([9]), "stop"), "9ca17203c40409000000a473746f70a0c2009090c2c40090"),
+    (EncodeRequest("print", MEDIA, 3), "93a57072696e7498040102c40264640804c403707070a003"),
+    (EncodeReply("no", 1, [b"f" * 4]), "93a26e6f0191c40466666666"),
     (
         NodeStats(running=2, channels={"d": "shm"}),
-        "dc0025a572656164790200000000000000000000000000000000000081a164a373686d00909000000000a0a000000090000000",
+        "dc0027a572656164790200000000000000000000000000000000000081a164a373686d00909000000000a0a0000000900000009000",
     ),
     (
         StepRecord(

@@ -67,7 +67,7 @@ def _feature_ask(number: int) -> Ask:
     sampled = {"temperature": 0.7, "ignore_eos": False}
     match number % 6:
         case 0:  # the guesses of prompt lookup are often right, because the prompt repeats itself
-            return Ask(number, tuple(prompt_of(number, 10) * 20), 120)
+            return Ask(number, tuple(prompt_of(number, 10) * 30), 120)
         case 1:
             return Ask(number, tuple(prompt_of(number, 60)), 160, n=2, fields=sampled | FORM)
         case 2:

@@ -262,6 +262,8 @@ class ApiHandlers:
     async def one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self.models.names():
+            await self.models.learn_adapters()
+        if name not in self.models.names():
             raise RequestError("The model does not exist.", "model", "model_not_found", 404)
         return JSONResponse(self._card(name))
 

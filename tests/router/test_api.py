@@ -275,6 +275,8 @@ async def test_a_name_is_unknown_only_when_the_adapters_are_known(client, dispat
         assert (await client.post("/v1/completions", json={"model": name, "prompt": "x"})).status_code == status
     dispatcher.known_adapters, dispatcher.new_adapters = {}, {"poems": "digest"}
     assert (await client.post("/v1/completions", json={"model": "poems", "prompt": "x"})).status_code == 200
+    dispatcher.known_adapters, dispatcher.new_adapters = {}, {"songs": "digest"}
+    assert [(await client.get(f"/v1/models/{name}")).status_code for name in ("songs", "verses")] == [200, 404]
 
 
 async def test_an_unknown_path_or_method_is_an_error_that_names_what_exists(client):

@@ -21,6 +21,7 @@ BENCHMARKS = {
     "step_times": "the demo model's steps, measured in CPU time, for a test of the cost model",
     "simulator": "requests that the simulator serves in a CPU second",
     "agreement": "verdicts of simulated and of measured comparisons",
+    "live_simulation": "live runs of the demo model, and simulations of the same traffic",
     "validation": "the simulator, compared with published measurements",
     "gpu_first_run": "experimental: checks, kernels, a whole model and handoffs on a GPU",
     "document": "write the tables of docs/results/ from the results",
@@ -56,6 +57,8 @@ def load(name: str) -> Callable[[], None]:  # noqa: C901, PLR0912 - one case for
             from benchmarks.step_times import main
         case "simulator":
             from benchmarks.simulator import main
+        case "live_simulation":
+            from benchmarks.live_simulation import main
         case "agreement":
             from benchmarks.agreement import main
         case "validation":

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scheduler.cost import CostModel
 
@@ -38,11 +38,21 @@ class ServingTimes:
     push_s: float = 0.0  # time for a push of KV, in addition to its time on the link
 
 
+class Residuals(NamedTuple):
+    """Evenly spaced quantiles, from 0 to 1, of the ratio of measured to predicted durations of some steps: those with a
+    predicted duration of at most `up_to_s`."""
+
+    up_to_s: float
+    quantiles: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Emulation:
     """An emulated device that runs one model. Its memory holds the KV of `kv_tokens` tokens.
 
-    `residuals` are evenly spaced quantiles, from 0 to 1, of the ratio of measured to predicted step durations."""
+    `residuals` are evenly spaced quantiles, from 0 to 1, of the ratio of measured to predicted step durations.
+    `prefill_residuals` are those of steps with prompts, the shortest first; those of the longest also apply to longer
+    steps. Without them, `residuals` are those of all steps."""
 
     name: str
     cost: CostModel
@@ -52,6 +62,7 @@ class Emulation:
     times: ServingTimes = ServingTimes()
     residuals: tuple[float, ...] = (1.0,)
     block_tokens: int = 16
+    prefill_residuals: tuple[Residuals, ...] = ()
 
 
 def load_emulation(name: str) -> Emulation:
@@ -98,17 +109,24 @@ def _emulation(data: Any, name: str, link: str) -> Emulation:
             _number(links[chosen], "bytes_per_s", f"links.{chosen}.", least=1),
         ),
         ServingTimes(*(_number(_get(data, "serving"), each.name, "serving.") for each in fields(ServingTimes))),
-        _residuals(data.get("residuals")),
+        _quantiles(data, "residuals"),
         int(_number(data, "block_tokens", least=1)),
+        _prefill_residuals(data.get("prefill_residuals", [])),
     )
 
 
-def _residuals(values: Any) -> tuple[float, ...]:
+def _prefill_residuals(rows: Any) -> tuple[Residuals, ...]:
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("prefill_residuals must be a list of objects with up_to_s and quantiles")
+    found = [Residuals(_number(row, "up_to_s", "prefill_residuals."), _quantiles(row, "quantiles")) for row in rows]
+    return tuple(sorted(found))
+
+
+def _quantiles(data: Any, name: str) -> tuple[float, ...]:
+    values = data.get(name)
     is_list = isinstance(values, list) and 0 < len(values) <= 1000
     if not is_list or not all(isinstance(each, int | float) and 0 < each < 1000 for each in values):
-        raise ValueError(
-            f"residuals must be a list of measured divided by predicted durations: see the files in {COSTS}"
-        )
+        raise ValueError(f"{name} must be a list of measured divided by predicted durations: see the files in {COSTS}")
     return tuple(sorted(map(float, values)))
 
 

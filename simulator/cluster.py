@@ -111,7 +111,9 @@ class SimulatedCluster:
         num_blocks = settings.num_blocks or 1 + device.kv_tokens // size
         scheduler = Scheduler(limits, num_blocks, size, POLICIES[settings.policy], budget)
         scheduler.cost = plan.cost
-        times = StepTimes(device.cost, self.times.step_s, self.times.slice_s, device.residuals, seed)
+        times = StepTimes(
+            device.cost, self.times.step_s, self.times.slice_s, device.residuals, device.prefill_residuals, seed
+        )
         name = f"{role}-{number if role == 'prefill' else number - plan.prefill}"
         info = NodeInfo(
             id=name,

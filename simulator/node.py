@@ -11,6 +11,7 @@ from itertools import accumulate
 from random import Random
 from typing import NamedTuple, Protocol
 
+from engine.emulation import Residuals
 from scheduler.cost import CostModel, StepWork
 from scheduler.request import Request, RequestState, Step
 from scheduler.scheduler import Scheduler, SchedulerCounters, StepOutput
@@ -26,21 +27,24 @@ Command = Callable[[Scheduler], object]
 
 class Stretch(NamedTuple):
     """Consecutive steps of one node, beginning with step `number`. Without variation, step i, counted from 0, would
-    last first_s + i * slope_s seconds."""
+    last first_s + i * slope_s seconds on the device. The host adds `host_s` to each step."""
 
     begin_s: float
     number: int
     length: int
     first_s: float
+    host_s: float
     slope_s: float = 0.0
+    has_prompts: bool = False  # only a single step may have prompts
 
 
 class StepTimes:
-    """The durations of a node's steps: the cost model's prediction plus the host's time, multiplied by a random factor.
+    """The durations of a node's steps: the cost model's prediction, times a random factor, plus the host's time.
 
-    The factors are drawn from `quantiles`, evenly spaced quantiles of the ratio of measured to predicted durations. A
-    step's factor depends only on the step's number, so skipping steps does not change their durations. With sums over
-    the factors, a formula gives the end time of a stretch."""
+    The factors are drawn from `quantiles`, evenly spaced quantiles of the ratio of measured to predicted durations.
+    Steps with prompts have `prompt_residuals` by their predicted duration (see `Emulation`), because a delay matters
+    less in a long step. A step's factor depends only on the step's number and its work, so skipping steps does not
+    change their durations. With sums over the factors, a formula gives the end time of a stretch."""
 
     def __init__(
         self,
@@ -48,23 +52,24 @@ class StepTimes:
         host_s: float = 0.0,
         host_slice_s: float = 0.0,
         quantiles: Sequence[float] = (1.0,),
+        prompt_residuals: Sequence[Residuals] = (),
         seed: str = "",
     ) -> None:
-        """A step takes `host_s`, and `host_slice_s` for each slice, in addition to the time of the device."""
+        """A step takes `host_s`, and `host_slice_s` for each slice, in addition to the time of the device. Without
+        `prompt_residuals`, `quantiles` are used for all steps."""
         self._cost, self._host_s, self._host_slice_s = cost, host_s, host_slice_s
-        self.varies = any(quantile != 1 for quantile in quantiles)
+        self.varies = bool(prompt_residuals) or any(quantile != 1 for quantile in quantiles)
+        self._prompt_residuals = prompt_residuals
         random = Random(seed)
-        places = [random.random() * (len(quantiles) - 1) for _ in range(PERIOD)] if self.varies else []
-        self._factors = [
-            quantiles[int(place)] + place % 1 * (quantiles[int(place) + 1] - quantiles[int(place)]) for place in places
-        ]
+        self._shares = [random.random() for _ in range(PERIOD)] if self.varies else []
+        self._factors = [_quantile(quantiles, share) for share in self._shares]
         self._sums = list(accumulate(self._factors, initial=0.0))
         self._moments = list(accumulate((i * each for i, each in enumerate(self._factors)), initial=0.0))
 
-    def of_step(self, work: StepWork) -> float:
-        """Return the seconds of a step, before any variation."""
+    def of_step(self, work: StepWork) -> tuple[float, float]:
+        """Return the seconds of a step on the device, before any variation, and on the host."""
         num_slices = work.num_prefills + work.num_decodes
-        return self._cost.seconds(work) + self._host_s + self._host_slice_s * num_slices
+        return self._cost.seconds(work), self._host_s + self._host_slice_s * num_slices
 
     def slope(self, num_decodes: int) -> float:
         """Return how many seconds longer each step of `num_decodes` decodes is than the one before."""
@@ -76,16 +81,28 @@ class StepTimes:
 
     def end(self, steps: Stretch, count: int) -> float:
         """Return the time at which the first `count` steps have ended."""
+        begin_s = steps.begin_s + count * steps.host_s
         if not self.varies:
-            return steps.begin_s + count * steps.first_s + steps.slope_s * (count * (count - 1) // 2)
+            return begin_s + count * steps.first_s + steps.slope_s * (count * (count - 1) // 2)
         first = steps.number % PERIOD
+        if steps.has_prompts and self._prompt_residuals:
+            classes = self._prompt_residuals
+            own = next((each for each in classes if steps.first_s <= each.up_to_s), classes[-1])
+            return begin_s + steps.first_s * _quantile(own.quantiles, self._shares[first])
         factors = self._sums[first + count] - self._sums[first]
         moments = self._moments[first + count] - self._moments[first] - first * factors
-        return steps.begin_s + steps.first_s * factors + steps.slope_s * moments
+        return begin_s + steps.first_s * factors + steps.slope_s * moments
 
     def ends(self, log: Sequence[Stretch]) -> list[float]:
         """Return the end times of all steps of a node's log, by number."""
         return [self.end(steps, count) for steps in log for count in range(1, steps.length + 1)]
+
+
+def _quantile(quantiles: Sequence[float], share: float) -> float:
+    """Return a quantile, interpolated between evenly spaced quantiles."""
+    place, part = divmod(share * (len(quantiles) - 1), 1)
+    low, high = quantiles[int(place)], quantiles[min(int(place) + 1, len(quantiles) - 1)]
+    return low + part * (high - low)
 
 
 class NodeListener(Protocol):
@@ -181,7 +198,8 @@ class SimulatedNode:
         if not (step.slices or step.decodes):
             self._is_busy = False
             return
-        steps = Stretch(self._events.now, self.num_steps, 1, self.times.of_step(step.work))
+        has_prompts = step.work.num_prefills > 0
+        steps = Stretch(self._events.now, self.num_steps, 1, *self.times.of_step(step.work), has_prompts=has_prompts)
         self.log.append(steps)
         self._listener.on_scheduled(self, step)
         self._events.at(self.times.end(steps, 1), self._finish, step, late=True)
@@ -202,8 +220,8 @@ class SimulatedNode:
     def _begin(self, count: int) -> None:
         running = self.scheduler.running
         context = sum(request.num_scheduled for request in running) + len(running)
-        first_s = self.times.of_step(StepWork(num_decodes=len(running), decode_context=context))
-        self._continue(Stretch(self._events.now, self.num_steps, count, first_s, self.times.slope(len(running))))
+        times = self.times.of_step(StepWork(num_decodes=len(running), decode_context=context))
+        self._continue(Stretch(self._events.now, self.num_steps, count, *times, self.times.slope(len(running))))
 
     def _continue(self, steps: Stretch) -> None:
         self._stretch = steps
@@ -226,7 +244,7 @@ class SimulatedNode:
         self._skip(steps._replace(length=count))
         first_s = steps.first_s + steps.slope_s * count
         begin_s = self.times.end(steps, count)
-        self._continue(Stretch(begin_s, self.num_steps, steps.length - count, first_s, steps.slope_s))
+        self._continue(Stretch(begin_s, self.num_steps, steps.length - count, first_s, steps.host_s, steps.slope_s))
         self._take_snapshot()
 
     def _end(self, generation: int) -> None:

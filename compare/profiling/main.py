@@ -27,7 +27,8 @@ from shared.kv.layout import BYTES_OF
 from shared.model_files import DEMO_MODEL
 from shared.model_files import resolve as resolve_model
 
-QUANTILES = np.linspace(0.0, 1.0, 41)
+QUANTILES = np.linspace(0.0, 1.0, 201)
+CLASSES, ENOUGH = 4, 20  # number of classes of steps with prompts, and the minimum number of steps in each
 HOST_BYTES_PER_S = 5e9  # assumed speed of a link that was not measured
 ASSUMED = "assumed: the profile ran no cluster; `baton profile --from URL` measures it"
 Document = dict[str, Any]
@@ -60,14 +61,28 @@ def fitted(works: Sequence[StepWork], durations: Sequence[Sequence[float]]) -> D
     seconds = [float(np.median(own)) for own in durations]
     model = fit_cost(works, seconds)
     predicted = [model.seconds(work) for work in works]
-    ratios = [each / expected for own, expected in zip(durations, predicted, strict=True) for each in own]
+    ratios = [[each / expected for each in own] for own, expected in zip(durations, predicted, strict=True)]
+    prompts = [number for number in np.argsort(predicted) if works[number].num_prefills]
+    decodes = [number for number in range(len(works)) if not works[number].num_prefills]
+    found: Document = {"residuals": _quantiles(ratios)}
+    if min(len(prompts) // CLASSES, len(decodes)) >= ENOUGH:
+        found["residuals"] = _quantiles([ratios[number] for number in decodes])
+        found["prefill_residuals"] = [
+            {"up_to_s": predicted[own[-1]], "quantiles": _quantiles([ratios[number] for number in own])}
+            for own in np.array_split(prompts, CLASSES)
+        ]
     errors = 100 * np.abs(np.array(predicted) / seconds - 1)
     return {
         "cost": {name: getattr(model, name) for name in CostModel.__dataclass_fields__},
-        "residuals": np.quantile(ratios, QUANTILES).round(4).tolist(),
-        "steps": len(ratios),
+        **found,
+        "steps": sum(map(len, durations)),
         "errors_percent": {"mean": float(errors.mean()), "p95": float(np.percentile(errors, 95))},
     }
+
+
+def _quantiles(ratios: Sequence[Sequence[float]]) -> list[float]:
+    found: list[float] = np.quantile(np.concatenate(ratios), QUANTILES).round(4).tolist()
+    return found
 
 
 # ---- on this machine -----------------------------------------------------------------------------------------------

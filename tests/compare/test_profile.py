@@ -110,6 +110,9 @@ async def test_the_fit_to_records_finds_the_numbers_of_the_cluster(tmp_path: Pat
     ):
         assert fitted.cost.seconds(work) == pytest.approx(device.cost.seconds(work), rel=0.02)
     assert found["errors_percent"]["mean"] < 0.5
+    assert fitted.residuals[0] < 1 < fitted.residuals[-1]
+    assert fitted.prefill_residuals[0].up_to_s < fitted.prefill_residuals[-1].up_to_s
+    assert all(each.quantiles == pytest.approx([1.0] * 201, abs=0.05) for each in fitted.prefill_residuals)
     assert fitted.times.step_s == pytest.approx(device.times.step_s, rel=0.05)
     assert fitted.times.slice_s == pytest.approx(device.times.slice_s, rel=0.2)
     assert fitted.link.bytes_per_s == pytest.approx(device.link.bytes_per_s, rel=0.1)

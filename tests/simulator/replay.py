@@ -75,9 +75,9 @@ class RecordedTimes(StepTimes):
         super().__init__(CostModel())
         self._steps = iter(steps)
 
-    def of_step(self, work: StepWork) -> float:
+    def of_step(self, work: StepWork) -> tuple[float, float]:
         step = next(self._steps)
-        return step.device_s + step.host_s
+        return step.device_s, step.host_s
 
 
 class Replay:

@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.emulation import Residuals
 from scheduler.cost import StepWork
 from simulator.cluster import TIMEOUT, ClusterPlan
 from simulator.routed import SimulatedRequest
 from tests.simulator.clusters import COST, DEVICE, TIMES, cluster_plan, request, serve, traffic
 
+RESIDUALS = Residuals(0.004, (1.0, 1.1)), Residuals(0.02, (0.9, 1.3))
 PLANS = {
     "colocated": cluster_plan(0, 2),
     "disaggregated": cluster_plan(1, 2),
@@ -17,7 +19,7 @@ PLANS = {
     "slo": cluster_plan(0, 2, tbt_slo_ms=8.0),
     "small": cluster_plan(1, 1, num_blocks=64, max_queue_s=600),
     "prefill_first": cluster_plan(0, 2, policy="prefill_first"),
-    "varying": cluster_plan(1, 2, replace(DEVICE, residuals=(0.9, 1.0, 1.3))),
+    "varying": cluster_plan(1, 2, replace(DEVICE, residuals=(0.9, 1.0, 1.3), prefill_residuals=RESIDUALS)),
 }
 
 

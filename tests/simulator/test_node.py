@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from engine.emulation import Residuals
+from scheduler.cost import CostModel
 from scheduler.prefix import block_hashes
 from scheduler.scheduler import StepLimits
+from simulator.node import StepTimes, Stretch
 from tests.simulator.drive import UNIT, Run, Work, work
 
 
@@ -39,6 +42,22 @@ def test_random_variations_of_durations_do_not_depend_on_skipping(work: Work) ->
     ends = [run.node.times.ends(run.node.log) for run in (stepped, skipped)]
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)
     assert [name for _, name in skipped.ended] == [name for _, name in stepped.ended]
+
+
+def test_steps_with_prompts_have_their_own_variation() -> None:
+    residuals = Residuals(1.5, (2.0, 2.2, 4.0)), Residuals(3.0, (1.1, 1.2))
+    times = StepTimes(CostModel(overhead=1.0), quantiles=(0.5, 1.0), prompt_residuals=residuals)
+    for first_s, has_prompts, quantiles in (
+        (1.0, False, (0.5, 0.75, 1.0)),
+        (1.0, True, (2.0, 2.2, 4.0)),
+        (2.0, True, (1.1, 1.15, 1.2)),
+        (9.0, True, (1.1, 1.15, 1.2)),
+    ):
+        steps = [Stretch(0.0, number, 1, first_s, 0.0, has_prompts=has_prompts) for number in range(500)]
+        ratios = [times.end(step, 1) / first_s for step in steps]
+        assert np.quantile(ratios, (0.0, 0.5, 1.0)) == pytest.approx(quantiles, abs=0.1)
+    of_all = StepTimes(CostModel(overhead=1.0), quantiles=(3.0, 3.0))
+    assert of_all.end(Stretch(0.0, 7, 1, 1.0, 0.25, has_prompts=True), 1) == 3.25
 
 
 def test_most_decodes_are_skipped() -> None:

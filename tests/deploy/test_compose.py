@@ -89,19 +89,25 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
 
 
 pytestmark = [
-    pytest.mark.exhaustive,
     pytest.mark.skipif(not has_engine(), reason="no Docker engine answers"),
     pytest.mark.timeout(2400),
 ]
 
 
-def test_killed_nodes_and_scaling_of_nodes_and_routers_lose_no_request(running: Compose) -> None:
+def test_a_killed_process_is_started_again_without_a_lost_request(running: Compose) -> None:
     assert all(router.status()["registry"]["kind"] == "embedded" for router in running.routers().values()), "no Redis"
     first, second = running.routers().values()
     with running.load([first.url, second.url], 3) as load:
         running.compose("exec", "-T", "decode", "sh", "-c", "kill -9 -1")
         wait_for(lambda: first.ready_nodes()["decode"] == 1, "the loss is seen")
         running.wait()  # Docker restarts the container of a process that crashes
+    assert load.failures() == []
+
+
+@pytest.mark.exhaustive
+def test_killed_containers_and_scaling_of_nodes_and_routers_lose_no_request(running: Compose) -> None:
+    first, second = running.routers().values()
+    with running.load([first.url, second.url], 3) as load:
         killed = f"{running.project}-prefill-2"
         running.docker("kill", killed)
         wait_for(lambda: first.ready_nodes()["prefill"] == 1, "the loss is seen")
@@ -113,6 +119,7 @@ def test_killed_nodes_and_scaling_of_nodes_and_routers_lose_no_request(running: 
     assert load.failures() == []
 
 
+@pytest.mark.exhaustive
 def test_only_the_streams_of_a_killed_router_are_lost(running: Compose) -> None:
     (_, first), (name, second) = running.routers().items()
     with running.load([first.url], 2) as ours, running.load([second.url, first.url], 2) as theirs:

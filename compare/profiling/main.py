@@ -146,14 +146,17 @@ async def from_records(endpoint: Endpoint) -> Document:
     slices = [(1.0, work.num_prefills + work.num_decodes) for work in works]
     step_s, slice_s = (nnls(np.array(slices), np.array([step["host_ms"] for step in steps]))[0] / 1000).tolist()
     transfer = [each["transfer"] for each in requests if each["transfer"]]
-    link, source = {"latency_s": 0.0, "bytes_per_s": HOST_BYTES_PER_S}, ASSUMED
+    router_s = float(np.median([each["phases_ms"]["router"] for each in requests])) / 1000
+    link, source, push_s = {"latency_s": 0.0, "bytes_per_s": HOST_BYTES_PER_S}, ASSUMED, 0.0
     if transfer:
         rows = np.array([(1.0, each["bytes"]) for each in transfer])
         scale = rows.max(axis=0)
         latency_ms, byte_ms = nnls(rows / scale, np.array([each["busy_ms"] for each in transfer]))[0] / scale
         link = {"latency_s": latency_ms / 1000, "bytes_per_s": min(1e12, 1000 / max(byte_ms, 1e-12))}
         source = f"{len(transfer)} requests; the latency is of all pushes of a request"
-    router_s = float(np.median([each["phases_ms"]["router"] for each in requests])) / 1000
+        # The commit waits for checksums and for one message, in addition to the rest of the last push.
+        waits_ms = [each["exposed_ms"] - each["busy_ms"] + each["hidden_ms"] for each in transfer]
+        push_s = max(0.0, float(np.median(waits_ms)) / 1000 - router_s / 4)
     size = node["block_tokens"]
     return {
         "name": endpoint.model.rpartition("/")[2],
@@ -168,7 +171,7 @@ async def from_records(endpoint: Endpoint) -> Document:
             "request_s": router_s / 4,
             "rpc_s": router_s / 4,
             "answer_s": router_s / 2,
-            "push_s": 0.0,
+            "push_s": push_s,
         },
         "kv_bytes_per_token": node["block_bytes"] // size,
         "block_tokens": size,

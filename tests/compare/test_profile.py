@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,6 +119,26 @@ async def test_the_fit_to_records_finds_the_numbers_of_the_cluster(tmp_path: Pat
     assert fitted.link.bytes_per_s == pytest.approx(device.link.bytes_per_s, rel=0.1)
     assert (fitted.kv_bytes_per_token, fitted.block_tokens) == (device.kv_bytes_per_token, device.block_tokens)
     assert fitted.kv_tokens == device.kv_tokens // device.block_tokens * device.block_tokens
+
+
+async def test_the_wait_for_a_commit_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = cluster_plan(parse_arm("disaggregated:1p1d"), load_emulation("h200-llama-3.1-8b"))
+    endpoint = SimulatedEndpoint("split", plan, itertools.count(), records=True)
+    options = CompareOptions(preset="chat", rate=8.0, duration=5.0)
+    endpoint.serve(
+        LoadSpec("", "", TrafficSource(options, PromptVocabulary(1000), []).draw(1).arrivals), LoadRecording()
+    )
+    assert (await from_records(endpoint))["serving"]["push_s"] < 0.001
+    requests = await endpoint.requests()
+    for each in requests:
+        if each["transfer"]:
+            each["transfer"]["exposed_ms"] += 50.0
+
+    async def delayed() -> list[dict[str, Any]]:
+        return requests
+
+    monkeypatch.setattr(endpoint, "requests", delayed)
+    assert (await from_records(endpoint))["serving"]["push_s"] == pytest.approx(0.05, abs=0.005)
 
 
 async def test_a_cluster_without_records_is_refused() -> None:

@@ -1,13 +1,11 @@
 """Gets the features of images: encodes them on this node, or fetches them from the node that encodes them.
 
-The router names one node of the cluster for each image (see `router.nodes.encoders`), so that an image is encoded once
-although several nodes compute prompts with it.
+All routers name the same node for an image (see `router.nodes.placement`), so that an image is encoded once although
+several nodes compute prompts with it.
 """
 
 import asyncio
 import logging
-import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,8 +23,6 @@ WAIT_S = 1.0  # a reply takes at most about this long; if the image is not encod
 CALL_S = 5.0  # a node that does not reply within this time is frozen or gone
 PART_BYTES = 4 << 20  # maximum size of the features in one reply, so that a reply does not delay tokens
 MAX_FOR_PEERS = 64  # maximum number of images that a node encodes at once for other nodes
-RECENT_S = 5.0  # for this time, the node reports that it has encoded an image
-MAX_RECENT = 32
 
 
 class ImageEncoding:
@@ -41,13 +37,6 @@ class ImageEncoding:
         self.num_fetched = 0  # images whose features came from another node
         self._encoding: dict[bytes, asyncio.Future[ImageFeatures]] = {}  # the images that are encoded here, by digest
         self._fetching: dict[bytes, asyncio.Task[ImageFeatures]] = {}
-        self._recent: deque[tuple[float, bytes]] = deque(maxlen=MAX_RECENT)
-
-    @property
-    def recent(self) -> list[bytes]:
-        """The digests of the images that this node began to encode in the last RECENT_S seconds, at most MAX_RECENT."""
-        since = time.monotonic() - RECENT_S
-        return [digest for at, digest in self._recent if at > since]
 
     def start(self, images: Sequence[PromptImage]) -> asyncio.Task[None]:
         """Start a task that sets the features of the images, and return it. The task raises ValueError if the pixels of
@@ -71,8 +60,6 @@ class ImageEncoding:
         """Encode the image on a thread, unless this node is doing so already."""
         encoding = self._encoding.get(image.digest)
         if encoding is None:
-            if self._encoder.kept(image) is None:
-                self._recent.append((time.monotonic(), image.digest))
             thread = ThreadPoolExecutor(1, "vision")
             encoding = asyncio.get_running_loop().run_in_executor(thread, self._encoder.features, image)
             thread.shutdown(wait=False)

@@ -224,7 +224,6 @@ class Node:
             images_encoded=0 if encoder is None else encoder.num_encoded,
             images_cached=0 if encoder is None else encoder.num_cached,
             num_routers=self.sessions.num_routers,
-            images=[] if self.images is None else self.images.recent,
             images_fetched=0 if self.images is None else self.images.num_fetched,
         )
 

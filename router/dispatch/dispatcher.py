@@ -304,7 +304,6 @@ class Dispatcher:
         """Send the attempt. The message contains a decode node's address only if a prefill node computes the prompt."""
         request, sample, prefill, decode = attempt.request, attempt.sample, attempt.prefill, attempt.decode
         assert decode is not None
-        node, encoders = prefill or decode, self._pool.encoders
         sampling = replace(request.sampling, seed=(request.sampling.seed + sample.index * SEED_STEP) % 2**63)
         if sample.index or sample.tokens:  # prompt logprobs are delivered only with the first token of sample 0
             sampling.prompt_logprobs = None
@@ -326,7 +325,9 @@ class Dispatcher:
             speculative=request.speculative,
             adapter=request.adapter,
             media=[
-                replace(one, pixels=b"") if attempt.is_sibling else replace(one, encoder=encoders.address(node, one))
+                replace(one, pixels=b"")
+                if attempt.is_sibling
+                else replace(one, encoder=self._pool.encoder_address(prefill or decode, one.digest))
                 for one in request.media
             ],
         )

@@ -60,11 +60,9 @@ class NodeConnection:
         on_change: Callable[["NodeConnection"], None],
         observer: RouterObserver,
         wants_records: Callable[[str], bool] = lambda _: True,
-        on_images: Callable[["NodeConnection", list[bytes]], object] = lambda *_: None,
     ) -> None:
         """`on_change` is called when the node becomes alive, ready, not ready or lost. `wants_records` returns whether
-        the node with this id should send its records. `on_images` is called with the digests of the images that the
-        node has just encoded."""
+        the node with this id should send its records."""
         self.info = info
         self.stats = NodeStats()
         self.load = NodeLoad(time.monotonic)
@@ -82,7 +80,6 @@ class NodeConnection:
         self._on_change = on_change
         self._observer = observer
         self._wants_records = wants_records
-        self._on_images = on_images
         self._has_asked = self._wants_records(info.id)  # whether the node was asked to send its records
         self._command = self._new_command()
         self._wake = asyncio.Event()
@@ -240,8 +237,6 @@ class NodeConnection:
             self.is_alive, self.alive_since, self.has_crashed = True, time.monotonic(), False
         if (self.is_alive, stats.state) != before:
             self._on_change(self)
-        if stats.images:
-            self._on_images(self, stats.images)
         if stats.state == "stuck":
             self.has_crashed = True
             self._fail_requests()

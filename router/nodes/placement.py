@@ -5,6 +5,7 @@ The pool calls these functions with its connections, and a simulator with its si
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from router.nodes.load import kv_capacity_tokens, step_tokens
@@ -75,6 +76,17 @@ class RoutableNodes(Generic[Routable]):
         self._by_name = {node.info.id: node for node in (*prefill, *decode)}
         self.missing_role = "" if (prefill and decode) or not self.is_paired else "decode" if prefill else "prefill"
         self._has_shared_pools = any(node.info.shared_pool_owner for node in prefill)
+
+    def __contains__(self, node: Routable) -> bool:
+        return self._by_name.get(node.info.id) is node
+
+    def encoder(self, digest: bytes) -> Routable:
+        """Return the node that encodes the image with this digest for all nodes.
+
+        It is chosen by rendezvous hashing (Thaler and Ravishankar 1998) among the nodes that compute prompts, so all
+        routers choose the same node without communication, and if a node joins or leaves, few images move."""
+        nodes = self.prefill or self.decode
+        return max(nodes, key=lambda node: blake2b(node.info.id.encode(), key=digest).digest())
 
     def choose(
         self,

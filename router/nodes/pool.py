@@ -13,7 +13,6 @@ from random import Random
 from typing import Any
 
 from router.nodes.connection import ANY_VERSION, LIVENESS_INTERVALS, ModelVersion, NodeConnection
-from router.nodes.encoders import EncoderIndex
 from router.nodes.health import OutlierDetector
 from router.nodes.journal import NodeJournal
 from router.nodes.load import step_tokens
@@ -59,7 +58,6 @@ class NodePool:
         self.mode = mode
         self.journal = NodeJournal()
         self.prefixes = PrefixIndex()
-        self.encoders = EncoderIndex()
         # By node id; all incarnations of a node share a detector.
         self.outliers = defaultdict[str, OutlierDetector](OutlierDetector)
         self._registry = registry
@@ -158,13 +156,7 @@ class NodePool:
             for name in [name for name, detector in self.outliers.items() if detector.is_forgotten(now)]:
                 del self.outliers[name]
         connection = NodeConnection(
-            self.router,
-            info,
-            self._timeout_s,
-            self.connection_changed,
-            self._observer,
-            self._wants_records,
-            self.encoders.record,
+            self.router, info, self._timeout_s, self.connection_changed, self._observer, self._wants_records
         )
         self.connections[info.id] = connection
         self.has_met_nodes = True
@@ -340,20 +332,21 @@ class NodePool:
         if not allowed:
             return None
         group, prefill, decode = _drawn(identity, allowed)
-        info = (prefill or decode)[0].info
-        hashes = block_hashes(row, info.block_tokens, salt, media)
-        among, encoded = (prefill, decode), self._encoded(info.fingerprint, media)
+        hashes = block_hashes(row, (prefill or decode)[0].info.block_tokens, salt, media)
+        among, encoded = (prefill, decode), Counter[str]()
+        for one in media:
+            encoded[group.encoder(one.digest).info.id] += one.rows * one.columns
         return group.choose(
             identity, len(row), hashes, self.prefixes, disaggregate, among=among, avoid=avoid, encoded=encoded
         )
 
-    def _encoded(self, fingerprint: str, media: Sequence[MediaSpan]) -> Counter[str]:
-        """Return a count for each node with this fingerprint: the tokens of the images in `media` that it encodes."""
-        counts = Counter[str]()
-        for one in media:
-            if (node := self.encoders.at(fingerprint, one.digest)) is not None:
-                counts[node.info.id] += one.rows * one.columns
-        return counts
+    def encoder_address(self, node: NodeConnection, digest: bytes) -> str:
+        """Return the address of the node that encodes the image for requests on `node`, or "" if that is `node`
+        itself."""
+        self.routable()
+        group = next((each for each in self._groups if node in each), None)
+        encoder = node if group is None else group.encoder(digest)
+        return "" if encoder is node else encoder.info.address
 
     def _eligible(
         self,

@@ -171,7 +171,6 @@ class NodeStats:
     images_encoded: int = 0  # images encoded by the vision module
     images_cached: int = 0  # images whose features were still in memory when they were needed again
     num_routers: int = 0  # number of attached routers and router workers
-    images: list[bytes] = field(default_factory=list)  # digests of the images that the node has just encoded
     images_fetched: int = 0  # images whose features another node computed
 
 

@@ -1,7 +1,7 @@
 """Measure the cost of grammars: tokens per second of a batch whose answers must match a grammar, and of the same batch
 without one.
 
-    python -m benchmarks grammar --weights int8 --repeats 4
+    python -m benchmarks grammar --weights int8 --repeats 40
 
 The model has the shape of Qwen2.5-0.5B with random weights and a vocabulary of 151,936, of which a tokenizer of random
 merges uses 150,000. Tokens are drawn at temperature 1, which is the worst case for masks: a trained model stays in
@@ -23,7 +23,7 @@ from scheduler.request import Request
 from shared.grammar import GrammarTokenizer, json_grammar, lark_grammar, regex_grammar
 from shared.rpc.messages import SamplingParams
 
-BATCH, CONTEXT, STEPS = 8, 64, 48
+BATCH, CONTEXT, STEPS = 8, 64, 24
 VOCABULARY = 150_000
 GOAL = 0.97
 PERSON = {
@@ -85,7 +85,7 @@ class GrammarEngine(BatonEngine):
 
 
 def main() -> None:
-    flags = parser(__doc__, repeats=5)
+    flags = parser(__doc__, repeats=40)
     flags.add_argument("--weights", choices=["float32", "bfloat16", "int8"], default="int8")
     flags.add_argument("--threads", type=int, default=2)
     flags.add_argument("--directory", type=Path, default=CACHE, help="directory of the generated model")

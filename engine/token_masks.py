@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -91,7 +91,14 @@ def _limits(words: IntArray, device: torch.device) -> Tensor:
 
 
 class MaskFiller:
-    """Computes the masks of a step's rows on a separate thread. A runner owns it and calls it from one thread."""
+    """Computes the masks of a step's rows on a separate thread. A runner owns it and calls it from one thread.
+
+    With at least two of `num_threads`, these threads of llguidance fill the masks. The default is a quarter of the
+    cores, because the other cores run the pass.
+    """
+
+    def __init__(self, num_threads: int = len(os.sched_getaffinity(0)) // 4) -> None:
+        self._num_threads = num_threads
 
     def start(self, rows: Sequence[MaskedRow]) -> Callable[[], TokenMasks | None]:
         """Begin to compute the masks of rows with a grammar. Return a function that waits for the masks and returns
@@ -109,9 +116,8 @@ class MaskFiller:
         return ThreadPoolExecutor(1, "masks")
 
     @cached_property
-    def _executor(self) -> LLExecutor:
-        """llguidance's threads, which fill the masks of a batch while the other cores run the pass."""
-        return LLExecutor(max(1, len(os.sched_getaffinity(0)) // 4))
+    def _executor(self) -> LLExecutor | None:
+        return LLExecutor(self._num_threads) if self._num_threads > 1 else None
 
     def _fill(self, indices: list[int], rows: list[MaskedRow]) -> TokenMasks:
         matchers = [row.matcher for row in rows if row.matcher is not None]
@@ -125,9 +131,11 @@ class MaskFiller:
 
     def _fill_some(self, words: IntArray, some: list[tuple[int, MaskedRow, TokenMatcher]]) -> None:
         fed = [each for each in some if each[2].advance(each[1].tokens[each[1].num_prompt : each[1].position])]
-        if fed:
+        if fed and self._executor is not None:
             fill_next_token_bitmask_par(self._executor, [(matcher.matcher, index) for index, _, matcher in fed], words)
         for index, row, matcher in fed:
+            if self._executor is None:
+                fill_next_token_bitmask(matcher.matcher, words, index)
             if matcher.matcher.is_error():
                 log.warning("a grammar failed at token %d: %s", row.position, one_line(matcher.matcher.get_error()))
                 words[index] = 0

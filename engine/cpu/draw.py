@@ -203,13 +203,14 @@ def nth_score(area, scores, ranked, count, nth):
 @inlined
 def allowed(row, count, words, by, scores, tokens):
     """Store the tokens whose bits in `words` are set, and their scores: logits divided by `by`. Return their number."""
-    kept = 0
-    for index in range(min(len(words), (count + 31) >> 5)):
-        word, first = words[index], 32 * index
+    kept = np.uint64(0)  # numba checks whether signed indices are negative, and then adds the length
+    for index in range(np.uint64(min(len(words), (count + 31) >> 5))):
+        word, first = words[index], np.uint64(32) * index
         if word:
-            for at in range(first, min(count, first + 32)):
+            for at in range(first, min(np.uint64(count), first + np.uint64(32))):
                 scores[kept], tokens[kept] = row[at] / by, at
-                kept += (word >> np.uint32(at - first)) & np.uint32(1)
+                kept += np.uint64((word >> np.uint32(at - first)) & np.uint32(1))
+    kept = np.int64(kept)
     end(scores, kept)
     return kept
 

@@ -29,9 +29,12 @@ def row_of(matcher: TokenMatcher, generated: list[int], **more: object) -> Sampl
 
 
 def allowed(rows: list[SamplingRow]) -> list[set[int]]:
-    """Return the tokens that each row's mask allows, and check that they are in the vocabulary."""
-    masks = MaskFiller().start(rows)()
+    """Return the tokens that each row's mask allows. Check that they are in the vocabulary, and that one thread
+    computes the same masks as two."""
+    masks, others = (MaskFiller(num_threads).start(rows)() for num_threads in (1, 2))
     assert masks is not None
+    assert others is not None
+    assert np.array_equal(masks.words, others.words)
     bits = np.unpackbits(masks.words.view(np.uint8), axis=1, bitorder="little")
     assert not bits[:, VOCABULARY:].any()
     return [set(np.flatnonzero(row).tolist()) for row in bits]

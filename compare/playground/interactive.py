@@ -216,7 +216,7 @@ def slices(given: object) -> Iterator[Document | None]:
             yield None
         ends, answer_s = cluster.ends(), cluster.times.answer_s
         for number, each in enumerate(requests):
-            rows.append(_row(each, each.token_s(answer_s, ends), cluster))
+            rows.append(_row(each, each.token_s(answer_s, ends), cluster, query.tbt_slo_ms))
             if number % 100 == 0:
                 yield None
     yield {
@@ -238,7 +238,7 @@ def _node(node: RoutedNode, cluster: PlayedCluster) -> Document:
     return {"name": node.info.id, "role": node.info.role, "steps": steps}
 
 
-def _row(request: SimulatedRequest, token_s: Sequence[float], cluster: PlayedCluster) -> Document:
+def _row(request: SimulatedRequest, token_s: Sequence[float], cluster: PlayedCluster, tbt_slo_ms: float) -> Document:
     spans = cluster.spans.get(request.id, [])
     row: Document = {
         "id": request.id,
@@ -252,13 +252,27 @@ def _row(request: SimulatedRequest, token_s: Sequence[float], cluster: PlayedClu
         return row
     gaps = sorted(after - before for before, after in pairwise(token_s))
     end_ms, first_ms = MS * token_s[-1], MS * token_s[0]
-    decoding = _span("decode", request.nodes[-1].info.id, first_ms, end_ms, len(token_s))
+    node = request.nodes[-1].info.id
+    decoding = _span("decode", node, first_ms, end_ms, len(token_s))
     return row | {
         "end_ms": round(end_ms, 2),
         "ttft_ms": round(first_ms - MS * request.at_s, 2),
         "tbt_ms": round(MS * interpolated(gaps, 0.99), 2),
-        "spans": [*spans, decoding] if len(token_s) > 1 else spans,
+        "spans": [*spans, decoding, *_waits(node, token_s, tbt_slo_ms)] if len(token_s) > 1 else spans,
     }
+
+
+def _waits(node: str, token_s: Sequence[float], tbt_slo_ms: float) -> list[Document]:
+    """Return the times in which the answer waited for a token for longer than the limit."""
+    waits: list[Document] = []
+    for before, after in pairwise(token_s):
+        if MS * (after - before) > tbt_slo_ms:
+            wait = _span("wait", node, MS * before, MS * after, 1)
+            if waits and waits[-1]["end_ms"] == wait["start_ms"]:
+                waits[-1] |= {"end_ms": wait["end_ms"], "tokens": waits[-1]["tokens"] + 1}
+            else:
+                waits.append(wait)
+    return waits
 
 
 def interpolated(values: Sequence[float], share: float) -> float:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from simulator.cluster import ClusterPlan, SimulatedCluster
 
 ROOT = Path(__file__).parents[2]
 SHORT: dict[str, Any] = {"requests": 40, "prompt": 400, "answer": 40}
+LIMIT_MS = 8.0  # for the time between tokens; some answers wait longer
 
 
 def test_settings_have_the_defaults_of_the_nodes_and_the_router() -> None:
@@ -35,7 +37,7 @@ def test_settings_have_the_defaults_of_the_nodes_and_the_router() -> None:
 
 @pytest.mark.parametrize("nodes", [{"decode": 2}, {"prefill": 1, "decode": 1}])
 def test_rows_have_the_times_of_the_simulated_clients(nodes: dict[str, int]) -> None:
-    found = simulate(SHORT | nodes)
+    found = simulate(SHORT | nodes | {"tbt_slo_ms": LIMIT_MS})
     assert len(found["nodes"]) == 2
     plan = ClusterPlan(
         nodes.get("prefill", 0), nodes["decode"], ServingSettings(disaggregate="always"),
@@ -44,6 +46,7 @@ def test_rows_have_the_times_of_the_simulated_clients(nodes: dict[str, int]) -> 
     cluster = SimulatedCluster(plan)
     requests = traffic(PlayQuery.read(SHORT | nodes), plan.block_tokens)
     cluster.run(requests)
+    waited_ms = 0.0
     for row, outcome in zip(found["requests"], outcomes_of(cluster, requests), strict=True):
         assert row["ttft_ms"] == pytest.approx(1000 * (outcome.token_s[0] - outcome.scheduled_s), abs=0.02)
         assert row["end_ms"] == pytest.approx(1000 * outcome.token_s[-1], abs=0.02)
@@ -51,6 +54,13 @@ def test_rows_have_the_times_of_the_simulated_clients(nodes: dict[str, int]) -> 
         assert "chunk" in kinds
         assert ("transfer" in kinds) == ("prefill" in nodes)
         assert sum(span["tokens"] for span in row["spans"] if span["kind"] == "chunk") >= row["prompt"] - 1
+        gaps = [1000 * (after - before) for before, after in pairwise(outcome.token_s)]
+        waits = [span for span in row["spans"] if span["kind"] == "wait"]
+        assert sum(span["tokens"] for span in waits) == sum(gap > LIMIT_MS for gap in gaps)
+        own_ms = sum(span["end_ms"] - span["start_ms"] for span in waits)
+        assert own_ms == pytest.approx(sum(gap for gap in gaps if gap > LIMIT_MS), abs=0.02 * len(gaps))
+        waited_ms += own_ms
+    assert waited_ms > 0
     for node in found["nodes"]:
         ends = [start + total for start, total, *_ in node["steps"]]
         assert all(start >= end - 0.02 for (start, *_), end in zip(node["steps"][1:], ends, strict=False))

@@ -26,7 +26,6 @@ from tests.deploy.manifests import Object, build
 from tests.deploy.remote import RETRIED, RouterClient, is_lost, kill
 
 IMAGE = "localhost/baton"
-IMAGE_SOURCES = ("router", "node", "prefill_node", "decode_node", "shared", "engine", "scheduler")
 OVERLAY = ROOT / "deploy" / "kubernetes" / "overlays" / "demo"
 FAST = {"BATON_RUNNER": "hash", "BATON_NUM_BLOCKS": "4096", "BATON_LOG_FORMAT": "text"}  # settings of nodes
 # Podman needs these settings on machines whose limits cannot be raised or that have no systemd.
@@ -49,11 +48,13 @@ def missing() -> str:
         return "podman needs root for a network with names"
     inspect = ["podman", "image", "inspect", "--format", "{{.Created.Unix}}", IMAGE]
     created = subprocess.run(inspect, check=False, capture_output=True, text=True).stdout
-    newest = max(path.stat().st_mtime for name in IMAGE_SOURCES for path in (ROOT / name).rglob("*.py"))
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    sources = [path for name in kept for path in (ROOT / name, *(ROOT / name).rglob("*.py")) if path.is_file()]
+    newest = max(path.stat().st_mtime for path in sources)
     return "" if created and int(created) > newest else f"no image of this version: podman build -t {IMAGE} ."
 
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = pytest.mark.skipif(bool(why := missing()), reason=why)
 
 
 class Pods:

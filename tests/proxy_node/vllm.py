@@ -65,13 +65,17 @@ class VllmServer:
         return server
 
 
+def names_of(roles: Sequence[str]) -> list[str]:
+    return [f"{role}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
+
+
 @contextmanager
 def served(
     roles: Sequence[str], *flags: str, model: Path = DEMO, **settings: Any
 ) -> Iterator[tuple[Cluster, dict[str, VllmServer]]]:
     """Start a router, and a server with a proxy node for each of `roles`. Yield the cluster, and the servers by name.
     `settings` are those of the cluster."""
-    names = [f"{role}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
+    names = names_of(roles)
     with tempfile.TemporaryDirectory(prefix="baton-vllm-") as directory:
         servers = {name: VllmServer(Path(directory) / f"{name}.log", *flags, model=model) for name in names}
         try:

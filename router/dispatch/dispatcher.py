@@ -213,7 +213,7 @@ class Dispatcher:
             if role := self._pool.missing_role:
                 text = f"No {role} node is ready, and the other nodes cannot work alone; try again soon."
                 raise UnavailableError(text, retry_after_s=2.0, code=f"no_{role}_node") from None
-            if not any(each.alive_since for each in self._pool.connections.values()):
+            if not self._pool.has_been_ready:
                 text, code = "No node has been ready yet: the nodes are starting; try again soon.", "starting"
             raise UnavailableError(text, retry_after_s=2.0, code=code) from None
 

@@ -67,6 +67,7 @@ class NodePool:
         self.connections: dict[str, NodeConnection] = {}  # by node
         self.adapters: dict[str, str] = {}  # digests by name, of the LoRA adapters that any node has or had when lost
         self.has_met_nodes = False  # whether any node has joined since the router started
+        self.has_been_ready = False  # whether any node has been ready since the router started
         self.unloaded: set[str] = set()  # names of adapters that no request may use, although nodes may have them
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
@@ -270,6 +271,7 @@ class NodePool:
         """Return the ready nodes, grouped by fingerprint, because only nodes with the same fingerprint can exchange KV.
         If a group has nodes that cannot work alone, the group is left out while it lacks one of the roles."""
         ready = [each for each in self.connections.values() if each.is_ready]
+        self.has_been_ready |= bool(ready)
         decode = [each for each in ready if each.info.role == "decode"]
         pool_owners = {"", *(each.info.incarnation_id for each in decode)}
         prefill = [each for each in ready if each.info.role == "prefill" and self.mode != "colocated"]

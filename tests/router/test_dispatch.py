@@ -272,6 +272,19 @@ async def test_without_nodes_new_requests_fail_and_running_ones_wait(monkeypatch
     here.check_over()
 
 
+async def test_nodes_that_are_gone_are_not_said_to_be_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch_module, "WAIT_NEW_S", 0.02)
+    for nodes, code in (("", "starting"), ("d0", "node_lost")):
+        here = stage(nodes)
+        here.fleet.routable()
+        for name in list(here.fleet.connections):
+            del here.fleet.connections[name]
+        here.fleet.notify()
+        with pytest.raises(UnavailableError) as refused:
+            await Reader(here.dispatch, GenerationRequest("late", PROMPT, 4, SamplingParams())).admitted()
+        assert refused.value.code == code
+
+
 async def test_waiting_for_a_node_does_not_count_as_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     here = stage("p0 d0", max_attempts=1)
     with monkeypatch.context() as patch:

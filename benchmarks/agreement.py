@@ -1,7 +1,7 @@
 """Compare ten pairs of clusters by simulation and by measurement, and count how often the verdicts agree.
 
-The pairs, their traffic and their limits were chosen before any was measured. Nodes that are emulated sleep for the
-times of --cost; everything else about them is real. --trace is a file such as azure2023_conv_first_half.csv.
+The pairs, their traffic and their limits were chosen before any pair was measured. Emulated nodes sleep as long as the
+cost file of --cost says; everything else about them is real. --trace is a file such as azure2023_conv_first_half.csv.
 
 With --slow N, all times of the device and all limits are N times as long, and rates are divided by N, so that delays on
 a busy machine matter less.
@@ -55,7 +55,7 @@ PAIRS = (
 
 
 def slowed_cost(name: str, slow: float, folder: Path) -> str:
-    """Write the cost file of a device that is slower by a factor, and return its path."""
+    """Write the cost file of a device that is slower by the factor `slow`, and return the file's path."""
     data = json.loads((COSTS / f"{name}.json").read_text())
     data["cost"] |= {each: slow * data["cost"][each] for each in TIMES}
     for link in data["links"].values():

@@ -38,7 +38,7 @@ from benchmarks.result import (
 
 CONTEXT = 512
 STEPS = {1: 32, 8: 16, 32: 10}
-OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # Baton's default; vLLM accepts only whole GiB, but only the used part is resident
+OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # Baton's default, and vLLM's minimum, of which only the used part is resident
 WORK_KV_GIB = 0.4  # enough for 32 contexts and their steps; both models need the same KV per token
 FP32, BITS16, INT8 = "Baton fp32", "Baton 16-bit weights", "Baton int8"
 LLAMA_F32, VLLM_FP32, TRANSFORMERS = "llama.cpp F32", "vLLM fp32", "transformers fp32"
@@ -52,7 +52,7 @@ Runs = dict[str, dict[str, list[float]]]  # the values by measurement, then by a
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """A row of the table, measured by the workers' method `call`. `goal` is the least ratio to the best peer."""
+    """A table row, measured by the workers' method `call`. `goal`: the least ratio of our speed to the best peer's."""
 
     label: str
     call: str

@@ -2,8 +2,8 @@
 
     python -m benchmarks fleet
 
-The router runs alone on the first CPU. On the last CPU, one process emulates the nodes, which hold their streams to the
-router and send it the same messages as real nodes. The "busy" nodes generate tokens for this router's clients. All
+The router runs alone on the first CPU. On the last CPU, one process emulates the nodes, which keep their streams to the
+router open and send it the same messages as real nodes. The "busy" nodes generate tokens for this router's clients. All
 others work for other routers: they report their load, and offer step records ten times a second."""
 
 import asyncio
@@ -116,14 +116,14 @@ def spawned(command: list[str]) -> "subprocess.Popen[str]":
 async def started(
     busy: PacedFleet, num_nodes: int, cpu: int, flags: list[str]
 ) -> AsyncIterator[tuple[ProbedProcess, dict[str, float]]]:
-    """Start a router on `cpu`. When `num_nodes` nodes are attached, yield the router and the figures of joining."""
+    """Start a router on `cpu`. When `num_nodes` nodes are attached, yield the router and the costs of joining."""
     port, registry_port = free_port(), free_port()
     ports = f"--port {port} --registry-port {registry_port} --disaggregate never --max-concurrent-requests 4096"
     command = [sys.executable, "-m", "benchmarks.probed_router", "--model", str(DEMO_MODEL), *ports.split(), *flags]
     command += ["--served-model-name", "model", "--log-level", "error"]
     idle = IdleFleet(num_nodes - len(busy.nodes))
     with spawned(command) as process:
-        os.sched_setaffinity(process.pid, {cpu})  # threads that the process starts later inherit this
+        os.sched_setaffinity(process.pid, {cpu})  # threads that the process starts later inherit this affinity
         router = ProbedProcess(process.pid, port)
         router.process = process
         announcers: list[Announcer] = []

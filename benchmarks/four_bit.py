@@ -1,9 +1,9 @@
-"""Compare 4-bit codes with bfloat16 weights on a CPU: decoding and prefilling at one shape, with random weights.
+"""Compare 4-bit codes with bfloat16 weights on a CPU: decoding and prefilling with one model shape and random weights.
 
     python -m benchmarks four_bit
 
-The two checkpoints are written to the benchmarks' cache once: bfloat16, and AWQ in groups of 128, whose embedding and
-output head stay in bfloat16. Each runs in a separate process. The processes take turns; the other one is stopped.
+Two checkpoints are written to the benchmarks' cache once: one in bfloat16, and one in AWQ with groups of 128, whose
+embedding and output head are bfloat16. Each runs in its own process. While one process runs, the other is stopped.
 """
 
 import json

@@ -1,11 +1,11 @@
 """Measure the cost of grammars: tokens per second of a batch whose answers must match a grammar, and of the same batch
-without one.
+without a grammar.
 
     python -m benchmarks grammar --weights int8 --repeats 40
 
-The model has the shape of Qwen2.5-0.5B with random weights and a vocabulary of 151,936, of which a tokenizer of random
-merges uses 150,000. Tokens are drawn at temperature 1, which is the worst case for masks: a trained model stays in
-states whose masks are small or already computed.
+The model has the shape of Qwen2.5-0.5B, random weights, and a vocabulary of 151,936 tokens. Its tokenizer, which has
+random merges, uses 150,000 of these tokens. Tokens are drawn at temperature 1, which is the worst case for masks: a
+trained model stays in states whose masks are small or already computed.
 """
 
 import random
@@ -50,7 +50,7 @@ GRAMMARS = {
 
 
 def vocabulary(directory: Path) -> GrammarTokenizer:
-    """Return a byte-level tokenizer of `VOCABULARY` tokens, each a merge of two others."""
+    """Return a byte-level tokenizer of `VOCABULARY` tokens: the byte characters, and random merges of two tokens."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = dict.fromkeys(characters)
     source, merges = random.Random(0), []
@@ -72,7 +72,7 @@ class GrammarEngine(BatonEngine):
     """Decodes a batch with or without a grammar. The grammars are compiled before the clock starts."""
 
     def bound(self, tokenizer: GrammarTokenizer, grammar: str) -> float:
-        """Return the tokens per second of `STEPS` steps of a batch of `BATCH` requests."""
+        """Return the tokens per second over `STEPS` steps with a batch of `BATCH` requests."""
         requests = []
         for index in range(BATCH):
             matcher = TokenMatcher(tokenizer, grammar) if grammar else None
@@ -94,7 +94,7 @@ def main() -> None:
     engine = GrammarEngine(str(checkpoint("0.5b", args.directory)), args.threads, **options)
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = vocabulary(Path(directory))
-        tokenizer.matcher(GRAMMARS["any JSON"])  # reads the tokenizer
+        tokenizer.matcher(GRAMMARS["any JSON"])  # reads the tokenizer's files before they are deleted
     found, rows = {}, list[list[Cell]]()
     for name, grammar in GRAMMARS.items():
         arms = {"with": partial(engine.bound, tokenizer, grammar), "without": partial(engine.bound, tokenizer, "")}

@@ -46,7 +46,7 @@ def send(client: httpx.Client, prompt: list[int]) -> tuple[str, float]:
 
 
 def timed(client: httpx.Client, prompt: list[int]) -> dict[str, float]:
-    """Send one request, and return its TTFT and phases in milliseconds. Raises TimeoutError if it gets no phases."""
+    """Send one request, and return its TTFT and phases in milliseconds. Raises TimeoutError if there are no phases."""
     identity, ttft_s = send(client, prompt)
     deadline = time.monotonic() + TIMELINE_S
     while not (timeline := client.get(f"/v1/requests/{identity}/timeline").json()).get("phases_ms"):
@@ -54,7 +54,7 @@ def timed(client: httpx.Client, prompt: list[int]) -> dict[str, float]:
             raise TimeoutError(f"request {identity} has no phases after {TIMELINE_S} s")
         time.sleep(0.1)
     prefill_ms, exposed_ms = (timeline["phases_ms"][phase] for phase in ("prefill", "transfer_exposed"))
-    # If a request needed more than one attempt, a node was lost, and the TTFT includes the retry.
+    # More than one attempt means that a node was lost, and that the TTFT includes the retry.
     figures = {"ttft_ms": 1e3 * ttft_s, "prefill_ms": prefill_ms, "exposed_ms": exposed_ms}
     return figures | {"exposed_of_prefill": exposed_ms / prefill_ms, "attempts": timeline["attempts"]}
 

@@ -1,11 +1,11 @@
-"""Measure two parts of a pass on a CPU: which share of a step recurrences take, and how much longer experts take than a
-loop that only reads their weights.
+"""Measure two parts of a forward pass on a CPU: what share of a step recurrences take, and how much longer experts take
+than a loop that only reads their weights.
 
     python -m benchmarks layers
 
-The models have random weights. The step has one chunk of 512 tokens, at the shape of Qwen3.5 0.8B. The experts are
-those of Qwen3-MoE, 8 of 128 for each of 8 tokens. The time to read is measured by a sum over as many bytes as the
-chosen experts have.
+The models have random weights. The step runs one chunk of 512 tokens in a model with the shape of Qwen3.5 0.8B. The
+experts belong to a Qwen3-MoE model, in which each of 8 tokens chooses 8 of 128 experts. The time to read the weights is
+measured as the time to sum an array of the same size as the chosen experts' weights.
 """
 
 import os
@@ -50,7 +50,7 @@ QWEN35: dict[str, Any] = {
 
 
 class RecurrenceClock:
-    """The kernels of one step. Adds the time of each recurrence to `seconds`."""
+    """Wraps the kernels of one step, and appends the time of each recurrence to `seconds`."""
 
     def __init__(self, step: Any, seconds: list[float]) -> None:
         self._step, self._seconds = step, seconds

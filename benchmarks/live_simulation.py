@@ -1,7 +1,7 @@
 """Compare live runs of the demo model with simulations of the same traffic, end to end.
 
-A cost file is fitted to the records of one live cluster, as `baton profile --from` does, under the preset mix. Then
-other traffic runs on new clusters of both modes, and each period is simulated with this cost file. --traces is a
+As in `baton profile --from`, a cost file is fitted to the records of a live cluster, which serves the preset "mix".
+Then other traffic runs on new clusters of both modes, and each period is simulated with this cost file. --traces is a
 directory with traces of Azure and Mooncake. The machine must be idle.
 """
 
@@ -24,7 +24,7 @@ from compare.profiling.main import from_records
 from compare.run.deployments import LaunchOptions, LocalStack
 from shared.model_files import DEMO_MODEL
 
-FITTED_ARM = "disaggregated:1p1d@disaggregate=auto"  # some prompts are handed off, and others run among decodes
+FITTED_ARM = "disaggregated:1p1d@disaggregate=auto"  # some prompts are handed off; the decode node computes the others
 FITTED_TRAFFIC = CompareOptions(preset="mix", scale_tokens=0.2, rate=4.0, duration=60.0)
 TRAFFIC: dict[str, dict[str, Any]] = {
     "preset agentic": {"preset": "agentic", "scale_tokens": 0.05, "rate": 4.0},
@@ -51,7 +51,7 @@ async def fitted(log: Path) -> dict[str, Any]:
 
 
 def predictions(cost: Path, out: Path, options: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """Run the traffic live, simulate every period, and return the two means of each metric by arm."""
+    """Run the traffic live, and simulate every period. Return the measured and simulated mean of each metric by arm."""
     asyncio.run(run_compare(CompareOptions(on="live", emulate=str(cost), too_long="cut", out=out, **options)))
     found: dict[str, dict[str, dict[str, float]]] = json.loads((out / "report.json").read_text())["prediction"]
     return found

@@ -61,8 +61,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def checkpoint(shape: str, directory: Path = CACHE) -> Path:
-    """Return the path of a float32 checkpoint in `directory`, which is made if it does not exist (0.5b takes 2 GB,
-    1b-moe takes 5 GB).
+    """Return the path of a float32 checkpoint in `directory`. If it does not exist, make it; 0.5b takes 2 GB, and
+    1b-moe takes 5 GB.
 
     Raises ValueError if the shape is unknown.
     """

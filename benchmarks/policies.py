@@ -17,7 +17,7 @@ from scheduler.scheduler import Scheduler, StepLimits
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "policies.md"
-# An invented device: a step takes 10 ms for up to 200 tokens, 40 µs for each further token, and the time of attention.
+# An invented device: a step takes 10 ms for up to 200 tokens, plus 40 µs for each further token, plus attention.
 COST = CostModel(
     overhead=2e-3, per_token=4e-5, knee_tokens=200, per_pair=1e-9, per_context=2e-8, per_decode=2e-5, margin=0.0
 )

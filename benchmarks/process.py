@@ -27,7 +27,7 @@ class PeerProcess:
     """A process group that runs `module` with `python` and answers calls through `benchmarks.peers.worker`.
 
     If `pauses` is true, SIGSTOP stops the group between calls, so that other peers can use the CPU. `facts` is the
-    peer's first answer. Use it with `contextlib.closing`. Raises PeerFailedError if the peer does not start.
+    peer's first answer. Use this object with `contextlib.closing`. Raises PeerFailedError if the peer does not start.
     """
 
     def __init__(

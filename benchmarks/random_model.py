@@ -21,9 +21,9 @@ def random_decoder(
     deviation: float = STANDARD_DEVIATION,
     names: WeightMap = LLAMA,
 ) -> Decoder:
-    """Return a decoder in the shape of `config`. Its weights are normally distributed; the weights of norms are 1.
+    """Return a decoder with the shape of `config`. Its weights are normally distributed; the weights of norms are 1.
 
-    `linear` is the format of the weights, by default plain. Equal seeds give equal weights on the same kind of device.
+    `linear` is the weights' format, by default unquantized. Equal seeds give equal weights on the same kind of device.
     """
     generator = torch.Generator(device).manual_seed(seed)
 

@@ -1,8 +1,8 @@
-"""Record live runs of one co-located node, for tests that replay them in the simulator: tests/data/recordings.
+"""Record live runs of one co-located node in tests/data/recordings, for tests that replay them in the simulator.
 
 A recording has the settings of the node's scheduler, the requests and the steps. Requests are in the order in which the
-scheduler received them, and numbers identify the blocks of their prompts. A step has the number of requests added
-before it, its durations, its blocks, and its members (request, start, count).
+scheduler received them, and numbers identify the blocks of their prompts. A step has the number of requests added since
+the previous step, its durations, the numbers of blocks, and its members (request, start, count).
 """
 
 import asyncio
@@ -72,8 +72,8 @@ async def record(name: str) -> Document:
 def document(
     arrivals: dict[str, Arrival], steps: Sequence[Document], members: Sequence[Sequence[Document]], size: int
 ) -> Document:
-    """Return the requests and the steps of a recording. `arrivals` has the requests by id, and `members` the slices of
-    each step."""
+    """Return the requests and the steps of a recording. `arrivals` has the requests by id, and `members` has the
+    slices of each step."""
     order = list(dict.fromkeys(each["id"] for own in members for each in own))
     number = {request_id: place for place, request_id in enumerate(order)}
     last = {each["id"]: place for place, own in enumerate(members) for each in own}

@@ -107,7 +107,7 @@ class PacedNode:
             session.wake.set()
 
     def step(self) -> None:
-        """Send the next token of every request that has less than WINDOW tokens in flight."""
+        """Send the next token of every request that has fewer than WINDOW tokens in flight."""
         now = time.monotonic()
         for row in self._rows:
             if (position := len(row.sent)) - row.num_received < WINDOW and position < row.submit.max_tokens:
@@ -193,7 +193,7 @@ async def started(fleet: PacedFleet, cpu: int, workers: int) -> AsyncIterator[Ro
     """Start a router on `cpu` and wait until all nodes have joined it."""
     port, registry_port = free_port(), free_port()
     with spawned(port, registry_port, workers) as process:
-        os.sched_setaffinity(process.pid, {cpu})  # threads that the process starts later inherit this
+        os.sched_setaffinity(process.pid, {cpu})  # threads that the process starts later inherit this affinity
         announcers = [await node.join(f"127.0.0.1:{registry_port}") for node in fleet.nodes]
         try:
             while process.poll() is None and await num_ready(port) < NUM_NODES:  # noqa: ASYNC110 - there is no event to await

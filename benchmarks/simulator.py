@@ -1,7 +1,7 @@
-"""Measure how many requests are simulated per CPU second, with the preset chat at full lengths and Llama-3.1-8B on
-H200s.
+"""Measure how many requests the simulator simulates per CPU second. The traffic is the preset "chat" with lengths that
+are not scaled down, and the nodes are H200s that serve Llama-3.1-8B.
 
-CPU time is measured, to reduce the effect of other processes. Each run is one process; the memory is its peak.
+CPU time is measured, to reduce the effect of other processes. Each run is one process, whose peak memory is given.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from compare.planning.options import PlanOptions
 from simulator.cluster import SimulatedCluster
 from simulator.routed import SimulatedRequest
 
-CASES = {  # arm, requests/s for each node, requests
+CASES = {  # arm, requests/s for each node, number of requests
     "one node, light load": ("colocated:1", 4.0, 5000),
     "one node, near its capacity": ("colocated:1", 14.0, 5000),
     "8 nodes, co-located": ("colocated:8", 14.0, 5000),
@@ -29,7 +29,7 @@ Figures = dict[str, float]
 
 
 def simulate(arm: str, node_rate: float, count: int) -> Figures:
-    """Run in a separate process. Return the requests per CPU second, CPU seconds, peak MiB, and steps."""
+    """Simulate one run. Return requests per CPU second, CPU seconds, peak MiB and steps. Runs in a separate process."""
     simulations = prepare(PlanOptions(preset="chat"))
     plan = simulations.plan(arm)
     requests = simulations.requests(plan.block_tokens, node_rate * (plan.prefill + plan.decode), 1, count)

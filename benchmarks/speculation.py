@@ -49,7 +49,7 @@ class Script:
 
 
 def scripts_of(kind: str, count: int) -> list[Script]:
-    """Return prompts and answers of equal lengths, from different places of the texts."""
+    """Return scripts from random passages of the texts. All prompts have the same length, as have all answers."""
     tokenizer, rng = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json")), random.Random(0)
     pages = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
     words = [[word for word in page.split() if word.isascii()] for page in pages]
@@ -158,8 +158,8 @@ def measure(
 
 
 def acceptance(engine: SpeculatingEngine, kind: str, batch: int) -> list[Cell]:
-    """Return a row with two shares of right guesses: one for prompts whose KV arrives, and one for prompts that are
-    computed."""
+    """Return a row with two shares of right guesses: one for prompts whose KV is received, and one for prompts that
+    this engine computes."""
     shares: list[Cell] = []
     for receives in (True, False):
         before = engine.acceptance()

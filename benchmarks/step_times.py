@@ -1,8 +1,8 @@
 """Measure how long the demo model's steps take on this CPU: tests/data/recordings/step_times.json.
 
-The steps are those of the recordings (`python -m benchmarks recording`), at even distances. Each step runs --repeats
-times with one thread. The file has its median CPU time, because other processes delay steps but hardly change their CPU
-time.
+The steps are evenly spaced steps of the recordings (`python -m benchmarks recording`). Each step runs --repeats times
+with one thread. The file has the median CPU time of each step, because other processes delay steps but hardly change
+their CPU time.
 """
 
 import gzip
@@ -24,13 +24,13 @@ from scheduler.request import Step
 from shared.model_files import DEMO_MODEL
 
 FILE = DIRECTORY / "step_times.json"
-STEPS = 150  # number of steps that are measured of each recording
+STEPS = 150  # number of steps to measure from each recording
 COLUMNS = ("num_prefills", "prefill_tokens", "prefill_pairs", "num_decodes", "decode_context", "us")
 Members = list[tuple[int, int, int]]
 
 
 def members() -> list[Members]:
-    """Return the slices (request, start, count) of steps of the recordings."""
+    """Return the slices (request, start, count) of each step to measure."""
     found: list[Members] = []
     for name in RUNS:
         steps = json.loads(gzip.decompress((DIRECTORY / f"{name}.json.gz").read_bytes()))["steps"]

@@ -25,7 +25,7 @@ from shared.config.settings import resolve
 from simulator.cluster import SimulatedCluster
 from simulator.routed import SimulatedRequest
 
-FIRST = 150  # number of the 300 requests of the vLLM run to which the model is fitted
+FIRST = 150  # the model is fitted to this many of the 300 requests of the vLLM run
 RUN = "RTXPRO6000_Llama-3.1-8B__requests.jsonl"
 SCALES = np.array([1e-2, 5e-5, 1e-9, 1e-7, 2e-5])  # overhead, per_token, per_pair, per_context, per_decode
 Series = NDArray[np.float64]
@@ -69,7 +69,7 @@ class MeasuredRun:
     def fit(self) -> CostModel:
         """Return the cost model with the smallest sum of two mean relative errors over the first FIRST requests.
 
-        These are the error of the TPOT, and the error of the TTFT after 100 ms are added to both values.
+        One is the error of the TPOT. The other is that of the TTFT, with 100 ms added to measured and simulated TTFTs.
         """
 
         def error(logs: Series) -> float:
@@ -81,7 +81,7 @@ class MeasuredRun:
                 + np.abs((ttft[first] + slack) / (self.ttft_s[first] + slack) - 1).mean()
             )
 
-        # The first vertex is the start. Each of the others makes one number e times as large.
+        # The first vertex is the starting point. Each other vertex makes one parameter e times as large.
         simplex = np.vstack((np.zeros(len(SCALES)), np.eye(len(SCALES))))
         options = {"initial_simplex": simplex, "maxfev": 400, "xatol": 1e-3}
         return _model(minimize(error, simplex[0], method="Nelder-Mead", options=options).x)

@@ -246,7 +246,7 @@ def change_role(url: str, node: str, role: str, api_key: str = "") -> int:
 
 
 def run_chat(url: str, api_key: str, system: str, **options: float | None) -> int:
-    """Answer prompts from standard input, one per line. Return 1 if a prompt from a pipe got no answer, else 0.
+    """Send each line of standard input as a prompt. Return 1 if a prompt from a pipe got no answer, else 0.
 
     `options` are added to each request as fields. If an answer fails or is stopped, the conversation does not keep its
     question.

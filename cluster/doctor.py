@@ -1,8 +1,8 @@
 """The `baton doctor` command, which checks this installation or a running cluster, and changes nothing.
 
 Without --url, it checks this machine. It then starts small clusters, and checks that they give the same answers in both
-modes (co-located and disaggregated) and over every KV channel. With --url, it checks the registry and the nodes of the
-running cluster, and that answers are repeatable. With --engine, it checks vLLM servers.
+modes (co-located and disaggregated) and over every KV channel. With --url, it checks a running cluster: the
+registry, the nodes, and whether answers are repeatable. With --engine, it checks vLLM servers.
 """
 
 import asyncio
@@ -211,7 +211,7 @@ async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
 
 
 def _members(status: Document) -> list[Document]:
-    """Return the rows of the nodes that are neither lost nor have left."""
+    """Return the rows of the nodes that are not lost and have not left."""
     return [node for node in status["nodes"] if node["state"] not in {"lost", "left"}]
 
 
@@ -226,8 +226,8 @@ def _nodes(status: Document) -> str:
 
 
 def _fingerprints(status: Document) -> str:
-    """Check that all nodes have the same fingerprint. Nodes with different fingerprints serve, but do not exchange
-    KV."""
+    """Check that all nodes have the same fingerprint. Nodes with different fingerprints serve requests, but do not
+    exchange KV."""
     nodes = _members(status)
     prints = [node["fingerprint"] for node in nodes]
     expected = max(sorted(set(prints)), key=prints.count, default="")
@@ -313,7 +313,7 @@ async def _replays_here(settings: DoctorSettings) -> AsyncIterator[Finding]:
 
 
 def _arm(settings: DoctorSettings, name: str, directory: str) -> Arm:
-    """Return an arm with the user's settings. If it is not co-located, its prefill node hands off every prompt."""
+    """Return a cluster with the user's settings. If it is not co-located, its prefill node hands off every prompt."""
     given = {
         field: format_value(getattr(settings, field))
         for field, about in ComputingSettings.model_fields.items()
@@ -363,7 +363,7 @@ def _prompts(max_model_len: int) -> list[list[int]]:
 
 
 def same_tokens(answers: Mapping[str, Sequence[Sequence[int]]]) -> str:
-    """Check that all clusters or methods, which are the keys of `answers`, gave the same answers."""
+    """Check that all answers are equal. The keys of `answers` are the clusters or methods that gave the answers."""
     if different := different_answers(answers):
         raise ValueError(
             f"{different[0]} ({len(different)} differ): either KV does not arrive as it was sent, or the nodes "

@@ -120,7 +120,7 @@ class EngineExaminer:
         return f"{hits[1]:g} tokens of a prefix were cached for the same salt, and none for another"
 
     def request(self, num_blocks: int, num: int = LENGTH) -> tuple[SubmitRequest, list[int]]:
-        """Return a request for `num` tokens with a new prompt, and this prompt."""
+        """Return a request for `num` tokens that has a new prompt, and the tokens of this prompt."""
         size = num_blocks * (self.facts.block_tokens if self.facts is not None else 16) + 1
         size = max(1, min(size, self._max_model_len - num))
         prompt = [secrets.randbelow(self.engine.vocab_size) for _ in range(size)]

@@ -155,10 +155,10 @@ def printer(names: Iterable[str], log_format: str = "text") -> Say:
 class LocalCluster:
     """The running processes of `children`.
 
-    `baton up` creates one, and calls `run` on the event loop. `run` restarts nodes that end, stops the cluster when the
-    router ends, and leaves no process behind. After SIGTERM, a process has `drain_timeout_s` + GRACE_S seconds to end
-    before it is killed. `all_ready` waits until every node takes requests. `get_status` returns the router's
-    /v1/status, or None if it does not answer.
+    `baton up` creates this object, and calls `run` on the event loop. `run` restarts nodes that end, stops the cluster
+    when the router ends, and leaves no process behind. After SIGTERM, a process has `drain_timeout_s` + GRACE_S seconds
+    to end before it is killed. `all_ready` waits until every node takes requests. `get_status` returns the router's
+    /v1/status, or None if the router does not answer.
     """
 
     def __init__(

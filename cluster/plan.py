@@ -143,7 +143,7 @@ class LocalSettings(ServingSettings, ComputingSettings, EngineSettings):
         return sum(self.num_nodes()) + len(self.more_models)
 
     def num_nodes(self) -> tuple[int, int]:
-        """Return the numbers of prefill and of decode nodes of `model`."""
+        """Return the number of prefill nodes and the number of decode nodes that serve `model`."""
         if self.engines:
             prefill = self.prefill if "prefill" in self.model_fields_set and self.mode != "colocated" else 0
             return prefill, len(self.engines) - prefill
@@ -196,7 +196,7 @@ class Child:
 
 
 def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
-    """Return the processes of the router and of the nodes, which share `cores`. `settings` must come from `checked`."""
+    """Return the processes of the router and the nodes. Nodes share `cores`. `settings` must come from `checked`."""
     counts = zip(("prefill", "decode"), settings.num_nodes(), strict=True)
     nodes: list[tuple[str, str, dict[str, object]]] = [
         (role, f"{role}-{number}", {}) for role, count in counts for number in range(count)
@@ -278,7 +278,7 @@ def with_model(settings: LocalSettings) -> LocalSettings:
 
 
 def _checked_model(text: str, settings: LocalSettings) -> str:
-    """Check an entry of --more-models, and return it with the path of its directory."""
+    """Check an entry NAME=MODEL of --more-models. Return NAME=DIRECTORY with the path of the model's directory."""
     name, _, model = text.partition("=")
     try:
         directory = resolve(model).resolve()

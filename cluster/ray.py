@@ -35,9 +35,9 @@ class Supervisor:
 
     One thread owns the process; Ray calls the methods on another thread. The process dies with the actor.
 
-    If the process is a node, it joins the routers of all actors whose names begin with `routers`. Nodes join the first
-    router at `port`, and the others at the port that `_port_offset` gives. The node reads the routers' addresses from
-    a file. This actor rewrites the file when a router is added or has moved.
+    If the process is a node, it joins all routers of the cluster. The names of the routers' actors begin with the
+    prefix `routers`. A node joins a router at `port` plus the router's `_port_offset`. It reads the routers' addresses
+    from a file. This actor rewrites the file when a router is added or has moved.
     """
 
     def __init__(self, child: Child, secret: bytes, routers: str, port: int) -> None:
@@ -171,7 +171,7 @@ def _port_offset(name: str) -> int:
 
 
 def _start(settings: RaySettings, child: Child, secret: bytes, routers: str) -> Any:
-    """Return the actor of a process. Create the actor if it does not exist. It starts the process if necessary."""
+    """Return the actor of a process. If the actor does not exist, create it. The actor starts the process if needed."""
     role = child.name.partition("-")[0]
     gpus = 1 if settings.placement == "gpu" and role != ROUTER else 0
     # On Ray, each node has a device of its own, so nodes do not divide a device's memory among them.
@@ -199,7 +199,7 @@ def _start(settings: RaySettings, child: Child, secret: bytes, routers: str) -> 
 
 
 def _placed(settings: RaySettings, actors: dict[str, Any]) -> dict[str, str]:
-    """Return the address of the host of each actor that Ray has placed. For each other actor, print which host it
+    """Return the host address of each actor that Ray has placed. For each other actor, print what kind of host it
     needs."""
     addresses = _addresses(actors, PLACED_S)
     for name in actors.keys() - addresses.keys():
@@ -212,7 +212,7 @@ def _placed(settings: RaySettings, actors: dict[str, Any]) -> dict[str, str]:
 
 
 def _addresses(actors: dict[str, Any], timeout_s: float) -> dict[str, str]:
-    """Return the address of the host of each actor that answers in time."""
+    """Return the host address of each actor that answers in time."""
     asked = {actor.address.remote(): name for name, actor in actors.items()}
     found: dict[str, str] = {}
     for answer in ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)[0] if asked else []:
@@ -263,7 +263,7 @@ def _actor_name(cluster: str, name: str) -> str:
 
 
 def _actors(prefix: str) -> dict[str, Any]:
-    """Return the actors whose names begin with `prefix`. Each key is the rest of a name."""
+    """Return the actors whose names begin with `prefix`. Each key is an actor's name without the prefix."""
     names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
     return {
         name.removeprefix(prefix): ray.get_actor(name, NAMESPACE) for name in sorted(names) if name.startswith(prefix)

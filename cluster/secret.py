@@ -26,7 +26,7 @@ KEY_BYTES = 32
 def new_pem() -> bytes:
     """Return a new private key and its self-signed certificate, whose validity period allows for wrong clocks."""
     key = ec.generate_private_key(ec.SECP256R1())
-    # The name is unique, which distinguishes the old and the new certificate while a secret is being replaced.
+    # The unique name distinguishes the new certificate from the old one while a secret is being replaced.
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"baton cluster {secrets.token_hex(8)}")])
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())

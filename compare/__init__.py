@@ -1,1 +1,1 @@
-"""Comparison of ways to serve the same traffic on the same devices: which is better, how certain that is, and why."""
+"""Compares ways to serve the same traffic on the same devices: finds which is better, how certain that is, and why."""

@@ -34,8 +34,8 @@ class Arm:
     name: str
     prefill: int
     decode: int
-    settings: Mapping[str, str] = field(default_factory=dict)  # values as text, by the field names of ArmSettings
-    url: str = ""  # set for a running stack; its numbers of nodes are 0 until a client has connected to it
+    settings: Mapping[str, str] = field(default_factory=dict)  # from field names of ArmSettings to values in text form
+    url: str = ""  # set only for a running stack; `prefill` and `decode` are 0 until a client has connected to it
 
     @property
     def devices(self) -> int:
@@ -99,7 +99,7 @@ def parse_settings(source: str, text: str) -> dict[str, str]:
 
 def parse_arms(texts: Sequence[str], common: Sequence[str] = (), *, unequal: bool = False) -> list[Arm]:
     """Parse the arms. `common` are settings of all arms, each as SETTING=VALUE. Raises ConfigError if there are fewer
-    than two arms, if two are equal, or if their numbers of devices differ and `unequal` is not set."""
+    than two arms, if two are equal, or if the arms have different numbers of devices and `unequal` is not set."""
     shared = parse_settings("--set", ",".join(common))
     if any("=" not in text for text in common):
         raise ConfigError("--set: write SETTING=VALUE, as in --set max_num_seqs=32")

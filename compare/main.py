@@ -32,8 +32,8 @@ from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL, read_limits, resolve
 
 NO_VERDICT = 1
-# Largest slowdown by other processes that an estimate assumes. A load average overstates the slowdown, because it also
-# counts processes of lower priority.
+# The estimate of a session's duration assumes at most this slowdown by other processes. A load average overstates the
+# slowdown, because it also counts processes of lower priority.
 MAX_SLOWDOWN = 3.0
 BUSY = 0.5  # at a higher load average per core, other processes distort the figures
 TOO_LONG = ("error", "cut", "drop")
@@ -97,7 +97,7 @@ def command_line(arguments: Sequence[str]) -> str:
 def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
     """Return the experiment for these options, the deployments of its arms, and the plan to print.
 
-    Raises ConfigError with a message of one line, which names the flag and the remedy.
+    Raises ConfigError, whose one-line message names the flag and the remedy.
     """
     _check_choices(options)
     model = _model_of(options)
@@ -137,7 +137,7 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         for number, arm in enumerate(all_arms, 1)
     ]
     keeps_all = bool(options.url or options.engines) or fit_together(all_arms, str(model))
-    # The number of running processes per core, with one more for this session.
+    # The number of running processes per core, including this session.
     load = (1 + os.getloadavg()[0]) / len(os.sched_getaffinity(0))
     slowdown = min(max(1.0, load), MAX_SLOWDOWN)
     plan = experiment.plan(options.duration, keeps_all=keeps_all, slowdown=slowdown)
@@ -215,7 +215,7 @@ def _arms_of(options: CompareOptions) -> list[Arm]:
 
 
 def engines_of(options: CompareOptions) -> tuple[str, ...]:
-    """Return the URLs of vLLM servers, which all arms share. Raises ConfigError."""
+    """Return the URLs of the vLLM servers that all arms share. Raises ConfigError."""
     try:
         urls = parse_engines(options.engines)
     except ValueError as error:
@@ -253,7 +253,7 @@ def _tokenizer(model: Path) -> Tokenizer:
 
 
 def vocabulary_of(model: Path, tokenizer: Tokenizer) -> tuple[PromptVocabulary, int]:
-    """Return the ids that prompts may contain, and the model's maximum context (0: unknown). Raises ConfigError."""
+    """Return the ids that prompts may contain, and the model's maximum context (0 if unknown). Raises ConfigError."""
     try:
         config = json.loads((model / "config.json").read_text())
         limit = int(config.get("max_position_embeddings", 0))

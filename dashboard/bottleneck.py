@@ -59,7 +59,7 @@ class Pool:
         self.queue = sum(node.get("waiting") or 0 for node in nodes)
         shares = [node.get("busy") for node in nodes]
         known = [float(share) for share in shares if share is not None]
-        is_known = bool(known) and None not in shares  # every node has reported its share
+        is_known = bool(known) and None not in shares  # every node has reported how busy it is
         self.busy: float | None = sum(known) / len(known) if is_known else None
         self.least: float | None = min(known) if is_known else None
         self.most: float | None = max(known) if is_known else None
@@ -79,7 +79,7 @@ class Pool:
 
 
 class Latency:
-    """The latencies in a status document, and the latencies that exceed their SLO."""
+    """The latencies in a status document, and which of them exceed their SLO."""
 
     def __init__(self, latency: dict[str, Any]) -> None:
         def percentile(name: str, which: str) -> Any:

@@ -1,8 +1,8 @@
 """The export of the history as a Chrome trace, for Perfetto and chrome://tracing.
 
-Each node is shown as a process with a thread for its steps, counters of its blocks and its queue, and one
+Each node is shown as a process. The process has a thread for the steps, counters of the blocks and the queue, and one
 asynchronous row for each push of KV, because pushes may overlap. Another process has one asynchronous row for each
-request, with its spans. Times are microseconds since the trace began.
+request, with the request's spans. Times are microseconds since the trace began.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from dashboard.trace import CHUNK, AttemptSpan, RequestTrace, Rings
 Event = dict[str, Any]
 MAX_STEPS = 200_000  # maximum steps of all nodes together; the earliest steps are left out
 COUNTER_NS = 10_000_000  # minimum time between two samples of a counter
-REQUESTS = 1  # process id of the requests; the process ids of the nodes follow
+REQUESTS = 1  # pid of the process that shows the requests; the processes of the nodes have the next pids
 
 
 def trace_events(history: RequestHistory, since_ns: int) -> Iterator[Event]:

@@ -24,7 +24,7 @@ MAX_TEXT = 200  # maximum characters of a name that a node sends
 HEARTBEATS = 128  # number of latest heartbeats from which a clock's offset is estimated
 OFFSET_NS = 1_000_000  # a smaller offset is ignored
 MAX_NS = 2**62
-WINDOW_NS = 10 * 10**9  # a node's activity is measured over this time before now
+WINDOW_NS = 10 * 10**9  # length of the window, up to now, over which a node's activity is measured
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,7 +33,7 @@ class HistoryLimits:
 
     requests: int = MAX_REQUESTS
     rows: int = 500_000  # events and chunks of all requests; this many take 150 MB
-    serials: int = 16_384  # maximum requests of one node whose numbers in step records are kept
+    serials: int = 16_384  # maximum number of entries in each node's `NodeHistory.serials`
 
 
 class RecordObserver(Protocol):
@@ -51,7 +51,7 @@ class NodeHistory:
 
     incarnation_id: str
     steps: StepRing = field(default_factory=StepRing)
-    serials: dict[int, str] = field(default_factory=dict)  # attempt ids by serial, the request's number in step records
+    serials: dict[int, str] = field(default_factory=dict)  # attempt ids by serial (a request's number in step records)
     delays_ns: deque[int] = field(default_factory=lambda: deque(maxlen=HEARTBEATS))
     offset_ns: int = 0
     updated_ns: int = 0
@@ -74,8 +74,8 @@ class NodeHistory:
 class RequestHistory(RouterObserver):
     """The traces of the latest requests, and the steps of all nodes.
 
-    The router reports requests and nodes to it as a `RouterObserver`. `/v1/requests`, `/v1/steps`, `/events`, `/trace`
-    and the metrics read it. Everything runs on the router's event loop, but other threads may read the copies that
+    The router reports requests and nodes to this `RouterObserver`. `/v1/requests`, `/v1/steps`, `/events`, `/trace` and
+    the metrics read it. Everything runs on the router's event loop, but other threads may read the copies that
     `rings` and `traces` return. Malformed records of a node are dropped and counted. Memory is bounded by
     `limits`, and the oldest requests are dropped first.
     """
@@ -269,13 +269,13 @@ class RequestHistory(RouterObserver):
         return Counter(queue for trace in running for span in trace.current_attempts for queue in span.queues())
 
     def changed(self, since: int, limit: int) -> tuple[int, list[dict[str, Any]]]:
-        """Return the version reached, and summaries of up to `limit` requests that changed after version `since`."""
+        """Find up to `limit` requests that changed after version `since`. Return their latest version and summaries."""
         found = [trace for trace in self._traces.values() if trace.version > since]
         found = sorted(found, key=lambda trace: trace.version)[:limit]
         return max([since, *(trace.version for trace in found)]), [trace.summary(self.ring) for trace in found]
 
     def client_id(self, node: str, serial: int) -> str | None:
-        """Return the id that the client knows for a request in a step record, or None if it is unknown."""
+        """Return the client's id of the request with this serial in a node's step records, or None if it is unknown."""
         memory = self._nodes.get(node)
         attempt = memory.serials.get(serial) if memory is not None else None
         if attempt is None:

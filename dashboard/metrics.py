@@ -1,6 +1,6 @@
 """Prometheus metrics that are derived from the nodes' records and from the phases of requests.
 
-The series of a lost node are dropped. Label values are node ids, roles and members of fixed sets.
+The series of a lost node are dropped. Every label value is a node id, a role, or a value from a fixed set.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ ACTIVITY = {
     "budget": ("baton_step_budget_tokens", "Token budget of the last step."),
 }
 AFTER_FIRST = ("transfer_exposed", "decode_queue", "decode", "interference")  # a request's phases after its first token
-# For each queue, the role of the nodes that have it, and its help text.
+# For each queue, the role of the nodes that have this queue, and the help text of the metric.
 QUEUES = {
     BOOTSTRAP: ("prefill", "Requests in prefill without a reservation on their decode node."),
     INFLIGHT: ("prefill", "Computed prompts whose KV is still being transferred."),

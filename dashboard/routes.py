@@ -34,7 +34,7 @@ SECONDS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0}
 # Limits and intervals of /events.
 MAX_SUBSCRIBERS = 64
 TICK_S = 0.1
-MAX_RECORDED = 64  # with more nodes, only nodes whose steps a client has read recently send records
+MAX_RECORDED = 64  # with more nodes, a node sends records only if a client has recently read that node's steps
 ASKED_NS = 60 * 10**9
 REQUEST_TICKS, STATUS_TICKS = 2, 10
 MAX_CHANGED = 200  # maximum requests per event; the next event has the others
@@ -251,8 +251,8 @@ class Dashboard(RequestHistory):
     # ---- records of many nodes ----------------------------------------------------------------------------------
 
     def wants_records(self, node: str, num_nodes: int) -> bool:
-        """Return True for all nodes. If there are many nodes, return True only for those whose steps a client has read
-        recently."""
+        """Return True if there are few nodes. If there are many, return True only for nodes whose steps a client has
+        read recently."""
         if num_nodes <= MAX_RECORDED:
             return True
         asked_ns = self._asked_ns.get(node)

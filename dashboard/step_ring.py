@@ -40,7 +40,7 @@ class StepRow(NamedTuple):
     blocks_reserved: int
     draft_tokens: int
     accepted_tokens: int
-    interference_ns: int  # the delay of the node's decodes by the step's prompts
+    interference_ns: int  # by how much the step's prompts delayed the node's decodes
 
     @property
     def end_ns(self) -> int:

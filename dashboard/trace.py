@@ -76,7 +76,7 @@ class AttemptSpan:
     local_s: float = 0.0
     remote_s: float = 0.0
     num_before: int = 0  # tokens of the request that were sent before this attempt
-    before_ns: int = 0  # when the last of these tokens arrived; 0 if unknown
+    before_ns: int = 0  # when the last token before this attempt arrived; 0 if unknown
     _events: list[tuple[Any, ...]] = field(default_factory=list)
 
     def add(self, event: TraceEvent) -> bool:
@@ -101,7 +101,7 @@ class AttemptSpan:
 
     @property
     def predicted_ms(self) -> dict[str, float | None]:
-        """The predicted milliseconds of a local and a remote prefill. A value is None without a finite prediction."""
+        """The predicted milliseconds of a local and a remote prefill. A value is None if it is unknown or infinite."""
         ways = {"local": self.local_s, "remote": self.remote_s}
         return {way: seconds * 1000 if seconds and math.isfinite(seconds) else None for way, seconds in ways.items()}
 
@@ -218,14 +218,14 @@ class RequestTrace:
     first_ns: int | None = None
     second_ns: int | None = None
     last_ns: int | None = None
-    output_ns: int = 0  # when the last tokens of the first sample arrived
+    output_ns: int = 0  # when tokens of the first sample arrived most recently
     longest_gap_ns: int = 0  # the longest time between two arrivals of tokens of the first sample
     ended_ns: int | None = None  # when the last sample ended
     finish: str = ""  # finish reason of the last sample that ended; a failed sample takes precedence
     num_ended: int = 0
     status: int | None = None  # HTTP status and message of the error if the request was refused or failed
     message: str = ""
-    is_exact: bool = True  # False if a retry may have continued with other tokens
+    is_exact: bool = True  # False if the tokens after a retry may differ from those without the retry
     version: int = 0  # the history's version when the request last changed
     attempts: dict[str, AttemptSpan] = field(default_factory=dict)
 

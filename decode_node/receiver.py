@@ -102,11 +102,11 @@ class HandoffReceiver(RoleAdapter):
         try:
             async with asyncio.timeout(self._reserve_timeout_s):
                 await blocks_found
-        except (TimeoutError, asyncio.CancelledError):
+        except (TimeoutError, asyncio.CancelledError):  # a timeout, an abort, or the prefill node disconnected
             self._requests.abort(request.id)
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # The prefill node disconnected. Otherwise, the request was aborted or timed out.
+                raise  # the prefill node disconnected, which cancelled this task
             return ReserveReply(error=f"no free blocks within {self._reserve_timeout_s:g} s")
         finally:
             del self._waiting[request.id]

@@ -2,8 +2,8 @@
 
 The table does no I/O and reads no clock. Each method handles one event, and may return reservations whose end the
 caller has to report. After a failed handoff, the blocks may be reused only when the writer can no longer write. This is
-the case if the writer has reported that it stopped, if it is known to be dead, or if the channel drops late rows
-(`fenced`). Until then, the blocks are in quarantine.
+the case if the writer has reported that it stopped, if the writer is known to be dead, or if the channel drops late
+rows (`fenced`). Until then, the blocks are in quarantine.
 """
 
 from collections.abc import Callable

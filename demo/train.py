@@ -103,7 +103,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def token_stream(tokenizer: Tokenizer, texts: list[str], rng: random.Random) -> torch.Tensor:
-    """Return all texts as one sequence of ids, int64 [n], with EOS and BOS between documents of about 40 paragraphs."""
+    """Return the ids of all texts in one int64 tensor, with EOS and BOS between documents of about 40 paragraphs."""
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     ids: list[int] = []
     for text in texts:
@@ -222,7 +222,7 @@ def write_model(model: PreTrainedModel, tokenizer: Tokenizer, record: dict[str, 
 def golden_cases(directory: Path, tokenizer: Tokenizer, texts: list[str]) -> list[dict[str, object]]:
     """Return the greedy answers that transformers gives, in float32, to the beginnings of some texts.
 
-    `min_gap` is the smallest difference between the two largest logits of any step.
+    `min_gap` is the difference between the two largest logits in the step where this difference is smallest.
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     cases: list[dict[str, object]] = []

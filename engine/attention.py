@@ -27,8 +27,8 @@ class AttentionLayer:
     vector of 2 * head_dim numbers instead of a key and a value. This vector is the key of all heads, and its first
     `latent` numbers are the value of all heads.
 
-    If `wide` is not 0, the layer has `wide` KV heads, and each head has twice the layout's head_dim. In the pool, the
-    keys take the space of the layout's first `wide` heads, and the values take the space of the next `wide` heads.
+    If `wide` is not 0, the layer has `wide` KV heads, each with twice the layout's head_dim. In the pool, the keys
+    take the space of the layout's first `wide` heads, and the values take the space of the next `wide` heads.
     """
 
     index: int  # index of this layer among the layers that store KV
@@ -53,7 +53,7 @@ class AttentionPlan(Protocol):
         If the layer has latents, a query has twice the layout's head_dim, and results are [T, heads, layer.latent].
 
         The step's K and V of this layer must be in the pool. A query attends to its own position and all earlier ones,
-        or to the last `window` of these if `window` is not 0. Scores are scaled by q.shape[-1] ** -0.5.
+        or, with a window, only to the last `layer.window` of them. Scores are scaled by q.shape[-1] ** -0.5.
         """
 
 
@@ -65,7 +65,7 @@ class AttentionBackend(Protocol):
     def plan(self, batch: Batch) -> AttentionPlan:
         """Return a plan with the data that all layers of a step share: splits, tables and masks.
 
-        The data is computed from the batch's fields on the host.
+        The lengths of the slices come from `batch.starts` and `batch.kv_lens`, which are in host memory.
         """
 
 
@@ -82,7 +82,7 @@ class TablesPlan:
 
 
 def plan_tables(backend: AttentionBackend, pool: KVPool, batch: Batch) -> AttentionPlan:
-    """Return the plan of a step. The layers may use several block tables."""
+    """Return the plan of a step whose layers may use several block tables."""
     plans = []
     for number in range(len(batch.others) + 1):
         table = batch.with_table(number)
@@ -94,7 +94,7 @@ def plan_tables(backend: AttentionBackend, pool: KVPool, batch: Batch) -> Attent
 class ImagesPlan:
     """The attention of one step in which tokens of an image attend to each other (see `Batch.spans`).
 
-    The backend's plan computes all slices. The reference then computes the slices with such tokens again, and its
+    The backend's plan computes all slices. The reference then recomputes each slice that contains such tokens, and its
     results replace those of the backend.
     """
 
@@ -107,11 +107,11 @@ class ImagesPlan:
 
 @dataclass(slots=True)
 class _Reach:
-    """The part of the pool that one slice reads, for one window size."""
+    """The part of the pool that one slice reads in layers with a given window."""
 
     queries: slice  # rows of the packed batch
     pieces: Tensor  # int64 [kv_heads * blocks]: indices of a layer's (block, head) pieces, sorted by head
-    length: int  # tokens of context; the tail of the last block is cut off
+    length: int  # number of context tokens; the unused tail of the last block is cut off
     mask: Tensor | None  # bool [queries, context]; None if all positions are visible or `causal` is set
     causal: bool
 
@@ -129,7 +129,7 @@ class TorchAttention:
 class TorchPlan:
     """The reference attention of one step.
 
-    The reference backend creates a plan for each batch. Other backends use this plan for layers that their own kernels
+    The reference backend creates such a plan for each batch. Other backends use it for layers that their own kernels
     do not support. Plans are used on the engine's thread. The list of the blocks that a slice reads is computed once
     for each window size."""
 
@@ -151,7 +151,7 @@ class TorchPlan:
         return out
 
     def attend_images(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> Tensor:
-        """Recompute the slices with image tokens that attend to each other. Overwrite and return `out`."""
+        """Recompute the attention of the slices in `Batch.spans`. Overwrite and return `out`."""
         reaches = self._reaches_of(layer.window)
         for index in self._batch.spans:
             out[reaches[index].queries] = self._attend(layer, q[reaches[index].queries], reaches[index])
@@ -196,7 +196,7 @@ class TorchPlan:
     def _reach(self, index: int, row: int, start: int, end: int, window: int) -> _Reach:
         size, heads = self._layout.block_tokens, self._layout.kv_heads
         device = self._pieces.device
-        first = max(0, start + 1 - window) // size if window else 0  # blocks before this are outside the window
+        first = max(0, start + 1 - window) // size if window else 0  # earlier blocks are outside the window
         spans = self._batch.spans.get(index, [])
         first = min([first, *(low // size for low, _ in spans)])
         low = first * size
@@ -220,7 +220,7 @@ class TorchPlan:
 
 
 def _attend_slowly(layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, reach: _Reach) -> Tensor:
-    """Return attention with a soft cap or sinks. `q` is [T, heads, head_dim], keys and values [kv_heads, length, .]."""
+    """Attend with a soft cap or sinks. `q` is [T, heads, head_dim]; `keys` and `values` are [kv_heads, length, n]."""
     count, heads, head_dim = q.shape
     grouped = q.view(count, len(keys), -1, head_dim).permute(1, 2, 0, 3).float()
     scores = grouped @ keys[:, None].float().transpose(-1, -2) * head_dim**-0.5  # [kv_heads, group, T, length]

@@ -18,7 +18,7 @@ from engine.models.kv_places import KVPlaces, all_in_one_row
 from scheduler.request import Request, RequestState, Slice, StateUse, cdiv
 
 IntArray = NDArray[np.int32]
-KEPT_ROWS = 1024  # if more rows than this are cached, the rows of ended requests are dropped
+KEPT_ROWS = 1024  # if the tables of more requests than this are cached, the tables of ended requests are dropped
 
 
 @dataclass(slots=True)
@@ -29,15 +29,15 @@ class StateBatch:
     are merged, `cu_q`, int32 [S + 1], has the index of the first token of each merged slice. If no slices are merged,
     `cu_q` is None, and `Batch.cu_q` is used.
 
-    `rows` is int64 [3, S, R]: for each slice, the rows of the state to read, of the state to write, and of the state to
-    save. -1 means that there is no such state. A slice that reads no state begins with a state of zeros. A step never
-    writes a state that it reads.
+    `rows` is int64 [3, S, R]: for each slice, the rows of the state that it reads, of the state that it writes, and of
+    the state that it saves. If there is no such state, the rows are -1. A slice that reads no state begins with a state
+    of zeros. A step never writes a state that it reads.
     """
 
     rows: Tensor
-    save_at: Tensor  # int64 [S]: the state after this number of the slice's tokens is saved; 0: no state is saved
+    save_at: Tensor  # int64 [S]: number of the slice's tokens after which its state is saved; 0 if none is saved
     cu_q: Tensor | None = None
-    places: Tensor | None = None  # `KVPool.state_places` of the rows, or None until a layer needs it
+    places: Tensor | None = None  # result of `KVPool.state_places` for `rows`; None until a layer needs it
 
 
 @dataclass(slots=True)
@@ -60,8 +60,8 @@ class Batch:
     the previous step, in the order of that step's `sampled`. `tokens[t]` is 0 until the runner inserts the draw.
 
     `slots` and `block_table` are for the layers that use the first table (see `KVPlaces`). `others` has the slots and
-    block tables for the other layers. If all tokens of a block are outside of the layers' window, the entry of this
-    block in a table may be any row.
+    block tables for the other layers. If all tokens of a block are outside of the layers' window, the table's entry
+    for this block may be any row.
     """
 
     tokens: Tensor  # int64 [T]
@@ -78,13 +78,13 @@ class Batch:
     carried: list[tuple[int, int]] = field(default_factory=list)
     others: list[KVTable] = field(default_factory=list)
     states: StateBatch | None = None  # only for models with recurrent layers
-    adapters: list[str] = field(default_factory=list)  # digest of each slice's adapter, or ""; empty if none has one
+    adapters: list[str] = field(default_factory=list)  # digest of each slice's adapter, or ""; [] if all are ""
     on_axes: Tensor | None = None  # int64 [3, T]: positions on three axes, if a slice has images (see `Rope.sections`)
     images: BatchImages | None = None  # the runner sets this
     # Maps the index of a slice to the positions [start, end) of its images whose tokens attend to each other.
     spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    # Hidden states for a draft head. The keys are indices of layers. For each key, the pass stores the hidden states
-    # before that layer, [T, hidden_size].
+    # Hidden states for a draft head. The dict's keys are the indices of some layers. For each of these layers, the pass
+    # stores the hidden states before the layer, [T, hidden_size].
     captured: dict[int, Tensor] = field(default_factory=dict)
     first_key: int = 0  # queries see no position before this one, except their own position; 1 for a draft head
 
@@ -107,7 +107,7 @@ class Batch:
     def drawing(self) -> "Batch | None":
         """Return a batch that contains only the last token of each sampling slice, in the order of `logit_rows`.
 
-        Returns None if that would be the whole batch, or if prompt logprobs need other rows as well.
+        Returns None if the batch contains no other tokens, or if prompt logprobs need the rows of other tokens.
         """
         if self.scored or len(self.sampled) == len(self.tokens):
             return None
@@ -136,7 +136,7 @@ def num_scored(slice_: Slice) -> int:
 
 
 class BlockRows:
-    """Builds the block tables and the rows of states of a step's slices.
+    """Builds the block tables of a step's slices, and finds the rows of the slices' states.
 
     Each request's list of rows is cached as an int32 array, which is extended when the list grows."""
 
@@ -168,8 +168,8 @@ class BlockRows:
     def _row(self, request: Request, number: int, count: int) -> IntArray:
         """Return the first `count` rows in a request's table.
 
-        A table only grows, and preemption replaces it by a new one. Rows that were released stay in the cached array,
-        but no slice reads them.
+        A request's table only grows, until preemption replaces it with a new table. Rows that were released stay in the
+        cached array, but no slice reads them.
         """
         table, kept = request.tables[number], self._rows[number].get(request.id)
         row = kept[2] if kept is not None and kept[1] is table else _NONE
@@ -198,7 +198,7 @@ class BlockRows:
         return StateBatch(torch.from_numpy(rows), torch.from_numpy(ends), cu_q)
 
     def use_dummy(self, slice_: Slice, block_tokens: int) -> Slice:
-        """Give a slice of a warm-up the dummy block for its KV and its state."""
+        """Let a warm-up slice use the dummy block for its KV and its state. Return the slice."""
         count = cdiv(len(slice_.request.tokens), block_tokens)
         slice_.request.tables = [[DUMMY_BLOCK] * (count * group.rows) for group in self._groups]
         slice_.state = StateUse(None, (DUMMY_BLOCK,) * self._state_rows) if self._state_rows else None

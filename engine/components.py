@@ -135,7 +135,7 @@ def _build_on_cpu(
 
 
 def _drafter_name(options: BuildOptions) -> str:
-    """Return a name for the draft head. Nodes can exchange the head's KV only if this name is the same."""
+    """Return a name for the draft head. Two nodes can exchange the head's KV only if this name is the same on both."""
     own = f" {fingerprint(resolve(options.draft_model))}" if options.draft_model else ""
     return f" {options.draft_method}{own}"
 
@@ -186,9 +186,9 @@ def _torch_runner(
 
 def _loaded_on_cpu(options: BuildOptions, config: ModelConfig, path: Path) -> tuple[LinearFormat, LanguageModel]:
     map_large_blocks()
-    # Load on a temporary thread, because its team of OpenMP threads ends with it. If this team remained, there would be
-    # more OpenMP threads than cores. libgomp would then put every team to sleep between two products, which costs
-    # 50 us.
+    # Load on a temporary thread: when the thread ends, so does its team of OpenMP threads. If the team remained, there
+    # would be more OpenMP threads than cores. libgomp would then put every team to sleep between two matrix products,
+    # which costs 50 us.
     with ThreadPoolExecutor(1) as loading:
         return loading.submit(_load_on_cpu, options, config, path).result()
 

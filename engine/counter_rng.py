@@ -1,4 +1,4 @@
-"""Definitions shared by all implementations of the draw: error codes, the size of a row of parameters, and the noise.
+"""Definitions that all implementations of sampling share: error codes, the size of a row of parameters, and the noise.
 
 The Gumbel noise needs no state: it comes from a hash (splitmix64, Steele et al. 2014) of seed, position and token.
 """
@@ -19,12 +19,12 @@ def _mix(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the same bits as an unsigned integer, since torch has no arithmetic on uint64."""
+    """Convert an unsigned integer to the int64 with the same bits, because torch has no arithmetic on uint64."""
     return value - 2**64 if value >= 2**63 else value
 
 
 def key_of(seed: int, position: int) -> int:
-    """Return the int64 key of one draw. `seed` is taken modulo 2**64."""
+    """Return the int64 key for the noise of one draw. `seed` is taken modulo 2**64."""
     return _signed(_mix(_mix(seed + GOLDEN & MASK) + position * GOLDEN & MASK))
 
 
@@ -42,6 +42,6 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     values = (values ^ _shifted(values, 30)) * _signed(0xBF58476D1CE4E5B9)
     values = (values ^ _shifted(values, 27)) * _signed(0x94D049BB133111EB)
     values = values ^ _shifted(values, 31)
-    # An integer of 52 bits plus one half is exact in float64, so the uniform number is never 0 or 1.
+    # The sum of a 52-bit integer and 0.5 is exact in float64, so the uniform number is never 0 or 1.
     uniform = (_shifted(values, 12).double() + 0.5) * 2.0**-52
     return -(-uniform.log()).log()

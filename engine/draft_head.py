@@ -20,14 +20,14 @@ from shared.rpc.messages import SamplingParams
 
 
 def head_places(places: KVPlaces) -> KVPlaces:
-    """Return the places of a draft head, which is the last layer in the model's pool."""
+    """Return the places of a draft head's KV in the rows of the model's pool. The head is the pool's last layer."""
     return replace(places, tables=places.tables[-1:], places=places.places[-1:])
 
 
 @dataclass(slots=True)
 class KeptFeatures:
-    """The features of a request's last positions. `rows` maps positions to features, the positions of the latest step
-    last."""
+    """The features (the head's inputs) at the last positions of a request. `rows` maps each position to its features;
+    the positions of the latest step come last."""
 
     request: Request
     epoch: int
@@ -43,7 +43,7 @@ class DraftHead(TimedDrafter):
 
     If the prefix of a slice was cached or received, the hidden state before the slice is not known. The slice then
     begins one token earlier, and the KV of this additional token is not stored again. Models with recurrent states do
-    not need the additional token, because each state also contains the features of the last token before it.
+    not need the additional token, because each state also contains the features of the last token that it covers.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class DraftHead(TimedDrafter):
         """`pool` is a view of the model's pool in which the head is the only layer. At most `num_tokens` tokens of a
         request are guessed in one step."""
         self.model = model
-        self._num_kept = num_tokens + 2  # positions of a request that are kept: as many as a step with guesses computes
+        self._num_kept = num_tokens + 2  # number of positions whose features are kept: those of a step with guesses
         self._pool, self._kernels, self._attention = pool, kernels, attention
         self._block_rows = BlockRows(pool.places)
         self._kept: dict[str, KeptFeatures] = {}
 
     def warm_up(self) -> None:
-        """Guess a token for a request in the dummy block."""
+        """Guess a token for a request whose KV is in the dummy block."""
         request = Request("warm-up", [0] * 4, 4, 1, sampling=SamplingParams(seed=0))
         slice_ = self._block_rows.use_dummy(Slice(request, 3, 1, True, 0), self._pool.layout.block_tokens)
         features = torch.zeros(1, self.model.config.hidden_size)
@@ -67,13 +67,13 @@ class DraftHead(TimedDrafter):
     # ---- before and after the model's steps -------------------------------------------------------------------
 
     def extended(self, step: Step) -> Step:
-        """Return the step with slices that begin one token earlier where the state before them is not known."""
+        """Return the step. A slice begins one token earlier if the hidden state before the slice is not known."""
         slices, ends = list[Slice](), dict[str, int]()
         for slice_ in step.slices:
             request, before = slice_.request, slice_.start - 1
             is_known = before < 0 or ends.get(request.id) == slice_.start or before in self._rows(request)
             is_known = is_known or self._pool.places.state_rows > 0
-            # The output of a slice with prompt logprobs has an entry for each row, so such a slice is not extended.
+            # Do not extend a slice that returns prompt logprobs: its output would have an entry for the added row.
             has_entries = request.needs_prompt_logprobs and before < request.num_prompt - 1
             if is_known or has_entries or request.sampling.pooling:
                 slices.append(slice_)
@@ -83,8 +83,8 @@ class DraftHead(TimedDrafter):
         return replace(step, slices=slices)
 
     def observe(self, slices: Sequence[Slice], normed: Tensor, states: Mapping[int, Tensor]) -> None:
-        """Store the head's KV of a step. The arguments cover all rows of the step's slices; see
-        `HeadDecoder.features`."""
+        """Store the head's KV for the slices of a step. `normed` and `states` have a row for each token of the slices
+        (see `HeadDecoder.features`)."""
         if not self.has_failed:
             with self.guarded():
                 self._observe(slices, self.model.features(normed, states))
@@ -119,7 +119,7 @@ class DraftHead(TimedDrafter):
         return self._unit(slice_.state.read)
 
     def _store(self, slices: Sequence[Slice], features: Tensor, ends: Sequence[int]) -> None:
-        """Store features in each state that the slices write or save: those of the last token before the state."""
+        """In each state that the slices write or save, store the features of the state's last token."""
         first: Slice | None = None  # the slice that the following slices continue
         for slice_, end in zip(slices, ends, strict=True):
             first = slice_ if not slice_.continues else first
@@ -130,7 +130,7 @@ class DraftHead(TimedDrafter):
                 self._unit(first.state.save).copy_(features[end - slice_.end + first.state.save_at - 1])
 
     def _unit(self, state: Sequence[int]) -> Tensor:
-        """Return the features in a state, given its rows."""
+        """Return a view of the features in the state whose rows are `state`."""
         row, offset = self._pool.places.units[-1]
         start = state[row] * (self._pool.layout.block_bytes // 4) + offset
         return self._pool.floats[start : start + self.model.config.hidden_size]
@@ -172,7 +172,7 @@ class DraftHead(TimedDrafter):
         return [text[len(request.tokens) :] for request, text in zip(requests, texts, strict=True)]
 
     def _pass(self, slices: Sequence[Slice], features: Tensor) -> tuple[Tensor, list[int | None]]:
-        """Return the features for the next guess of each slice, and the guessed token, or None after an error."""
+        """Return the features for each slice's next guess, and each slice's guessed token (None after an error)."""
         batch = self._batch(slices)
         attention = plan_tables(self._attention, self._pool, batch)
         following, logits = self.model.guess(batch, features, self._kernels.begin(batch), attention)

@@ -1,4 +1,4 @@
-"""Guesses tokens with a small model that has the same vocabulary.
+"""Guesses tokens with a small model that has the vocabulary of the served model (the target).
 
 The draft model draws with the target's noise (`engine.counter_rng`), as in "Coupling without communication and
 drafter-invariant speculative decoding" (Daliri, Musco and Suresh, 2024). Both models therefore draw the same token with
@@ -18,14 +18,14 @@ CATCH_UP = 256  # maximum number of text tokens that a draft model computes in a
 
 @dataclass(slots=True)
 class DraftedRequest:
-    """A request and its mirror. The mirror is a request to the draft model. The mirror's tokens are the text followed
-    by the guesses, and `num_computed` is the number of these tokens that have KV in the draft model's pool."""
+    """A request and its mirror. The mirror is a request to the draft model: its tokens are those of the request,
+    followed by the guesses, and its `num_computed` is the number of tokens with KV in the draft model's pool."""
 
     request: Request
     mirror: Request
     epoch: int
-    num_known: int = 0  # number of tokens of the text at the last call
-    num_named: int = 0  # number of the mirror's blocks whose hash is recorded in `DraftModel._names`
+    num_known: int = 0  # number of the request's tokens at the last call of `find`
+    num_named: int = 0  # number of the mirror's blocks whose hashes are recorded in `DraftModel._names`
 
 
 @dataclass
@@ -40,7 +40,7 @@ class DraftModel(TimedDrafter):
 
     runner: Runner  # runs the draft model over its own pool
     block_tokens: int
-    block_rows: int  # rows of a block in the target's first group
+    block_rows: int  # number of rows that a block has in the target's first group
     _drafted: dict[str, DraftedRequest] = field(default_factory=dict)
     _names: dict[int, bytes] = field(default_factory=dict)  # row -> hash of the block whose KV is in the row
 
@@ -118,7 +118,7 @@ class DraftModel(TimedDrafter):
         return DraftedRequest(request, mirror, request.epoch, num_named=same)
 
     def _remember(self, drafted: DraftedRequest) -> None:
-        """Record the hashes of the text's blocks that have KV."""
+        """Record the hashes of the text's blocks for which the draft model has KV."""
         request, mirror = drafted.request, drafted.mirror
         known = min(mirror.num_computed, drafted.num_known) // self.block_tokens
         for block in range(drafted.num_named, min(known, len(request.hashes))):

@@ -1,4 +1,4 @@
-"""Descriptions of emulated devices, which are read from JSON files: step times, KV capacity and link speed.
+"""Reads descriptions of emulated devices from JSON files: step times, KV capacity and link speed.
 
 The files in `costs/` state the source of each number. They also state how far predicted step times differ from
 published step times.
@@ -27,8 +27,8 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class ServingTimes:
-    """Times of work outside the device, in seconds. Emulated nodes do not sleep for these times, because they really do
-    this work."""
+    """Times of work outside the device, in seconds. Emulated nodes do not sleep to imitate these times, because they
+    really do this work."""
 
     step_s: float = 0.0  # host time for each step
     slice_s: float = 0.0  # host time for each request in a step
@@ -39,8 +39,8 @@ class ServingTimes:
 
 
 class Residuals(NamedTuple):
-    """Evenly spaced quantiles, from 0 to 1, of the ratio of measured to predicted durations of some steps: those with a
-    predicted duration of at most `up_to_s`."""
+    """Evenly spaced quantiles, from 0 to 1, of the ratio of measured to predicted step durations. They are measured on
+    steps with a predicted duration of at most `up_to_s`."""
 
     up_to_s: float
     quantiles: tuple[float, ...]
@@ -50,9 +50,9 @@ class Residuals(NamedTuple):
 class Emulation:
     """An emulated device that runs one model. Its memory holds the KV of `kv_tokens` tokens.
 
-    `residuals` are evenly spaced quantiles, from 0 to 1, of the ratio of measured to predicted step durations.
-    `prefill_residuals` are those of steps with prompts, the shortest first; those of the longest also apply to longer
-    steps. Without them, `residuals` are those of all steps."""
+    `residuals` are evenly spaced quantiles, from 0 to 1, of the ratio of measured to predicted step durations. Steps
+    with prompts have separate quantiles, `prefill_residuals`, in ascending order of `up_to_s`; the last entry also
+    applies to longer steps. If `prefill_residuals` is empty, `residuals` apply to all steps."""
 
     name: str
     cost: CostModel
@@ -66,7 +66,7 @@ class Emulation:
 
 
 def load_emulation(name: str) -> Emulation:
-    """Load an emulation. `name` is a JSON file or a name in `costs/`. A link, such as @100gbe, may follow.
+    """Load an emulation. `name` is a JSON file or a name in `costs/`, optionally followed by a link, such as @100gbe.
 
     Raises ValueError if the file or a field is missing or invalid. The error message names the file and the field.
     """

@@ -76,9 +76,9 @@ class Engine:
     scheduler and the runner, and makes all calls to the listener.
 
     Commands run between two steps, in the order in which they were posted. If a step fails, its slices run again one by
-    one, and only the requests that fail again end. Before the engine reports these failures, it checks that the device
-    still works. If the device does not work, or if any other error occurs, the engine calls `on_failure` and its thread
-    ends.
+    one, and a request ends only if its slice fails again. Before the engine reports such a failure, it checks that
+    the device still works. If the device does not work, or if any other error occurs, the engine calls `on_failure` and
+    its thread ends.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Engine:
         self._turn_began_ns = self._pass_ended_ns = now_ns()
         self._deadline = StepDeadline(stuck_s)
         self._idle_s = min(IDLE_S, stuck_s / 4)  # short enough that an idle engine does not seem stuck
-        self._is_audited = True  # whether the ledger was checked fully after the last command
+        self._is_audited = True  # whether the scheduler's ledger of blocks was checked after the last command
         self.progress = 0  # increases in every iteration of the loop, and at least once a second while idle
         self.allowed_s = stuck_s  # seconds in which `progress` must change; otherwise the watchdog acts
 
@@ -148,7 +148,7 @@ class Engine:
             wait = wait and not self._scheduler.has_work
 
     def _audit(self) -> None:
-        """Check the ledger if a command has run since the last check. The check takes long if there are many blocks."""
+        """Check the ledger of blocks if a command has run since the last check. With many blocks, this takes long."""
         if not self._is_audited:
             self._is_audited = True
             self._scheduler.audit()
@@ -198,7 +198,7 @@ class Engine:
         tokens = [output.tokens for output in outputs]
         events = self._scheduler.update(step, tokens, [bool(output.error) for output in outputs])
         self._listener.on_step(step, events, outputs)
-        if not any(output.error for output in outputs):  # a step with an error may have taken less time
+        if not any(output.error for output in outputs):  # errors may have made the step shorter than usual
             self._deadline.observe(step.work.tokens, (ended_ns - began_ns) / 1e9)
         self._ran(step, began_ns, ended_ns - began_ns)
 
@@ -210,7 +210,7 @@ class Engine:
         self._listener.on_timing(StepTiming(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
 
     def _wait_for_room(self, step: Step) -> None:
-        """If requests wait for blocks, wait for a command. A command that ends a transfer frees blocks."""
+        """If requests need free blocks, wait for the next command, because it may end a transfer and so free blocks."""
         if step.receiving or not self._scheduler.has_work:
             return
         try:

@@ -1,7 +1,7 @@
 """Runners without a model, for tests and emulation. Their tokens show whether the right KV is in the right place.
 
-The KV of a position has 32 bytes: a sum over all tokens up to this position. Each token adds pseudorandom numbers that
-depend on the token and its position. A chunk is computed at once, from the KV of the position before the chunk.
+The KV of a position is a sum over all tokens up to this position, in 32 bytes. Each token adds pseudorandom numbers
+that depend on the token and its position. A chunk is computed at once, from the KV of the position before the chunk.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from scheduler.request import Slice, Step, cdiv
 
 log = logging.getLogger("baton.emulated")
 LANES = HASH_LANES  # 64-bit integers per token: 32 bytes, as in a KVLayout with 1 layer, 1 head, head_dim 4, float32
-# If the host delays the start of a pass by at most this time, the pass still counts as started when the previous one
-# ended. This emulates a device whose next step is already queued.
+# A pass that begins within this many seconds after the end of the previous pass is treated as if it began at that end.
+# This emulates a device whose next step is already queued.
 ABSORBED_S = 0.002
 
 Lanes = NDArray[np.uint64]
@@ -35,8 +35,8 @@ class HashRunner(Runner):
     block is stale, incomplete, misplaced or from another request. Sampling parameters are ignored, and there are no
     logprobs.
 
-    With several groups, each row of a block has the KV of the block's tokens, XORed with the row's key. In a group with
-    a window, only the positions that the last token sees are read. The rows of a state have the sum over all tokens.
+    With several groups, each row of a block has the KV of the block's tokens, and each row of a state has the sum over
+    all tokens. Both are XORed with the row's constant. A group's window limits the positions that are read.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class HashRunner(Runner):
 
 
 class EmulatedRunner(HashRunner):
-    """A runner with the step times of an emulated device. A token depends on the KV of only the last position.
+    """A runner with the step times of an emulated device. A token depends only on the KV of the last position.
 
     `overruns` counts passes that ended late because this machine is too slow for the emulated device.
     """
@@ -197,7 +197,7 @@ def _digest_of(seen: list[Lanes], state: list[Lanes]) -> int:
 
 
 def _key(number: int) -> Lanes:
-    """Return the key of a row, [LANES]."""
+    """Return the constant that is XORed with the KV in a row, [LANES]."""
     return _mixed(np.arange(number * LANES, (number + 1) * LANES, dtype=np.uint64))
 
 
@@ -210,7 +210,7 @@ def _root(salt: bytes) -> Lanes:
 
 
 def _sums(tokens: list[int], start: int) -> Lanes:
-    """Return cumulative sums (modulo 2**64) of each token's pseudorandom numbers, uint64 [tokens, LANES]."""
+    """Return cumulative sums (modulo 2**64) of the tokens' pseudorandom numbers, uint64 [tokens, LANES]."""
     positions = np.arange(start, start + len(tokens), dtype=np.uint64)
     places = (positions << np.uint64(32)) | np.asarray(tokens, np.uint64)
     keys = np.add.outer(places * np.uint64(LANES), np.arange(LANES, dtype=np.uint64))

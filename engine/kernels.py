@@ -1,4 +1,4 @@
-"""Kernels for a decoder layer's work other than products and attention: the interface, and a reference in torch."""
+"""Kernels for a decoder layer's work other than matrix products and attention: the interface, and a torch reference."""
 
 from functools import cached_property
 from typing import ClassVar, Protocol
@@ -45,25 +45,25 @@ class StepKernels(Protocol):
         """Return activation(gate) * up, [T, n], where gate and up are the halves of `gate_up` [T, 2 * n]."""
 
     def route(self, spec: MoeSpec, logits: Tensor, correction: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights, float32, and the indices, int64, of each token's experts, both [T, top_k], best first.
+        """Choose each token's experts. Return their weights (float32) and indices (int64), both [T, top_k], best first.
 
-        `logits` are the router's logits, float32 [T, num_experts]. `correction` is added to the scores for the choice
-        only, and `factors` multiply the weights; both are float32 [num_experts]. Among experts with equal scores, the
-        lowest index comes first.
+        `logits` are the router's logits, float32 [T, num_experts]. `correction` is added to the scores only for
+        choosing experts. The weights are multiplied by `factors`. Both are float32 [num_experts]. Among experts with
+        equal scores, the lowest index comes first.
         """
 
     def by_expert(self, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Sort rows by expert, for the experts `chosen`, int64 [T, top_k].
+        """Make one row per entry of `chosen`, int64 [T, top_k] (each token's experts), and sort the rows by expert.
 
-        Return `sources`, int64 [T * top_k], the token of each row; `places`, int64 [T, top_k], the row of each choice;
-        and the number of rows of each expert, int64 [num_experts].
+        Return `sources`, int64 [T * top_k], the token of each row; `places`, int64 [T, top_k], the row of each entry of
+        `chosen`; and the number of rows of each expert, int64 [num_experts].
         """
 
     def combine(self, outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's experts, [T, n], added in the order of the choices.
+        """Return, for each token, the weighted sum of the outputs of its experts, [T, n].
 
-        The outputs of token t are the rows places[t] of `outputs` [T * top_k, n]. `places` is int64 [T, top_k], and
-        `weights` is float32 [T, top_k].
+        The outputs of token t are the rows places[t] of `outputs` [T * top_k, n], and are added in this order. `places`
+        is int64 [T, top_k], and `weights` is float32 [T, top_k].
         """
 
     def sigmoid_gated(self, rows: Tensor, gate: Tensor) -> Tensor:
@@ -73,8 +73,8 @@ class StepKernels(Protocol):
         """Return the result of a recurrent layer before its output projection, [T, spec.inner].
 
         `inputs` [T, spec.channels], `gate` [T, spec.inner] and `steps` are projections of the hidden states. For a
-        state space, a row of `steps` has the step size of each value head. For the delta rule, the logits of the heads'
-        update strengths precede the step sizes. States are read and written as `Batch.states` says.
+        state space, a row of `steps` has the step size of each value head. For the delta rule, a row has the logits of
+        the heads' update strengths, then the step sizes. States are read and written as `Batch.states` specifies.
         """
 
 
@@ -132,7 +132,7 @@ class CommonStep:
         return self.slots[self.pool.places.tables[layer]]
 
     def _rotate_and_store_normed(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
-        """Implement `rotate_and_store` for a layer that norms values. Heads have the layout's size or twice it."""
+        """Implement `rotate_and_store` for a layer that norms values. Heads have the layout's size or twice that."""
         config, layout = self._kernels.config, self.pool.layout
         spec = config.attention[layer]
         assert isinstance(spec, AttentionSpec)

@@ -1,4 +1,4 @@
-"""The KV pool of a device, which is a typed view of memory to which peers may also write."""
+"""The KV pool of a device: a typed view of memory that peers may also write."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from shared.kv.layout import KVLayout
 DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn
 }  # fmt: skip
-FLOAT8_LIMIT = 448.0  # the largest number of float8_e4m3fn
+FLOAT8_LIMIT = 448.0  # the largest finite number of float8_e4m3fn
 
 # Block 0 is never allocated to a request. The padding of block tables refers to it.
 DUMMY_BLOCK = 0
@@ -37,7 +37,7 @@ class PrivateMemory:
 class KVPool:
     """A view of `memory` as a tensor of shape `layout.shape`. The tensor shows what peers write to `memory`.
 
-    `places` are the places of the model's layers. By default, a row holds all layers. If the pool's dtype is float8,
+    `places` says where each layer is in the rows. By default, a row holds all layers. If the pool's dtype is float8,
     the keys and values of a layer are divided by the layer's `scales` (1 by default) and limited to the dtype's range.
     Raises ValueError if the memory's rows do not match the layout's blocks.
     """
@@ -59,7 +59,7 @@ class KVPool:
         self.tensor = rows.view(DTYPES[layout.dtype]).view(layout.shape)
         self.is_float8 = self.tensor.dtype == torch.float8_e4m3fn
         self.scales = scales or ((1.0, 1.0),) * self.places.num_layers
-        # int64 [2, units]: the row of each unit of a state, and the unit's offset in the row
+        # int64 [2, units]: the row of each unit of a state (see `unit_places`), and the unit's offset in the row
         self.units = torch.tensor(self.places.units, dtype=torch.int64, device=rows.device).view(-1, 2).T.contiguous()
 
     @property

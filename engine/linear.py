@@ -16,10 +16,10 @@ Lookup = Callable[[Tensor], Tensor]  # maps indices of outputs, int64 [R], to th
 
 class Linear(Protocol):
     def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply `rows` [T, in] and add the bias, if there is one. Return [T, out] in the dtype of `rows`."""
+        """Multiply `rows` [T, in] by the matrix, and add the bias if any. Return [T, out] in the dtype of `rows`."""
 
     def lookup(self) -> Lookup | None:
-        """Return a lookup of the weights for a tied embedding, or None (the default) if the weights are rounded."""
+        """Return a function that looks up rows of weights for a tied embedding, or None if the weights are rounded."""
         return None
 
 
@@ -36,7 +36,7 @@ class ExpertLinear(Protocol):
 class LinearFormat(Protocol):
     """A way to store and multiply weights. `name` is shown to users, for example "float32 packed".
 
-    By default, the matrices of quantized checkpoints become dense, and experts are multiplied one after another.
+    By default, the matrices of quantized checkpoints become dense, and experts are computed one after another.
     """
 
     name: str
@@ -45,7 +45,7 @@ class LinearFormat(Protocol):
         """Convert `weight` [out, in], in the checkpoint's dtype, and `bias` [out]. May keep references to both."""
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        """Convert a matrix of a quantized checkpoint: keep its form if this format multiplies it, or make it dense."""
+        """Convert a quantized matrix. Keep its form if this format supports it; otherwise, make the matrix dense."""
         return self.make(weight.dense(), bias)
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:

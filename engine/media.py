@@ -1,4 +1,4 @@
-"""Images in a batch: the positions of their tokens, and the vectors that replace their embeddings."""
+"""Images in a batch: the positions of their tokens, and the vectors that replace the tokens' embeddings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ NO_IMAGE = "no_image"  # the error of a slice with image tokens if this node doe
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """The output of a vision encoder for one image of n tokens, each tensor [n, hidden_size].
+    """The output of a vision encoder for one image of n tokens. Each tensor is [n, hidden_size].
 
     `embeddings` replace the tokens' embeddings. Entry i of `deep` is added to the hidden states after layer
     i (DeepStack, Meng et al. 2024, in Qwen3-VL).
@@ -28,28 +28,28 @@ class ImageFeatures:
     deep: tuple[Tensor, ...] = ()
 
     def to_bytes(self) -> list[bytes]:
-        """Return each tensor's values as float32, in rows."""
+        """Return each tensor's values as float32, row by row."""
         return [tensor.float().contiguous().numpy().tobytes() for tensor in (self.embeddings, *self.deep)]
 
 
 class ImageEncoder(Protocol):
-    """Computes the features of images. Thread-safe. It counts the images that were encoded and those found in the
-    cache. `shape` is the number of tensors of `ImageFeatures`, and their hidden size."""
+    """Computes the features of images. Thread-safe. It counts the images that it encoded and the images that it
+    found in its cache. `shape` is the number of tensors of an `ImageFeatures`, and their hidden size."""
 
     num_encoded: int
     num_cached: int
     shape: tuple[int, int]
 
     def features(self, image: Media) -> ImageFeatures:
-        """Return the features of an image with pixels. Equal images are encoded only once while their features are
-        kept.
+        """Return the features of an image, whose pixels must be set. Equal images are encoded only once while their
+        features are kept.
 
         On a CPU, encoding may take longer than the watchdog allows for a step. The engine's thread therefore does not
         call this method.
         """
 
     def kept(self, image: Media) -> ImageFeatures | None:
-        """Return the features of an image if they are still in memory, without waiting."""
+        """Return the features of an image without waiting, or None if they are not in memory."""
 
     def keep(self, image: Media, features: ImageFeatures) -> ImageFeatures:
         """Keep features that another node computed, and return them."""
@@ -65,8 +65,8 @@ class ImageSupport:
 
 @dataclass(slots=True)
 class PromptImage:
-    """An image of a request with its pixels. The features are kept from their first use until the image's last token
-    is computed."""
+    """An image of a request, with its pixels. `features` is set when the image has been encoded, and becomes None
+    again when the image's last token is computed."""
 
     media: Media
     features: ImageFeatures | None = None
@@ -80,12 +80,12 @@ class BatchImages:
     features: ImageFeatures
 
     def embed(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states before the first layer, [T, hidden_size], with the embeddings of images."""
+        """Return `hidden`, [T, hidden_size], with the rows of image tokens replaced by the images' embeddings."""
         return hidden.index_copy(0, self.rows, self.features.embeddings.to(hidden.dtype))
 
     def deepen(self, update: Tensor, layer: int) -> Tensor:
-        """Add the images' features for a layer to `update`, [T, hidden_size], which the layer adds to the hidden
-        states. Return the sum."""
+        """Return `update` plus the images' features for a layer. `update`, [T, hidden_size], is what the layer adds to
+        the hidden states."""
         if layer >= len(self.features.deep):
             return update
         return update.index_add(0, self.rows, self.features.deep[layer].to(update.dtype))
@@ -123,7 +123,7 @@ def images_of(slices: Sequence[Slice], encoder: ImageEncoder | None) -> tuple[Ba
 
 
 def atomic_spans(slices: Sequence[Slice]) -> dict[int, list[tuple[int, int]]]:
-    """Return, for each slice, its images whose tokens attend to each other (see `Batch.spans`)."""
+    """Return, for each slice, the positions of its images whose tokens attend to each other (see `Batch.spans`)."""
     found: dict[int, list[tuple[int, int]]] = {}
     for index, slice_ in enumerate(slices):
         for span in slice_.request.media:
@@ -137,14 +137,14 @@ def part_of(features: ImageFeatures, start: int, end: int) -> ImageFeatures:
 
 
 def joined(parts: Sequence[ImageFeatures]) -> ImageFeatures:
-    """Return the features of consecutive tokens as one. Raises ValueError if the numbers of tensors differ."""
+    """Join the features of consecutive tokens. Raises ValueError if the parts have different numbers of tensors."""
     deep = zip(*(part.deep for part in parts), strict=True)
     return ImageFeatures(torch.cat([part.embeddings for part in parts]), tuple(map(torch.cat, deep)))
 
 
 def features_from_bytes(tensors: Sequence[bytes], count: int, shape: tuple[int, int]) -> ImageFeatures:
-    """Return the features of `count` tokens from the result of `ImageFeatures.to_bytes`. Raises ValueError unless they
-    have this shape (see `ImageEncoder`)."""
+    """Return the features of `count` tokens from the result of `ImageFeatures.to_bytes`. Raises ValueError unless the
+    tensors have the given `shape` (see `ImageEncoder`)."""
     num_tensors, hidden_size = shape
     if len(tensors) != num_tensors or any(len(data) != 4 * count * hidden_size for data in tensors):
         sizes = [len(data) for data in tensors]

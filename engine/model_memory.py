@@ -1,4 +1,4 @@
-"""The memory of a model's weights, KV and recurrent states, as a table for users. Reads only headers of files."""
+"""Shows users how much memory a model's weights, KV and recurrent states take. Reads only the headers of files."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ LENGTHS = (1024, 8192, 32768)  # lengths of requests, in tokens
 def memory_of(
     path: Path, config: ModelConfig, layout: KVLayout, groups: tuple[Group, ...], chunk: int
 ) -> dict[str, str]:
-    """Return the rows of the table by name. `chunk` is the largest number of tokens of a request in a step."""
+    """Return the names and texts of the table's rows. `chunk` is the maximum number of a request's tokens in a step."""
     geometry = Geometry(layout.block_tokens, groups)
     row, size = layout.block_bytes, layout.block_tokens
     rows = {

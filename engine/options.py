@@ -22,8 +22,8 @@ from shared.model_files import resolve
 
 CPU_BLOCK_TOKENS = 16
 DEFAULT_STATES = 24  # number of recurrent states that fit in a pool of the default size
-HASH_LANES = 4  # 64-bit integers that the hash model stores for a token
-GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one exists if CUDA works: on Linux, WSL or Jetson
+HASH_LANES = 4  # number of 64-bit integers that the hash model stores for a token
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one of them exists if CUDA works: on Linux, WSL or Jetson
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class BuildOptions:
 
     @classmethod
     def from_settings(cls, settings: object, **changes: object) -> "BuildOptions":
-        """Return options copied from the settings with the same names, except those in `changes`."""
+        """Return options copied from the settings of the same names, with `changes` applied."""
         names = {field.name for field in fields(cls)} - {"max_step_tokens"}
         return cls(**({name: getattr(settings, name) for name in names} | changes))
 
@@ -226,7 +226,7 @@ def _check_cpu(options: BuildOptions, config: ModelConfig, num_pools: int) -> No
     if options.quantization != "none" and options.weight_dtype != "auto":
         raise ValueError(f"--weight-dtype {options.weight_dtype}: omit it with --quantization {options.quantization}")
     layout = cpu_layout(options, config)
-    # The pool may be too small for a request of the model's maximum length, because few requests reach it.
+    # The pool may be too small for a request of the model's maximum length, because few requests are that long.
     check_holds(layout, groups_of(options, config, layout.block_bytes), options)
     size, available = num_pools * layout.num_blocks * layout.block_bytes, available_bytes()
     if size > available:
@@ -257,7 +257,7 @@ def cpu_layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
 def groups_of(options: BuildOptions, config: ModelConfig, row_bytes: int) -> tuple[Group, ...]:
     """Return the groups of layers and states for which a request has rows in the pool. A row has `row_bytes` bytes.
 
-    Rows of the hash model are too small for the model's states, so its states have two rows.
+    The rows of the hash model are too small for the model's real states. The hash model's own states have two rows.
     """
     if options.emulate:
         return UNIFORM
@@ -267,7 +267,7 @@ def groups_of(options: BuildOptions, config: ModelConfig, row_bytes: int) -> tup
 
 
 def check_holds(layout: KVLayout, groups: tuple[Group, ...], options: BuildOptions) -> None:
-    """Raise ValueError if a request of `max_model_len` tokens, or of 1 token if it is 0, does not fit into the pool."""
+    """Raise ValueError if the pool cannot hold a request of `max_model_len` tokens (of 1 token if that is 0)."""
     geometry, chunk = Geometry(layout.block_tokens, groups), options.max_step_tokens
     room = geometry.capacity(layout.num_blocks, chunk, options.max_model_len or 1) * layout.block_tokens
     if (options.max_model_len or 1) > room:

@@ -56,8 +56,8 @@ def starts_of(batch: Batch) -> Tensor:
 
 
 def places_of(pool: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the offsets in the pool of the states to read, to write and to save, and for each slice the number of
-    its tokens after which its state is saved."""
+    """Return the offsets in the pool of the states to read, to write and to save. Also return, for each slice, the
+    number of its tokens after which its state is saved."""
     states = states_of(batch)
     if states.places is None:
         states.places = pool.state_places(states.rows)
@@ -67,7 +67,7 @@ def places_of(pool: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
 def recur(
     pool: KVPool, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon: float
 ) -> Tensor:
-    """Compute `StepKernels.recur`. `epsilon` is the epsilon of the norm of results."""
+    """Compute `StepKernels.recur`. `epsilon` is used in the norm of the results."""
     (places, saves), spec, floats = places_of(pool, batch), layer.spec, pool.floats
     strengths, decays = _strengths_and_decays(layer, steps.float())
     out = torch.empty(len(inputs), spec.inner, dtype=torch.float32, device=inputs.device)
@@ -88,7 +88,7 @@ def recur(
 
 
 def _strengths_and_decays(layer: RecurrentLayer, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors of updates and states, both [T, value_heads]."""
+    """Return the factors by which updates and states are multiplied, both [T, value_heads]."""
     sizes = softplus(steps[:, -layer.spec.value_heads :] + layer.step_bias)
     decays = (sizes * layer.rates).exp()
     if isinstance(layer.spec, SsmSpec):
@@ -120,7 +120,7 @@ def _unit(pool: Tensor, place: int, size: int) -> Tensor:
 
 
 def _store(pool: Tensor, layer: RecurrentLayer, places: list[int], inputs: Tensor, state: Tensor) -> None:
-    """Store the last inputs of the convolution and the recurrent matrices."""
+    """Store the recurrent matrices and the last inputs of the convolution."""
     spec = layer.spec
     sizes = [size for heads, size in spec.parts for _ in range(heads)]
     units = [*torch.split(inputs, sizes, dim=1), *state]
@@ -169,7 +169,7 @@ def _advance(
 
 
 def _normed(layer: RecurrentLayer, rows: Tensor, gate: Tensor, epsilon: float) -> Tensor:
-    """Return the normed and gated result. A state space is gated before the norm, and the delta rule after it."""
+    """Return the normed and gated result. State spaces apply the gate before the norm, delta rules after it."""
     gates_first = isinstance(layer.spec, SsmSpec)
     rows = rows * silu(gate) if gates_first else rows
     groups = rows.view(len(rows), -1, layer.group)

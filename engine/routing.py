@@ -1,4 +1,4 @@
-"""The choice of experts in plain torch, and the order of rows by expert."""
+"""Chooses experts and sorts rows by expert, in plain torch."""
 
 import torch
 from torch import Tensor

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # numba may not be installed
     from engine.cpu.fused_decode import FusedDecode
     from engine.draft_head import DraftHead
 
-MAX_SCORED_LOGITS = 2**24  # prompt logits computed at once (64 MiB); the logits of a chunk could take several GiB
+MAX_SCORED_LOGITS = 2**24  # maximum number of prompt logits computed at once: 64 MiB; a chunk may have several GiB
 WARM_TOKENS = 128  # prompt length in the warm-up: enough for all kernels to be compiled
 
 
@@ -57,7 +57,7 @@ class Runner(Protocol):
     `ahead` to true if that makes it faster, and `set_ahead` applies the user's choice.
     """
 
-    overruns: int = 0  # only in emulation: steps that took longer than on the emulated device
+    overruns: int = 0  # number of steps that took longer than on the emulated device; 0 without emulation
     can_run_ahead: bool = False
     ahead: bool = False
     poolings: tuple[str, ...] = ("",)  # the values of `SamplingParams.pooling` that the runner supports
@@ -252,7 +252,7 @@ class TorchRunner(Runner):
             row += count
 
     def _score_rows(self, slice_: Slice, start: int, hidden: Tensor, output: SliceOutput) -> None:
-        """For each row of `hidden`, append the logprobs of the next prompt token. Rows begin at the slice's `start`."""
+        """Append the logprobs of the prompt token after each row of `hidden`. Row 0 is row `start` of the slice."""
         logits = self._model.logits(hidden)
         if not bool(logits.sum(dim=1).isfinite().all()):
             output.tokens, output.logprobs, output.error = [], [], NUMERICAL

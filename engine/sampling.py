@@ -31,7 +31,7 @@ NO_TOKEN = "no_token"  # every token is banned, or the row's grammar has failed
 
 @dataclass(slots=True)
 class SamplingRow:
-    """The inputs of a draw other than its logits. `tokens` is read only before `position`."""
+    """The inputs of a draw other than its logits. Of `tokens`, only those before `position` are read."""
 
     sampling: SamplingParams
     tokens: Sequence[int]  # prompt and generated tokens
@@ -47,7 +47,7 @@ class SamplingRow:
 
     @property
     def forbids_stop(self) -> bool:
-        """Whether to ban the stop tokens. A grammar's mask already contains this ban."""
+        """Whether to ban the stop tokens. False with a grammar, because the grammar's mask contains this ban."""
         too_early = self.position - self.num_prompt < self.min_tokens
         return too_early and bool(self.stop_tokens) and self.matcher is None
 
@@ -71,7 +71,7 @@ class DrawResult:
 
 
 def parameters_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
-    """Return the rows packed for a compiled draw, int64 [R, WORDS].
+    """Pack the parameters of the rows for a compiled draw, int64 [R, WORDS].
 
     A row has five words: the float64 bits of temperature, top_p and min_p; top_k; and the noise's key (0 if greedy).
     """
@@ -103,9 +103,9 @@ def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[SamplingRow]) -> list[
     """Return a token, `BROKEN` or `NOTHING_ALLOWED` for each row. Faster implementations must match this one.
 
     If a logit of a row is not finite, the row is BROKEN. For a greedy row, the first of the likeliest tokens is drawn.
-    For other rows, the adjusted logits are divided by the temperature (float32), and `restrict` filters them. Each
-    score is added, in float64, to the noise `engine.counter_rng.gumbel` of its token with `key_of(seed, position)`. The
-    draw is the token with the largest sum.
+    For other rows, the adjusted logits are divided by the temperature (float32), and `restrict` filters the results.
+    In float64, noise is added to each token's score: `engine.counter_rng.gumbel` with the key `key_of(seed, position)`.
+    The token with the largest sum is drawn.
     """
     finite = logits.sum(dim=1).isfinite()
     best, chosen = adjusted.max(dim=1)
@@ -150,7 +150,7 @@ def _describe(logits: Tensor, rows: Sequence[SamplingRow], draws: list[DrawResul
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> Tensor:
-    """Return a copy of `logits` with bans, biases, penalties and masks applied. If no row has any, return `logits`."""
+    """Return a copy of `logits` with bans, biases, penalties and masks applied, or `logits` if there are none."""
     shifts = [
         (index, token, amount)
         for index, row in enumerate(rows)
@@ -185,7 +185,7 @@ def _shifts(row: SamplingRow) -> dict[int, float]:
 
 
 def _ends_of_bad_words(row: SamplingRow) -> Iterator[int]:
-    """Yield the last token of each bad word whose other tokens are the last generated tokens, as in vLLM."""
+    """Yield the last token of each bad word whose earlier tokens have just been generated, as in vLLM."""
     for packed in row.sampling.bad_words:
         *others, last = unpack_ids(packed)
         start = row.position - len(others)
@@ -227,13 +227,13 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Set the scores of filtered tokens to -inf. All tokens with the lowest kept score are kept."""
+    """Set to -inf the scores of tokens that min_p, top_k or top_p exclude. Ties with the lowest kept score are kept."""
     device, vocab = scores.device, scores.shape[1]
     min_p = torch.tensor([one.min_p for one in sampling], device=device)[:, None]
     scores = scores.masked_fill(scores < scores.amax(dim=1, keepdim=True) + min_p.log(), -math.inf)
     counts = [min(one.top_k, vocab) if one.top_k > 0 else vocab for one in sampling]
     top_k = torch.tensor(counts, device=device)[:, None]
-    # A top_p of 1.0 must keep all tokens, even if the rounded mass of fewer tokens is already 1.
+    # A top_p of 1.0 must keep all tokens, even if rounding makes the total probability of fewer tokens 1.
     masses = [one.top_p if one.top_p < 1 else math.inf for one in sampling]
     top_p = torch.tensor(masses, device=device, dtype=torch.float64)[:, None]
     limited = ((top_k < vocab) | (top_p < 1))[:, 0].nonzero()[:, 0]
@@ -245,7 +245,7 @@ def restrict(scores: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
 
 def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Return the lowest score that top_k and top_p keep, [R, 1]. A score is kept if it is one of the `top_k` highest,
-    and if all likelier tokens together have a mass below `top_p`."""
+    and if all likelier tokens together have a probability below `top_p`."""
     width = min(CANDIDATES, scores.shape[1])
     least, reached = _least_of(scores.topk(width, dim=1).values, scores, top_k, top_p)
     beyond = (~reached).nonzero()[:, 0]

@@ -31,7 +31,7 @@ MAX_LENGTH = 400
 
 @dataclass(slots=True)
 class EngineComponents:
-    """The components with which a node computes.
+    """The components that do a node's computation, and their properties.
 
     Two nodes may exchange KV if and only if their `fingerprint`s are equal. `attributes` describes other
     properties that affect the speed, for users to read.
@@ -47,7 +47,7 @@ class EngineComponents:
     emulation: Emulation | None = None
     groups: tuple[Group, ...] = UNIFORM
     grammars: GrammarTokenizer | None = None  # None if no model computes the tokens
-    drafter: Drafter | None = None  # a draft model
+    drafter: Drafter | None = None  # a draft model or a draft head
     adapters: dict[str, str] = field(default_factory=dict)  # name -> digest of each LoRA adapter
     images: ImageSupport | None = None  # None: requests with images are refused
 
@@ -58,7 +58,7 @@ def exchange_fingerprint(
     """Return a text that is equal for two nodes if they can exchange KV: a digest (24 hex digits) and a description.
 
     `revision` is the digest of the model's files. `sums` is the name of the checksum that the KV memory computes for
-    each row. Nodes of builds that compute differently do not exchange KV.
+    each row. Nodes do not exchange KV if their builds compute it with different code.
     """
     kinds = [] if groups == UNIFORM else list(map(str, groups))
     parts = (runner, revision, layout.describe(), sums, build_digest(), *kinds)
@@ -77,7 +77,7 @@ def build_digest() -> str:
 
 @contextmanager
 def stage(doing: str, if_too_large: str, otherwise: str = "") -> Iterator[None]:
-    """Convert exceptions of torch, numpy, Triton or the driver in the block to a ValueError with a one-line message.
+    """Convert errors of torch, numpy, Triton or the driver in the block to ValueErrors with one-line messages.
 
     `doing` describes the stage, with sizes. It is logged at the start of the stage; the duration is logged at the end.
     `if_too_large` is the fix for a lack of memory, and `otherwise` the fix for other errors. ValueError and OSError are

@@ -23,18 +23,18 @@ from scheduler.request import Step
 RECENT = 256  # number of latest steps that are kept; the margin is computed from all of them
 FITTED = 128  # number of latest steps that the model is fitted to
 DECAY = 0.98  # weight of a step relative to the next newer step; the weight halves every 34 steps
-KINDS, PER_KIND, OLD_WEIGHT = 48, 2, 0.02  # older steps: kinds kept, steps per kind, and their weight
-INERTIA = 1e-4  # weight of the previous model; it determines the coefficients that the steps do not determine
+KINDS, PER_KIND, OLD_WEIGHT = 48, 2, 0.02  # older steps: how many kinds are kept, how many steps per kind, their weight
+INERTIA = 1e-4  # weight of the previous model in a fit; it matters only for coefficients that the steps leave open
 NOISE = 0.1  # assumed relative error of a measurement; a larger value pulls the cost of attention more strongly to 0
 REACH = 1024  # it is assumed that attention to this many tokens takes at most about as long as the rest of a step
-KNEE_GAIN = 0.98  # the knee changes only if the squared error falls below this fraction of its current value
+KNEE_GAIN = 0.98  # the knee is changed only if that reduces the squared error below this fraction of the current error
 FIRST_FIT = 8  # number of steps before the first fit
 REFIT_STEPS, REFIT_S = 16, 0.1  # minimum steps and seconds between fits; a fit takes less than a millisecond
-CHANGE = 1.5  # the device's speed has changed if the last WATCHED predictions are off by this factor (median)
+CHANGE = 1.5  # the device's speed has changed if the median of the last WATCHED predictions is off by this factor
 WATCHED = 8
 MAX_RESCALE = 32.0  # limit of the total factor by which changes of speed rescale a measurement
 QUANTILE = 0.99  # `margin` covers this quantile of the relative prediction errors of steps with prompts
-ENOUGH = 20  # if fewer recent steps have prompts, the margin is computed from all recent steps
+ENOUGH = 20  # if fewer recent steps than this have prompts, the margin is computed from all recent steps
 MARGIN_CAP = 1.0
 KNEES = (0.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 FINE_KNEES = range(0, 513, 8)
@@ -175,8 +175,8 @@ class CostFit:
         self._model = replace(model, margin=self._margin(model))
 
     def _margin(self, model: CostModel) -> float:
-        """Return the margin for predictions: the quantile QUANTILE of the relative amounts by which recent steps
-        exceeded their predictions."""
+        """Return the margin for predictions: the quantile QUANTILE of measured / predicted time - 1 over the recent
+        steps with prompts, or over all recent steps if fewer than ENOUGH have prompts."""
         samples = [sample for sample in self._recent if sample.work.prefill_tokens]
         if len(samples) < ENOUGH:
             samples = list(self._recent)
@@ -196,15 +196,15 @@ def _fit(
     Solves a non-negative least squares problem with a row for each sample. One more row for each coefficient (weight
     INERTIA) pulls the coefficient towards its value in `before`.
 
-    The coefficients of attention (per_pair and per_context) have a stronger pull towards 0, which assumes that REACH
-    tokens of context take at most as long as the rest of a step. This pull has no effect once steps with long contexts
-    have been seen. Without this pull, the noise of short prompts would determine per_pair, and the prediction for a
-    long prompt could be a hundred times too long. Raises RuntimeError if a solver does not converge.
+    The coefficients of attention (per_pair and per_context) are instead pulled towards 0, with a greater weight: it is
+    assumed that REACH tokens of context take at most as long as the rest of a step. Once steps with long contexts have
+    been seen, this pull has no effect. Without it, the noise of short prompts would determine per_pair, and the
+    prediction for a long prompt could be a hundred times too long. Raises RuntimeError if a solver does not converge.
     """
     works, seconds = [sample.work for sample in samples], np.array([sample.seconds for sample in samples])
     terms = [(1, max(knee, w.tokens), w.prefill_pairs, w.decode_context, w.decode_tokens) for w in works]
     target = np.asarray(weights, np.float64)
-    # Dividing by the measured time makes errors relative, and limits the effect of a single step delayed by the system.
+    # Dividing by the measured time makes errors relative, and limits the effect of a step that the system delays.
     columns = np.array(terms, np.float64) * (target / seconds)[:, None]
     norms = np.linalg.norm(columns, axis=0)
     norms[norms == 0] = 1.0
@@ -217,7 +217,7 @@ def _fit(
         solution, distance = nnls(matrix, np.concatenate((target, goals[used])))
         return solution / norms[used], float(distance)
 
-    overhead, per_token, per_decode = solve([0, 1, 4])[0]  # the costs of a step, if attention took no time
+    overhead, per_token, per_decode = solve([0, 1, 4])[0]  # the costs of a step, fitted without attention
     rest = np.array([per_token, overhead + per_token * max(knee, 1) + per_decode])
     strong = NOISE * REACH / np.maximum(rest, 1e-12) / norms[2:4]
     goals[2:4] = np.where(strong > pulls[2:4], 0.0, goals[2:4])

@@ -1,4 +1,4 @@
-"""The base class of drafters that run a model. It measures their passes. A failure ends the guesses, but no request."""
+"""The base class of drafters that run a model. It times their passes. If a drafter fails, only its guesses end."""
 
 import logging
 import time

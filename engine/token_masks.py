@@ -1,4 +1,4 @@
-"""Masks of the tokens that the grammars of requests allow. They are computed on a thread while the forward pass runs.
+"""Masks of the tokens that the grammars of requests allow. A thread computes them during the forward pass.
 
 A mask depends only on the grammar and the tokens that were generated so far. It is therefore the same in any batch, and
 also after a preemption, a handoff or a retry. Before a mask is computed, the request's matcher gets the generated
@@ -25,7 +25,7 @@ from shared.grammar import GrammarTokenizer, one_line
 log = logging.getLogger("baton.engine")
 IntArray = NDArray[np.int32]
 WORD_BITS = 32
-# For each value of a byte of a mask, the limits (inf or -inf) of its eight tokens, float32 [256, 8].
+# For each value of a byte of a mask, the limits (inf or -inf) on the logits of the byte's 8 tokens, float32 [256, 8].
 LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 LIMITS = LIMITS.astype(np.float32)
 
@@ -40,7 +40,7 @@ class TokenMatcher:
         self._seen: list[int] = []
 
     def advance(self, generated: Sequence[int]) -> bool:
-        """Move to the state after `generated`, forward or back. Return False if the grammar forbids one of the tokens.
+        """Move, forward or back, to the state after `generated`. Return False if the grammar forbids one of the tokens.
 
         In that case, the matcher stays in the state before the forbidden token. Because the matcher can go back,
         speculative decoding can advance it by guessed tokens.
@@ -93,7 +93,7 @@ def _limits(words: IntArray, device: torch.device) -> Tensor:
 class MaskFiller:
     """Computes the masks of a step's rows on a separate thread. A runner owns it and calls it from one thread.
 
-    With at least two of `num_threads`, these threads of llguidance fill the masks. The default is a quarter of the
+    If `num_threads` is at least 2, that many threads of llguidance fill the masks. The default is a quarter of the
     cores, because the other cores run the pass.
     """
 

@@ -22,20 +22,20 @@ EDGE_BYTES = 2**20  # how many bytes at each end of a file the fingerprint cover
 GGUF = ".gguf"
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-NOT_TEXT = (  # prefixes of tensors of multimodal models that are not part of the text model
+NOT_TEXT = (  # prefixes of the names of tensors outside of the text model, in multimodal models
     "vision_tower.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
     "vision_embedder.",
 )  # fmt: skip
 VOCABULARY_MAPS = ("d2t", "t2d")  # tensors of EAGLE-3 that have integers and booleans
-CODE_DTYPES = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # codes and scales of quantized checkpoints
+CODE_DTYPES = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # dtypes of codes and scales in quantized checkpoints
 
 
 def fingerprint(directory: Path) -> str:
     """Return a digest of config.json and of the weight files' names, sizes, headers and ends, as 32 hex digits.
 
     Reads a few MiB regardless of the model's size. Copies of a model have equal digests. Revisions, dtypes and
-    fine-tunes of a model have different digests, unless they differ only in the middle of a file. Raises ValueError as
-    `Checkpoint` does.
+    fine-tunes of a model have different digests, unless they differ only in the middle of a file. Raises the same
+    errors as `Checkpoint`.
     """
     digest = blake2b((directory / "config.json").read_bytes(), digest_size=16)
     for file in weight_files(directory):
@@ -74,8 +74,8 @@ def weight_files(directory: Path) -> list[Path]:
 def _inside(directory: Path, name: str, suffix: str = ".safetensors") -> Path:
     """Return the file's path. Raises ValueError if it is not a file with this suffix inside the directory.
 
-    A snapshot in the hub's cache may link to the hub's own blob directory. Links to other places outside the directory
-    are rejected.
+    Files of a snapshot in the hub's cache may be links into the hub's blob directory. Other links that lead out of the
+    directory are rejected.
     """
     file, home = directory / name, directory.resolve()
     allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
@@ -88,13 +88,13 @@ def _inside(directory: Path, name: str, suffix: str = ".safetensors") -> Path:
 
 
 def weight_bytes(directory: Path) -> int:
-    """Return the size of the weights on disk. Raises ValueError as `weight_files` does."""
+    """Return the size of the weights on disk. Raises the same errors as `weight_files`."""
     return sum(file.stat().st_size for file in weight_files(directory))
 
 
 def stored_dtype(directory: Path) -> str:
-    """Return torch's name for the dtype of the first matrix in the weight files. Raises ValueError as `Checkpoint`
-    does."""
+    """Return the dtype of the first matrix in the weight files, by torch's name. Raises the same errors as
+    `Checkpoint`."""
     for file in weight_files(directory):
         if file.suffix == GGUF:
             return "bfloat16"
@@ -107,7 +107,7 @@ def stored_dtype(directory: Path) -> str:
 
 
 def text_name(name: str) -> str:
-    """Return the text model's name for a tensor of a multimodal model, or "" if it has none."""
+    """Return the name that the text model gives a tensor of a multimodal model, or "" for a tensor of another part."""
     for prefix, own in (
         ("language_model.model.", "model."),
         ("language_model.", ""),
@@ -153,7 +153,7 @@ class LoadProgress:
 class Checkpoint:
     """The tensors of a model directory. `take` returns each tensor once, in its stored dtype, on `device`.
 
-    Raises ValueError as `tensor_files` does.
+    Raises the same errors as `tensor_files`.
     """
 
     def __init__(self, directory: Path, device: "torch.device") -> None:
@@ -170,7 +170,7 @@ class Checkpoint:
                     self.refuse(name, f"is stored in addition to another tensor for {own}")
                 if own:
                     self._stored[own] = name
-        # Embedding models are saved without the output head, and the names of tensors lack the prefix "model.".
+        # Embedding models are saved without the output head, and their tensors' names lack the prefix "model.".
         self.is_headless = "embed_tokens.weight" in self._files
         if self.is_headless:
             self._stored = {f"model.{name}": name for name in self._files}
@@ -182,7 +182,7 @@ class Checkpoint:
         return self._taken(name, DTYPE_NAMES, shape)
 
     def codes(self, name: str, dtypes: "torch.dtype | tuple[torch.dtype, ...]", *shape: int) -> "torch.Tensor":
-        """Return a tensor in one of `dtypes`. Raises ValueError as `take` does, and if it has another dtype."""
+        """Return a tensor in one of `dtypes`. Raises the same errors as `take`, and ValueError for another dtype."""
         tensor = self._taken(name, (*DTYPE_NAMES, *CODE_DTYPES), shape)
         allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         if tensor.dtype not in allowed:
@@ -190,7 +190,7 @@ class Checkpoint:
         return tensor
 
     def dtype_of(self, name: str) -> str | None:
-        """Return safetensors' name for the tensor's dtype, or None if it is missing or was taken."""
+        """Return the tensor's dtype, by safetensors' name, or None if the tensor is missing or was taken."""
         if name not in self._files:
             return None
         with _open(self._files[name]) as file:
@@ -226,7 +226,7 @@ class Checkpoint:
     def finish(self, known: tuple[str, ...], suffixes: tuple[str, ...], prefixes: tuple[str, ...] = ()) -> None:
         """Raise ValueError if a tensor of the files was not taken.
 
-        Exempt are tensors whose names are in `known`, end with one of `suffixes`, or begin with one of `prefixes`.
+        Tensors are exempt if their names are in `known`, end with one of `suffixes`, or begin with one of `prefixes`.
 
         An unused tensor means that the config belongs to another model.
         """
@@ -262,7 +262,7 @@ def _check_finite_gguf(file: Path) -> None:
 
 
 def _open(file: Path, framework: str = "np") -> Any:
-    """Open a file for tensors of torch ("pt") or numpy. Raises ValueError if its header or its size is wrong."""
+    """Open a file to read torch ("pt") or numpy ("np") tensors. Raises ValueError if its header or size is wrong."""
     try:
         return safe_open(file, framework=framework)
     except SafetensorError as error:

@@ -27,7 +27,7 @@ log = logging.getLogger("baton.node")
 MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
 MAX_TOKENS = 1 << 23  # limit of the submitted tokens of all requests together: 300 MB at 36 bytes per token
 PIXEL_BYTES_PER_TOKEN = 128  # this many bytes of images count as one token, so images take at most 1 GiB
-MAX_POOLS = 16  # if this many KV pools hold more than MAX_TOKENS tokens, the limit is that number of tokens
+MAX_POOLS = 16  # if this many KV pools hold more than MAX_TOKENS tokens, the limit is the number that they hold
 
 
 class OverloadedError(ValueError):
@@ -41,7 +41,7 @@ AbortHandoff = Callable[[str], bool]
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
-    """The limits of this node's requests, and the options for computing the requests."""
+    """Limits on the requests of this node, and options for computing these requests."""
 
     vocab_size: int
     share_prefixes: bool = True
@@ -61,7 +61,7 @@ class ActiveRequest:
     router: str
     num_tokens: int
     abort_handoff: AbortHandoff | None  # a method of the role adapter; None without a handoff
-    matcher: "asyncio.Future[TokenMatcher] | None" = None  # matcher of the request's grammar, which is being compiled
+    matcher: "asyncio.Future[TokenMatcher] | None" = None  # done when the request's grammar is compiled
 
 
 def _refusal(pooling: str) -> str:

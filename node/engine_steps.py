@@ -25,8 +25,8 @@ UNKNOWN = 2**31 - 1  # serial number for requests that did not come through this
 class EngineStep:
     """One step, as the plugin reports it.
 
-    `cached_tokens` counts tokens of the requests that began in this step. It counts the tokens whose KV was in the
-    prefix cache or came from another engine. `max_num_seqs` and `max_step_tokens` are limits of the server.
+    For the requests that began in this step, `cached_tokens` counts the tokens whose KV was in the prefix cache or came
+    from another engine. `max_num_seqs` and `max_step_tokens` are limits of the server.
     """
 
     number: int
@@ -50,7 +50,7 @@ class RequestProgress:
     serial: int
     num_prompt: int  # number of tokens that were sent to the engine
     num_tokens: int  # `num_prompt` plus the tokens that the engine has generated
-    num_computed: int = 0  # tokens of the prompt whose KV has been computed or cached
+    num_computed: int = 0  # number of prompt tokens whose KV was computed or found in the cache
 
     @property
     def is_decoding(self) -> bool:

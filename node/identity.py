@@ -28,9 +28,9 @@ def default_id(role: str) -> str:
 def advertised(settings: JoiningSettings) -> str:
     """Return the host at which other processes reach this node.
 
-    A node that listens on every address advertises the local address from which it reaches the registry: Redis, or one
-    of the routers. The address has the same family as `settings.host`. If a host name of the registry does not resolve,
-    wait, because the routers may start later. Raises ValueError if there is no route to the registry.
+    A node that listens on every address advertises the local address from which it reaches the registry (Redis or one
+    of the routers). The address has the same family as `settings.host`. If a host name of the registry does not
+    resolve, wait, because the routers may start later. Raises ValueError if there is no route to the registry.
     """
     if settings.advertise or settings.host not in EVERY_ADDRESS:
         return settings.advertise or settings.host

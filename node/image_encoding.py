@@ -1,6 +1,6 @@
-"""Gets the features of images: encodes them on this node, or fetches them from the node that encodes them.
+"""Gets the features of images: encodes images on this node, or fetches the features from the node that encodes them.
 
-All routers name the same node for an image (see `router.nodes.placement`), so that an image is encoded once although
+All routers name the same node for an image (see `router.nodes.placement`). The image is therefore encoded once, even if
 several nodes compute prompts with it.
 """
 
@@ -28,8 +28,8 @@ MAX_FOR_PEERS = 64  # maximum number of images that a node encodes at once for o
 class ImageEncoding:
     """The encoding of images for the requests of this node, and for other nodes.
 
-    Used on the event loop. `tasks` is the group that runs its tasks. Each image is encoded on a thread of its own,
-    which then ends, so that its OpenMP threads end too; otherwise they would slow down the engine's OpenMP threads.
+    Used on the event loop. `tasks` runs this object's tasks. Each image is encoded on its own thread, which then ends.
+    The thread's OpenMP threads end, too; otherwise, they would slow down the engine's OpenMP threads.
     """
 
     def __init__(self, state: NodeState, encoder: ImageEncoder, tasks: TaskGroup, call_s: float = CALL_S) -> None:
@@ -39,7 +39,7 @@ class ImageEncoding:
         self._fetching: dict[bytes, asyncio.Task[ImageFeatures]] = {}
 
     def start(self, images: Sequence[PromptImage]) -> asyncio.Task[None]:
-        """Start a task that sets the features of the images, and return it. The task raises ValueError if the pixels of
+        """Start and return a task that sets the features of the images. The task raises ValueError if the pixels of
         an image do not fit its grid."""
         return self._tasks.start(self._set_features(images))
 
@@ -57,7 +57,7 @@ class ImageEncoding:
         return await asyncio.shield(fetching) or await asyncio.shield(self._encode(image))
 
     def _encode(self, image: Media) -> "asyncio.Future[ImageFeatures]":
-        """Encode the image on a thread, unless this node is doing so already."""
+        """Start to encode the image on a thread, unless this has begun already. Return a future for the features."""
         encoding = self._encoding.get(image.digest)
         if encoding is None:
             thread = ThreadPoolExecutor(1, "vision")
@@ -93,7 +93,7 @@ class ImageEncoding:
             channel.close()
 
     async def serve(self, request: EncodeRequest) -> EncodeReply:
-        """Serve `ENCODE`: reply with a part of the image's features, or with none if they are not ready yet."""
+        """Serve `ENCODE`: reply with a part of the image's features, or without features if they are not ready yet."""
         image = replace(request.image, offset=0, encoder="")
         if request.fingerprint != self._state.info.fingerprint:
             return EncodeReply("the nodes run different models")
@@ -113,8 +113,8 @@ class ImageEncoding:
         return EncodeReply("", len(part.embeddings), tensors)
 
     async def _encoded(self, image: Media) -> ImageFeatures | None:
-        """Encode the image for another node. Return None if this takes longer than WAIT_S seconds; it is then encoded
-        in the meantime."""
+        """Encode the image for another node. Return None if this takes longer than WAIT_S seconds; the encoding
+        then continues."""
         if image.digest not in self._encoding:
             if not image.pixels:
                 raise ValueError("the features are no longer kept")

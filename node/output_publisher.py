@@ -25,7 +25,7 @@ log = logging.getLogger("baton.node")
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """The progress of a request whose KV is sent, after a step. The request's first `num_computed` tokens have KV."""
+    """The progress of a request after a step. The request's KV is sent; its first `num_computed` tokens have KV."""
 
     request: Request
     num_computed: int

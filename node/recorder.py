@@ -20,7 +20,7 @@ MAX_EVENTS = 32_768
 
 
 class SchedulerSnapshot(NamedTuple):
-    """The scheduler's block ledger and numbers of requests at the end of an iteration of the engine's loop."""
+    """The block ledger and the numbers of running and waiting requests, after an iteration of the engine's loop."""
 
     ledger: Ledger
     running: int = 0

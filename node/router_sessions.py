@@ -23,10 +23,10 @@ MAX_UNREAD_DELTAS = 100_000
 MAX_ROUTERS = 64
 RECORDS_S = 0.1  # seconds between two deliveries of records to the routers
 FLUSH_S = 0.2  # how long an ending node waits for its last messages to be sent
-MAX_DELTAS = 1000  # limit per message; such a message is far below the size limit even with 20 logprobs for each delta
-MAX_STEPS = 64  # limit per message; such a message is far below the size limit even with 4,096 members for each step
+MAX_DELTAS = 1000  # deltas per message; even with 20 logprobs for each delta, a message is far below the size limit
+MAX_STEPS = 64  # steps per message; even with 4,096 members for each step, a message is far below the size limit
 MAX_EVENTS = 2000
-MAX_RECORDS = 8192  # limit of the unsent records of each kind
+MAX_RECORDS = 8192  # maximum number of unsent records of each kind
 
 
 @dataclass(slots=True)

@@ -85,7 +85,7 @@ def describe(
 
 
 def _attributes(settings: NodeSettings, components: EngineComponents, budget: Budget) -> dict[str, str]:
-    """Return the settings that must be equal when nodes are compared, and those that placement uses."""
+    """Return the settings and versions that two compared nodes must share, and the settings that placement uses."""
     return {
         **components.attributes,
         **{name: str(getattr(settings, name)) for name in ATTRIBUTES},

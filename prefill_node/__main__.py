@@ -1,4 +1,4 @@
-"""Run a prefill node: `python -m prefill_node --help`. The node has the adapters of both roles, so it can switch."""
+"""Run a prefill node: `python -m prefill_node --help`. The node has adapters for both roles, so it can switch roles."""
 
 import sys
 

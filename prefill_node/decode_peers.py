@@ -26,8 +26,8 @@ from shared.rpc.methods import RENEW, STOP, PeerError
 log = logging.getLogger("baton.handoff")
 # HTTP/2 allows 100 calls on a connection. Calls that wait for blocks must leave room for commits.
 MAX_RESERVING = 64
-STOP_TRIES = 30  # all tries take one minute; after that, renewals report reservations that are still in quarantine
-MAX_STOPS = 64  # maximum number of stops, for reservations in quarantine, that are sent after one renewal
+STOP_TRIES = 30  # all tries together take one minute; later, replies to renewals list what is still in quarantine
+MAX_STOPS = 64  # maximum number of stops for reservations in quarantine that are sent after one renewal
 FAILURES, WITHIN_S = 5, 10.0  # this many failures within WITHIN_S seconds pause reservations at a peer
 PAUSE_S = 1.0
 
@@ -65,7 +65,7 @@ class DecodePeer:
     reservations: dict[bytes, Callable[[str], None]] = field(default_factory=dict)
     void: set[bytes] = field(default_factory=set)  # reservations stopped before their grant arrived
     is_settled: bool = False  # the peer reported that it holds no reservations, and no handoff has begun since then
-    # The times of the last failures since a success.
+    # When the latest failures occurred. A successful commit clears the list.
     failed_at: deque[float] = field(default_factory=lambda: deque(maxlen=FAILURES))
     num_waiting: int = 0  # number of handoffs that wait for blocks
     used_at: float = field(default_factory=time.monotonic)  # time at which a handoff or a stop last began
@@ -75,7 +75,7 @@ class DecodePeer:
         return not self.reservations and not self.num_waiting
 
     def check_breaker(self) -> None:
-        """Raise PeerRefusedError if the last of FAILURES failures in WITHIN_S seconds was less than PAUSE_S ago."""
+        """Raise PeerRefusedError after FAILURES failures in WITHIN_S seconds, if the last was less than PAUSE_S ago."""
         failed_at = self.failed_at
         is_often = len(failed_at) == FAILURES and failed_at[-1] - failed_at[0] < WITHIN_S
         if is_often and time.monotonic() < failed_at[-1] + PAUSE_S:
@@ -122,7 +122,7 @@ class DecodePeers:
         return all(peer.is_idle for peer in self._peers.values())
 
     def at(self, address: str) -> DecodePeer:
-        """Return the peer at `address`, which is created at the first call. Raises ValueError if `address` is not
+        """Return the peer at `address`, and create it at the first call. Raises ValueError if `address` is not
         host:port."""
         peer = self._peers.get(address)
         if peer is None:

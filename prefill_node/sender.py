@@ -36,7 +36,7 @@ from shared.rpc.messages import (
 from shared.rpc.methods import COMMIT, PUSHED, RESERVE, PeerError
 
 log = logging.getLogger("baton.handoff")
-# The number of requests that may hold a reservation in a shared pool before their first step.
+# The maximum number of requests that hold a reservation in a shared pool before their first step.
 MAX_RESERVED_EARLY = 4
 RECENT_PUSHES = 32
 
@@ -94,8 +94,8 @@ class OutgoingHandoff:
     is_silent: bool = False  # do not report the outcome: the request was aborted, or has finished on this node
 
     def grant(self, num_held: int, targets: list[int]) -> None:
-        """Record which blocks the decode node already has, and which rows it has reserved. Raises ValueError if these
-        do not fit the prompt."""
+        """Record which blocks the decode node already has, and which rows it has reserved. Raises ValueError if
+        the blocks or rows do not fit the prompt."""
         num_blocks = cdiv(self.num_prompt, self.geometry.block_tokens)
         if not 0 <= num_held <= num_blocks:
             raise ValueError(f"the grant has {num_held} blocks, but the prompt has {num_blocks}")
@@ -129,9 +129,9 @@ class OutgoingHandoff:
         self.changed.clear()
 
     def next_targets(self) -> list[int]:
-        """Return the peer's reserved rows that can be written now: this node's rows for them are complete and not
-        pushed yet."""
-        if self.request.borrows_blocks:  # an empty push only checks whether the reservation is still open
+        """Return the peer's reserved rows that can be written now, because their content is complete on this node. Omit
+        rows that were pushed before."""
+        if self.request.borrows_blocks:  # an empty push only checks that the pool's owner is alive
             ready = len(self.targets) * self.num_computed // self.num_prompt
         else:
             ready = self.geometry.num_final(self.num_prompt, self.num_held, self.num_computed)

@@ -41,7 +41,7 @@ NEEDS_CONNECTOR = (
 )
 # Attributes of a node whose engine works only together with another engine, by `EngineFacts.role`.
 PAIRED = {"prefill": {"generates": "no"}, "decode": {"computes_prompts": "no"}}
-STEP_TOKENS = 2048  # assumed maximum tokens of a step if the engine does not report its steps: vLLM's default
+STEP_TOKENS = 2048  # vLLM's default maximum of tokens in a step, used if the engine does not report its steps
 Result = TypeVar("Result")
 
 
@@ -106,8 +106,8 @@ class ProxyProcess:
     async def _await_engine(self, *, is_first: bool) -> NodeInfo:
         """Wait until the engine answers, and return the description of its node.
 
-        If the engine answers but cannot be used, raise ConfigError if `is_first` is set. Otherwise, wait, because an
-        operator may repair the engine.
+        If `is_first` is set, raise ConfigError for an engine that answers but cannot be used. Otherwise, wait for such
+        an engine, because an operator may repair it.
         """
         reported_at, now = 0.0, asyncio.get_running_loop().time
         while True:

@@ -40,7 +40,7 @@ class EngineFacts:
     cache_dtype: str
     kind: str = "vllm"
     role: str = ""  # "prefill" or "decode" if the server can have only this role; "": any role
-    connector: str | None = None  # None if only a request shows the connector: see `probe.connector`
+    connector: str | None = None  # "": no connector; None: only a request shows it (see `probe.connector`)
     resumes: str = ""  # as returned by `probe.resumes`; set if the server alone cannot generate whole answers
 
     def fingerprint(self, connector: str) -> str:
@@ -50,7 +50,7 @@ class EngineFacts:
 
 
 class EngineClient:
-    """Calls one server. `open` must be entered first. Calls raise EngineFailure.
+    """Calls one server. Enter the context manager `open` first. A call that fails raises EngineFailure.
 
     Each call has its own connection, because a server may close an idle connection while a request is sent on it. That
     request would get no answer, and could not be repeated safely.
@@ -74,14 +74,14 @@ class EngineClient:
         ) as self._session:
             yield
 
-    # ---- what each API does in its own way ----------------------------------------------------------------------
+    # ---- what each kind of server implements --------------------------------------------------------------------
 
     async def describe(self) -> EngineFacts:
         """Ask the server for its properties. Raises ConfigError, with the fix, if the server cannot be used."""
         raise NotImplementedError
 
     async def metrics(self) -> EngineMetrics:
-        """Return the server's metrics under the names of vLLM."""
+        """Return the server's metrics, with the names that vLLM gives them."""
         raise NotImplementedError
 
     def generate(
@@ -97,7 +97,7 @@ class EngineClient:
     async def prefill(
         self, submit: SubmitRequest, tokens: list[int], *, keeps: bool = True
     ) -> tuple[EngineOutput, Params]:
-        """Compute `tokens`. Return the next token, and the parameters with which another engine reads the KV.
+        """Compute the KV of `tokens`. Return the next token, and the parameters with which another engine reads the KV.
 
         The parameters are None if `keeps` is false or the engine has no connector. Raises ValueError if an engine
         cannot take the request.
@@ -155,7 +155,7 @@ class EngineClient:
     async def stream(
         self, path: str, submit: SubmitRequest, body: dict[str, Any], reader: EventReader
     ) -> AsyncIterator[EngineOutput]:
-        """Send a request, and yield the contents of the events of its answer."""
+        """Send a request, and yield what the answer's events contain."""
         async with self.call("POST", path, json=body, headers=headers_of(submit)) as answer:
             if answer.content_type != "text/event-stream":
                 raise EngineFailure(f"the engine answers with {answer.content_type}", is_garbage=True)
@@ -168,7 +168,7 @@ class EngineClient:
         raise EngineFailure("the engine's answer ended early", is_suspicious=True)
 
     async def collect(self, submit: SubmitRequest, tokens: list[int]) -> list[int]:
-        """Return all tokens that continue `tokens`, without another engine."""
+        """Return all tokens with which this engine alone continues `tokens`."""
         found: list[int] = []
         async with aclosing(self.generate(submit, tokens, self.probe_params)) as outputs:  # type: ignore[type-var]
             async for output in outputs:

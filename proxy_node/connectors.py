@@ -1,6 +1,6 @@
-"""The parameters with which engines pass the KV of a prompt to each other: by vLLM's connector NIXL, or by SGLang.
+"""The parameters with which engines pass the KV of a prompt to each other: for vLLM's connector NIXL, and for SGLang.
 
-Engines trust these parameters, and malformed ones crash the engine, so they are checked before they are sent.
+Engines trust these parameters and crash on malformed ones, so Baton checks the parameters before it sends them.
 """
 
 import json

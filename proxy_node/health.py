@@ -9,7 +9,7 @@ has no requests, an answer to `/metrics` counts as progress too.
 from collections import deque
 from dataclasses import dataclass, field
 
-MAX_MALFORMED, WINDOW_S = 3, 10.0  # this many malformed answers within this time end the incarnation
+MAX_MALFORMED, WINDOW_S = 3, 10.0  # MAX_MALFORMED malformed answers within WINDOW_S seconds end the incarnation
 
 
 @dataclass(slots=True)

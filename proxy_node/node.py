@@ -40,7 +40,7 @@ log = logging.getLogger("baton.proxy")
 MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
 Work = Callable[[], Awaitable[None]]
 INTERNAL = "internal"
-HANDOFF = "handoff: "  # with this prefix, the router knows that either of the two nodes may be at fault
+HANDOFF = "handoff: "  # prefix of errors for which either of the two nodes may be at fault; the router checks for it
 LEASE_SHARE = 0.8  # the first token must come within this share of the lease
 MAX_LEASE_MS = 3_600_000
 PUSH_LEASE_MS = 300_000  # how long SGLang servers wait for each other
@@ -59,7 +59,7 @@ class ProxiedRequest:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedHandoff:
-    """The terms of a request whose prompt another engine has computed; see `AcceptRequest`."""
+    """The parts of an `AcceptRequest` that the node needs while it answers the request."""
 
     lease_s: float
     first_token: int
@@ -98,13 +98,13 @@ class ProxyNode:
         self._serials = itertools.count()
         self.is_ending = False
         self._announcer: Announcer
-        self._peers: dict[str, RpcChannel] = {}  # proxies of decode engines, by address
+        self._peers: dict[str, RpcChannel] = {}  # channels to the proxies of decode engines, by address
         self._tasks = TaskGroup()
 
     # ---- lifecycle ----------------------------------------------------------------------------------------------
 
     async def start(self, announcer: Announcer) -> None:
-        """Join the cluster as `info`, with an address. The caller closes the announcer."""
+        """Join the cluster. `info` must contain an address. The caller closes the announcer."""
         self._announcer = announcer
         await announcer.start(self.info)
         self._tasks.start(self._heartbeat())
@@ -118,7 +118,7 @@ class ProxyNode:
         }  # fmt: skip
 
     async def end(self, timeout_s: float) -> int:
-        """Leave as planned. Return the number of requests that are retried on other nodes."""
+        """Leave the cluster for a planned shutdown. Return the number of requests that are retried on other nodes."""
         self.is_ending = True
         await self._announcer.update(replace(self.info, state="draining"))
         return await self.drain(timeout_s, f"node {self.info.id} is shutting down")
@@ -338,8 +338,8 @@ class ProxyNode:
         except EngineFailure as failure:
             if accepted is None or not is_first or str(failure).startswith(HANDOFF):
                 raise
-            # An engine that cannot read the KV reports the same error as for any other failure, so the handoff may have
-            # failed.
+            # An engine reports the same error whether it cannot read the KV or fails in another way, so the handoff may
+            # have failed.
             raise EngineFailure(f"{HANDOFF}{failure}", is_suspicious=True, is_garbage=failure.is_garbage) from None
 
     # ---- handoffs -----------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ class ProxyNode:
         self._end(submit.id, "handed_off")
 
     async def _push(self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any]) -> None:
-        """Let a decode engine wait for the KV of a prompt, and let the engine compute the prompt and push the KV.
+        """Let a decode engine wait for the KV of a prompt. Let this node's engine compute the prompt and push the KV.
 
         The decode node sends no token before this node has committed the handoff. If the prefill engine gives up the
         request, the decode engine may generate tokens from incomplete KV; these tokens are then never sent.
@@ -410,7 +410,7 @@ class ProxyNode:
         self._end(submit.id, "handed_off")
 
     async def _call(self, submit: SubmitRequest, rpc: Rpc[Any, Ack], message: AcceptRequest | CommitRequest) -> None:
-        """Call the proxy of the decode engine. Raises EngineFailure if that node cannot generate the request."""
+        """Call the proxy of the decode engine. Raises EngineFailure if that node cannot serve the request."""
         peer = self._peers.setdefault(submit.decode_node, RpcChannel(submit.decode_node))
         try:
             error = (await rpc.call(peer, message, ACCEPT_S)).error
@@ -425,7 +425,7 @@ class ProxyNode:
             await STOP.call(self._peers[submit.decode_node], StopRequest(b"", reason, submit.id), ACCEPT_S)
 
     async def accept(self, message: AcceptRequest) -> Ack:
-        """Serve `ACCEPT`: generate a request with the KV of another engine. The KV can be read only once."""
+        """Serve `ACCEPT`: answer a request with the KV of another engine. The KV can be read only once."""
         submit = message.request
         try:
             if self.lost.done() or self.info.role != "decode":

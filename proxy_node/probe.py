@@ -11,16 +11,16 @@ from proxy_node.vllm import NEEDS
 from proxy_node.wire import EngineFailure, probe_request
 from shared.errors import ConfigError
 
-LENGTH, RESUMED = 16, 8  # number of tokens of an answer, and the number of its tokens after which it is resumed
+LENGTH, RESUMED = 16, 8  # an answer has LENGTH tokens; the probe resumes it after its first RESUMED tokens
 SAMPLED = {"temperature": 2.0, "seed": 20_477}
 
 
 async def resumes(engine: EngineClient, known: str = "") -> str:
-    """Return for which sampling the engine resumes answers: "greedy, seeded", "seeded", "greedy" or "none".
+    """Return the sampling kinds for which the engine resumes answers: "greedy, seeded", "seeded", "greedy" or "none".
 
     To resume an answer means to generate the same remaining tokens, given the prompt and the first tokens. Answers that
-    cannot be repeated count as not resumed. If `known` is given, return `known` without this test, because one engine
-    of a pair generates no whole answer alone.
+    cannot be repeated count as not resumed. If `known` is given, return `known` without this test, because an engine
+    that works only in a pair cannot generate a whole answer alone.
 
     Raises ConfigError if the engine cannot serve as a node, and EngineFailure if it fails.
     """

@@ -1,4 +1,4 @@
-"""The API of an SGLang server, as read in the sources of SGLang 0.5. This code has run only against a stub of it."""
+"""The API of an SGLang server, according to the source code of SGLang 0.5. This code was tested only with a stub."""
 
 import json
 import secrets
@@ -138,7 +138,7 @@ def generate_body(submit: SubmitRequest, tokens: list[int]) -> dict[str, Any]:
         "top_k": sampling.top_k or -1,
         "max_new_tokens": max(1, submit.max_tokens - done),
         "min_new_tokens": max(0, submit.min_tokens - done),
-        # The router adds the model's stop tokens to these, unless the client ignores them.
+        # These include the model's own stop tokens, unless the client sets `ignore_eos`.
         "stop_token_ids": unpack_ids(submit.stop_tokens),
         "ignore_eos": True,
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from shared.rpc.messages import Logprobs, SamplingParams, SubmitRequest, unpack_ids
 
-MAX_EVENT_BYTES = 1 << 20  # limit of an event, without the prompt's ids, which the first event repeats
+MAX_EVENT_BYTES = 1 << 20  # maximum size of an event, not counting the prompt's ids, which the first event repeats
 ID_BYTES = 12  # a token id in JSON takes fewer bytes than this
 FINISHES = {"stop": "stop", "length": "length", "repetition": "stop"}
 SAMPLING = (
@@ -68,7 +68,7 @@ def completion_body(
         "prompt": list(tokens),
         "max_tokens": max(1, submit.max_tokens - done),
         "min_tokens": max(0, submit.min_tokens - done),
-        # The router adds the model's stop tokens to these, unless the client ignores them.
+        # These include the model's own stop tokens, unless the client sets `ignore_eos`.
         "stop_token_ids": unpack_ids(submit.stop_tokens),
         "ignore_eos": True,
         "stream": True,
@@ -87,8 +87,8 @@ def completion_body(
 
 
 def cache_salt(submit: SubmitRequest) -> str:
-    """Return the salt of the request's prefix in the engine's cache, in hex digits. Requests with equal salts share
-    prefixes."""
+    """Return the salt under which the engine caches the request's prefixes, in hex digits. Requests with equal salts
+    share prefixes."""
     return (submit.salt if submit.share_prefix else submit.salt + b"\0" + submit.id.encode()).hex()
 
 
@@ -183,8 +183,8 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def read_choice(choice: dict[str, Any], vocab_size: int, num_logprobs: int) -> EngineOutput:
-    """Return the contents of one choice of an event or an answer. Raises EngineFailure if the engine gave up the
-    request, and ValueError, TypeError or LookupError for a malformed choice."""
+    """Return the contents of `choice`, one of the `choices` of an event or answer. Raises EngineFailure if the engine
+    gave up the request, and ValueError, TypeError or LookupError for a malformed choice."""
     tokens = choice.get("token_ids") or []
     check_ids(tokens, vocab_size)
     output = EngineOutput(tokens)
@@ -224,9 +224,9 @@ def likeliest(token: int, logprob: float, top: dict[int, float], num_top: int) -
 class EngineMetrics:
     """The contents of `/metrics`.
 
-    `values` has the values by name, without a prefix such as "vllm:". If a metric has a label `source`, the label
-    follows the name, as in NAME:SOURCE. `cache` has the labels of `cache_config_info`. `num_engines` counts the
-    data-parallel engines of the server.
+    `values` maps the names of metrics, without a prefix such as "vllm:", to their values. If a metric has a label
+    `source`, the label follows the name, as in NAME:SOURCE. `cache` has the labels of `cache_config_info`.
+    `num_engines` counts the data-parallel engines of the server.
     """
 
     values: dict[str, float]

@@ -1,1 +1,1 @@
-"""The router: serves the REST API, and owns each request from its first byte to its last. It never imports torch."""
+"""The router serves the REST API, and keeps each request until its answer is complete. It never imports torch."""

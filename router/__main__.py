@@ -54,8 +54,8 @@ def main(settings: RouterSettings, run: Callable[[Serve], int] = run) -> int:
     logs.configure(settings.log_level, settings.log_format, "router")
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
-        # The ports that need a cluster secret. With Redis, the router opens no registry port. The API's port is not in
-        # `listens`, because API keys protect it.
+        # `listens` has the registry's port, which needs a cluster secret. The router does not open this port if the
+        # registry is in Redis. The API's port needs no cluster secret, because API keys protect it.
         listens = {} if settings.registry else {"--registry-host": settings.registry_host or settings.host}
         tls.configure(settings.cluster_secret_file, listens)
         models = load_models(settings)
@@ -201,7 +201,7 @@ class HttpServer(uvicorn.Server):
 def listen(host: str, port: int, flag: str, count: int = 1) -> list[socket.socket]:
     """Bind `count` listeners to one port. The kernel distributes new connections among them.
 
-    Raises OSError, which names the flag, if the address cannot be used."""
+    Raises OSError if the address cannot be used. The error's message names `flag`."""
     listeners = [_listener(host, port, flag, shares=count > 1)]
     port = listeners[0].getsockname()[1]
     return listeners + [_listener(host, port, flag, shares=True, joins=True) for _ in range(count - 1)]
@@ -219,8 +219,8 @@ def _listener(host: str, port: int, flag: str, *, shares: bool, joins: bool = Fa
     for option in [(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), *keepalive]:
         listener.setsockopt(*option)
     try:
-        # Set SO_REUSEPORT on the first listener only after it is bound: otherwise, it could share a port that is
-        # already in use by another router, instead of failing.
+        # Set SO_REUSEPORT on the first listener only after `bind`. Otherwise, `bind` would not fail if another router
+        # already uses the port, and the two routers would share it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, joins)
         listener.bind((host, port))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares)
@@ -242,11 +242,11 @@ def _log_addresses(listeners: list[socket.socket], is_open: bool) -> None:
 def _run_workers(
     settings: RouterSettings, ports: list[list[socket.socket]], serve: Callable[[list[socket.socket], WorkerShare], int]
 ) -> int:
-    """Run each worker in a separate process, and return the exit status. Unless the registry is in Redis, run it in
-    another process.
+    """Run each worker in a separate process, and the registry in another process unless it is in Redis. Return the
+    exit status.
 
-    `ports` has one list for each port, with one listener for each worker. `serve` runs in each worker, and gets the
-    listeners of that worker."""
+    `ports` has one list of listeners for each port, and each list has one listener for each worker. `serve` runs in
+    each worker, and gets the listeners of that worker."""
     every = [listener for port in ports for listener in port]
     helpers: dict[str, Callable[[], int]] = {}
     with tempfile.TemporaryDirectory(prefix="baton-router-") as directory:
@@ -282,8 +282,8 @@ def _run_workers(
 
 
 def _close_all_but(kept: list[socket.socket], listeners: list[socket.socket]) -> None:
-    """Close all `listeners` except those in `kept`. A port stays open until every process has closed its listeners, so
-    a process must not hold the listeners of other processes."""
+    """Close all `listeners` except those in `kept`. A port stays open until every process has closed the port's
+    listeners, so a process must not hold the listeners of other processes."""
     for listener in listeners:
         if listener not in kept:
             listener.close()

@@ -39,7 +39,7 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class ConnectedModel:
-    """A model, the pool of its nodes, and the signals that compute how many nodes its requests need."""
+    """A model and the pool of its nodes. `signals` computes how many nodes the model's requests need."""
 
     pool: NodePool
     parts: ModelParts

@@ -1,4 +1,4 @@
-"""The observer of the router, which receives reports about requests and nodes, and adds routes to the router's API."""
+"""The router's observer: it receives reports about requests and nodes, and adds routes to the router's API."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from shared.rpc.messages import NodeInfo, NodeUpdate
 
 
 class RouterObserver:
-    """Receives events of requests and nodes. This base class ignores all events; the dashboard has a subclass.
+    """Receives events about requests and nodes. This base class ignores all events; the dashboard is a subclass.
 
     The router's entry point creates an observer, and passes it to the pool, the dispatcher and the app. All methods run
     on the router's event loop, where a slow method would delay tokens. They must be fast and must not raise.
@@ -22,7 +22,7 @@ class RouterObserver:
         which the observer ignores."""
 
     def wants_records(self, node: str, num_nodes: int) -> bool:
-        """Return whether this node, one of `num_nodes`, should send its records of steps and events from now on."""
+        """Return whether the node should send step records and events from now on. The pool has `num_nodes` nodes."""
         return False
 
     def node_lost(self, node: str) -> None:
@@ -38,12 +38,12 @@ class RouterObserver:
     def placed(
         self, attempt: str, prefill: str | None, decode: str, reason: str, local_s: float = 0.0, remote_s: float = 0.0
     ) -> None:
-        """Record the nodes chosen for an attempt. `local_s` and `remote_s` are predicted times; 0 means no
-        prediction."""
+        """Record the nodes chosen for an attempt. `local_s` and `remote_s` are the predicted seconds until the second
+        token if the decode node (local) or a prefill node (remote) computes the prompt; 0 means no prediction."""
 
     def inexact(self, attempt: str, why: str) -> None:
-        """Record that an attempt may continue an answer with other tokens than the failed attempt would have generated.
-        `why` is the reason: "seeded", "greedy" or "penalties"."""
+        """Record that an attempt might continue an answer with different tokens than the failed attempt. `why` is the
+        reason: "seeded", "greedy" or "penalties"."""
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
         """Record that tokens of a sample were sent to the client."""

@@ -20,7 +20,7 @@ QUEUE_S = 10.0  # queued prompts should be computed within this time if there is
 KV_TARGET = 0.85  # maximum share of a node's KV capacity that requests should use
 SURVIVORS = 0.8  # a node may be removed only if the load would use at most this share of the remaining nodes
 STEADY_S = 60.0  # how long one role must need more nodes, and the other role fewer, before a node changes its role
-FLIP_S = 300.0  # minimum time between two changes
+FLIP_S = 300.0  # minimum time between two changes of roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Demand:
     """The requests of one router."""
 
     prompt_tokens_per_s: float = 0.0  # rate over the last minute, without tokens found in a prefix cache
-    recent_prompt_tokens_per_s: float = 0.0  # the same rate over the last RECENT_S
+    recent_prompt_tokens_per_s: float = 0.0  # rate over the last RECENT_S seconds (see `recent_rate`)
     queued_prompt_tokens: float = 0.0  # prompt tokens that are not computed yet
     requests: float = 0.0  # number of requests in progress
     queued_requests: float = 0.0
-    request_kv_tokens: float = 0.0  # mean number of KV tokens that one request holds
-    # How many requests would be in progress if each of the last minute's requests had started when it arrived.
+    request_kv_tokens: float = 0.0  # mean number of tokens that a request holds in the KV cache
+    # By Little's law: the rate of arrivals over the last minute, multiplied by the mean time that a request runs.
     expected_requests: float = 0.0
-    recent_expected_requests: float = 0.0  # the same number, computed from the requests of the last RECENT_S
+    recent_expected_requests: float = 0.0  # the same product, with the rate over the last RECENT_S seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def capability_of(nodes: Sequence[tuple[NodeInfo, CostModel | None]], context: f
 
 
 def _prompt_rate(info: NodeInfo, cost: CostModel) -> float:
-    """Return the tokens per second of steps with one full chunk."""
+    """Return how many prompt tokens per second the node computes in steps that each have one full chunk."""
     tokens = step_tokens(info)
     seconds = cost.seconds(StepWork(1, tokens, pairs_of(0, tokens)))
     return tokens / seconds if seconds > 0 else 0.0
@@ -81,17 +81,17 @@ def _most_requests(info: NodeInfo, cost: CostModel | None, context: float) -> in
 
 
 def recent_rate(total: float, count: int) -> float:
-    """Return the rate per second of a `total` that was counted over RECENT_S. The result is reduced by two standard
-    deviations of `count` Poisson arrivals, because so short a time gives a noisy rate."""
+    """Convert a `total` that was counted over RECENT_S seconds to a rate per second. The rate is reduced by two
+    standard deviations of `count` Poisson arrivals, because a rate over such a short time is noisy."""
     return total / RECENT_S * max(0.0, 1 - 2 / sqrt(count)) if count else 0.0
 
 
 def load_of_prefill(demand: Demand, node: NodeCapability, wait_s: float = QUEUE_S) -> float | None:
     """Return how many nodes are needed to compute the prompts, or None if the speed of the nodes is unknown.
 
-    When the load rises, the queue grows before the mean over a minute does, so the queued tokens count too. They count
-    only up to the recent rate of arrivals, because the queue will be empty by the time that more nodes have started.
-    """
+    When the load rises, the queue grows before the mean rate of arrivals over a minute does, so the queued tokens count
+    too. The rate that the queue requires is limited to the recent rate of arrivals, because the queue will be empty by
+    the time that more nodes have started."""
     rate = node.prompt_tokens_per_s
     if not rate:
         return None
@@ -113,8 +113,8 @@ def load_of_decode(demand: Demand, node: NodeCapability) -> float:
 def needed(load: float | None, present: float, routers: int = 1) -> float:
     """Return the number of nodes that a load needs. `present` is this router's share of the nodes.
 
-    The result rises as soon as the load exceeds `present`. It falls by one node only if the load is at most the share
-    SURVIVORS of the remaining nodes. The result therefore does not alternate at a constant load.
+    The result rises as soon as the load exceeds `present`. It falls by one node only if the load is at most SURVIVORS
+    times the number of the remaining nodes. The result therefore does not alternate at a constant load.
     """
     one = 1.0 / routers
     if load is None:
@@ -125,8 +125,8 @@ def needed(load: float | None, present: float, routers: int = 1) -> float:
 
 
 class RebalanceClock:
-    """Decides when a node changes its role: after one role has needed more nodes, and the other role fewer nodes, for
-    STEADY_S.
+    """Decides when a node changes its role. A change is due when, for STEADY_S, one role has needed more nodes and
+    the other role has needed fewer.
 
     `update` is called about once a second. A role keeps at least one node.
     """
@@ -139,7 +139,7 @@ class RebalanceClock:
         self._flipped_at = -FLIP_S
 
     def update(self, needed: dict[str, float], present: dict[str, int]) -> str:
-        """Return the role that one node of the other role should take now, or ""."""
+        """Return the role that one node of the other role should take now, or "" if no node should change."""
         now, wanted = self._clock(), ""
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
             if ceil(needed[role]) > present[role] and needed[other] <= present[other] - 1 and present[other] > 1:

@@ -1,8 +1,8 @@
 """The worker processes of one router, which serve on the same ports.
 
-The first process opens all ports, forks the workers, and also forks the registry if it is built in. When a process
-ends, the first process restarts it. The first process keeps the worker's listening sockets open in the meantime, so
-that new connections wait for the new process. If the first process dies, the kernel kills all other processes.
+The first process opens all ports and forks the workers. It also forks a registry process, unless Redis is the registry.
+When a process ends, the first process restarts it. The first process keeps a worker's listening sockets open in the
+meantime, so that new connections wait for the new process. If the first process dies, the kernel kills all others.
 """
 
 import logging
@@ -27,10 +27,10 @@ POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WorkerShare:
-    """One worker's part of its router: worker `number` of `count`.
+    """One worker's share of its router. `number` is the index of the worker, and `count` is the number of workers.
 
     The workers divide the limits of the router among themselves. Worker i answers the other workers at `sockets[i]`.
-    `registry` is the address of the registry process. `sockets` and `registry` are empty for a router without workers.
+    `registry` is the address of the registry process, if there is one. A router without workers has no `sockets`.
     """
 
     number: int = 0
@@ -66,12 +66,12 @@ def supervise(
 class WorkerSupervisor:
     """Starts, restarts, drains and reaps the processes.
 
-    The supervisor runs on the main thread without an event loop, because it forks. The signals in ENDING and SIGCHLD
+    The supervisor runs on the main thread without an event loop, because it forks. SIGCHLD and the signals in ENDING
     are blocked, and `sigtimedwait` receives them."""
 
     def __init__(self, jobs: Mapping[str, Callable[[], int]], workers: set[str], on_drain: Callable[[], None]) -> None:
         self._jobs, self._workers, self._on_drain = jobs, workers, on_drain
-        self._running: dict[int, str] = {}  # names by process id
+        self._running: dict[int, str] = {}  # the name of each running process, by its id
         self._due = dict.fromkeys(jobs, 0.0)  # when to start each process; infinity while the process runs
         self._is_draining = False
         self._status = 0

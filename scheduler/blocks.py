@@ -129,8 +129,8 @@ class BlockPool:
             self._references[row] += 1
 
     def release(self, rows: Sequence[int]) -> None:
-        """Remove an owner from each row. The last rows are freed first, and are therefore evicted first, because prefix
-        hits in them are the least likely."""
+        """Remove an owner from each row. The last rows are freed first, so they are evicted first: they are the least
+        likely to be found by another request."""
         for row in reversed(rows):
             assert self._references[row] > 0, f"row {row} has no owner to release it"
             self._references[row] -= 1

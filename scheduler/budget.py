@@ -7,12 +7,12 @@ from math import inf, sqrt
 
 from scheduler.cost import CostModel, StepWork
 
-CEILING_TOKENS = 8192  # maximum tokens of a step on a node with an SLO: vLLM's default on large devices
-UNWATCHED_S = 2.0  # maximum duration of a step without decodes: a request that arrives must wait for the step's end
-UNWATCHED_TOKENS = 512  # maximum tokens of a step without decodes until the model is fitted to larger steps
+CEILING_TOKENS = 8192  # maximum number of tokens in a step on a node with an SLO: vLLM's default on large devices
+UNWATCHED_S = 2.0  # maximum duration of a step without decodes; a request that arrives must wait until the step ends
+UNWATCHED_TOKENS = 512  # a step without decodes may have this many tokens, even if no earlier step was as large
 FLOOR_TOKENS = 16  # prompt tokens that every step may compute, even if the step then misses the SLO
-FLOOR_GROWTH = 1.1  # if a step's decodes alone miss the SLO, prompts may make the step longer by this factor
-FIRST_TOKENS = 64  # prompt tokens of a step while there is no model
+FLOOR_GROWTH = 1.1  # if a step's decodes alone miss the SLO, prompts may make the step longer by up to this factor
+FIRST_TOKENS = 64  # prompt tokens that a step may have before the first model is fitted
 GROWTH = 1.25  # largest factor by which the budget grows from one step to the next; it may shrink by any factor
 ENGINE_SHARE = 0.9  # the engine's share of the time between two tokens; the rest is for the router and the network
 TRUST = 1.5  # a model is trusted up to this multiple of the largest step to which it was fitted
@@ -35,7 +35,7 @@ class Budget:
         return max(0, self.ceiling - work.tokens)
 
     def longest_s(self) -> float:
-        """Return the maximum predicted duration, in seconds, up to which guessed tokens may extend the step."""
+        """Return the maximum predicted duration, in seconds, of a step to which guessed tokens are added."""
         return inf
 
     def end(self, work: StepWork) -> tuple[int, str]:
@@ -65,7 +65,7 @@ class SloBudget(Budget):
         self._cost: CostModel | None = None
         self._watched = False  # whether any request waits for a token of the current step
         self._largest = 0  # the most prompt tokens in any step so far
-        self._trusted = first  # prompt tokens up to which the current model is trusted
+        self._trusted = first  # number of prompt tokens in a step up to which the current model is trusted
         self._granted = first  # number of prompt tokens that the last watched step was allowed
         self._granted_before = first  # `_granted` at the time the current model was set
         self._grant: tuple[int, str] | None = None  # tokens and reason for the current step

@@ -31,7 +31,7 @@ class StepWork:
         return self.prefill_tokens + self.decode_tokens
 
     def add_decode(self, context: int, repeated: int = 0) -> None:
-        """Add a decode that also computes the `repeated` tokens before its own token again."""
+        """Add a decode that, before its own token, computes the previous `repeated` tokens again."""
         self.num_decodes += 1
         self.repeated_tokens += repeated
         self.decode_context += sum(range(context - repeated, context + 1))

@@ -28,7 +28,7 @@ class NodeView:
     placed: int = 0  # number of requests sent to the node so far, to break ties
     outstanding_pairs: int = 0  # query-key pairs of the outstanding tokens
     decode_context: int = 0  # tokens whose KV the node's decodes read in each step
-    budget_tokens: int = 512  # maximum tokens of a step
+    budget_tokens: int = 512  # maximum number of tokens in a step
     tbt_slo_s: float = 0.0  # the node's SLO for the time between two tokens; 0: none
     cost: CostModel | None = None
     cost_is_learnt: bool = True  # whether the model was fitted to enough prompt tokens to predict their cost
@@ -57,7 +57,7 @@ class LatencyEstimate:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds until the first token. The prefill node sends that token, so the transfer delays only the second."""
+        """Seconds until the first token. The prefill node sends it, so the transfer delays only the second token."""
         return self.wait_s + self.compute_s
 
     @property
@@ -75,7 +75,7 @@ def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_deco
     """Predict the time that a prefill node takes for a prompt of `num_tokens` tokens, or return None
     if the node has no cost model.
 
-    `cached` and `cached_at_decode` are the numbers of prefix tokens that the prefill and the decode node have cached.
+    `cached` and `cached_at_decode` are the numbers of prefix tokens cached on the prefill node and on the decode node.
     If the link is fast enough, the blocks of every chunk but the last are transferred while the next chunk is computed.
     """
     if node.cost is None:
@@ -104,8 +104,8 @@ def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, c
     Return None if the node has no cost model.
 
     A decode node's model can predict the cost of prompts only after the node has computed prompts. Until then, this
-    cost is taken from `teacher`, the prefill node's model. If the decode node has a complete model, the predicted times
-    of the decodes and of the chunk add up to the model's prediction for the whole step.
+    cost is taken from `teacher`, the prefill node's model. Afterwards, the node's own model predicts both parts of a
+    step, the decodes and a chunk of the prompt. The sum of both times is the model's prediction for the whole step.
     """
     prompts = node.cost if node.cost_is_learnt or teacher is None else teacher
     if node.cost is None or prompts is None:
@@ -129,7 +129,7 @@ def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, c
 
 
 def prompt_seconds(step_seconds: Callable[[int], float], tokens: int, room: int) -> float:
-    """Return the seconds to compute `tokens` prompt tokens in steps of at most `room`, excluding attention."""
+    """Return the seconds to compute `tokens` prompt tokens in steps of at most `room` tokens, excluding attention."""
     full, rest = divmod(tokens, room)
     return (full * step_seconds(room) if full else 0.0) + (step_seconds(rest) if rest else 0.0)
 
@@ -157,7 +157,7 @@ def choose(remote: LatencyEstimate | None, local: LatencyEstimate | None) -> tup
     """Return whether the decode node computes the prompt itself, and the reason (a metric label).
 
     A decode node with a TBT SLO computes the prompt if it still keeps the SLO and is faster. Without an SLO, the
-    delay that the chunks add to running decodes is included in the local time. A tie favours the prefill node.
+    delay that the chunks add to running decodes is included in the local time. A tie favors the prefill node.
     """
     if remote is None or local is None:
         return False, "no_prediction"

@@ -14,7 +14,7 @@ from scheduler.cost import CostModel, StepWork
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.0, 2.0  # initial values of `DraftHistory.accepted` and `DraftHistory.tried`
 # After EXPLORE_STEPS steps without guesses, a step verifies EXPLORED guessed tokens: see `choose_counts`.
 EXPLORE_STEPS, EXPLORED = 16, 2
-DECAY = 0.95  # weight of a comparison relative to the next; the last 14 comparisons have half of the total weight
+DECAY = 0.95  # each compared token weighs this much relative to the next; the last 14 have half of the total weight
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ def _fill(
     candidates: Sequence[DraftCandidate], work: StepWork, cost: CostModel | None, limits: DraftLimits, depth: int,
     pass_s: float, least: int = 0,
 ) -> tuple[list[int], float]:  # fmt: skip
-    """Return the counts of guesses of at most `depth` tokens, and the expected tokens per second."""
+    """Return how many tokens, at most `depth`, to guess for each candidate, and the expected tokens per second."""
     counts, tokens = [0] * len(candidates), work.tokens
     expected, seconds = float(work.num_decodes), depth * pass_s + (cost.seconds(work) if cost is not None else 0.0)
     gains = [(-one.acceptance, index) for index, one in enumerate(candidates) if one.limit] if depth else []

@@ -14,7 +14,7 @@ class Drafter(Protocol):
     tokens, and calls `draft` once.
     """
 
-    pass_s: float = 0.0  # seconds that each further token of a step's longest guess takes
+    pass_s: float = 0.0  # seconds that `draft` takes for each token of the longest guess in a step
 
     def warm_up(self) -> None:
         """Do one-time work, such as compilation, before requests arrive."""
@@ -48,9 +48,9 @@ class TextDrafter(Drafter):
 class PromptLookup(TextDrafter):
     """Finds an earlier occurrence of a request's last tokens, and proposes the tokens that followed it.
 
-    The method is "Prompt Lookup Decoding" (Saxena, 2023); vLLM calls it "ngram". At least `shortest` and at most
-    `longest` last tokens are matched. The latest occurrence is used. If fewer than `limit` tokens follow it, they are
-    repeated."""
+    The method is "Prompt Lookup Decoding" (Saxena, 2023); vLLM calls it "ngram". It looks for as many of the last
+    tokens as possible, at least `shortest` and at most `longest`, and uses their latest occurrence. If fewer than
+    `limit` tokens follow this occurrence, the tokens that follow it are repeated."""
 
     def __init__(self, shortest: int = 2, longest: int = 4) -> None:
         self._shortest, self._longest = shortest, longest

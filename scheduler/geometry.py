@@ -1,4 +1,4 @@
-"""The data that a request keeps in the KV pool: groups of layers, the rows of their blocks, and recurrent states.
+"""The layout of a request's data in the KV pool: groups of layers, the rows of their blocks, and recurrent states.
 
 A row is the pool's unit of allocation, transfer and checksums. A group is a set of layers whose KV is kept and released
 together. A block holds the KV of `block_tokens` tokens for one group, in one or more rows.
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers whose KV is kept for the same time, or all layers with a recurrent state.
+    """Layers that keep their KV for the same length of time, or all layers with a recurrent state.
 
     `rows` is the number of rows of one block, or of one state. In a "window" group, a query sees the last `size`
     tokens, including its own."""
@@ -31,7 +31,7 @@ UNIFORM = (Group("full"),)
 
 
 class RowPlace(NamedTuple):
-    """A row of a request: row `row` of block `block` in group `group`, or of the state, whose `block` is 0."""
+    """A row of a request: row `row` of block `block` in group `group`. For a row of the state, `block` is 0."""
 
     group: int
     block: int
@@ -40,7 +40,7 @@ class RowPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """The groups of a model. For an attention group `groups[i]`, `Request.tables[i]` is the block table.
+    """The groups of a model. The block table of the attention group `groups[i]` is `Request.tables[i]`.
 
     At most one group holds states, and it is the last group. All tables of a request cover the same blocks.
     """
@@ -55,12 +55,12 @@ class Geometry:
 
     @cached_property
     def block_rows(self) -> int:
-        """The rows of one block in all groups."""
+        """The number of rows of one block, in all groups together."""
         return sum(group.rows for group in self.attention)
 
     @cached_property
     def state_rows(self) -> int:
-        """The rows of one state, 0 without states."""
+        """The number of rows of one state, or 0 if the model has no states."""
         return sum(group.rows for group in self.groups if group.kind == "state")
 
     @cached_property
@@ -110,11 +110,11 @@ class Geometry:
         return places + [RowPlace(len(self.attention), 0, row) for row in range(self.state_rows)]
 
     def lent_rows(self, num_prompt: int, held: int) -> tuple[int, int]:
-        """Return two numbers of rows that a node lends to a peer, which computes a prompt in the node's pool.
+        """Return how many rows a node lends to a peer that computes a prompt in the node's pool, as two numbers.
 
         The first number counts the rows that already have the KV and the state of the first `held` blocks. The second
-        number counts the rows for the other blocks and for two states. Blocks of every group are lent until the end of
-        the prompt, because the peer releases none.
+        number counts the rows for the other blocks and for two states. Every group gets rows for all the other blocks,
+        because the peer releases no rows while it computes.
         """
         held_rows, rest = self.state_rows if held else 0, -(-num_prompt // self.block_tokens) - held
         for group in self.attention:
@@ -124,7 +124,7 @@ class Geometry:
     def borrow(
         self, held: int, held_rows: list[int], rows: list[int]
     ) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """Return the block tables, the two states and the snapshot of a request that computes in lent rows.
+        """Return the block tables, the two states and the snapshot of a request that is computed in lent rows.
 
         `held_rows` and `rows` are the two kinds of rows that `lent_rows` counts. Each list is ordered by group, block
         and row, and ends with the rows of states.

@@ -1,4 +1,4 @@
-"""Placement: chooses the nodes for a request, from the load of the nodes and the prefixes sent to each node."""
+"""Placement: chooses the nodes for a request by the load of the nodes and the prefixes sent to each node."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -109,14 +109,14 @@ def place(
     disaggregate: str = "always",
     encoded_tokens: Mapping[str, int] = NOTHING,
 ) -> Placement | None:
-    """Choose the prefill node with the least work and the decode node with the most room, or None without nodes.
+    """Choose the prefill node with the least work and the decode node with the most room.
 
-    All given nodes are considered; the caller limits them with `candidates`. `cached_tokens` maps a node id to the
-    number of prefix tokens that this node probably has cached. `disaggregate` is "always", "never" or "auto". "auto"
-    compares the chosen pair of nodes with a decode node that computes the prompt itself. That node is either the chosen
-    decode node or the node with the longest prefix match, whichever is predicted to be faster.
-    `encoded_tokens` maps a node id to the work, in tokens, that this node saves because it has already encoded images
-    of the prompt.
+    Return None if there are no nodes. All given nodes are considered; the caller limits them with `candidates`.
+    `cached_tokens` maps a node id to the number of prefix tokens that this node probably has cached. `disaggregate` is
+    "always", "never" or "auto". "auto" compares the chosen pair of nodes with a decode node that computes the prompt
+    itself. That node is either the chosen decode node or the node with the longest prefix match, whichever is predicted
+    to be faster. `encoded_tokens` maps a node id to the work, in tokens, that this node saves because it has already
+    encoded images of the prompt.
     """
     generating = decode_nodes or prefill_nodes
     if not generating:

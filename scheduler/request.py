@@ -56,7 +56,7 @@ class Request:
     send_kv: bool = False  # the request ends on this node at its first token, and its KV is sent to a peer
     shared_pool: bool = False  # the prefill node writes the prompt's KV directly into the decode node's blocks
     needs_prompt_logprobs: bool = False  # all prompt positions have an output, so prefix hits are not used
-    speculates: bool = True  # guessed tokens may be verified, if the scheduler drafts
+    speculates: bool = True  # whether guessed tokens may be verified, if the scheduler drafts
     sampling: Any = None  # a SamplingParams for the runner and the node; the scheduler does not read it
     matcher: Any = None  # a TokenMatcher for the runner, if the answer must match a grammar
     media: tuple[MediaSpan, ...] = ()  # images of the prompt, in order
@@ -75,7 +75,7 @@ class Request:
     snapshot: list[int] = field(default_factory=list)  # rows of the cached state from which the request starts
     junction: int = 0  # position at which to save a state, if the cached KV reached further than any saved state
     latest_save: Any = None  # the name of the state that was last saved while decoding
-    hashes: list[bytes] = field(default_factory=list)  # hashes of the full blocks of `tokens`, as far as computed
+    hashes: list[bytes] = field(default_factory=list)  # hashes computed so far of the full blocks of `tokens`, in order
     num_computed: int = 0
     num_scheduled: int = 0
     num_sampling: int = 0  # tokens that steps in flight will sample
@@ -175,7 +175,7 @@ class Slice:
 class Step:
     """One forward pass over slices.
 
-    `receiving` lists the requests that were admitted with the step to receive their KV. `budget` is the number of
+    `receiving` lists the requests that were admitted with the step and whose KV a peer sends. `budget` is the number of
     tokens that the step was allowed, and `reason` explains it (see `SloBudget`). `predicted_s` is the predicted
     duration in seconds, 0 without a model. In a simulation, `decodes` may list requests that decode in the step but
     have no slice.

@@ -32,17 +32,17 @@ class StepLimits:
     max_num_seqs: int = 64
     long_prefill_token_threshold: int = 0  # largest chunk of a prompt; 0: limited only by the budget
     max_num_partial_prefills: int = 1  # number of prompts that a step may leave unfinished
-    tile_tokens: int = 1  # a chunk ends on a multiple of this, unless it would then be empty
+    tile_tokens: int = 1  # a chunk ends at a multiple of this number, unless the chunk would then be empty
 
 
-AUDIT_STEPS = 64  # steps between two checks of the ledger against all requests; every step makes a cheaper check
+AUDIT_STEPS = 64  # steps between two checks of the ledger against all requests; a cheaper check follows every step
 
 
 class StepOutput(NamedTuple):
     """The result of one slice of a step.
 
     `tokens` are the sampled tokens: at most one, unless guesses were right. `finish` is set when the request has ended.
-    `fault` is the exception that ended it, if any.
+    `fault` is the exception that ended the request, if any.
     """
 
     request: Request
@@ -65,7 +65,7 @@ class SchedulerCounters:
     num_drafts: int = 0  # slices that verified guesses
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_per_pos: list[int] = field(default_factory=list)  # entry i: slices whose guess i was right
+    accepted_per_pos: list[int] = field(default_factory=list)  # entry i: number of slices whose guess i was right
 
 
 BY_PRIORITY = attrgetter("priority", "arrival")
@@ -93,7 +93,7 @@ class Scheduler:
 
     If the model has recurrent states, a slice reads the state from one set of rows and writes the new state to another
     set, so that the slice can be run again. A slice with guesses also saves the state before the guesses to a third
-    set. If a guess was wrong, this set becomes the current state, and the next slice computes the right guesses again.
+    set. If a guess was wrong, the third set becomes the current state, so the next slice computes right guesses again.
     Saved states ("snapshots") have names, as blocks do. A request with a cached prefix starts from a snapshot.
     """
 
@@ -339,8 +339,8 @@ class Scheduler:
     def _decodes(request: Request) -> bool:
         """Return whether the request's next slice is a decode.
 
-        It is one if only the request's last token is not scheduled yet, and the request continues after the steps in
-        flight.
+        The slice is a decode if only the request's last token is not scheduled yet, and the request continues after the
+        steps in flight.
         """
         if request.num_tokens - request.num_scheduled != 1:
             return False
@@ -393,8 +393,8 @@ class Scheduler:
         return True
 
     def _allot_drafts(self, slice_: Slice, count: int) -> int:
-        """Allocate blocks for up to `count` guessed tokens, and return how many have blocks. Leave the blocks that
-        running requests will need soon."""
+        """Allocate blocks for up to `count` guessed tokens, and return how many of the tokens have blocks. Do not take
+        blocks that running requests will need soon."""
         request, missing = slice_.request, self._missing(slice_.request, count)
         if missing and missing + self._growth_of_running() > self.pool.available:
             count = self._num_blocks(request) * self.block_tokens - slice_.end
@@ -406,9 +406,9 @@ class Scheduler:
     def _gather_decodes(self, step: Step) -> list[Request] | None:
         """Add all decodes to `step.decodes`, and return the other running requests.
 
-        Return None and change nothing if scheduling with slices might give another result. This may be the case with
-        too few free blocks, with drafts, with several groups of layers, with a policy that does not mix steps or
-        schedules prompts first, or if a running request is in a step in flight or sends its KV.
+        Return None and change nothing if scheduling with slices might give another result. Reasons are too few free
+        blocks, drafts, several groups of layers, and a policy that does not mix steps or schedules prompts first.
+        Another reason is a running request that is in a step in flight or sends its KV.
         """
         if self.speculation or not self.policy.mixed or self.policy.prompts_first or not self.geometry.is_uniform:
             return None
@@ -437,7 +437,7 @@ class Scheduler:
         return others
 
     def _finish_gathered(self, decodes: Sequence[Request], count: int = 1, token: int = 0) -> list[StepOutput]:
-        """Process the last of `count` steps with these decodes. Return an output for each request that has ended."""
+        """Finish `count` steps of all `decodes`: append the last step's token. Return the outputs of ended requests."""
         size, ended = self.block_tokens, list[StepOutput]()
         self.counters.generated_tokens += count * len(decodes)
         for request in decodes:
@@ -454,9 +454,9 @@ class Scheduler:
         return ended
 
     def num_decode_only(self, most: int) -> int:
-        """Return how many of the next steps will consist of one decode of every running request if no command arrives.
+        """Return how many of the next steps only decode each running request once, if no command arrives.
 
-        Return at most `most`. Return 0 if the next step may differ, or with drafts or several groups of layers.
+        The result is at most `most`. It is 0 if the next step may differ, with drafts or with several groups of layers.
         """
         if not self.running or self.speculation or not self.geometry.is_uniform or not self._is_closed():
             return 0
@@ -564,7 +564,7 @@ class Scheduler:
     def _may_start(self, count: int, is_partial: bool, num_partial: int) -> bool:
         """Return whether to admit a prompt of which the step can compute `count` tokens."""
         if self.policy.together:
-            return True  # a request is admitted with its batch, even if a later step computes it
+            return True  # admit all requests of a batch together, even those that only a later step computes
         may_stay_partial = self.policy.fills or num_partial < self.limits.max_num_partial_prefills
         return count > 0 and (may_stay_partial or not is_partial)
 
@@ -599,7 +599,7 @@ class Scheduler:
     def _cached_prefix(self, request: Request) -> tuple[int, list[list[int]]]:
         """Return the length in blocks of the cached prefix from which the request can start, and the prefix's rows.
 
-        The rows are one list for each attention group's table, and a last list for the snapshot (empty without states).
+        The rows are one list for each attention group's table, then a list for the snapshot (empty without states).
         The last token is always computed, to get its logits. A request that receives KV uses only blocks of "full"
         groups; the peer sends the rest of the prompt's KV.
         """
@@ -863,9 +863,9 @@ class Scheduler:
     def _save_at(self, request: Request, slice_: Slice) -> int:
         """Return the position in the slice at which to save the state, or 0.
 
-        While a prompt is computed, states are saved at the end of the cached KV if no state was found there, at the
-        end of the last whole block of the prompt, and at multiples of the interval. Each decode that completes a block
-        saves a state.
+        While a prompt is computed, states are saved at multiples of the interval and at the end of the prompt's last
+        whole block. If no state was found at the end of the cached KV, a state is saved there too. Each decode that
+        completes a block saves a state.
         """
         if slice_.is_decode:
             return 0 if slice_.end % self.block_tokens else slice_.end
@@ -958,7 +958,7 @@ class Scheduler:
 
 
 def _between_images(request: Request, start: int, count: int, *, may_extend: bool = False) -> int:
-    """Return the size of the chunk, changed so that it does not end inside an image whose tokens attend to each other.
+    """Return `count`, changed so that the chunk does not end inside an image whose tokens attend to each other.
 
     A chunk that begins at such an image gets all of it if `may_extend` is set, and none of it otherwise.
     """

@@ -1,4 +1,4 @@
-"""The clock of all records: Unix time that never steps back within a process."""
+"""The clock for the times in all records: Unix time that never steps back within a process."""
 
 import time
 

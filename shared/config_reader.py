@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class ConfigReader:
-    """Gives access to a JSON object. For invalid values, methods raise ValueError with the file, key and fix."""
+    """Reads a JSON object. For an invalid value, methods raise ValueError, which names the file, key and fix."""
 
     def __init__(self, values: dict[str, Any], file: Path, prefix: str = "") -> None:
         self.values = values

@@ -1,10 +1,10 @@
 """Failpoints: named places in the code where a test can make the process fail, as in `prefill.after_chunk:3=kill`.
 
 `BATON_FAILPOINT` is a comma-separated list of `SITE[:N][@DETAIL]=ACTION`. The action is performed when the process
-reaches the site for the N-th time. N is 1 by default; `*` means every time. If DETAIL is a request id, only this
-request is counted; if it is `*`, each request is counted separately. A process refuses to start with failpoints unless
-`BATON_ALLOW_FAILPOINTS` is also set. The simulation uses `watcher` to inject faults at the same sites. The design
-follows FoundationDB's BUGGIFY and the failpoints of TiKV.
+reaches the site for the N-th time. N is 1 by default; `*` means every time. If DETAIL is a request id, only visits of
+this request are counted; if it is `*`, the visits of each request are counted separately. A process refuses to start
+with failpoints unless `BATON_ALLOW_FAILPOINTS` is also set. The simulation uses `watcher` to inject faults at the same
+sites. The design follows FoundationDB's BUGGIFY and the failpoints of TiKV.
 """
 
 import logging
@@ -35,7 +35,7 @@ ENTRY = re.compile(
 FOR_EVER_S = 1e8
 
 _failpoints: list[re.Match[str]] = []
-_passed: Counter[tuple[re.Match[str], str]] = Counter()  # counts by failpoint, and by detail if DETAIL is `*`
+_passed: Counter[tuple[re.Match[str], str]] = Counter()  # visits by failpoint and, if its DETAIL is `*`, by detail
 watcher: Callable[[str, str], None] | None = None  # set by the simulation; called with a site and a detail; may raise
 
 

@@ -1,7 +1,7 @@
 """Grammars that an answer must match, as text in the format of llguidance.
 
 A router builds the text from a client's schema, regular expression or grammar. Nodes compile the text to matchers with
-the library llguidance, an Earley parser over a lexer that uses derivatives of regular expressions.
+the library llguidance, an Earley parser whose lexer uses derivatives of regular expressions.
 """
 
 import json
@@ -16,8 +16,8 @@ import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 MAX_GRAMMAR_BYTES = 1 << 20  # maximum size of the text that a node accepts; a router's limit for clients is lower
-# JSON may have at most 8 characters of white space between two tokens. Without a bound, a model may write white space
-# forever. A keyword of a schema that llguidance cannot enforce causes an error, and is not ignored.
+# JSON may have at most 8 characters of white space between two JSON tokens. Without a bound, a model may write white
+# space forever. If llguidance cannot enforce a keyword of a schema, it must not ignore the keyword, but raise an error.
 JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,8}", "lenient": False, "coerce_one_of": False,
 }  # fmt: skip
@@ -34,17 +34,17 @@ def json_grammar(schema: dict[str, Any], **options: Any) -> str:
 
 
 def with_json_options(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Return the schema as it must be written after `%json` in a Lark grammar, so that `JSON_OPTIONS` apply there."""
+    """Return the schema with `JSON_OPTIONS` added, in the form that must follow `%json` in a Lark grammar."""
     return schema | {"x-guidance": JSON_OPTIONS | options}
 
 
 def lark_grammar(text: str) -> str:
-    """Return the grammar that a text in llguidance's dialect of Lark defines."""
+    """Return the grammar that `text` defines in llguidance's dialect of Lark."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
 def regex_grammar(regex: str) -> str:
-    """Return the grammar of the texts that `regex`, in the syntax of Rust's crate `regex`, matches from begin to end.
+    """Return the grammar of the texts that `regex` matches as a whole. The syntax is that of Rust's crate `regex`.
 
     The classes \\d, \\w and \\s and their complements are limited to ASCII, as in vLLM's default backend.
     """
@@ -57,7 +57,7 @@ def choice_grammar(choices: Iterable[str]) -> str:
 
 
 def one_line(error: str) -> str:
-    """Return an error of llguidance as one line, without the excerpt of the grammar or the state that follows it."""
+    """Return an error of llguidance as one line, without the excerpt of the grammar or the parser state at its end."""
     return " ".join(EXCERPT.split(error)[0].split())[:MAX_ERROR]
 
 
@@ -66,8 +66,8 @@ class GrammarTokenizer:
 
     The tokenizer is read from the model's directory when the first matcher is made. This takes seconds for a large
     vocabulary.
-    `end_token` is an id beyond the vocabulary, which llguidance uses as the end of a text. A matcher's mask has
-    `num_words` words of 32 bits.
+    llguidance uses `end_token`, an id beyond the vocabulary, as the end of a text. A matcher's mask has `num_words`
+    words of 32 bits.
     """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
@@ -93,7 +93,7 @@ class GrammarTokenizer:
         return -(-self._tokenizer.vocab_size // 32)
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """Return a matcher at the beginning of a text. Takes a millisecond for usual grammars.
+        """Return a new matcher, which expects the first token of a text. Takes a millisecond for usual grammars.
 
         Raises ValueError if the grammar does not compile, or if the model's tokenizer cannot be read.
         """

@@ -1,4 +1,4 @@
-"""A minimal HTTP server for the probes and scrapes of an orchestrator, with strict limits.
+"""A minimal HTTP server with strict limits, for an orchestrator's health probes and for metric scrapes.
 
 The server of the router's API is not used here, because it parses all of HTTP/1.1, which a node does not need.
 """
@@ -17,7 +17,7 @@ Answer = tuple[HTTPStatus, str]
 
 
 class HealthServer:
-    """Answers one GET request per connection with plain text. `pages` has a function for each path.
+    """Answers one GET request per connection with plain text. `pages` maps paths to functions that return answers.
 
     A connection is closed after TIMEOUT_S. If MAX_CONNECTIONS are open, a new connection closes the oldest one, so that
     idle connections cannot keep a probe out. The server runs on the event loop, so it does not answer while the loop is

@@ -1,4 +1,4 @@
-"""The rules by which a model takes images, read from the model's files: the size of resized images, and their tokens.
+"""How a model takes images, as its files define it: the size to which an image is resized, and the image's tokens.
 
 Routers use the rules to count tokens, and nodes use them to check and encode pixels. The arithmetic is the same as in
 transformers' image processors, which read the same files.
@@ -15,16 +15,16 @@ from shared.model_files import read_object
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 GEMMA3 = "gemma3"
 MAX_SIDE_RATIO = 200  # limit of Qwen's processor
-BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of filters
+BILINEAR, BICUBIC = 2, 3  # Pillow's numbers for these filters
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """The rules of one model. Pixels become `pixel * rescale`, minus `mean`, divided by `std`, for each color.
+    """The rules of one model. Each color value of a pixel becomes `(value * rescale - mean) / std`.
 
-    In Qwen's models, an image roughly keeps its aspect ratio, has from `min_pixels` to `max_pixels` pixels, and has a
-    token for each square of `patch` * `merge` pixels. In Gemma 3, it has `width` x `height` pixels and `tokens` tokens,
-    which attend to each other.
+    In Qwen's models, an image roughly keeps its aspect ratio, and has from `min_pixels` to `max_pixels` pixels. Each
+    square with a side of `patch` * `merge` pixels becomes one token. In Gemma 3, every image has `width` x `height`
+    pixels and `tokens` tokens, which attend to each other.
     """
 
     model_type: str
@@ -46,8 +46,8 @@ class ImageRules:
 
     @property
     def markers(self) -> tuple[int, int, int]:
-        """The tokens that begin, fill and end an image. If the template itself writes the begin and the end, all three
-        are `token`."""
+        """The tokens that begin, fill and end an image. If the template itself writes the first and the last, all
+        three are `token`."""
         return self.marker, self.token, self.end
 
     @property
@@ -72,7 +72,7 @@ class ImageRules:
         return wide, high
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return the rows and columns of tokens of an image that is resized to this width and height."""
+        """Return the numbers of rows and columns of an image's tokens. The image is resized to `width` x `height`."""
         if self.model_type == GEMMA3:
             side = math.isqrt(self.tokens)
             return side, side

@@ -28,7 +28,7 @@ def fields(**values: object) -> dict[str, Any]:
 
 
 def configure(level: str, log_format: str, process: str = "") -> None:
-    """Log to stderr in the format "text" or "json". The field `node` of JSON lines is `process`."""
+    """Log to stderr in the format "text" or "json". In JSON lines, the field `node` is set to `process`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(process) if log_format == "json" else TextLines(TEXT))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
@@ -84,7 +84,7 @@ def json_line(process: str, line: str, level: str = "info") -> str:
 
 
 class RateLimitedLog:
-    """Logs the first problem with a peer as a warning, and further ones at level debug until `reset`."""
+    """Logs the first problem with a peer as a warning, and later problems at level debug until `reset`."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

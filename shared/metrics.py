@@ -69,7 +69,7 @@ def labels_of(info: NodeInfo, model_name: str) -> tuple[str, str, str]:
 
 
 def stats_families(rows: Sequence[NodeRow], model_name: str) -> Iterable[Metric]:
-    """Yield the metrics of the nodes' statistics. The gauges of a lost node are stale and left out."""
+    """Yield the metrics of the nodes' statistics. Leave out the gauges of lost nodes, which are stale."""
     for name, value, text in STATS:
         shown = [row for row in rows if row[2] or name.endswith("_total")]
         yield metric_family(

@@ -18,7 +18,7 @@ GEMMA3 = {
 SHARED = ("bos_token_id", "eos_token_id")  # keys that a multimodal model may have outside `text_config`
 MAX_CONFIG_BYTES = 1 << 20
 MAX_COUNT = 2**31 - 1
-# The keys of the maximum length, in this order: in most models, in GPT-2, in DBRX and in Kimi Linear.
+# The names of the maximum length in config.json. Most models use the first; GPT-2, DBRX and Kimi Linear use the others.
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

@@ -1,7 +1,7 @@
 """The registry of nodes: nodes announce themselves with a lease, and routers read the list of nodes.
 
 There are two implementations. With `EmbeddedRegistry`, each router is its own registry: a node holds a stream to each
-router, and is a member as long as the stream is open. With `RedisRegistry`, each node sets a key in Redis that expires.
+router, and is a member as long as the stream is open. With `RedisRegistry`, each node sets an expiring key in Redis.
 While Redis is down, frozen or empty after a restart, a router keeps its last list, and detects lost nodes by its own
 streams to them. In a cluster with a secret, Redis is not trusted: entries are signed.
 """
@@ -52,9 +52,9 @@ ADDRESS = re.compile(r"[\w.:%-]{1,255}:(\d{1,5})", re.ASCII)
 
 
 def check_node(info: NodeInfo) -> None:
-    """Raise DecodeError, which names the field, if a value is not one that a node may have.
+    """Raise DecodeError, which names the field, if a value is not valid for a node.
 
-    Whether the node really has these values is not checked; only a stream to the node itself shows this.
+    This does not check that the node really has these values; only a stream to the node itself can show that.
     """
     address = ADDRESS.fullmatch(info.address)
     if not NAME.fullmatch(info.id) or not NAME.fullmatch(info.incarnation_id):
@@ -149,7 +149,7 @@ def listed_addresses(registry: str) -> list[tuple[str, int]]:
 class EmbeddedRegistry(Registry):
     """The registry inside a router: a node joins by opening a stream, and leaves when its last stream ends.
 
-    A node has several streams if the name that the node resolves has several addresses of this router.
+    A node has several streams if the host name in its `--registry` resolves to several addresses of this router.
     """
 
     kind = "embedded"
@@ -178,7 +178,7 @@ class EmbeddedRegistry(Registry):
             event.set()
 
     async def _follow(self, stream: Any) -> None:
-        """Send the list of nodes, and then every change of it, until the worker ends the stream."""
+        """Send the list of nodes, and then every change to the list, until the worker ends the stream."""
         await stream.recv_message()
         sent: dict[str, NodeInfo] = {}
         changed = asyncio.Event()
@@ -237,10 +237,10 @@ class EmbeddedRegistry(Registry):
 
 
 class FollowedRegistry(Registry):
-    """The registry in a worker of a router: a copy of the registry process's list of nodes, which a stream
-    keeps up to date.
+    """The registry in a worker process of a router: a copy of the registry process's list of nodes. A stream keeps the
+    copy up to date.
 
-    While that process restarts, the worker keeps its last list.
+    While the registry process restarts, the worker keeps its last list.
     """
 
     kind = "embedded"
@@ -364,7 +364,7 @@ class StreamAnnouncer(Announcer):
             if address not in self._listed:
                 break
             if failures == FAILURES_TO_LOG:
-                # If another address works, this is no problem: a name may also have unusable addresses.
+                # If another address works, this is no problem: a host name may also resolve to unusable addresses.
                 level = logging.INFO if self._joined else logging.WARNING
                 log.log(level, "no router at %s (%s): retrying", address, problem)
             delay_s = RETRY_S if failures < FAILURES_TO_LOG else SLOW_RETRY_S
@@ -392,7 +392,7 @@ class StreamAnnouncer(Announcer):
             channel.close()
 
     async def _repeat(self, stream: Any, updated: asyncio.Event) -> None:
-        """Send the info again after each update, and every REPEAT_S. If the stream ends, its reader gets the error."""
+        """Send the info again after each update, and every REPEAT_S. Ignore errors, because `_join` gets them too."""
         with contextlib.suppress(*PEER_FAILURES):
             while True:
                 await _wait(updated, REPEAT_S)
@@ -416,7 +416,7 @@ def _keys(cluster: str) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class Sealed:
-    """A node's entry in a cluster with a secret: the encoded NodeInfo, and a signature over these bytes and the key."""
+    """A node's entry in a cluster with a secret: the encoded NodeInfo, and a signature over it and its Redis key."""
 
     info: bytes
     proof: bytes
@@ -440,7 +440,7 @@ def unseal(value: bytes, key: str, identity: tls.ClusterIdentity | None) -> Node
 
 
 class Outage:
-    """Decides when an outage is logged: once, after it has lasted for OUTAGE_S, and once when it has ended."""
+    """Decides when to log an outage: once after it has lasted for OUTAGE_S and, if it was logged, once when it ends."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -515,7 +515,7 @@ class RedisRegistry(Registry):
         self._interval_s = heartbeat_s
         # The last value of each key, and the NodeInfo in it.
         self._entries: dict[str, tuple[bytes, NodeInfo | None]] = {}
-        # For each name that is in `nodes` or in the index but has no key: the time since which the key is missing.
+        # For each name that is in `nodes` or in the index but has no key: the time of the first answer without the key.
         self._absent_since: dict[str, float] = {}
         self._tasks = TaskGroup()
 
@@ -554,7 +554,7 @@ class RedisRegistry(Registry):
             await asyncio.sleep(self._interval_s)
 
     async def _read(self) -> tuple[dict[str, NodeInfo], dict[str, bytes]]:
-        """Return the nodes by name, and the members of the index that have no key, by name."""
+        """Return two dicts by name: the nodes, and the members of the index for which Redis has no key."""
         members = sorted(await self._client.smembers(self._index))
         self.skipped += max(0, len(members) - MAX_NODES)
         names = {member.decode("utf-8", "replace"): member for member in members[:MAX_NODES]}

@@ -142,7 +142,7 @@ class SimulatedCluster:
 
     def run(self, requests: Iterable[SimulatedRequest], timeout_s: float = inf) -> None:
         """Serve requests, given in the order of their arrival, until all have ended. A request ends at the latest
-        `timeout_s` after its arrival. May be called once."""
+        `timeout_s` after its arrival. Call it only once."""
         with paused_gc():
             self.begin(requests, timeout_s)
             self.events.run()
@@ -247,7 +247,7 @@ class SimulatedCluster:
             self._close(request, TIMEOUT)
 
     def prompt_computed(self, request: SimulatedRequest) -> None:
-        """Process the router's notice that a decode node has the KV of the prompt."""
+        """Update the router when it learns that a decode node has the KV of the prompt."""
         if request.is_over or request.charge is None or request.entry is None:
             return
         if not request.charge.is_prompt_computed:
@@ -316,7 +316,7 @@ class SimulatedCluster:
         """Called when a node that received a request at `received_s` has given it to its scheduler."""
 
     def on_handoff(self, handoff: SimulatedHandoff, kind: str, began_s: float, **fields: Any) -> None:
-        """Called when a handoff has reached a point. `kind` and `fields` are as in `RequestEvent`."""
+        """Called when an event of a handoff has occurred. `kind` and `fields` are those of a `RequestEvent`."""
 
     # ---- NodeListener -------------------------------------------------------------------------------------------
 
@@ -336,8 +336,8 @@ class SimulatedCluster:
         self._begin_spans(node, node.scheduler.running, steps.number)
 
     def _begin_spans(self, node: SimulatedNode, rows: Sequence[Request], number: int, num_new: int = 1) -> None:
-        """Record the requests that sample a token in step `number` but sampled none in the step before. The step adds
-        `num_new` tokens to each sequence."""
+        """Begin a span for each request that samples a token in step `number` but sampled none in the step before. The
+        step adds `num_new` tokens to each sequence."""
         for row in rows:
             request, shift = row.sampling[0], len(row.tokens) + num_new - number
             if shift != request.shift or request.spans[-1][0] is not node:

@@ -34,9 +34,9 @@ class SimulatedHandoff:
         self, cluster: HandoffCluster, request: SimulatedRequest, prefill: RoutedNode, decode: RoutedNode
     ) -> None:
         self.cluster, self.request, self.prefill, self.decode = cluster, request, prefill, decode
-        self.num_held = 0  # blocks of the prompt that the decode node has cached
+        self.num_held = 0  # number of the prompt's blocks that the decode node had cached
         self.num_pushed = 0
-        self._num_blocks: int | None = None  # blocks to push; None until the decode node has reserved them
+        self._num_blocks: int | None = None  # number of blocks to push; None until the decode node has reserved them
         self._num_computed, self._began_s = 0, 0.0
         self.is_cancelled = self._has_begun = self._is_busy = self._has_first = False
 
@@ -47,7 +47,7 @@ class SimulatedHandoff:
             self._after_call(self.cluster.add, self.request, self.decode, self, receives=True)
 
     def reserved(self, num_held: int, num_blocks: int) -> None:
-        """Process the decode node's reply: it has `num_held` blocks, and reserved `num_blocks`."""
+        """Process the decode node's reply: it already had `num_held` blocks, and has reserved `num_blocks` more."""
         self.num_held, self._num_blocks = num_held, num_blocks
         self.cluster.on_handoff(self, "reserving", self._began_s)
         self._proceed()

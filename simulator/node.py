@@ -26,8 +26,8 @@ Command = Callable[[Scheduler], object]
 
 
 class Stretch(NamedTuple):
-    """Consecutive steps of one node, beginning with step `number`. Without variation, step i, counted from 0, would
-    last first_s + i * slope_s seconds on the device. The host adds `host_s` to each step."""
+    """Consecutive steps of one node, beginning with step `number`. On the device, step i, counted from 0, takes
+    first_s + i * slope_s seconds, times a random factor. The host adds `host_s` to each step."""
 
     begin_s: float
     number: int
@@ -35,16 +35,17 @@ class Stretch(NamedTuple):
     first_s: float
     host_s: float
     slope_s: float = 0.0
-    has_prompts: bool = False  # only a single step may have prompts
+    has_prompts: bool = False  # true only in a stretch of one step
 
 
 class StepTimes:
     """The durations of a node's steps: the cost model's prediction, times a random factor, plus the host's time.
 
     The factors are drawn from `quantiles`, evenly spaced quantiles of the ratio of measured to predicted durations.
-    Steps with prompts have `prompt_residuals` by their predicted duration (see `Emulation`), because a delay matters
-    less in a long step. A step's factor depends only on the step's number and its work, so skipping steps does not
-    change their durations. With sums over the factors, a formula gives the end time of a stretch."""
+    For steps with prompts, `prompt_residuals` has separate quantiles for each range of predicted durations (see
+    `Emulation`), because a delay of a given length changes this ratio less in a long step than in a short one. A step's
+    factor depends only on the step's number and its work, so skipping steps does not change their durations. Prefix
+    sums of the factors give the end of a stretch in O(1)."""
 
     def __init__(
         self,
@@ -67,12 +68,12 @@ class StepTimes:
         self._moments = list(accumulate((i * each for i, each in enumerate(self._factors)), initial=0.0))
 
     def of_step(self, work: StepWork) -> tuple[float, float]:
-        """Return the seconds of a step on the device, before any variation, and on the host."""
+        """Return a step's seconds on the device, before its random factor is applied, and its seconds on the host."""
         num_slices = work.num_prefills + work.num_decodes
         return self._cost.seconds(work), self._host_s + self._host_slice_s * num_slices
 
     def slope(self, num_decodes: int) -> float:
-        """Return how many seconds longer each step of `num_decodes` decodes is than the one before."""
+        """Return by how many seconds each step of `num_decodes` decodes is longer than the previous step."""
         return self._cost.per_context * num_decodes
 
     def longest(self, number: int) -> int:
@@ -99,7 +100,7 @@ class StepTimes:
 
 
 def _quantile(quantiles: Sequence[float], share: float) -> float:
-    """Return a quantile, interpolated between evenly spaced quantiles."""
+    """Return the quantile at `share`, interpolated between the evenly spaced `quantiles`."""
     place, part = divmod(share * (len(quantiles) - 1), 1)
     low, high = quantiles[int(place)], quantiles[min(int(place) + 1, len(quantiles) - 1)]
     return low + part * (high - low)
@@ -109,14 +110,14 @@ class NodeListener(Protocol):
     """Receives the events of a node. During a call, the virtual clock shows the time of the event."""
 
     def on_receiving(self, node: "SimulatedNode", requests: list[Request]) -> None:
-        """Called when blocks have been reserved for KV that these requests receive."""
+        """Called when blocks have been reserved for the KV that these requests will receive."""
 
     def on_scheduled(self, node: "SimulatedNode", step: Step) -> None:
         """Called when a step has been decided and begins. Not called for steps that are skipped."""
 
     def on_outputs(self, node: "SimulatedNode", step: Step, outputs: Sequence[StepOutput]) -> None:
-        """Called when a step has ended. `outputs` has an output for each slice, and for each of the step's `decodes`
-        that has ended its request. Not called for steps that are skipped."""
+        """Called when a step has ended. `outputs` has an output for each slice, and for each request in
+        `step.decodes` that has ended. Not called for steps that are skipped."""
 
     def on_stretch(self, node: "SimulatedNode", steps: Stretch) -> None:
         """Called before a stretch of steps is skipped. Each of these steps decodes every running request."""
@@ -176,7 +177,7 @@ class SimulatedNode:
         )
 
     def settle(self) -> None:
-        """If the current steps are skipped, bring the scheduler to its state after the last completed step."""
+        """During a stretch, bring the scheduler to its state after the last completed step."""
         if self._stretch is not None:
             self._settle(self._stretch)
 
@@ -215,7 +216,7 @@ class SimulatedNode:
         scheduler = self.scheduler
         self._snapshot = scheduler.ledger(), len(scheduler.running) + scheduler.num_receiving, scheduler.num_waiting
 
-    # ---- stretches of decodes -----------------------------------------------------------------------------------
+    # ---- skipping steps that only decode ------------------------------------------------------------------------
 
     def _begin(self, count: int) -> None:
         running = self.scheduler.running
@@ -229,7 +230,7 @@ class SimulatedNode:
         self._events.at(self.times.end(steps, steps.length), self._end, self._generation, late=True)
 
     def _shorten(self, steps: Stretch) -> None:
-        """End the stretch with the current step."""
+        """Let the stretch end when its current step ends."""
         now = self._events.now
         count = 1 + bisect_left(range(1, steps.length), now, key=lambda count: self.times.end(steps, count))
         if count < steps.length:

@@ -46,7 +46,7 @@ class SimulatedRequest:
         return f"{self.id}.0.0"
 
     def token_s(self, answer_s: float, ends: dict[SimulatedNode, list[float]]) -> list[float]:
-        """Return when the client received each token. `ends` has the ends of each node's steps."""
+        """Return when the client received each token. `ends` has the end times of each node's steps."""
         lasts = [first for *_, first in self.spans[1:]] + [self.num_generated]
         return [
             end_s + answer_s

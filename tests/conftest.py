@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test workers and nodes share the cores
 
-gc.disable()  # until the tests are imported: garbage collections take a third of the time of the imports
+gc.disable()  # until the tests are imported, because garbage collection takes a third of the import time
 
 # Environments created before Pillow became a dependency have no Pillow until `make` installs it.
 collect_ignore_glob = [] if importlib.util.find_spec("PIL") else ["*/test_images.py"]
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude what the tests import from garbage collections."""
+    """Exclude the objects that exist after the imports from garbage collection."""
     gc.freeze()
     gc.enable()
 
@@ -59,8 +59,8 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _restored_logging() -> Iterator[None]:
-    """Undo the settings that the start of a router or node makes for the whole process: log handlers, which write to
-    the stderr of one test, and the switch interval of threads."""
+    """Undo the process-wide settings that a router or node makes when it starts: log handlers, which write to the
+    stderr of one test, and the switch interval of threads."""
     root, interval_s = logging.getLogger(), sys.getswitchinterval()
     handlers, level = root.handlers[:], root.level
     yield

@@ -1,4 +1,4 @@
-"""Test that the documentation matches the code: named files, definitions and links exist, and tables are current."""
+"""Test that the files, definitions and links in the documentation exist, and that its tables are current."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ States = TypeVar("States", bound=Enum)
 
 
 def defined(file: Path) -> set[str]:
-    """Return the names of the functions, classes and constants of a file, and those of its methods as Class.method."""
+    """Return the names of the functions, classes and constants of a file, and its methods as Class.method."""
     names: set[str] = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -26,7 +26,7 @@ PRODUCT = (
 )
 TREES = (*PRODUCT, "benchmarks", "demo", "tests")
 
-# The only allowed value of an option is the constant False. Modules and functions that can execute the data that they
+# The only allowed value of these options is the constant False. Modules and functions that can execute data that they
 # read are banned by `banned-api` in pyproject.toml.
 OPTIONS = {"shell", "allow_pickle", "trust_remote_code"}
 CALLS = {"eval", "exec", "compile", "__import__"}
@@ -44,7 +44,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def forbidden(tree: ast.AST) -> Iterator[str]:
-    """Yield a description of each call that can execute data as code, for the calls that ruff cannot ban."""
+    """Yield a description of each call that can execute data as code and that ruff cannot ban."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -145,7 +145,7 @@ def release(text: str) -> tuple[int, ...]:
 
 
 def direct() -> dict[str, tuple[int, ...]]:
-    """Return the lowest release of each library that pyproject.toml allows."""
+    """Return, for each library, the lowest release that pyproject.toml allows."""
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     split = [text.partition(">=") for text in wanted]
     assert all(floor for _, _, floor in split), "a dependency has no minimum version"

@@ -76,7 +76,7 @@ class GpuScene:
         return max(2, count // TOY_SCALE) if self.toy else count
 
     def attempt(self, what: str, work: Callable[[], None]) -> None:
-        """Measure one figure by `work`, or add its error to `failed`, for example if a tile is too large."""
+        """Call `work` to measure one figure. If that fails, as when a tile is too large, add the error to `failed`."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - the other figures are still measured
@@ -87,8 +87,8 @@ class GpuScene:
         return f" Failed: {'; '.join(self.failed)}." if self.failed else ""
 
     def seconds(self, work: Callable[[int], object], repeats: int = 5) -> float:
-        """Return how many seconds one call takes on the device: the median over replays of a CUDA graph of CALLS calls,
-        which excludes the launch time of kernels. `work` gets the number of the call."""
+        """Return the seconds of one call on the device, without the launches of kernels: the median over replays of a
+        CUDA graph of CALLS calls. `work` gets the number of the call."""
         if self.device.type == "cpu":
             return self.elapsed_s(lambda: work(0))
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
@@ -203,7 +203,7 @@ def rates_of(
 
 
 def decode(scene: GpuScene) -> GpuSection:
-    """Measure how many terabytes of KV per second attention reads: our kernels in both layouts, and other kernels."""
+    """Measure how many terabytes of KV per second attention reads, with our kernels in both layouts and with others."""
     flat = RandomKV(scene, 1 << 20 if scene.toy else int(torch.cuda.mem_get_info(scene.device)[0] * KV_SHARE))
 
     def terabytes_s(arm: str, point: Point) -> float:

@@ -5,8 +5,8 @@
 
 The results file is written after each section, so an interrupted run keeps the results of finished sections. A run of
 some sections (`--only`) replaces only these sections in the file of an earlier run. If a section fails, its table shows
-the error, and the next section runs. The only packages needed are torch, Triton, numpy, safetensors, msgpack, httpx,
-xxhash, llguidance, tokenizers and, for the checks, pytest and hypothesis; with pytest-xdist, kernels are compiled in
+the error, and the next section runs. The run needs only torch, Triton, numpy, safetensors, msgpack, httpx, xxhash,
+llguidance and tokenizers. The checks also need pytest and hypothesis; with pytest-xdist, they compile kernels in
 parallel. `--device cpu --toy --out FILE` tests the script itself under Triton's interpreter.
 """
 

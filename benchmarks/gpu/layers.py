@@ -71,7 +71,7 @@ def recurrent_layer(scene: GpuScene, name: str) -> list[Cell]:
 
 
 def experts(scene: GpuScene, tokens: int) -> list[Cell]:
-    """Return the milliseconds of one product, the GB/s of weights that are read, and the TFLOP/s."""
+    """Return the milliseconds of one product, the GB/s at which it reads weights, and the TFLOP/s."""
     from engine.cuda.products import TritonFormat
 
     count, hidden, inner = (4, 32, 16) if scene.toy else (EXPERTS, HIDDEN, INNER)

@@ -95,7 +95,7 @@ class ModelBench:
         return made
 
     def prompt(self, tokens: int) -> Request:
-        """Return a request in the last blocks of the pool. Requests may share blocks, because all KV is random."""
+        """Return a request that uses the pool's last blocks. Requests may share blocks, because all KV is random."""
         request = Request(f"p{next(NUMBERS)}", [7] * tokens, tokens, 1, sampling=GREEDY)
         last = self.pool.layout.num_blocks
         request.tables[0] = list(range(last - cdiv(tokens, self.block_tokens), last))

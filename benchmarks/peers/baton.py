@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 class Stopwatch(EngineListener):
-    """Records the end and the number of tokens of each step. `write` fills the blocks of requests that receive KV."""
+    """Records the end time and number of tokens of each step. Calls `write(blocks)` for requests that receive KV."""
 
     def __init__(self, write: Callable[[list[int]], None]) -> None:
         self._write = write
@@ -37,7 +37,7 @@ class Stopwatch(EngineListener):
         self.steps: list[tuple[float, int]] = []  # (end, tokens)
         self.finished: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # one entry per step
         self.engine: Engine | None = None
-        self.logprobs: Logprobs | None = None  # the logprobs of the last token that has any
+        self.logprobs: Logprobs | None = None  # those of the last token for which there are logprobs
 
     def on_turn(self, scheduler: Scheduler) -> None: ...
 

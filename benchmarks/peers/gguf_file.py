@@ -57,7 +57,7 @@ FIELDS = {
 def write(model: Path, kind: str, out: Path) -> None:
     """Convert a float32 checkpoint of Llama, Qwen2 or Qwen3 MoE.
 
-    Norms, biases and routers stay float32, as in llama.cpp's conversion.
+    Norms, biases and the routers of experts stay float32, as in llama.cpp's conversion.
     """
     config = json.loads((model / "config.json").read_text())
     architecture = config["model_type"].replace("_", "")

@@ -1,4 +1,4 @@
-"""Worker for llama.cpp, which calls the C interface as llama-batched-bench does, without sampling and text."""
+"""Worker for llama.cpp. It calls the C interface as llama-batched-bench does, without sampling or detokenization."""
 
 import ctypes
 import time
@@ -14,7 +14,7 @@ TOKEN = 7
 
 
 class LlamaContext:
-    """A context of several sequences with up to `room` tokens each. Between calls, it keeps the prompts of decodes."""
+    """A context of several sequences with up to `room` tokens each. It keeps prompts' KV between calls of `decode`."""
 
     def __init__(self, model: Any, threads: int, sequences: int, room: int, flash: bool) -> None:
         params = api.llama_context_default_params()

@@ -1,6 +1,6 @@
 """Worker for vLLM on a CPU. The engine runs in this process, and its steps are called and timed one by one.
 
-The prefix cache is on, so that the prompts of decodes are computed only once. Prompts of timed prefills are new.
+The prefix cache is on, so that the prompts of decodes are computed only once. Timed prefills use new prompts.
 """
 
 import os

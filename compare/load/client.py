@@ -25,12 +25,12 @@ from compare.load.outcome import TIMEOUT, CompletionReader, LatencySlo, LoadReco
 from compare.load.traffic import Arrival
 from shared.lifecycle import python_path, set_parent_death_signal
 
-LEAD_NS = 100_000_000  # time from the start of the session to second 0 of the run
+LEAD_NS = 100_000_000  # time from the creation of the HTTP session to the start of the run
 TICK_S = 0.01  # time between two measurements of the event loop's lag
-KEEP_ALIVE_S = 2.0  # less than the 5 s of servers, so that no request uses a connection that a server closes
+KEEP_ALIVE_S = 2.0  # servers close a connection that is idle for 5 s; requests must not use a closing connection
 PRIORITY = -10
-MAX_REFUSAL = 64 << 10  # maximum bytes that are read of an error response
-LAG_S, LAG_SHARE = 0.002, 0.02  # allowed p99 of lateness: seconds, or a share of the TTFT SLO if that is more
+MAX_REFUSAL = 64 << 10  # maximum number of bytes to read from an error response
+LAG_S, LAG_SHARE = 0.002, 0.02  # allowed p99 of lateness: the larger of this time and this share of the TTFT SLO
 STOP_S = 5.0  # time between SIGTERM and SIGKILL
 
 
@@ -42,7 +42,7 @@ class LoadSpec:
     model: str
     arrivals: tuple[Arrival, ...]
     slo: LatencySlo = field(default_factory=LatencySlo)
-    timeout_s: float = 120.0  # timeout of a request, from its scheduled time
+    timeout_s: float = 120.0  # timeout of a request, counted from its scheduled time
     send: str = "ids"
     salt: str = ""  # prevents prefix-cache hits on prompts of earlier runs
     api_key: str = ""
@@ -54,7 +54,7 @@ class LoadRun:
 
     spec: LoadSpec
     session: aiohttp.ClientSession
-    start_ns: int  # time of second 0 of the run on the monotonic clock
+    start_ns: int  # start of the run on the monotonic clock
     ended: list[Outcome] = field(default_factory=list)
     counted: list[str] = field(default_factory=list)
     lags_s: list[float] = field(default_factory=list)
@@ -114,7 +114,7 @@ class LoadRun:
 
 
 async def _on_sent(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
-    """Record the time before a connection is made or reused, so that connecting counts as the server's time."""
+    """Set `sent_s` before a connection is made or reused, so that the time to connect counts as the server's time."""
     run, outcome = context.trace_request_ctx
     if outcome.sent_s is None:
         outcome.sent_s = run.now_s()
@@ -160,7 +160,7 @@ async def generate(spec: LoadSpec) -> LoadRecording:
 def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float = 0.0) -> list[str]:
     """Return the reasons not to use a recording, for example that the client sent its requests late.
 
-    `loop_lag_s` is the event loop's lag at the 99th percentile. This lag would be counted as the server's time.
+    `loop_lag_s` is the 99th percentile of the event loop's lag, by which the measured times of the server are too long.
     """
     problems = []
     lags = [outcome.sent_s - outcome.scheduled_s for outcome in outcomes if outcome.sent_s is not None]
@@ -178,7 +178,7 @@ def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float 
             "cannot be measured"
         )
     broken = ["Connect" in outcome.error or "Disconnected" in outcome.error for outcome in outcomes]
-    # If the last request was not broken, the server has recovered. The broken requests then only miss the SLO.
+    # If the last request was not broken, the server has recovered: the run is valid, and broken requests miss the SLO.
     if broken and broken[-1]:
         problems.append(f"the server was unreachable or disconnected in {sum(broken)} of {len(outcomes)} requests")
     return problems

@@ -1,7 +1,7 @@
 """The recording of one run of the load generator, with an outcome for every scheduled request.
 
-Tokens are counted by their ids if the server sends them, else by logprobs, else by the usage in each event, else as one
-token per event. Times are seconds since the run's start on the client's monotonic clock.
+Tokens are counted in the most reliable way that the server supports: by their ids, by logprobs, by the usage in each
+event, or as one token per event. Times are seconds since the run's start on the client's monotonic clock.
 """
 
 import json
@@ -22,7 +22,7 @@ WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be",
 class LatencySlo:
     """Latency limits that a request must meet, in milliseconds; 0 means no limit.
 
-    `tbt_ms` limits a statistic of the gaps between one request's tokens, which `tbt_of` selects: the 99th percentile
+    `tbt_of` selects the statistic of the gaps between a request's tokens that `tbt_ms` limits: the 99th percentile
     ("p99"), the maximum ("max") or the mean ("mean", also called TPOT). Raises ValueError if a limit is invalid.
     """
 
@@ -109,7 +109,7 @@ class CompletionReader:
         self._outcome = outcome
         self._exact = exact
         self._rest = bytearray()
-        self._num_reported: int | None = None  # completion tokens according to the server's usage
+        self._num_reported: int | None = None  # number of completion tokens, as last reported by the server
 
     def feed(self, piece: bytes, now_s: float) -> None:
         """Process bytes that were read at `now_s`. Raises ValueError if they are not from a stream of completions."""
@@ -153,8 +153,8 @@ class CompletionReader:
         if tokens := logprobs.get("tokens"):
             self.counted = worst_count((self.counted, "logprobs"))
             return len(tokens)
-        # Once tokens are counted by events, do not count by usage again: the total would be right, and would hide that
-        # an event had several tokens.
+        # Once events were counted as one token each, do not return to counting by usage: the total would become
+        # correct, and `close` could not notice that an event had several tokens.
         if running and self._num_reported is not None and self.counted != "events":
             self.counted = worst_count((self.counted, "usage"))
             return max(0, self._num_reported - len(self._outcome.token_s))

@@ -20,7 +20,7 @@ from compare.options import DEFAULT_PRESET, CompareOptions
 from shared.errors import ConfigError
 
 TIMES, LENGTHS = 1, 2  # seeds of two streams of random numbers
-OPEN_SESSIONS = 64  # at most this many sessions can be continued; a new one replaces the oldest
+OPEN_SESSIONS = 64  # at most this many sessions can be continued; a new session replaces the oldest
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Traffic:
 
 
 class PromptVocabulary:
-    """The ids that prompts may contain: all below `size` except `excluded`, which are the model's special tokens."""
+    """The token ids that prompts may contain: all below `size` except `excluded`, the ids of special tokens."""
 
     def __init__(self, size: int, excluded: Collection[int] = ()) -> None:
         ids = [token for token in range(size) if token not in frozenset(excluded)]
@@ -127,9 +127,9 @@ class TrafficSource:
         )
 
     def draw(self, seed: int, rate: float | None = None) -> Traffic:
-        """Return the traffic of a seed, which is the same in every call. `rate` overrides the rate of the options.
+        """Return the traffic of a seed. Every call returns the same traffic. `rate` overrides the rate of the options.
 
-        If a trace's own times are used, the traffic of each seed is the next part of the trace. Raises ConfigError,
+        If a trace's own times are used, successive seeds get successive parts of the trace. Raises ConfigError,
         which names the problem and the flag to change.
         """
         options, rate = self._options, self._rate if rate is None else rate
@@ -161,8 +161,8 @@ class TrafficSource:
         return Traffic(arrivals, notes)
 
     def rows(self, seed: int, rate: float | None = None) -> tuple[list[TraceRow | None], int, int]:
-        """Return the rows of a seed with their times (None for a dropped row), the number of cut rows, and the number
-        of passes over the trace."""
+        """Return the rows of a seed with their times, where None stands for a dropped row. Also return the number of
+        cut rows and the number of passes over the trace."""
         rows, laps = self._rows(seed, rate)
         return *self._fitted([scaled(row, self._scale, self._scale) for row in rows]), laps
 
@@ -249,8 +249,8 @@ def _lap(row: TraceRow, lap: int, at_s: float) -> TraceRow:
 
 
 def scaled(row: TraceRow, prompt: float, answer: float) -> TraceRow:
-    """Multiply the lengths of the prompt and the answer by these factors, to at least 1 token. Shared prefixes stay
-    shared, because the end positions of all pieces are scaled alike."""
+    """Multiply the lengths of the prompt and the answer by these factors, but keep at least 1 token of each. Shared
+    prefixes stay shared, because the end positions of all pieces are scaled alike."""
     if prompt == answer == 1:
         return row
     if row.prompt is not None:

@@ -29,13 +29,13 @@ from simulator.cluster import ClusterPlan, SimulatedCluster
 from simulator.recorded import RecordedCluster
 from simulator.routed import SimulatedRequest
 
-REFERENCE_RATE = 1.0  # requests/s at which traffic is drawn; for other rates, the times are scaled
+REFERENCE_RATE = 1.0  # requests/s at which traffic is drawn; for other rates, the arrival times are scaled
 MOST_REQUESTS = 20_000  # number of requests that are drawn for each seed; no run has more
-TYPICAL_BATCH = 64  # largest number of decodes in a step that estimates assume
+TYPICAL_BATCH = 64  # estimates assume at most this many decodes in a step
 DEFAULT_TRAFFIC = "chat"
 PLACES = ("live", "emulated")  # values of --validate
 Latencies = NDArray[np.float64]
-Lengths = tuple[float, float]  # factors of the lengths of prompts and of answers
+Lengths = tuple[float, float]  # factors for the lengths of prompts and for the lengths of answers
 SAME: Lengths = (1.0, 1.0)
 
 
@@ -54,10 +54,10 @@ def candidates(options: PlanOptions) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The latencies of the last half of a run's requests, in milliseconds. Those of a failed request are infinite.
+    """The latencies of the last half of a run's requests, in milliseconds. A failed request has infinite latencies.
 
-    A run is long enough for the load to be steady in the last half or, if the cluster is overloaded, for requests to
-    miss the SLO.
+    A run is long enough that the load is steady in its last half. If the cluster is overloaded, the run is also long
+    enough that requests miss the SLO.
     """
 
     ttft_ms: Latencies
@@ -75,7 +75,7 @@ class Simulations:
         self._source, self.device = source, device
         self._common = parse_settings("--set", ",".join(settings))
         self.rows = lru_cache(maxsize=8)(self._draw)
-        self._hashes = lru_cache(maxsize=8)(lambda *_: list[list[bytes]]())  # block hashes of the rows needed so far
+        self._hashes = lru_cache(maxsize=8)(lambda *_: list[list[bytes]]())  # block hashes of the rows used so far
 
     def arm(self, name: str) -> Arm:
         return parse_arm(name, self._common)
@@ -84,7 +84,7 @@ class Simulations:
         return cluster_plan(self.arm(name), self.device)
 
     def run(self, arm: str, rate: float, seed: int, count: int, lengths: Lengths = SAME) -> Run:
-        """Simulate the first `count` requests of a seed at a rate."""
+        """Simulate the first `count` requests of the traffic with this seed, at `rate` requests/s."""
         plan = self.plan(arm)
         requests = self.requests(plan.block_tokens, rate, seed, count, lengths)
         cluster = SimulatedCluster(plan, seed=seed)
@@ -99,7 +99,7 @@ class Simulations:
     def requests(
         self, block_tokens: int, rate: float, seed: int, count: int, lengths: Lengths = SAME
     ) -> list[SimulatedRequest]:
-        """Return the first `count` requests of a seed at a rate."""
+        """Return the first `count` requests of the traffic with this seed, at `rate` requests/s."""
         rows = [scaled(row, *lengths) for row in self.rows(seed)[:count]]
         hashes = self._hashes(seed, block_tokens, lengths)
         hashes += [list(block_names(rows[each], each, block_tokens)) for each in range(len(hashes), len(rows))]
@@ -115,7 +115,7 @@ class Simulations:
         return fmean(row.prompt_len for row in rows), fmean(row.max_tokens for row in rows)
 
     def longest(self, lengths: Lengths = SAME) -> float:
-        """Return the maximum number of tokens of a request."""
+        """Return the number of tokens of the longest request."""
         return max(row.prompt_len * lengths[0] + row.max_tokens * lengths[1] for row in self.rows(0))
 
     def request_s(self, slo: LatencySlo, lengths: Lengths = SAME) -> tuple[float, float, float]:
@@ -133,14 +133,14 @@ class Simulations:
         return prompt_s, answer * step_s(batch) / batch, answer * step_s(batch)
 
     def first_rate(self, arm: str, slo: LatencySlo, lengths: Lengths = SAME) -> float:
-        """Return an estimate of the capacity of an arm in requests/s, to begin the search."""
+        """Return an estimate of an arm's capacity in requests/s, from which the search starts."""
         plan, (prompt_s, answer_s, _) = self.plan(arm), self.request_s(slo, lengths)
         if not plan.prefill:
             return 0.8 * plan.decode / (prompt_s + answer_s)
         return 0.8 * min(plan.prefill / prompt_s, plan.decode / answer_s)
 
     def split_for(self, arm: str, slo: LatencySlo, lengths: Lengths) -> str:
-        """Return the split that suits other lengths. `arm` is the best candidate for the traffic's own lengths.
+        """Return the split that suits `lengths`. `arm` is the best candidate for the traffic's own lengths.
 
         The ratio of prefill to decode nodes follows the ratio of their estimated work.
         """
@@ -158,7 +158,7 @@ class Simulations:
 
 
 def miss_counts(simulations: Simulations, arm: str, rate: float, count: int, slo: LatencySlo) -> dict[str, int]:
-    """Simulate `count` requests. Return, by main cause, how many requests of the last half miss the SLO."""
+    """Simulate `count` requests. Return how many requests of the last half miss the SLO, by main cause of the miss."""
     plan = simulations.plan(arm)
     history = RequestHistory(now=lambda: round(1e9 * cluster.events.now), limits=UNLIMITED)
     cluster = RecordedCluster(plan, history, epoch_ns=0)
@@ -211,10 +211,10 @@ def prepare(options: PlanOptions) -> Simulations:
 
 
 def block_names(row: TraceRow, index: int, block_tokens: int) -> Iterator[bytes]:
-    """Yield a name for each full block of a row's prompt. Two names are equal if all tokens up to the ends of their
-    blocks are equal.
+    """Yield a name for each full block of a row's prompt. Two blocks have the same name if their prompts have the same
+    tokens up to the ends of the blocks.
 
-    Tokens of pieces with the same key are equal at equal positions in the piece. `index` is the number of the row.
+    Pieces with the same key have the same tokens at the same positions. `index` is the number of the row.
     """
     if row.prompt is not None:
         yield from block_hashes(row.prompt, block_tokens, b"")
@@ -223,7 +223,7 @@ def block_names(row: TraceRow, index: int, block_tokens: int) -> Iterator[bytes]
     if not any(key for key, _ in row.pieces):
         yield from (b"%d %d" % (index, number) for number in range(num_blocks))
         return
-    name, position, place, offset = b"", 0, 0, 0  # `offset` is a position in the piece with the index `place`
+    name, position, place, offset = b"", 0, 0, 0  # `offset` is a position in `row.pieces[place]`
     for _ in range(num_blocks):
         position += block_tokens
         parts, left = [], block_tokens

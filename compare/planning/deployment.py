@@ -30,7 +30,7 @@ def compose_override(arm: Arm) -> str:
 
 
 def kustomize_component(arm: Arm) -> str:
-    """Return the kustomization.yaml of a component. An overlay of the base lists it last among its `components`."""
+    """Return the kustomization.yaml of a component. An overlay of the base must list this component last."""
     settings = {
         "baton-router": {"BATON_MODE": arm.mode, **_environment(arm.settings, ServingSettings)},
         "baton-node": _environment(arm.settings, ComputingSettings),

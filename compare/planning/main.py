@@ -21,7 +21,7 @@ ESTIMATE_SHARE = 0.5  # the search begins at this share of the estimated capacit
 
 
 def run_plan(options: PlanOptions) -> int:
-    """Search, print and write the plan. Return 0. Raises ConfigError for invalid options."""
+    """Search for the best cluster, then print and write the plan. Return 0. Raises ConfigError for invalid options."""
     began = time.monotonic()
     if unknown := sorted(set(options.policies) - set(POLICIES)):
         raise ConfigError(f"--policies {unknown[0]}: must be {', '.join(POLICIES)}")

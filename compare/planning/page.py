@@ -106,7 +106,7 @@ def _lengths(cells: Sequence[Document]) -> list[str]:
 
 
 def _map(cells: Sequence[Document], row: tuple[str, str], column: tuple[str, str]) -> str:
-    """Return a table of the cells. `row` and `column` each consist of a key of the cells and a format of headings."""
+    """Return a table of the cells. `row` and `column` are each a pair: a key of the cells, and a format of headings."""
     (key, text), (across, heading) = row, column
     columns = sorted({cell[across] for cell in cells})
     head = "".join(f'<th scope="col">{heading.format(at)}</th>' for at in columns)

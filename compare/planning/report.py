@@ -1,4 +1,4 @@
-"""Builds the plan as a document: the recommendation, its cost, why other candidates lose, and when another one wins."""
+"""Builds the plan as a document: the recommendation, its cost, why other candidates lose, and when they would win."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ from compare.stats.verdict import CAPACITY, Ranking, rank
 SCHEMA = "baton.plan/1"
 SHOWN = 2000  # number of requests whose lengths are shown
 HOUR_S = 3600.0
-FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # factors of each limit of the SLO, to find where another arm wins
-MIN_COARSE_PERCENT = 10.0  # smallest lead that is shown for a few runs with one seed
+FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)  # factors for each SLO limit, to find the limits under which another arm wins
+MIN_COARSE_PERCENT = 10.0  # smallest lead that is shown if the capacities were measured with a single seed
 Document = dict[str, Any]
 RunsByArm = Mapping[str, Mapping[tuple[float, int], Run]]
 
@@ -86,7 +86,7 @@ def _finalist(one: Measured, options: PlanOptions, simulations: Simulations, cau
 
 
 def _latencies(runs: Sequence[Run]) -> Document:
-    """Return percentiles over the requests of the runs near the capacity."""
+    """Return percentiles of the latencies of all requests in these runs."""
     if not runs:
         return {}
     rows = {"ttft": [run.ttft_ms for run in runs], "tbt_p99": [run.tbt_ms for run in runs]}
@@ -125,8 +125,8 @@ def recommendation(found: Sequence[Measured], ranking: Ranking | None, options: 
 
 
 def winners(varied: RunsByArm, slo: LatencySlo, attainment: float) -> list[Document]:
-    """Return, for each pair of limits around the SLO, the arm whose capacity is at least MIN_PERCENT larger than the
-    others' for every seed, or "" if there is none. Capacities are interpolated between the rates of `varied`."""
+    """Return a cell for each pair of limits around the SLO. Its winner is "" unless one arm has at least MIN_PERCENT
+    more capacity than the others with every seed. Capacities are interpolated between the rates of `varied`."""
     cells, seeds = [], sorted({seed for runs in varied.values() for _, seed in runs})
     for ttft in FACTORS:
         for tbt in FACTORS:
@@ -141,7 +141,7 @@ def winners(varied: RunsByArm, slo: LatencySlo, attainment: float) -> list[Docum
 
 def splits(result: SearchResult, simulations: Simulations, attainment: float) -> list[Document]:
     """Return the best candidate for each number of prefill nodes, and its capacity. The capacities of finalists are
-    measured. Other capacities are interpolated between the rates of the first rounds, or are only bounds."""
+    measured. Other capacities are interpolated between the rates of the first rounds, or known only as bounds."""
     capacities = {arm: capacity_of(points, attainment) for arm, points in result.points.items()}
     measured = {one.arm: one.capacity for one in result.found}
     capacities |= measured
@@ -158,8 +158,8 @@ def _capacity(found: CapacityEstimate) -> Document:
 
 
 def winners_by_lengths(result: SearchResult, simulations: Simulations) -> list[Document]:
-    """Return, for each combination of lengths, the mean lengths, the capacities by arm, and the arm that carries at
-    least MIN_COARSE_PERCENT more, or "" if there is none."""
+    """Return a cell for each pair of lengths: the mean lengths, the capacities by arm, and the winner. The winner
+    is the arm with at least MIN_COARSE_PERCENT more capacity than the others, or "" if there is none."""
     own = {one.arm: one.capacity for one in result.found if one.arm in result.varied}
     cells = []
     for lengths, capacities in sorted({**result.lengths, SAME: own}.items() if result.lengths else ()):
@@ -222,7 +222,7 @@ def show(plan: Document) -> None:
 
 
 def cells_of(one: Document) -> list[str]:
-    """Return a finalist's row of the table with the HEADINGS."""
+    """Return a finalist's table row, with one cell for each of HEADINGS."""
     found, latencies = one["capacity_rps"], one["latencies_ms"]
     bound = BOUNDS.get(found["bounded"], "")
     interval = "-" if found["low"] is None or found["high"] is None else f"{found['low']:.1f} to {found['high']:.1f}"

@@ -22,9 +22,9 @@ from compare.stats.capacity import CapacityEstimate, CapacityPoint, CapacitySear
 
 FINALISTS = 3
 MOST_STEPS = 12  # maximum number of changes of the rate in one round
-WIDENING = 1.1  # factor of the rate while the capacity of a finalist is bracketed
+WIDENING = 1.1  # factor between successive rates while the search brackets a finalist's capacity
 STEP = 1.15  # factor between the rates at which all seeds are measured
-VARIED_RATES = (0.5, 0.7, 1.0, 1.4, 2.0)  # factors of the capacity, to estimate it under other SLOs
+VARIED_RATES = (0.5, 0.7, 1.0, 1.4, 2.0)  # multiples of the capacity; runs at these rates are judged by other SLOs
 VARIED_LENGTHS = (0.5, 1.0, 2.0)  # factors of the lengths of prompts and of answers
 SPLIT = "disaggregated"
 
@@ -72,17 +72,17 @@ class SearchResult:
     scores: Mapping[str, Score]  # the last score of each candidate
     points: Mapping[str, Sequence[CapacityPoint]]  # the mean attainment of each candidate at each rate
     found: Sequence[Measured]  # the finalists, best first
-    causes: Mapping[str, Mapping[str, int]]  # why each finalist misses the SLO at the best finalist's capacity
+    causes: Mapping[str, Mapping[str, int]]  # each finalist's misses by cause, at the best one's capacity
     varied: Mapping[str, Mapping[tuple[float, int], Run]]  # runs by arm, rate and seed
     lengths: Mapping[Lengths, Mapping[str, CapacityEstimate]]  # capacities by arm
 
 
 class PlanSearch:
-    """Simulates in several processes. Use it as a context manager, on one event loop.
+    """Searches with simulations in several processes. Use it as a context manager, on one event loop.
 
     `answer_s` is the duration of an answer. Runs last a multiple of `answer_s`, because the load becomes steady only
-    after that time. `say` gets a line for each round. `scores` has the last score of each candidate, and `points` has
-    its mean attainment at each rate.
+    when the first answers have ended. `say` gets a line for each round. `scores` has the last score of each candidate,
+    and `points` has its mean attainment at each rate.
     """
 
     def __init__(self, options: PlanOptions, slo: LatencySlo, answer_s: float, say: Callable[[str], None]) -> None:
@@ -123,8 +123,8 @@ class PlanSearch:
     async def by_lengths(
         self, found: Mapping[str, float], simulations: Simulations
     ) -> dict[Lengths, dict[str, CapacityEstimate]]:
-        """Return the capacity of each mode with shorter and longer prompts and answers, with one seed. `found` has the
-        capacity of the best candidate of each mode. Lengths that do not fit into the device's memory are left out."""
+        """Return the capacity of each mode with other lengths of prompts and answers, measured with one seed. `found`
+        has the capacity of each mode's best candidate. Lengths that exceed the device's memory are left out."""
         if simulations.rows(0)[0].prompt is not None:
             return {}  # the trace has the tokens of its prompts, so their lengths are fixed
         cells = [(prompt, answer) for prompt in VARIED_LENGTHS for answer in VARIED_LENGTHS]
@@ -144,7 +144,7 @@ class PlanSearch:
         return capacities
 
     async def causes(self, arm: str, rate: float) -> dict[str, int]:
-        """Return why requests of an arm miss the SLO at a rate."""
+        """Return how many requests of an arm miss the SLO at a rate, by main cause."""
         count = math.ceil(max(self._options.requests // 2, 6 * rate * self._answer_s))
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, _causes, arm, rate, count, self.slo)
@@ -210,7 +210,7 @@ _simulations: Simulations | None = None  # the simulations of this worker proces
 
 
 def _begin(options: PlanOptions) -> None:
-    global _simulations  # noqa: PLW0603 - a pool passes no objects to its functions
+    global _simulations  # noqa: PLW0603 - a pool cannot pass this object to its functions
     _simulations = prepare(options)
 
 

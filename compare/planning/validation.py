@@ -16,7 +16,7 @@ from compare.run.session import run_session
 from compare.stats.capacity import CapacityPoint
 
 SEEDS = 2
-MIN_S, REQUESTS, ANSWERS = 20.0, 300, 4  # minimum of each period: seconds, requests, and durations of an answer
+MIN_S, REQUESTS, ANSWERS = 20.0, 300, 4  # minimum length of a period: in seconds, in requests, and in answer durations
 
 
 async def validate(

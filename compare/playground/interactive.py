@@ -23,7 +23,7 @@ SPREAD = 0.8  # standard deviation of the logarithm of the lengths
 MOST_REQUESTS, MOST_NODES = 2000, 16
 MOST_TOKENS = 1_000_000
 MAX_TRACE = 200_000  # characters of a pasted trace
-SLICES = 200  # number of slices of a run until the last request arrives
+SLICES = 200  # number of slices into which the time until the last arrival is divided
 MS = 1000.0
 Document = dict[str, Any]
 
@@ -51,7 +51,7 @@ class PlayQuery:
 
     @classmethod
     def read(cls, given: object) -> "PlayQuery":
-        """Return the query in a JSON object. Raises ConfigError, which names the field and its limits."""
+        """Parse a query from a decoded JSON object. Raises ConfigError, which names the field and its limits."""
         if not isinstance(given, Mapping):
             raise ConfigError("the query must be a JSON object")
         if unknown := sorted(map(str, set(given) - {each.name for each in fields(cls)})):
@@ -151,8 +151,8 @@ def _pasted(text: str) -> list[tuple[float, int, int]]:
 
 
 class PlayedCluster(SimulatedCluster):
-    """A simulated cluster that keeps what the page shows. `work` has the prompt tokens and decodes of each entry of a
-    node's log, and `spans` the chunks and transfers of each request."""
+    """A simulated cluster that keeps the data that the page shows. For each entry of a node's log, `work` has the
+    numbers of prompt tokens and decodes. `spans` has the chunks and transfers of each request."""
 
     def __init__(self, plan: ClusterPlan) -> None:
         super().__init__(plan)
@@ -263,7 +263,7 @@ def _row(request: SimulatedRequest, token_s: Sequence[float], cluster: PlayedClu
 
 
 def _waits(node: str, token_s: Sequence[float], tbt_slo_ms: float) -> list[Document]:
-    """Return the times in which the answer waited for a token for longer than the limit."""
+    """Return a span for each gap between two tokens that exceeds the limit. Merge adjacent spans."""
     waits: list[Document] = []
     for before, after in pairwise(token_s):
         if MS * (after - before) > tbt_slo_ms:
@@ -276,7 +276,7 @@ def _waits(node: str, token_s: Sequence[float], tbt_slo_ms: float) -> list[Docum
 
 
 def interpolated(values: Sequence[float], share: float) -> float:
-    """Return a percentile of sorted values, interpolated linearly; 0 if there are none."""
+    """Return a percentile of sorted values, interpolated linearly, or 0 if there are no values."""
     if not values:
         return 0.0
     place = share * (len(values) - 1)

@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0)
 
 @dataclass(frozen=True, slots=True)
 class StepCase:
-    """A step: a prompt chunk of `count` tokens from `start` on, and `decodes` decodes at a context of `context`."""
+    """A step: a chunk of `count` prompt tokens from `start`, and `decodes` decodes, each over `context` tokens."""
 
     count: int = 0
     start: int = 0
@@ -49,7 +49,7 @@ class StepCase:
 
 
 def grid(most: int, max_step_tokens: int, max_num_seqs: int, max_model_len: int, kv_tokens: int) -> list[StepCase]:
-    """Return at most `most` cases that fit the limits. If there are more, leave some out at even distances."""
+    """Return at most `most` cases that fit the limits. If more cases fit, return an evenly spaced selection."""
     cases = [StepCase(decodes=decodes, context=context) for decodes, context in product(DECODES, CONTEXTS)]
     cases += [StepCase(count, start) for count, start in product(CHUNKS, STARTS)]
     cases += [StepCase(*each) for each in MIXED]
@@ -65,10 +65,10 @@ def grid(most: int, max_step_tokens: int, max_num_seqs: int, max_model_len: int,
 
 
 class StepGrid:
-    """The steps to measure with one node's settings, each given by its numbers of prompts, decodes and tokens.
+    """Measures the steps of the grid with one node's settings.
 
-    `measured` has the durations so far in seconds. It is saved in the file `partial`, so that an interrupted profile
-    continues where it stopped.
+    `measured` has the durations, in seconds, of the cases measured so far. It is saved in the file `partial`, so that
+    an interrupted profile continues where it stopped.
     """
 
     def __init__(self, options: BuildOptions, most: int, seconds: float, partial: Path) -> None:
@@ -121,7 +121,7 @@ class StepGrid:
 
 
 def slices_of(ranges: Iterable[tuple[int, int]], layout: KVLayout) -> list[Slice]:
-    """Return a slice of a new request for each (start, count). The request's blocks hold arbitrary KV."""
+    """For each (start, count), return a slice of a new request whose blocks hold arbitrary KV."""
     slices, used = [], 1
     for number, (start, count) in enumerate(ranges):
         blocks = cdiv(start + count, layout.block_tokens)

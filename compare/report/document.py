@@ -53,7 +53,7 @@ PREDICTED = ("attainment", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tbt_p99
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
 LATE_REMEDY = "stop other programs, use fewer devices than cores, or set a longer --ttft-slo-ms"
-MIN_INVALID = 2  # fewer invalid periods than this, all of one arm, are attributed to chance
+MIN_INVALID = 2  # if all invalid periods are of one arm, and are fewer than this, chance may be the cause
 
 
 @dataclass
@@ -156,7 +156,7 @@ class Figures:
 
     @cached_property
     def capacities(self) -> Runs:
-        """The jackknife pseudo-values of each arm's capacity, or None for each if the capacity is only a bound."""
+        """The jackknife pseudo-values of each arm's capacity, or None if the capacity is known only as a bound."""
         return paired_capacities(self.findings.points, self.experiment.attainment)
 
     @property
@@ -231,7 +231,7 @@ def _summary(figures: Figures, metrics: Sequence[str]) -> Document:
             most = 1.0 if metric in SHARES else math.inf
             interval = asdict(within(0.0, most, known)) if known and len(known) == len(row) else dict.fromkeys(ESTIMATE)
             shown[arm][metric] = interval | {"per_seed": list(row)}
-    for arm, found in figures.findings.capacities.items():  # estimated from all points; bounds may be None
+    for arm, found in figures.findings.capacities.items():  # estimates from all points; `low`, `high` may be None
         shown[arm][CAPACITY.name] |= {"mean": found.rate, "low": found.low, "high": found.high}
         shown[arm][CAPACITY.name] |= {"bounded": found.bounded, "cliff": found.cliff}
     return shown
@@ -273,8 +273,8 @@ def _ecdf(figures: Figures) -> Document:
 
 
 def _frontier(figures: Figures) -> Document:
-    """Return tokens/s per device and per user of each arm, with one point per rate: means over the valid periods that
-    were not overloaded. Tokens/s per user are the inverse of the median TPOT."""
+    """Return, for each arm and rate, the mean tokens/s per device and per user. Only valid periods that were not
+    overloaded count. Tokens/s per user are the inverse of the median TPOT."""
     rows: dict[str, dict[float, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     devices = {arm.name: arm.devices for arm in figures.findings.arms}
     for period in figures.findings.periods:
@@ -295,7 +295,7 @@ def _frontier(figures: Figures) -> Document:
 
 
 def _prediction(figures: Figures) -> Document:
-    """Return the measured and the simulated mean of each of PREDICTED, over the valid periods of each arm."""
+    """Return the measured and the simulated mean of each metric in PREDICTED, over the valid periods of each arm."""
     rows: dict[str, list[tuple[RunMetrics, RunMetrics]]] = defaultdict(list)
     for period in figures.findings.periods:
         outcomes = figures.findings.predicted.get(period.trial.position)
@@ -308,7 +308,7 @@ def _prediction(figures: Figures) -> Document:
 
 
 def _means(name: str, pairs: Sequence[tuple[RunMetrics, RunMetrics]]) -> Document | None:
-    """Return the means of a metric over the pairs that have it."""
+    """Return a metric's measured and simulated mean over the pairs in which both runs have the metric."""
     values = [(one.metrics.get(name), other.metrics.get(name)) for one, other in pairs]
     if not (known := [row for row in values if None not in row]):
         return None
@@ -475,7 +475,7 @@ def _too_few(figures: Figures) -> list[str]:
 
 
 def _unbounded(figures: Figures) -> list[str]:
-    """Return a problem for each arm whose capacity is only a bound, because a bound cannot be compared."""
+    """Return a problem for each arm whose capacity is known only as a bound, or depends on a single seed."""
     problems = []
     for arm, found in figures.findings.capacities.items():
         if found.bounded == "above":

@@ -52,7 +52,7 @@ def show_table(lines: Sequence[Sequence[str]]) -> None:
 
 
 def row_of(report: Document, arm: str, columns: Sequence[Column] = COLUMNS) -> list[str]:
-    """Return the row of an arm: name, `columns`, busy shares, top miss cause. Times are in ms; "-" means unknown."""
+    """Return an arm's row: name, `columns`, busy shares, main cause of misses. Times are in ms; "-" means unknown."""
     summary = report["summary"].get(arm, {})
     cells = [arm]
     for _, metric, factor, digits in columns:

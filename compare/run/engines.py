@@ -49,7 +49,7 @@ def check_moved(
     """Return the problems that the counters show. `splits` is the result of `splits_of`.
 
     The first `num_prefill` servers are prefill servers; the others decode. If a decode server reads the KV of a prompt,
-    it may compute only the last token of the prompt.
+    it must not compute more than the last token of the prompt.
     """
     names = (*FAILURES, COMPUTED, READ, BYTES)
     grown = [
@@ -59,7 +59,7 @@ def check_moved(
     totals = {name: sum(each[name] for each in grown) for name in names}
     problems = [f"{totals[name]:g} {text}" for name, text in FAILURES.items() if totals[name]]
     decode = grown[num_prefill:]
-    # The second `read` made each server compute a token.
+    # Leave out the token that each server computed for the second `read`.
     computed = sum(each[COMPUTED] for each in decode) - len(decode)
     if splits and not totals[BYTES]:
         problems.append(f"no KV moved: the decode servers computed {computed:g} tokens of prompts themselves")

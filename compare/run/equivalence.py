@@ -1,4 +1,4 @@
-"""Checks that arms are equivalent: equal facts and greedy answers before the trials, equal tokens and work in them."""
+"""Checks that arms are equivalent: first by facts (such as the model) and answers; after trials, by tokens and work."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +24,12 @@ SETTINGS_OF = {
 }
 
 
-# ---- before: facts and greedy answers ------------------------------------------------------------------------------
+# ---- before the trials: facts and greedy answers -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ParityCheck:
-    """The facts of all arms. `equal` is true if no facts differ except those declared as the treatment."""
+    """The facts of all arms. `equal` is true if no facts differ, except those that were declared to differ."""
 
     equal: bool
     facts: list[Document]
@@ -102,7 +102,7 @@ def different_answers(answers: Mapping[str, Sequence[Sequence[int]]]) -> list[st
     ]
 
 
-# ---- after: tokens and work, compared between the arms' recordings of equal traffic --------------------------------
+# ---- after the trials: tokens and work of the arms under equal traffic ---------------------------------------------
 
 
 def different_tokens(recordings: Mapping[str, LoadRecording]) -> tuple[int, list[Document]]:

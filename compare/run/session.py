@@ -68,7 +68,7 @@ def trials_of(arms: Sequence[str], seed: int, number: int) -> list[Trial]:
 
 @dataclass(slots=True)
 class Period:
-    """The measurements of one trial. The arm is idle before and after it. A period with a problem is not used."""
+    """The measurements of one trial. The arm is idle before and after the trial. A period with problems is not used."""
 
     trial: Trial
     recording: LoadRecording = field(default_factory=LoadRecording)
@@ -87,7 +87,7 @@ class Experiment:
 
     arms: tuple[Arm, ...]  # the first arm is the baseline
     control: Arm | None  # a copy of the first arm
-    traffic: Callable[[int, float | None], Traffic]  # the traffic of a seed at a rate; None: at the plan's rate
+    traffic: Callable[[int, float | None], Traffic]  # traffic by seed and rate; None: the rate of the options
     seeds: tuple[int, ...]
     slo: LatencySlo
     attainment: float
@@ -97,8 +97,8 @@ class Experiment:
     send: str  # "ids" or "text"
     timeout_s: float
     out: Path
-    first_rates: Mapping[str, float] = field(default_factory=dict)  # rates of arms that do not use `first_rate`
-    widening: float = 2.0  # factor of the rate while a search brackets the capacity
+    first_rates: Mapping[str, float] = field(default_factory=dict)  # start rates that replace `first_rate`, by arm
+    widening: float = 2.0  # factor between successive rates while a search brackets the capacity
     device: str = ""  # "emulated NAME" or "simulated NAME"; "" for real devices
     engines: EngineMeter | None = None  # vLLM servers that all arms share
 
@@ -112,8 +112,8 @@ class Experiment:
 
     @property
     def max_trials(self) -> int:
-        """The maximum number of trials of one arm. A search has up to 12 to bracket the rate, and then three per
-        seed."""
+        """The maximum number of trials of one arm. A search uses up to 12 trials to bracket the rate, and then three
+        trials per seed."""
         return 12 + 3 * len(self.seeds) if self.finds_capacity else len(self.seeds)
 
     @property
@@ -122,7 +122,7 @@ class Experiment:
 
     @property
     def least_pairs(self) -> int:
-        """The minimum number of seeds with a valid period in every arm that permits a verdict."""
+        """The minimum number of seeds that must have a valid period in every arm for a verdict."""
         return math.ceil(MIN_PAIRED_SHARE * len(self.seeds))
 
     def plan(self, duration_s: float, *, keeps_all: bool, slowdown: float = 1.0) -> str:
@@ -154,11 +154,11 @@ class Findings:
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
     # By arm. Arms whose search is not complete are missing.
     capacities: dict[str, CapacityEstimate] = field(default_factory=dict)
-    predicted: dict[int, list[Outcome]] = field(default_factory=dict)  # simulated, by the position of the trial
+    predicted: dict[int, list[Outcome]] = field(default_factory=dict)  # simulated outcomes, by the trial's position
 
 
 def main_problem(periods: Iterable[Period]) -> str:
-    """Return the most frequent reason why periods are invalid. At least one of them must be invalid."""
+    """Return the most frequent reason why periods are invalid. At least one period must be invalid."""
     return Counter(period.problems[0] for period in periods if period.problems).most_common(1)[0][0]
 
 
@@ -244,7 +244,7 @@ class Session:
             await self._run_seeds()
 
     async def _preflight(self) -> None:
-        """Check that all arms have equal facts and greedy answers. Computing the answers also warms the arms up."""
+        """Compare the arms' facts, such as the model, and their greedy answers. Answering also warms the arms up."""
         experiment, findings = self._experiment, self._findings
         facts: dict[str, dict[str, str]] = {}
         answers = {}
@@ -272,7 +272,7 @@ class Session:
             # All arms get the same salt, because it decides the words of prompts that are sent as text.
             return await equivalence.greedy_answers(endpoint, self._experiment.prompts, salt="preflight")
         salt = f"{self._started_ns} preflight {arm.name}"
-        await endpoint.until_idle(COOL_DOWN_S)  # the nodes have just sent their own requests
+        await endpoint.until_idle(COOL_DOWN_S)  # nodes that have just started send requests to their servers
         before = await meter.read()
         answers = await equivalence.greedy_answers(endpoint, self._experiment.prompts, salt)
         moved = check_moved(before, await meter.read(), arm.prefill, len(answers), splits=splits_of(arm))
@@ -494,7 +494,7 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
     if counts["bytes_moved"] != expected_bytes:
         problems.append(f"{counts['bytes_moved']} bytes of KV were moved, but the moved blocks hold {expected_bytes}")
     shared_pool = {"pool"} == {channel for node in now.values() for channel in node.get("channels", {}).values()}
-    # For vLLM servers, `check_moved` counts the bytes.
+    # Handoffs in a shared pool move no bytes. For vLLM servers, `check_moved` checks the bytes.
     is_counted = shared_pool or any(map(is_external, now.values()))
     if splits and not (counts["handoffs"] and (counts["bytes_moved"] or is_counted)):
         problems.append("disaggregated, but no KV was handed off")

@@ -128,7 +128,7 @@ class SimulatedEndpoint(Endpoint):
 
 
 async def predict(experiment: Experiment, device: Emulation, trials: Iterable[Trial]) -> dict[int, list[Outcome]]:
-    """Simulate trials that were measured. Return the outcomes by the position of the trial."""
+    """Simulate the trials, which have also been measured. Return the outcomes by the position of the trial."""
     deployments, found = SimulatedDeployments(experiment.all_arms, device, records=False), {}
     for trial in trials:
         recording, traffic = LoadRecording(), experiment.traffic(trial.seed, trial.rate)
@@ -139,7 +139,7 @@ async def predict(experiment: Experiment, device: Emulation, trials: Iterable[Tr
 
 
 class SimulatedDeployments(Deployments):
-    """The simulated clusters of all arms. Every trial gets a new one."""
+    """The simulated clusters of all arms. Every trial gets a new cluster."""
 
     def __init__(self, arms: Sequence[Arm], device: Emulation, *, records: bool) -> None:
         """Plan the clusters of the arms. Raises ConfigError if an arm cannot be simulated."""

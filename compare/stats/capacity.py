@@ -50,7 +50,7 @@ class CapacityEstimate:
 
 def fit_attainment(points: Sequence[CapacityPoint]) -> tuple[list[float], list[float]]:
     """Return the rates in ascending order, and the fitted attainment at each rate. The fit is a non-increasing isotonic
-    regression of the mean of each rate's runs, weighted by the number of runs."""
+    regression of the mean attainment at each rate, weighted by the number of runs at that rate."""
     rates = sorted({point.rate for point in points})
     runs = [[point.attainment for point in points if point.rate == rate] for rate in rates]
     fit = isotonic_regression(list(map(np.mean, runs)), weights=list(map(len, runs)), increasing=False)
@@ -72,7 +72,7 @@ def crossing(rates: Sequence[float], shares: Sequence[float], alpha: float) -> C
 
 
 def capacity_of(points: Sequence[CapacityPoint], alpha: float) -> CapacityEstimate:
-    """Return the rate at which the fit of all points crosses alpha, with Student's interval of the `influences`."""
+    """Return the rate at which the fit to all points crosses alpha, with Student's interval over the `influences`."""
     found = crossing(*fit_attainment(points), alpha)
     values = [value for value in influences(points, alpha).values() if value is not None]
     interval = student(values) if values else None
@@ -84,10 +84,10 @@ def capacity_of(points: Sequence[CapacityPoint], alpha: float) -> CapacityEstima
 
 
 def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float | None]:
-    """Return the jackknife pseudo-values (Tukey, 1958) of the crossing, by seed.
+    """Return, for each seed, a jackknife pseudo-value (Tukey, 1958) of the rate at which the fit crosses alpha.
 
-    Pseudo-values estimate the crossing and its uncertainty, so they can be compared like the figures of paired runs.
-    All are None if the crossing with all seeds, or with any one seed left out, lies beyond the measured rates.
+    Pseudo-values estimate this rate and its uncertainty, so they can be compared like the figures of paired runs. The
+    fit is repeated without each seed in turn. If any of the fits does not cross alpha, all values are None.
     """
     seeds = sorted({point.seed for point in points})
     without = [[point for point in points if point.seed != seed] for seed in seeds]
@@ -99,7 +99,7 @@ def influences(points: Sequence[CapacityPoint], alpha: float) -> dict[int, float
 
 
 def balanced(points: Sequence[CapacityPoint]) -> list[CapacityPoint]:
-    """Return the points at rates at which several seeds were measured, or all points if there is only one seed."""
+    """Return the points whose rate was measured with several seeds, or all points if there is only one seed."""
     measured = Counter(rate for rate, _ in {(point.rate, point.seed) for point in points})
     several = [point for point in points if measured[point.rate] > 1]
     return several if len({point.seed for point in points}) > 1 else list(points)
@@ -108,7 +108,7 @@ def balanced(points: Sequence[CapacityPoint]) -> list[CapacityPoint]:
 def paired_capacities(
     points_by_arm: Mapping[str, Sequence[CapacityPoint]], alpha: float
 ) -> dict[str, list[float | None]]:
-    """Return the `influences` of each arm, by seed, or None for each if the capacity is only a bound.
+    """Return the `influences` of each arm, one per seed. They are None if one of the arm's fits does not cross alpha.
 
     A seed counts only if every arm was measured with this seed at three or more rates."""
     by_arm = {arm: balanced(points) for arm, points in points_by_arm.items()}
@@ -126,7 +126,7 @@ def attainment_bands(points: Sequence[CapacityPoint]) -> dict[str, list[float]]:
     return {"rate": rates, "share": shares, "low": [min(row) for row in at], "high": [max(row) for row in at]}
 
 
-Measure = Callable[[float, int], Awaitable[float]]  # attainment at a rate with a seed; 0 if overloaded
+Measure = Callable[[float, int], Awaitable[float]]  # (rate, seed) -> attainment, which is 0 if the arm was overloaded
 
 
 class CapacitySearch:
@@ -147,9 +147,9 @@ class CapacitySearch:
         widening: float = 2.0,
         step: float = STEP,
     ) -> None:
-        """Set the factors of the search. `widening` is the factor of the rate while the capacity is bracketed. `step`
-        is the factor between the rates at which all seeds are then measured. If figures differ much between seeds, use
-        a larger `step`."""
+        """`widening` is the factor between successive rates while the search brackets the capacity. `step` is the
+        factor between the rates at which all seeds are then measured. If figures differ much between seeds, use a
+        larger `step`."""
         self.points: list[CapacityPoint] = []
         self._measure = measure
         self._alpha = alpha

@@ -1,4 +1,4 @@
-"""The metrics of one run, the window that they cover, where requests spend time, and why they miss the SLO.
+"""The metrics of one run, the window that these metrics cover, where requests spend time, and why they miss the SLO.
 
 Every request that was scheduled in the window counts. A failed request misses the SLO, and the latencies of its missing
 tokens count as infinite. Percentiles are interpolated linearly.
@@ -31,7 +31,7 @@ TREND_BATCHES = 10
 P99 = partial(np.percentile, q=99)
 TBT_FIGURES: dict[str, Callable[[Sequence[float]], Any]] = {"p99": P99, "max": max, "mean": fmean}
 TREND_LEVEL = 0.01  # probability that a steady run counts as overloaded if its batches are independent
-MIN_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # smallest growth that counts: share of the mean, standard deviations
+MIN_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # minimum growth: as a share of the mean, and in standard deviations
 
 PHASES = (
     *("client", "router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"),
@@ -99,7 +99,7 @@ def fluidity(outcome: Outcome, slo: LatencySlo) -> tuple[int, int]:
 
 
 def misses(outcome: Outcome, slo: LatencySlo) -> list[str]:
-    """Return ["failed"], or the limits that the request missed: "ttft", "tbt". The request's SLO overrides `slo`."""
+    """Return ["failed"] for a failed request, else its missed limits: "ttft", "tbt". `outcome.slo` overrides `slo`."""
     slo = outcome.slo or slo
     if not outcome.finished:
         return ["failed"]
@@ -113,7 +113,7 @@ def misses(outcome: Outcome, slo: LatencySlo) -> list[str]:
 
 
 def tbt_figure(gaps: Sequence[float], tbt_of: str) -> float:
-    """Return the statistic of one request's gaps that a TBT limit applies to."""
+    """Return the statistic of one request's gaps to which the TBT limit applies. `tbt_of` names the statistic."""
     return float(TBT_FIGURES[tbt_of](gaps))
 
 
@@ -286,7 +286,7 @@ def ecdf(values: Sequence[float], points: int = 200) -> dict[str, list[float]]:
 
 
 def from_summaries(population: Sequence[Outcome], summaries: Summaries) -> dict[str, float | None]:
-    """Return figures from the router's summaries: hidden and exposed KV transfer, and delay of decodes by prompts."""
+    """Aggregate the router's summaries: hidden and exposed KV transfer, and how long prompts delayed decodes."""
     known = [summaries[outcome.id] for outcome in population if outcome.id in summaries]
     if not known:
         return {}
@@ -302,10 +302,10 @@ def from_summaries(population: Sequence[Outcome], summaries: Summaries) -> dict[
 
 
 def phases_ms(outcome: Outcome, summary: Summary) -> dict[str, float] | None:
-    """Return the milliseconds of each of PHASES, and of "residual", from the scheduled start to the last token.
+    """Return the milliseconds that the request spent in each of PHASES and in "residual".
 
-    The residual is time that neither the client nor the router recorded, such as network time. With it, the phases sum
-    to the whole time without a common clock. Return None if the request failed or has no phases.
+    The residual is time that neither client nor router recorded, such as network time. The values sum to the time from
+    the scheduled start to the last token; no clocks are compared. Return None if the request failed or has no phases.
     """
     if not outcome.finished or outcome.sent_s is None or not outcome.token_s or not summary.get("phases_ms"):
         return None
@@ -317,7 +317,7 @@ def phases_ms(outcome: Outcome, summary: Summary) -> dict[str, float] | None:
 def phases_of(population: Sequence[Outcome], summaries: Summaries, slo: LatencySlo) -> dict[str, Any] | None:
     """Return the mean of every phase over all requests and over those that missed the SLO, and the residual's size.
 
-    Only requests that finished and have phases count; `requests` is their number. Return None if there are none.
+    Only requests that finished and have phases count; `requests` is their number. Return None if no request counts.
     `missed` is empty if no request missed the SLO.
     """
     found = [(outcome, phases_ms(outcome, summaries.get(outcome.id, {}))) for outcome in population]
@@ -367,10 +367,10 @@ def miss_cause(outcome: Outcome, summary: Summary, slo: LatencySlo) -> str | Non
 
 
 def busy_shares(steps: Sequence[StepRow], window_ms: tuple[float, float], model: CostModel | None) -> dict[str, float]:
-    """Return shares of the window: "prefill", "decode", "idle_empty" (no requests) and "idle_blocked" (requests
-    waited), which sum to 1, and "busy" ("prefill" plus "decode").
+    """Return shares of the window. "prefill", "decode", "idle_empty" (no requests) and "idle_blocked" (requests waited)
+    sum to 1. "busy" is "prefill" plus "decode".
 
-    A mixed step is split by the model's costs of its prompts and its decodes, or by tokens if there is no model.
+    A mixed step's time is split by the model's costs of its prompts and decodes or, without a model, by their tokens.
     """
     length = window_ms[1] - window_ms[0]
     shares = {"prefill": 0.0, "decode": 0.0, "idle_empty": 0.0, "idle_blocked": 0.0}

@@ -1,4 +1,4 @@
-"""Significance of differences between arms. Runs of two arms with the same seed, so the same traffic, form a pair."""
+"""Significance of differences between arms. A pair is two arms' runs with the same seed, and thus the same traffic."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -151,7 +151,7 @@ def _says(found: Comparison) -> str:
 
 def _p_value(differences: Sequence[float]) -> float:
     """Return the p-value of Student's t-test. If all differences are equal, they have no spread, so use the sign test.
-    Equal differences are common for shares of few requests."""
+    Equal differences are common if shares are computed from few requests."""
     mean = fmean(differences)
     if float(np.ptp(differences)) <= ROUNDING * abs(mean):
         return 1.0 if mean == 0 else 2.0 ** (1 - len(differences))

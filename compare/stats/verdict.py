@@ -21,7 +21,7 @@ from compare.stats.statistics import (
 )
 
 CEILING = 0.99  # arms with a higher attainment cannot be distinguished
-STEPS_AROUND = 6  # SLOs to try in each direction, by factors of sqrt(2): from 1/8 to 8 times the given SLO
+STEPS_AROUND = 6  # number of SLOs to try in each direction, in steps of sqrt(2): from 1/8 to 8 times the given SLO
 MIN_STEPS = 2  # a win counts if the arm wins at this many consecutive SLOs
 LATENCIES = {
     "ttft_p50_ms": "TTFT p50",
@@ -129,7 +129,7 @@ def figures_of(ranking: Ranking) -> str:
 
 
 def leading_cause(ranking: Ranking | None, miss_causes: Mapping[str, Mapping[str, int]]) -> str | None:
-    """Return the main miss cause of the last arm if it is clearly behind, or a hint if all arms meet the SLO."""
+    """If the last arm is clearly behind, return its main cause of misses. If all arms meet the SLO, return a hint."""
     if ranking is None:
         return None
     if ranking.beaten and (counts := miss_causes.get(ranking.beaten[-1].arm)):
@@ -146,8 +146,8 @@ RankAt = Callable[[float, float], Ranking | None]  # returns the ranking under a
 
 
 def flips(rank_at: RankAt, ttft_ms: float, tbt_ms: float) -> list[str]:
-    """Return a line for each range of SLOs under which another arm wins with the same outcomes, or a line that says
-    that there is no such range.
+    """Return a line for each range of SLOs under which the same outcomes would make another arm the winner. If there is
+    no such range, return one line that says so.
 
     Without correction, one SLO in twenty would have a winner by chance. Therefore, the p-values are corrected for all
     SLOs (Holm), and a win counts only if it holds at several consecutive SLOs.
@@ -179,7 +179,7 @@ def _format_ms(value_ms: float) -> str:
 
 
 def latency_differences(ranking: Ranking | None, figures: Mapping[str, Runs]) -> str | None:
-    """If the leading metric is too close to call, return a text that says which latencies differ clearly, or else None.
+    """Return a text that says which latencies differ clearly, or None unless the leading metric is too close to call.
 
     `figures` has the runs of each metric of LATENCIES. P-values are corrected for all metrics and pairs.
     """
@@ -198,7 +198,7 @@ def latency_differences(ranking: Ranking | None, figures: Mapping[str, Runs]) ->
 
 
 def _lower(clear: Sequence[Comparison], figures: Mapping[str, Runs], *, several: bool) -> Iterator[str]:
-    """Yield a text for each pair of arms: which latencies are lower in one arm, in percent of the other arm's."""
+    """Yield a text for each pair of arms that says which latencies are lower in one arm, and by how many percent."""
     ahead = [(row.arm, row.against) if row.says == "better" else (row.against, row.arm) for row in clear]
     for arm, behind in dict.fromkeys(ahead):
         parts = []

@@ -16,8 +16,8 @@ from engine.cpu.simd import CODES, LANES
 from engine.kv_pool import KVPool
 from shared.kv.layout import BYTES_OF
 
-# Maximum number of rows (queries times query heads per key head) that are computed together. In the product with the
-# keys, these rows are columns: 128 columns fill whole panels. The sums of 128 rows fit into the second-level cache.
+# Maximum number of rows that are computed together. A row is a query of one query head; all rows share a key head. The
+# matrix product of 128 rows and the keys consists of whole panels, and the sums of 128 rows fit into the L2 cache.
 MAX_ROWS = 128
 MIN_PART = 256  # minimum number of tokens in each part of a divided context
 PARTS_PER_THREAD = 2  # long contexts are divided so that each thread gets about this many parts
@@ -30,10 +30,10 @@ class WorkingMemory:
 
     0. the queries of a decode, as rows
     1. the scores of a tile
-    2. the sums of weighted values of each row; the queries of a chunk, as rows, are here before the sums are cleared
+    2. the sums of weighted values of each row; the kernel also uses this area while it transposes a chunk's queries
     3. the largest score of each row
     4. the sum of the weights of each row
-    5. the addresses of the tokens of three tiles, and the addresses of LANES rows, or later their scales
+    5. the addresses of the tokens of three tiles, and room for the addresses or the scales of LANES rows
     6. the queries of a chunk, as columns
     7. the number of tokens that each row sees
     8. a tile converted to float32
@@ -63,8 +63,8 @@ class WorkingMemory:
 class AttentionWork:
     """The attention of a step for one window size, divided into items.
 
-    An item consists of adjacent queries of one slice, and of the context that these queries read, or a part of this
-    context. Threads take units of work: a unit is the work of one item for one key head.
+    An item consists of adjacent queries of one slice, and of all or a part of the context that these queries read.
+    Threads take units of work: a unit is the work of one item for one key head.
     """
 
     def __init__(self, batch: Batch, kv_heads: int, group: int, window: int, threads: int) -> None:
@@ -78,7 +78,7 @@ class AttentionWork:
         row = (counts.cumsum() - counts)[slices] + skipped
         start = starts[slices] + skipped
         low = np.maximum(batch.first_key, start + 1 - window if window else np.zeros_like(start))
-        # The fields of an item, in the kernel's order. The last one is the first row of a part's result, or else -1.
+        # The fields of an item, in the kernel's order. The last is the row where a part's result begins, or else -1.
         items = np.stack((slices, row, count, start, low, start + count, np.full_like(row, -1)), axis=1)
         length = start + count - low
         cost = length * (count * group + 8)  # the 8 accounts for reading the keys and values
@@ -94,8 +94,8 @@ class AttentionWork:
         self.operations = kv_heads * int(cost.sum())
 
     def _divided(self, items: NDArray[np.int64], parts: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
-        """Divide the context of each item into the number of parts in `parts`. Return an item for each part. Store in
-        `merged` the items whose parts' results must be merged."""
+        """Divide the context of items[i] into parts[i] parts. Return an item for each part. In `merged`, store the
+        items that were divided, because the results of their parts must be merged."""
         number = np.arange(parts.sum()) - np.repeat(parts.cumsum() - parts, parts)
         whole, parts_of = np.repeat(items, parts, axis=0), np.repeat(parts, parts)
         low, length = whole[:, 4], whole[:, 5] - whole[:, 4]
@@ -167,7 +167,7 @@ class NumbaPlan:
         prepared = self.prepared(q.shape[1], layer.window, q.shape[2], layer.wide)
         out = empty(*q.shape)
         rest = (self._backend.layer_address(layer.index), *prepared.rest)
-        memory = self._backend.memory(torch.get_num_threads(), prepared.group, q.shape[2])  # one area per thread
+        memory = self._backend.memory(torch.get_num_threads(), prepared.group, q.shape[2])  # separate for each thread
         sinks = 0 if layer.sinks is None else layer.sinks.data_ptr()
         softcap = self._backend.address_of(layer.softcap) if layer.softcap else 0
         attend(

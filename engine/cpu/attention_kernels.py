@@ -1,9 +1,9 @@
 """Numba kernels of attention over the paged pool. Importing this module compiles the kernels or loads them.
 
 The algorithm is flash attention (Dao et al.): keys and values are read a tile at a time, with an online softmax. Query
-heads that share a key head are computed together, so that each key is read only once. To avoid transposing the keys,
-the product with the keys has the queries of a decode as rows, and the queries of a chunk as columns. Long contexts may
-be divided into parts, whose results are merged afterwards (Flash-Decoding).
+heads that share a key head are computed together, so that each key is read only once. The keys are not transposed:
+for a decode, the kernel computes dot products of queries and keys; for a chunk, it transposes the queries. Long
+contexts may be divided into parts, whose results are merged afterwards (Flash-Decoding).
 """
 
 import math
@@ -117,8 +117,8 @@ def add_values(
     scores: int, rows: int, keys: int, code: int, value_from: int, tokens: int, sums: int, padded: int, ahead: int,
     tokens_ahead: int, lines: int, after: int,
 ) -> None:  # fmt: skip
-    """Add a tile's weighted values to the sums of a decode's rows. Also prefetch the next tile. In each group of LANES
-    tokens, skip the first `after` bytes, which `score` has prefetched."""
+    """Add a tile's weighted values to the sums of a decode's rows. Also prefetch the next tile, except for the first
+    `after` bytes of each group of LANES tokens, which `score` has prefetched."""
     for token in range(0, tokens, LANES):
         add_product(
             scores + 4 * token, 4 * TILE, keys + 8 * token, code, value_from, sums, 4 * padded, rows,
@@ -160,8 +160,8 @@ def finish(
 
 @kernel
 def attend(values: Any) -> None:
-    """Compute attention. A unit of work is an item (queries of one slice over a part of its context) for one key head.
-    Threads take units in order; `values[0]` counts the units taken."""
+    """Compute attention. A unit of work is one item (see `engine.cpu.attention.AttentionWork`) for one key head.
+    Threads take units in order; `values[0]` counts the units that threads have taken."""
     units, items, q, out, pool, parts = values[1], values[2], values[3], values[4], values[5], values[6]
     table, table_width, block_bytes, head_bytes, block_tokens, code, kv_heads, group, head_dim, window = (
         values[7], values[8], values[9], values[10], values[11], values[12], values[13], values[14], values[15],
@@ -180,7 +180,7 @@ def attend(values: Any) -> None:
     tokens_ahead = first_tile(unit, units, items, table, table_width, pool, head_bytes, kv_heads, group, sizes, ahead)
     fetch(ahead, tokens_ahead, sizes[1])
     while unit < units:
-        following = take_next(values)  # now, to prefetch its first tile while this unit's last tile is computed
+        following = take_next(values)  # taken now, to prefetch its first tile during the current unit's last tile
         head = unit % kv_heads
         item = items + 4 * FIELDS * (unit // kv_heads)
         slice_, row, count, start = index_at(item), index_at(item + 4), index_at(item + 8), index_at(item + 12)
@@ -229,7 +229,7 @@ def attend(values: Any) -> None:
 
 @kernel
 def merge(values: Any) -> None:
-    """Merge the results of the parts of each divided item, one key head at a time, into the results of its rows."""
+    """For each divided item and each key head, merge the results of the item's parts into the results of its rows."""
     units, items, out, parts = values[1], values[2], values[3], values[4]
     kv_heads, group, head_dim, sinks = values[5], values[6], values[7], values[8]
     part_bytes = 4 * head_dim + 8

@@ -87,7 +87,7 @@ def _dot(builder: Any, code: int, rows: Any, query: Any, size: Any, target: Any,
     builder.store(vectors[0], emit_pointer(builder, target, _VECTOR), align=4)
 
 
-# (rows, offset, target, stride): write LANES floats of each row in a list, from `offset` on, as a column of `target`.
+# (rows, offset, target, stride): copy LANES floats at `offset` from each address in `rows` to a column of `target`.
 transpose_block = written(types.void, (types.int64,) * 4, _transpose)
 
 
@@ -96,16 +96,16 @@ def _dots(builder: Any, rows: Any, code: Any, *given: Any) -> None:
         _dot(builder, kind, rows, *given)
 
 
-# (rows, code, query, size, target, ahead, lines): compute the dot product of `query` (`size` floats, in whole vectors)
-# and each row in a list of LANES addresses. `code` is the type of the rows' elements. For each vector of the query,
-# also prefetch the next `lines` cache lines, beginning at `ahead`.
+# (rows, code, query, size, target, ahead, lines): compute the dot products of `query` (`size` floats, a multiple of
+# LANES) and LANES rows, whose addresses `rows` lists. `code` is the type of the rows' elements. For each vector of the
+# query, also prefetch the next `lines` cache lines, beginning at `ahead`.
 dots = written(types.void, (types.int64,) * 7, _dots)
 
 
 def _panel(vectors: int, codes: Iterable[int], fetches: bool) -> Any:
     """Return a function that computes c += a b for at most PANEL_ROWS rows and `vectors` vectors of columns. The
     function's first argument is the code for the type of b's elements, one of `codes`. The rows of b are given as a
-    list of addresses. Each row is read from the offset `column` on, in bytes."""
+    list of addresses. Each row is read from the byte offset `column` on."""
 
     def emit(
         builder: Any, code: Any, a: Any, a_stride: Any, a_step: Any, b: Any, column: Any, c: Any, *rest: Any
@@ -124,7 +124,7 @@ def _panel(vectors: int, codes: Iterable[int], fetches: bool) -> Any:
 
 
 def _panel_of_listed(vectors: int) -> Any:
-    """Return a function that computes c = a b as in `_panel`, but with a list of the addresses of a's rows, not b's."""
+    """Return a function that computes c = a b. The rows of a are a list of addresses; those of b are evenly spaced."""
 
     def emit(builder: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, depth: Any) -> None:
         def row_of_b(index: Any) -> Any:
@@ -190,9 +190,9 @@ def listed_times(
     a: int, b: int, b_stride: int, c: int, c_stride: int, rows: int, depth: int, columns: int, ahead: int,
     rows_ahead: int, row_bytes: int,
 ) -> None:  # fmt: skip
-    """Compute c [rows, columns] = a [rows, depth] b [depth, columns]. `a` lists the addresses of the rows of a, and
-    `columns` is a multiple of LANES. Each element of c is one chain of multiply-adds along the depth, so the
-    element does not depend on `rows`. Also prefetch the `rows_ahead` rows of `row_bytes` bytes that `ahead` lists."""
+    """Compute c [rows, columns] = a [rows, depth] b [depth, columns]. The matrix a is given as a list of the addresses
+    of its rows. `columns` is a multiple of LANES. Each element of c is one chain of multiply-adds along the depth, so
+    its value does not depend on `rows`. Also prefetch `rows_ahead` rows of `row_bytes` bytes, listed in `ahead`."""
     wide = 4 * LANES * PANEL_VECTORS
     column = 0
     while column < 4 * columns:
@@ -213,8 +213,8 @@ def listed_times(
 def add_times_listed(
     a: int, a_stride: int, a_step: int, b: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int
 ) -> None:
-    """Compute c [rows, columns] += a [rows, depth] b [depth, columns]. `b` lists the addresses of the rows of b.
-    Neighbouring elements in a row of a are `a_step` bytes apart."""
+    """Compute c [rows, columns] += a [rows, depth] b [depth, columns]. The matrix b is given as a list of the addresses
+    of its rows. Adjacent elements of a row of a are `a_step` bytes apart."""
     wide = 4 * LANES * PANEL_VECTORS
     column = 0
     while column < 4 * columns:

@@ -29,13 +29,13 @@ from engine.cpu.simd import (
     where_less,
 )
 
-TILE = 96  # number of tokens in a tile of a chunk, a multiple of PANEL_ROWS
+TILE = 96  # tokens in a tile for a chunk's queries, a multiple of PANEL_ROWS
 FEW_ROWS = 8  # an item with at most this many rows (queries times query heads per key head) is computed as a decode
-FEW_TILE = 32  # tokens in a tile of a decode: the current and the next tile fit into the first two levels of cache
+FEW_TILE = 32  # tokens in a tile for a decode: the current and the next tile fit into the first two levels of cache
 LINE = 64  # bytes of a cache line
 FIELDS = 7  # number of fields of an item: see `engine.cpu.attention.AttentionWork`
-# The bytes of a block and of a token, the tokens of a block, the code of the pool's dtype, the dimensions of a key, and
-# the number of elements from a token's key to its value. This number is 0 for latents, which are both key and value.
+# Bytes per block, bytes per token, tokens per block, the code of the pool's dtype, elements per key, and the number of
+# elements from a token's key to its value. The last number is 0 for latents, which are both key and value.
 Sizes = tuple[int, int, int, int, int, int]
 UNSEEN = -1e30  # initial running maximum: finite, so that the difference of two maxima is not NaN
 
@@ -47,7 +47,7 @@ def tile_of(rows: int) -> int:
 
 @part
 def locate(table: int, low: int, high: int, base: int, sizes: Sizes, rows: int) -> int:
-    """List the address of the key and value of each token at positions [low, high). Return the number of tokens."""
+    """Store in `rows` the address of each token's key and value, for positions [low, high). Return the token count."""
     block_bytes, token_bytes, block_tokens, _, _, _ = sizes
     count = high - low
     token = 0
@@ -64,7 +64,7 @@ def locate(table: int, low: int, high: int, base: int, sizes: Sizes, rows: int) 
 
 @part
 def fetch(rows: int, tokens: int, token_bytes: int) -> None:
-    """Prefetch the keys and values of the tokens in a list of addresses."""
+    """Prefetch the keys and values of `tokens` tokens, whose addresses `rows` lists."""
     for token in range(tokens):
         row = address_at(rows + 8 * token)
         for at in range(0, token_bytes, LINE):
@@ -73,7 +73,7 @@ def fetch(rows: int, tokens: int, token_bytes: int) -> None:
 
 @part
 def fill_up(rows: int, tokens: int, columns: int, zeros: int) -> None:
-    """Pad a list of `tokens` addresses to `columns` addresses with the address of a row of zeros."""
+    """Extend the list `rows` from `tokens` to `columns` addresses with `zeros`, the address of a row of zeros."""
     for token in range(tokens, columns):
         put_address(zeros, rows + 8 * token)
 
@@ -96,10 +96,10 @@ def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
 
 @part
 def shares(rows: int, padded: int, token_bytes: int) -> tuple[int, int]:
-    """Return how many cache lines `score` prefetches for each vector of a row, and `add_values` for each value.
+    """Return how many cache lines `score` prefetches per vector of a row, and how many `add_values` does per value.
 
     The prefetches are spread over the current tile, because the CPU would wait for memory after a burst of prefetches.
-    A group of LANES tokens is assumed to be contiguous. If it is not, the results are still correct, but slower."""
+    The LANES tokens of a group are assumed to be contiguous. If they are not, the kernel is slower, but correct."""
     by_values = max(1, token_bytes // (4 * LINE))
     left = LANES * max(0, token_bytes // LINE - by_values)
     steps = rows * padded // LANES
@@ -111,7 +111,7 @@ def first_tile(
     unit: int, units: int, items: int, table: int, table_width: int, pool: int, head_bytes: int, kv_heads: int,
     group: int, sizes: Sizes, rows: int,
 ) -> int:  # fmt: skip
-    """List the addresses of the tokens in a unit's first tile. Return their number, or 0 if there is no such unit."""
+    """List the addresses of the tokens in a unit's first tile. Return their number, or 0 if no unit is left."""
     if unit >= units:
         return 0
     item = items + 4 * FIELDS * (unit // kv_heads)
@@ -123,8 +123,8 @@ def first_tile(
 @part
 def softmax(scores: int, low: int, high: int, columns: int, most_at: int, sum_at: int, sums: int, padded: int) -> None:
     """Replace one row of scores by weights relative to the largest score so far. Only columns low <= i < high are
-    visible. `most_at`, `sum_at` and `sums` are the addresses of the row's largest score, sum of weights and weighted
-    values. If the largest score grows, the sums so far are scaled down."""
+    visible. `most_at`, `sum_at` and `sums` are the addresses of the row's largest score, sum of weights and sum of
+    weighted values. If the largest score grows, the sums so far are scaled down."""
     before = number_at(most_at)
     top = splat(before)
     hidden = splat(-math.inf)
@@ -152,7 +152,7 @@ def softmax(scores: int, low: int, high: int, columns: int, most_at: int, sum_at
 
 @part
 def cap(scores: int, rows: int, row_bytes: int, columns: int, softcap: float) -> None:
-    """Replace each score x by cap * tanh(x / cap), where `softcap` is the cap for scores of a softmax with base e."""
+    """Replace each score x by c * tanh(x / c), where c is `softcap` * log2(e), since the softmax has base 2."""
     limit, one = softcap * np.float32(math.log2(math.e)), splat(1.0)
     steps, twice = splat(np.float32(2.0) / limit), splat(np.float32(2.0) * limit)
     for row in range(rows):
@@ -183,9 +183,9 @@ def weigh_columns(
     scores: int, stride: int, rows: int, start: int, tokens: int, window: int, softcap: int, ends: int, most: int,
     summed: int, sums: int, padded: int, scales: int,
 ) -> None:  # fmt: skip
-    """Compute the same as `weigh` for transposed scores, which have a row for each token and a column for each of the
-    `rows`. LANES columns are processed at once, without operations across lanes. `ends` has the number of tokens that
-    each of the `rows` sees, counted from the first query's position. `scales` has working memory for one vector."""
+    """Do the same as `weigh` for transposed scores, which have a row for each token and a column for each row of
+    queries. LANES columns are processed at once, without operations across lanes. `ends` has the number of tokens that
+    each row of queries sees, counted from the first query's position. `scales` is working memory for one vector."""
     if softcap:
         cap(scores, tokens, stride, (rows + LANES - 1) // LANES * LANES, number_at(softcap))
     for row in range(0, rows, LANES):
@@ -215,7 +215,7 @@ def weigh_columns(
 
 @part
 def hide(column: int, stride: int, tokens: int, ends: int, start: int, window: int) -> None:
-    """For each of LANES rows, set the scores of the tokens that the row does not see to -inf."""
+    """For each of LANES rows, store a score of -inf for every token that the row does not see."""
     end, hidden = load(ends) + splat(start), splat(-math.inf)
     low = end - splat(float(window) if window else math.inf)
     for token in range(tokens):

@@ -40,12 +40,12 @@ from engine.cpu.simd import (
 from engine.token_masks import TokenMasks
 from shared.limits import GREEDY_BELOW
 
-WORK = 4  # elementary operations per logit, for `engine.cpu.jit.PARALLEL_WORK`
+WORK = 4  # elementary operations per logit; their total is compared with `engine.cpu.jit.PARALLEL_WORK`
 WEIGHED = 64 * LANES  # number of weights that are summed in float32 before their sum is added in float64
 RUN = 32  # scores per run in `nth_score`
 TILE = 32  # number of tokens whose noise bounds are computed together
 LN2 = math.log(2)
-# numba converts an int64 and a uint64 operand to float64. To avoid this, all constants of the noise are unsigned.
+# numba converts operands to float64 if one is int64 and the other uint64. All constants of the noise are thus unsigned.
 _GOLDEN, _ONE, _EXPONENT = np.uint64(GOLDEN), np.uint64(1), np.uint64(1023 << 52)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _12 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(12)
@@ -83,7 +83,7 @@ def most_likely(row, count):
 
 @inlined
 def divide(row, count, by, scores):
-    """Store the row divided by `by` in `scores`, padded with -inf."""
+    """Divide the row by `by`. Store the result in `scores`, followed by LANES values of -inf."""
     for at in range(0, count, LANES):
         store_some(load_some(row + 4 * at, count - at, FLOAT32) / splat(by), scores + 4 * at, count - at, FLOAT32)
     end(carray(_pointer(scores), count + LANES, np.float32), count)
@@ -159,10 +159,10 @@ def rest_of_one(key, token):
 
 @inlined
 def winner(scores, tokens, count, key):
-    """Return the index of the score that is largest after its token's noise, -log(-log(u)), is added to it.
+    """Return the index of the largest sum of a token's score and noise, where the noise is -log(-log(u)).
 
     The noise of TILE tokens is computed only if an upper bound shows that one of them may win. The noise is at most
-    -log(1 - u), and the binary logarithm of a float is at least its exponent plus its mantissa minus 1."""
+    -log(1 - u), and log2 of a float is at least its exponent + its mantissa - 1, where 1 <= mantissa < 2."""
     best, where = -math.inf, 0
     for first in range(0, count, TILE):
         last, hopeful = min(count, first + TILE), 0
@@ -181,8 +181,8 @@ def winner(scores, tokens, count, key):
 def nth_score(area, scores, ranked, count, nth):
     """Return the nth largest score, counted from 0.
 
-    The scores are divided into runs. The result is at least as large as the nth largest of the runs' maxima, so scores
-    that are smaller than this maximum are ignored."""
+    The scores are divided into runs of RUN scores. The nth largest of the runs' maxima is a lower bound of the result,
+    so scores below this bound are ignored."""
     runs, least = count // RUN, np.float32(-math.inf)
     if nth < runs:
         for run in range(runs):
@@ -203,7 +203,7 @@ def nth_score(area, scores, ranked, count, nth):
 @inlined
 def allowed(row, count, words, by, scores, tokens):
     """Store the tokens whose bits in `words` are set, and their scores: logits divided by `by`. Return their number."""
-    kept = np.uint64(0)  # numba checks whether signed indices are negative, and then adds the length
+    kept = np.uint64(0)  # unsigned, because numba's code for a signed index also handles negative values
     for index in range(np.uint64(min(len(words), (count + 31) >> 5))):
         word, first = words[index], np.uint64(32) * index
         if word:
@@ -244,7 +244,7 @@ def draw_one(row, count, parameters, area, mask, num_words):
         return NOTHING_ALLOWED
     if is_greedy or not math.isfinite(best):  # not finite: a tiny penalty or temperature made the division overflow
         return tokens[at]
-    least, held = np.float32(-math.inf), 0.0  # `held`: the total weight of the top_k tokens
+    least, held = np.float32(-math.inf), 0.0  # `held`: total weight of the tokens that top_k keeps
     if min_p > 0:
         least = best + np.float32(math.log(np.float32(min_p)))
         count = keep(area, scores, tokens, count, np.float32(-math.inf), least)
@@ -268,9 +268,9 @@ def draw_one(row, count, parameters, area, mask, num_words):
 
 @kernel
 def _draw(values):
-    """`values` contains a counter, the number of rows, the size of the vocabulary, the addresses of logits, adjusted
-    logits, parameters, result and areas, an area's size in bytes, the address of a list with the address of each row's
-    mask or 0, and the number of words of a mask. Threads take rows in order. Each thread has one area of memory."""
+    """Draw the tokens of all rows, which threads take in order. `values`: a counter, the number of rows, the size of
+    the vocabulary, and the addresses of logits, adjusted logits, parameters, result and the threads' areas of memory.
+    Then follow the bytes per area, the address of a list (each row's mask address or 0), and the words per mask."""
     area = values[7] + values[8] * np.int64(thread_number())
     rows, vocab = values[1], values[2]
     while True:
@@ -290,11 +290,11 @@ def _draw(values):
 
 
 def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor, masks: TokenMasks | None = None) -> list[int]:
-    """Return for each row a token, `BROKEN` or `NOTHING_ALLOWED`.
+    """Return each row's token, or the row's error code: `BROKEN` or `NOTHING_ALLOWED`.
 
     `logits` and `adjusted` are float32 [R, vocab]. `adjusted` has the logits after bans, bias and penalties, and may be
-    the tensor `logits`. `parameters` is int64 [R, WORDS], as packed by `engine.sampling.parameters_of`. `masks` has
-    the tokens that are allowed for some rows. The masks are applied by the draw, which then reads only these tokens.
+    the same tensor as `logits`. `parameters` is int64 [R, WORDS], as packed by `engine.sampling.parameters_of`. `masks`
+    has the allowed tokens of some rows. In each of these rows, the draw considers only the allowed tokens.
     """
     rows, vocab = logits.shape
     logits, adjusted = logits.contiguous(), adjusted.contiguous()

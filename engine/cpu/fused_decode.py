@@ -1,4 +1,4 @@
-"""The forward pass of a few decodes as one call. Python code between the kernels would take longer than some kernels.
+"""The forward pass of a few decodes as one call, since Python code between kernels would take longer than some kernels.
 
 Memory and the arguments of kernels are prepared once, as for a CUDA graph. Each step sets only the number of rows, the
 addresses of its tables, and its items of attention. The kernels and their order are the same as in `Decoder.forward`,
@@ -46,7 +46,7 @@ _call_kernel = written(types.void, (types.int64, types.int64), _call)
 @kernel
 def run(values: Any) -> None:
     """Run kernels in order. `values` contains the number of kernels, the list of their addresses, the address of the
-    first kernel's values, and the distance in bytes between the values of two kernels. A kernel starts when all threads
+    first kernel's values, and the distance in bytes to the next kernel's values. A kernel starts when all threads
     have finished the previous one."""
     kernels, given, stride = values[1], values[2], values[3]
     for index in range(values[0]):
@@ -153,7 +153,7 @@ class FusedDecode:
                 self._write_gated(1, layer.mlp.activation)
                 self._multiply(layer.mlp.down, "product", "update")
             self._call(add_norm, 1, size, epsilon, *added, norm_after.data_ptr(), at["normed"])
-        self._multiply(model.head, "normed", "hidden")  # each step sets the address of the result instead of this one
+        self._multiply(model.head, "normed", "hidden")  # each step replaces "hidden" by memory for the logits
 
     def _write_experts(self, experts: Experts) -> None:
         at, spec, size = self._at, experts.spec, self._model.config.hidden_size
@@ -219,10 +219,10 @@ def _routing_memory(spec: MoeSpec) -> dict[str, Tensor]:
 
 
 def fused_decode_of(model: Decoder, kernels: object, attention: object) -> FusedDecode | None:
-    """Return the fused pass.
+    """Return the fused pass, or None if the model cannot use it.
 
-    Return None in each of these cases: attention, another kernel or the product with a matrix does not use numba; a
-    matrix other than the head has padded columns; the model is not plain (see `is_plain`).
+    The model must be plain (see `is_plain`), and numba must compute attention, all other kernels and all matrix
+    products. No matrix except the head may have padded columns.
     """
     if not isinstance(kernels, NumbaKernels) or not isinstance(attention, NumbaAttention) or not is_plain(model):
         return None
@@ -233,7 +233,7 @@ def fused_decode_of(model: Decoder, kernels: object, attention: object) -> Fused
 
 
 def is_plain(model: Decoder) -> bool:
-    """Return whether all layers have Llama's structure, MLPs or experts of one size, and the same rotary embedding."""
+    """Return whether all layers have Llama's structure, one rotary embedding, and MLPs or experts of one shape."""
     config = model.config
     scales = {config.embedding_scale, config.residual_scale, config.logit_scale}
     plain = all(
@@ -252,7 +252,7 @@ def is_plain(model: Decoder) -> bool:
 
 
 def _products(model: Decoder) -> list[Linear | ExpertLinear]:
-    """Return all matrices of products in a pass, except the routers' matrices."""
+    """Return the weight matrix of each matrix product in a pass, except the routers' matrices."""
     found: list[Linear | ExpertLinear] = [model.head]
     for layer in model.layers:
         assert isinstance(layer, AttentionDecoderLayer)
@@ -261,6 +261,6 @@ def _products(model: Decoder) -> list[Linear | ExpertLinear]:
 
 
 def _panels(model: Decoder) -> Sequence[PanelLinear]:
-    """Return the matrices that are stored in panels. Of a layer's experts, return only the matrices of the first."""
+    """Return the matrices that are stored in panels. Of a layer's experts, return only the first expert's matrices."""
     products = [one.like if isinstance(one, ExpertPanels) else one for one in _products(model)]
     return [one for one in products if isinstance(one, PanelLinear)]

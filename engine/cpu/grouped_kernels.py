@@ -67,7 +67,7 @@ def _permuted(builder: Any, table: Any, indices: Any) -> Any:
 
 
 def _weights(builder: Any, table: Any, halves: list[Any], indices: Any) -> Any:
-    """Return the table's values at the low 4 bits of `indices`. `halves` is the table in registers."""
+    """Look up the low 4 bits of each index in the table. `halves` are the vectors of the table, in registers."""
     if LANES == 16:
         return _permuted(builder, halves[0], indices)  # the instruction uses only the low 4 bits
     if PERMUTES:
@@ -148,7 +148,7 @@ _multiply = written(types.void, (types.int64,) * 12, _emit_tiles)
 
 @part
 def sum_groups(rows: int, x: int, x_stride: int, groups: int, group_bytes: int, sums: int) -> None:
-    """Store the sum of the inputs of each group in `sums`, float32 [rows, groups], for the rows of this thread."""
+    """For each row of this thread, store the sum of each group's inputs in `sums`, float32 [rows, groups]."""
     for row in range(thread_number(), rows, num_threads()):
         for group in range(groups):
             added, begin = splat(0.0), x + row * x_stride + group * group_bytes
@@ -163,7 +163,7 @@ def multiply_grouped_panel(
     result: int, stride: int, sums: int, table: int,
 ) -> None:  # fmt: skip
     """Multiply rows first <= i < last of x by one panel. `weights` and `start` are the addresses of the panel's weights
-    and bias, `result` is the address of its columns in the result's first row, and `sums` has the sums of groups."""
+    and bias. `result` is the address of the panel's columns in the result's first row. `sums` is from `sum_groups`."""
     tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
     for tile in range(tiles):
         row = first + (last - first) * tile // tiles
@@ -176,10 +176,10 @@ def multiply_grouped_panel(
 
 @kernel
 def grouped_product(values: Any) -> None:
-    """`values`: number of rows, x and its stride, result and its stride, memory for the sums of groups, and constants
-    of the matrix: groups, words per group, whether it has zeros, number of panels, weights, bias, table.
-
-    Each thread takes its blocks of rows one after another, and multiplies each block by adjacent panels."""
+    """Multiply rows by a matrix. `values`: number of rows, x and its stride, result and its stride, and memory for the
+    sums of groups. Then follow the constants of the matrix: number of groups, words per group, whether it has zero
+    points, number of panels, weights, bias, table. Each thread multiplies a contiguous range of pairs
+    (block of rows, panel), which are ordered by block."""
     rows, x, x_stride, result, stride, sums = values[0], values[1], values[2], values[3], values[4], values[5]
     groups, words, has_zeros, panels = values[6], values[7], values[8], values[9]
     weights, bias, table = values[10], values[11], values[12]
@@ -200,9 +200,9 @@ def grouped_product(values: Any) -> None:
 
 @kernel
 def expert_grouped_product(values: Any) -> None:
-    """Multiply rows that are sorted by expert. `values` are those of `grouped_product`, except for the addresses of
-    weights and bias. In their place are the address of a list, which has the addresses of each expert's weights and
-    bias, and the address of the experts' numbers of rows. The last value is the number of experts."""
+    """Multiply rows that are sorted by expert. `values` are those of `grouped_product`, with three differences.
+    The weights' address is replaced by the address of a list, which has two addresses per expert: weights and bias. The
+    bias's address is replaced by the address of the experts' row counts. The number of experts comes last."""
     rows, x, x_stride, result, stride, sums = values[0], values[1], values[2], values[3], values[4], values[5]
     groups, words, has_zeros, panels = values[6], values[7], values[8], values[9]
     matrices, counts, table, experts = values[10], values[11], values[12], values[13]

@@ -32,7 +32,7 @@ def has_fbgemm() -> bool:
 def packed_by_fbgemm() -> Iterator[None]:
     """Select FBGEMM as torch's quantized engine, and restore the setting of the process afterwards.
 
-    Also suppresses torch's deprecation warning for quantized tensors, which FBGEMM's packing needs.
+    Also suppresses torch's deprecation warning for quantized tensors, because FBGEMM packs only such tensors.
     """
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = ENGINE
@@ -59,7 +59,7 @@ class Int8Linear(Linear):
 
 
 class Int8(LinearFormat):
-    """The format of int8 weights for FBGEMM. Other rows of a product can change a row's result, but only its last bit.
+    """The format of int8 weights for FBGEMM. A row's result may depend on the other rows, but only in its last bit.
 
     `levels` is the largest rounded weight that this CPU multiplies exactly.
     """
@@ -101,7 +101,7 @@ def _packed(weight: Tensor, levels: int, bias: Tensor | None) -> Int8Linear:
 def _is_exact() -> bool:
     """Return whether this CPU multiplies the largest rounded weights and activations exactly.
 
-    Without VNNI, a CPU adds two products to a 16-bit integer, which saturates if the sum is too large. Weights of 7
+    Without VNNI, a CPU adds two products in a 16-bit integer, which saturates if the sum is too large. Weights of 7
     bits avoid saturation. Activations keep 8 bits, because they have outliers.
     """
     product = _packed(torch.ones(64, 64), LEVELS, None)(torch.ones(1, 64))

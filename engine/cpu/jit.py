@@ -1,8 +1,8 @@
 """Compiles kernels for this machine's CPU with numba and runs them on torch's OpenMP threads.
 
-Numba's own parallel loops would add a second OpenMP runtime (or thread pool) to the process, whose spinning threads
-compete with torch's for the cores. A kernel is therefore a plain C function that every thread of a team runs. The team
-is started by `GOMP_parallel` of the OpenMP library that torch has loaded.
+Numba's own parallel loops would add a second OpenMP runtime (or thread pool) to the process. Its spinning threads would
+compete with torch's threads for the cores. A kernel is therefore a plain C function that every thread of a team runs.
+The team is started by `GOMP_parallel` of the OpenMP library that torch has loaded.
 """
 
 import ctypes
@@ -75,7 +75,7 @@ def is_ours(directory: Path) -> bool:
 
 
 def cache_places() -> Iterator[Path]:
-    """Yield directories for compiled kernels, best first: in this package, the user's cache and temporary files."""
+    """Yield directories for kernels, best first: in this package, in the user's cache, in the temporary directory."""
     yield HERE / "__pycache__"
     yield Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "baton")
     with suppress(OSError):
@@ -85,7 +85,7 @@ def cache_places() -> Iterator[Path]:
 def cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
     """Return a cache directory for the kernels of a file, in the first of `places` to which only this user can write.
 
-    The directory's name depends on all sources of kernels, since numba checks only the kernel's own file and the CPU.
+    Its name contains a hash of all kernels' sources, since numba only detects changes of the kernel's file or the CPU.
     """
     others = ("counter_rng.py", "kernels.py")  # their constants are compiled into kernels
     files = {*HERE.glob("*.py"), *(HERE.parent / name for name in others), source}
@@ -100,9 +100,9 @@ def num_kernels() -> int:
 
 @contextmanager
 def _alone_in(directory: Path, name: str) -> Iterator[None]:
-    """Lock the directory while the kernel `name` is compiled or loaded, so that one process compiles it.
+    """Lock the directory while the kernel `name` is compiled or loaded, so that only one process compiles it.
 
-    The lock file has a line for each kernel: the kernel's name and, after compilation, the seconds that it took.
+    The lock file has a line for each kernel: its name and, once it is compiled, how many seconds compilation took.
     """
     with (directory / "lock").open("a+") as lock:
         with suppress(OSError):  # if files cannot be locked, every process compiles
@@ -128,7 +128,7 @@ def _alone_in(directory: Path, name: str) -> Iterator[None]:
 
 
 def _compile_times(lock: TextIO) -> dict[str, float]:
-    """Return the compiled kernels with the seconds that each took."""
+    """Return how many seconds the compilation of each compiled kernel took, by the kernel's name."""
     lock.seek(0)
     lines = [line.split() for line in lock.read().splitlines()]
     return {line[0]: float(line[1]) for line in lines if len(line) == 2}

@@ -15,7 +15,7 @@ from engine.kv_pool import KVPool
 from engine.models.spec import Activation, ModelConfig
 from engine.recurrence import RecurrentLayer
 
-ACTIVATION_WORK = 8  # cost of an activation, which has an exponential, relative to a multiplication
+ACTIVATION_WORK = 8  # cost of an activation relative to a multiplication; an activation needs an exponential
 
 
 class NumbaKernels(Kernels):

@@ -1,8 +1,8 @@
 """Settings that make glibc's heap reuse the memory of large tensors instead of mapping new memory each time.
 
 By default, glibc maps each block of 32 MiB or more separately, and unmaps it when it is freed. Each step with a long
-chunk then touches new pages, which takes half as long as a large 8-bit product. Threads other than the main thread have
-heaps of pieces of 64 MiB, which are also unmapped when they are free. All threads are therefore made to share one heap.
+chunk then touches new pages, which takes half as long as a large 8-bit matrix product. Threads other than the main one
+have heaps of 64 MiB pieces, which are also unmapped when free. Therefore, all threads are made to share one heap.
 """
 
 import ctypes
@@ -20,21 +20,21 @@ LINE = 64  # bytes
 
 
 def share_one() -> None:
-    """Make all threads share one heap. Call it before starting threads."""
+    """Make all threads share one heap. Call this function before starting threads."""
     _set(M_ARENA_MAX, 1)
 
 
 def map_large_blocks() -> None:
     """Map every large block separately, for loading weights.
 
-    By default, once glibc has unmapped a block of up to 32 MiB, it takes blocks of this size from the heap. Temporary
-    copies then leave holes between the weights. These holes take up to 0.6 GB for 2 GB of weights.
+    By default, once glibc has unmapped a block of up to 32 MiB, it takes later blocks of up to that size from the heap.
+    Temporary copies then leave holes between the weights. These holes take up to 0.6 GB for 2 GB of weights.
     """
     _set(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def keep_large_blocks() -> None:
-    """Take large blocks (before glibc 2.35: up to 32 MiB) from the heap, and keep freed blocks."""
+    """Make glibc take large blocks from the heap (before 2.35, only up to 32 MiB), and keep freed blocks there."""
     if any(_set(M_MMAP_THRESHOLD, size) for size in (1 << 30, 1 << 25)):
         _set(M_TRIM_THRESHOLD, LARGEST)
 

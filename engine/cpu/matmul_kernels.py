@@ -6,7 +6,7 @@ The weights of a panel are stored in the order of these steps, so a product read
 tile (up to TILE_ROWS rows of a panel) stay in registers over all steps, as in BLIS (Goto and van de Geijn). While one
 panel is multiplied, the next one is prefetched, a few cache lines every few steps, to overlap with the arithmetic.
 
-The products of each sum are added in the order of the depth, so no bit of a row's result depends on the other rows.
+The terms of each sum are added in the order of the depth, so no bit of a row's result depends on the other rows.
 """
 
 from typing import Any
@@ -48,14 +48,14 @@ PANEL = LANES * PANEL_VECTORS
 INT8 = 3  # a further code like those in CODES; each step along the depth takes four int8 weights of each column
 HAS_INT8 = LANES == 16 and "avx512vnni" in cpu_features()
 CACHED_STEPS = 1024  # steps of a panel of float weights that fit into the core's second-level cache
-FETCHED_AHEAD = 1024  # bytes from the weights that are read to those that are prefetched, for a panel that is read once
+FETCHED_AHEAD = 1024  # bytes by which prefetching is ahead of reading, if a panel is read only once
 # Every tile prefetches a part of the next panel; if only the first tiles did, they would wait for memory. A tile
-# prefetches once per 2^PACE steps to save time. If there are two tiles, memory is the limit, so every step prefetches.
+# prefetches once per 2^PACE steps to save time. With two tiles, memory limits the speed, so every step prefetches.
 PACE = 2
-# Rows that a thread multiplies at a time. More would not fit into the first-level cache and would leave threads idle.
+# Rows that a thread multiplies at a time. More rows would exceed the first-level cache and would leave threads idle.
 BLOCK_ROWS = 64 * TILE_ROWS
 LINE = 64
-ROUNDER = 12582912.0  # 1.5 * 2**23: adding it to a small number rounds this number to an integer in the low bits
+ROUNDER = 12582912.0  # 1.5 * 2**23: the low bits of its sum with a small number are that number, rounded to an integer
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
@@ -129,7 +129,7 @@ def _emit_add(builder: Any, code: int, factor: Any, weights: Any, added: Any) ->
 
 
 def _emit_scaled(builder: Any, value: Any, start: Any, row_scales: Any, row: int, vector: int) -> Any:
-    """Convert an exact sum of products to float, multiply it by both scales, and add the bias."""
+    """Convert an exact sum of products to float, multiply it by the scales of its row and column, and add the bias."""
     at = builder.add(start, _number(4 * (PANEL + LANES * vector)))
     scales, bias = (
         builder.load(emit_pointer(builder, builder.add(at, _number(4 * PANEL * index)), _FLOATS), align=4)
@@ -221,11 +221,11 @@ def cost_of_experts(experts: int, counts: int, panels: int) -> int:
 
 @kernel
 def product(values: Any) -> None:
-    """`values`: number of rows, x and its stride, result and its stride, memory for rows rounded to 8 bits and their
-    scales (INT8), and the constants of the matrix: code, depth, steps, number of panels, weights, columns (the initial
-    sums of each panel; with INT8 also the scales and the bias), bytes of columns per panel.
-
-    Each thread takes its blocks of rows one after another, and multiplies each block by adjacent panels."""
+    """Multiply rows by a matrix. `values` begin with the number of rows, x, the stride of x, the result, the stride of
+    the result, and memory in which INT8 stores the rows' scales and the rows rounded to 8 bits. The constants of the
+    matrix follow: code, depth, steps, number of panels, weights, columns (the initial sums of each panel; with INT8
+    also the scales and the bias), and the size in bytes of a panel's part of `columns`. Each thread multiplies a
+    contiguous range of pairs (block of rows, panel), which are ordered by block."""
     rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
     code, size, steps, panels, weights, columns = values[6], values[7], values[8], values[9], values[10], values[11]
     column_bytes = values[12]
@@ -248,9 +248,9 @@ def product(values: Any) -> None:
 
 @kernel
 def expert_product(values: Any) -> None:
-    """Multiply rows that are sorted by expert. `values` are those of `product`, except for the addresses of weights and
-    columns. In their place are the address of a list, which has the addresses of each expert's weights and columns, and
-    the address of the experts' numbers of rows. The last value is the number of experts."""
+    """Multiply rows that are sorted by expert. `values` are those of `product`, with three differences. The weights'
+    address is replaced by the address of a list, which has two addresses per expert: weights and columns. The columns'
+    address is replaced by the address of the experts' row counts. The number of experts comes last."""
     rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
     code, size, steps, panels, matrices, counts = values[6], values[7], values[8], values[9], values[10], values[11]
     column_bytes, experts = values[12], values[13]

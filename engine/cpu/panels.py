@@ -1,4 +1,4 @@
-"""Weights stored in panels for the numba kernels: in 32 or 16 bits, with float32 arithmetic, or in int8."""
+"""Weights in panels (see `engine.cpu.matmul_kernels`): floats of 32 or 16 bits, 4-bit codes, or int8."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from engine.cpu.simd import CODES, LANES
 from engine.formats.forms import ChannelWeight, GroupedWeight, QuantizedWeight
 from engine.linear import ExpertLinear, Linear, LinearFormat, SeparateExperts
 
-KERNEL_INPUTS = 16  # the product that reads codes supports groups whose size is a multiple of this
+KERNEL_INPUTS = 16  # `GroupedPanels` supports groups whose number of inputs is a multiple of this
 IN_STEP = 4  # int8 weights per column that one instruction multiplies
 
 
@@ -25,7 +25,7 @@ class PanelLinear(Linear):
 
     `panels` [panels, steps, PANEL, ...] holds the weights in the format that `code` denotes. `columns`
     [panels, ..., PANEL], float32, holds the bias and, for INT8, initial sums and scales. The matrix has the shape
-    [width, depth]. `is_exact` is true if the weights are not rounded, and each step has one weight per column.
+    [width, depth]. `is_exact` is true if no weight was rounded and each step has one weight per column.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ReorderedLinear(Linear):
 
 
 def grouped_linear(weight: GroupedWeight, bias: Tensor | None) -> PanelLinear | ReorderedLinear:
-    """Return a product that reads codes, or float32 weights if the kernel does not support the group's size."""
+    """Store 4-bit codes in panels, or float32 weights if the kernel does not support the size of the groups."""
     if weight.group % KERNEL_INPUTS:
         return Panels(torch.float32).make(weight.dense(), bias)
     linear = GroupedPanels(weight, bias)
@@ -149,7 +149,7 @@ def in_columns(values: Tensor) -> Tensor:
 
 
 class PanelFormat(LinearFormat):
-    """A format that stores weights in panels. Exact matrices are kept in float32."""
+    """A format that stores weights in panels. Matrices made by `make_exact` are kept in float32."""
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
         return Panels(torch.float32).make(weight, bias)

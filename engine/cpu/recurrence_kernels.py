@@ -1,7 +1,7 @@
 """Numba kernels for recurrent layers on float32 rows: the convolution, the recurrence and the norm of its result.
 
-A recurrence runs token by token. Its operations and their order do not depend on how a prompt is chunked, so neither do
-the bits of results and states. The columns of a recurrent matrix are independent of each other. A thread therefore
+A recurrence runs token by token. How a prompt is chunked changes neither the operations nor their order, and thus no
+bit of results and states. The columns of a recurrent matrix are independent of each other. A thread therefore
 computes many tokens for the columns that fit into the first-level cache, and then the same tokens for the next columns.
 """
 
@@ -51,14 +51,14 @@ def gate_row(row: int, gates: int, size: int) -> None:
 
 @part
 def input_at(inputs: int, stride: int, past: int, kept: int, size: int, token: int) -> int:
-    """Return the address of a token's input of the convolution. A negative token precedes the slice: its input is one
-    of the last `kept` inputs before the slice, which are at `past`."""
+    """Return the address of a token's convolution input. If `token` is negative, the token precedes the slice, and
+    its input is one of the last `kept` inputs before the slice, which are at `past`."""
     return inputs + 4 * stride * token if token >= 0 else past + 4 * size * (kept + token)
 
 
 @part
 def keep_inputs(inputs: int, stride: int, past: int, kept: int, size: int, count: int, target: int) -> None:
-    """Store the last `kept` inputs of the convolution before token `count`."""
+    """Store the convolution's inputs for the last `kept` tokens before token `count`."""
     for place in range(kept):
         source = input_at(inputs, stride, past, kept, size, count - kept + place)
         for at in range(0, size, LANES):
@@ -70,7 +70,8 @@ def keep_all_inputs(
     inputs: int, stride: int, past: int, kept: int, size: int, count: int, pool: int, write: int, save: int,
     save_at: int,
 ) -> None:  # fmt: skip
-    """Store the last inputs of a slice of `count` tokens, and the last inputs at the token `save_at`, if any."""
+    """Store the last inputs of a slice of `count` tokens. If a state is saved within the slice, also store the last
+    inputs at that point."""
     if address_at(save_at) > 0 and address_at(save) >= 0:
         keep_inputs(inputs, stride, past, kept, size, address_at(save_at), pool + 4 * address_at(save))
     if address_at(write) >= 0:
@@ -115,9 +116,9 @@ def convolve_head(
 
 @kernel
 def convolve(values: Any) -> None:
-    """Convolve all heads. `values`: slices, cu_q, inputs and their stride, target, channels, width, weight [width,
-    channels], bias or 0, pool, read, write, save, save_at, units, first unit, the number of units of the convolution, a
-    table with the column and the size of each of these units, and zeros."""
+    """Convolve all heads. The first lines name the `values`. `weight` is [width, channels]. `bias` may be 0 (none).
+    `read`, `write` and `save` have `units` entries per slice; this convolution uses `num` of them, from entry `first`
+    on. `table` has the column and the size of each of these units. A slice without a state reads `zeros`."""
     slices, cu_q, inputs, stride, target, channels = values[0], values[1], values[2], values[3], values[4], values[5]
     width, weight, bias, pool, read, write = values[6], values[7], values[8], values[9], values[10], values[11]
     save, save_at, units, first, num, table = values[12], values[13], values[14], values[15], values[16], values[17]
@@ -140,8 +141,8 @@ def convolve(values: Any) -> None:
 
 @kernel
 def step_sizes(values: Any) -> None:
-    """Compute two factors for each token and head: the factor of the update, and the factor of the state. `values`:
-    rows, heads, steps and their stride, rates, biases, target [rows, heads, 2], and whether this is a delta rule."""
+    """Compute two factors for each token and head: one multiplies the update, the other multiplies the state. `values`:
+    rows, heads, steps and their stride, rates, biases, target [rows, heads, 2], whether the layer is a delta rule."""
     rows, heads, steps, stride, rates, biases, target = (
         values[0], values[1], values[2], values[3], values[4], values[5], values[6]
     )  # fmt: skip
@@ -158,8 +159,7 @@ def step_sizes(values: Any) -> None:
 
 @part
 def fetch_tile(source: int, tile: int, rows: int, stride: int, left: int) -> None:
-    """Copy the first `left` columns, at most TILE, of a matrix to a contiguous tile. The rows of the matrix have
-    `stride` elements."""
+    """Copy the first min(`left`, TILE) columns of a matrix, whose rows have `stride` elements, to a contiguous tile."""
     for row in range(rows):
         for vector in range(VECTORS):
             at, to = 4 * LANES * vector, tile + 4 * TILE * row + 4 * LANES * vector
@@ -174,7 +174,7 @@ def clear_tile(tile: int, rows: int) -> None:
 
 @part
 def keep_tile(tile: int, target: int, rows: int, stride: int, left: int) -> None:
-    """Copy a tile to the first `left` columns, at most TILE, of a matrix whose rows have `stride` elements."""
+    """Copy a tile to the first min(`left`, TILE) columns of a matrix whose rows have `stride` elements."""
     for row in range(rows):
         for vector in range(VECTORS):
             at, source = 4 * LANES * vector, tile + 4 * TILE * row + 4 * LANES * vector
@@ -194,7 +194,7 @@ def known_values(tile: int, key: int, size: int) -> Any:
 @inlined
 def update(tile: int, query: int, key: int, next_key: int, value: int, to: int, size: int, left: int, known: Any,
            strength: float, decay: float, skip: float) -> Any:  # fmt: skip
-    """Compute one token: decay the tile, add the update, and store the product with the query.
+    """Compute one token: decay the tile, add the update, and store the product of the tile and the query.
 
     `known` is the product of the tile before the update and this token's key. Return the product of the updated tile
     and the next token's key."""
@@ -221,9 +221,9 @@ def recur_tokens(
     sizes_stride: int, size: int, left: int, skip: float, is_delta: int, saved: int, target: int, width: int,
     ahead: int, ahead_stride: int, ahead_size: int,
 ) -> None:  # fmt: skip
-    """Compute `count` tokens with one tile of a state. If `saved` is not 0, store the tile after `saved` tokens at
-    `target`, in a matrix of `width` columns. For each token, also prefetch a row of `ahead_size` numbers, beginning at
-    `ahead`, because memory would otherwise be idle during the computation."""
+    """Compute `count` tokens with one tile of a state. If `saved` is not 0, also copy the tile to `target`,
+    in a matrix of `width` columns, after the first `saved` tokens. For each token, also prefetch a row of `ahead_size`
+    numbers, beginning at `ahead`, because memory would otherwise be idle during the computation."""
     known = splat(0.0), splat(0.0)
     if is_delta:
         known = known_values(tile, key, size)
@@ -253,8 +253,8 @@ def fetch_or_clear(pool: int, place: int, column: int, tile: int, rows: int, wid
 @kernel
 def recur(values: Any) -> None:
     """Compute the recurrence of a state space. `values`: slices, cu_q, mixed inputs, channels, step sizes, value heads,
-    value heads per key head, key_dim, value_dim, columns of queries, keys and values, target, pool, read, write, save,
-    save_at, units, first unit, skip, and a tile per thread."""
+    value heads per key head, key_dim, value_dim, and the first columns of queries, of keys and of values. Then follow
+    target, pool, read, write, save, save_at, units, first unit, skip, and a tile for each thread."""
     slices, cu_q, mixed, channels, sizes, heads = values[0], values[1], values[2], values[3], values[4], values[5]
     shared, key_dim, value_dim, query_at, key_at = values[6], values[7], values[8], values[9], values[10]
     value_at, target, pool, read, write, save = values[11], values[12], values[13], values[14], values[15], values[16]
@@ -284,8 +284,8 @@ def recur(values: Any) -> None:
 def input_head(
     head: int, key_head: int, key_heads: int, shared: int, key_dim: int, value_dim: int
 ) -> tuple[int, int, int]:
-    """Return the unit, the first column and the size of a head of the convolution. For a key head, `head` is 0 for the
-    query, 1 for the key, and 2 or more for the values of its value heads."""
+    """Return the unit, the first column and the size of a head of the convolution. `head` is 0 for the query of
+    `key_head`, 1 for its key, and 2 or more for the values of its value heads."""
     if head < 2:
         unit = head * key_heads + key_head
         return unit, unit * key_dim, key_dim
@@ -300,7 +300,7 @@ def convolve_piece(
     key_dim: int, value_dim: int, rows: int, row_bytes: int,
 ) -> None:  # fmt: skip
     """Store the query, the key and the values of a key head for tokens begin <= token < end of a slice of `count`
-    tokens. At the end of the slice, also store its last inputs. `read`, `write` and `save` list places in the pool."""
+    tokens. At the end of the slice, also store its last inputs. `read`, `write` and `save` list offsets in the pool."""
     to = rows
     for head in range(2 + shared):
         unit, column, size = input_head(head, key_head, key_heads, shared, key_dim, value_dim)
@@ -324,7 +324,7 @@ def fetch_states(pool: int, places: int, heads: int, key_dim: int, value_dim: in
 
 @part
 def keep_states(pool: int, places: int, heads: int, key_dim: int, value_dim: int, tile: int) -> None:
-    """Copy tiles back to the states of adjacent heads, except for those whose place is -1."""
+    """Copy tiles back to the states of adjacent heads. Skip a head if its place is -1."""
     for head in range(heads):
         place = address_at(places + 8 * head)
         for column in range(0, value_dim, TILE):
@@ -351,8 +351,8 @@ def norm_piece(
 def delta(values: Any) -> None:
     """Compute a layer with the delta rule. `values`: slices, cu_q, inputs and their stride, gates and their stride,
     channels, width, weight [width, channels], step sizes, key heads, value heads per key head, key_dim, value_dim,
-    target, weight of the norm, address of epsilon, pool, read, write, save, save_at, units, first unit, zeros, and
-    scratch memory for each thread with its size in bytes.
+    target, the norm's weight, and the address of epsilon. Then follow pool, read, write, save, save_at, units, first
+    unit, zeros, the threads' scratch memory, and its size per thread in bytes.
 
     A thread computes PIECE tokens of a key head and its value heads at a time, from the convolution to the norm, so
     that intermediate results stay in the thread's caches."""
@@ -427,7 +427,7 @@ def gated_norm(values: Any) -> None:
 
 @kernel
 def sigmoid_mul(values: Any) -> None:
-    """Multiply rows by the sigmoid of the gates, in place. `values`: number and size of rows, rows, and gates."""
+    """Multiply rows by the sigmoid of the gates, in place. `values`: number of rows, size of a row, rows, gates."""
     rows, size, source, gates = values[0], values[1], values[2], values[3]
     one = splat(1.0)
     for row in range(thread_number(), rows, num_threads()):

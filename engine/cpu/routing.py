@@ -38,8 +38,8 @@ def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def choice(spec: MoeSpec, correction: Tensor | None, factors: Tensor) -> tuple[int, int, int, int]:
-    """Return four arguments of the kernel `route`: the correction, the factors of weights, the kind of scores, and
-    whether weights are divided by their sum."""
+    """Return four arguments of the kernel `route`: the correction, the factors that multiply weights, the kind of
+    scores, and whether weights are divided by their sum."""
     alone = spec.scores_chosen
     kind = kernels.CHOSEN if alone else kernels.SIGMOID if spec.score == "sigmoid" else kernels.SOFTMAX
     added = 0 if correction is None or alone else correction.data_ptr()

@@ -62,9 +62,9 @@ def choose(candidates: int, count: int, top_k: int, chosen: int) -> None:
 
 @kernel
 def route(values: Any) -> None:
-    """Choose experts. `values`: number of tokens, experts, experts per token, logits, their stride in bytes, memory for
-    the scores and candidates of each token, the correction or 0, the factors of weights, the kind of scores, whether
-    weights are divided by their sum, and the addresses of weights and chosen experts."""
+    """Choose experts. `values`: the numbers of tokens, of experts and of experts per token; logits and their stride in
+    bytes; memory for the scores and candidates of each token; the correction or 0; the factors that multiply weights;
+    the kind of scores; whether weights are divided by their sum; and the addresses of weights and chosen experts."""
     tokens, experts, top_k, logits, stride, memory = values[0], values[1], values[2], values[3], values[4], values[5]
     correction, factors, kind, renormalizes = values[6], values[7], values[8], values[9]
     for token in range(thread_number(), tokens, num_threads()):
@@ -90,8 +90,8 @@ def route(values: Any) -> None:
 
 @kernel
 def sort_by_expert(values: Any) -> None:
-    """Sort rows by expert, on one thread. `values`: number of tokens, experts, experts per token, and the addresses of
-    the chosen experts, the token of each row, the row of each choice, and the number of rows of each expert."""
+    """Sort rows by expert, on one thread. `values`: the numbers of tokens, of experts and of experts per token, and the
+    addresses of the chosen experts, of each row's token, of each choice's row, and of each expert's number of rows."""
     choices, experts, top_k, chosen = values[0] * values[2], values[1], values[2], values[3]
     sources, places, counts = values[4], values[5], values[6]
     if thread_number() > 0:

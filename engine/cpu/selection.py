@@ -71,9 +71,9 @@ def _int8(why_not: str) -> LinearFormat:
 
 
 class AsStored:
-    """A format that keeps 16-bit weights in 16 bits, which halves memory and reading time. Others become float32.
+    """A format that keeps 16-bit weights in 16 bits, to halve memory and reading time. Other weights become float32.
 
-    `name` describes the format of the matrix that was made last, since a checkpoint rarely mixes dtypes.
+    `name` describes only the matrix that was made last; this suffices, because a checkpoint rarely mixes dtypes.
     """
 
     def __init__(self) -> None:

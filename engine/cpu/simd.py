@@ -1,8 +1,8 @@
 """Explicit float32 vectors for numba kernels, as wide as the CPU's registers. Without this module, numba would rely on
 LLVM's automatic vectorization. Addresses are int64, in bytes.
 
-Elements in memory are float32, bfloat16 or float16. A code selects the type at run time, so that one compiled kernel
-serves all three. Arithmetic is float32.
+Elements in memory are float32, bfloat16 or float16. An integer code (see `CODES`) selects the type at run time, so that
+one compiled kernel serves all three. Arithmetic is float32.
 """
 
 import operator
@@ -17,7 +17,7 @@ from numba.extending import intrinsic, lower_builtin, models, register_model, ty
 from engine.cpu.jit import cpu_features, inlined
 
 LANES = 16 if "avx512f" in cpu_features() else 8
-# Rows, and vectors per row, of the largest block of a matrix product that fits into the registers.
+# The largest block of a matrix product that fits into the registers: its rows, and the vectors in each row.
 PANEL_ROWS, PANEL_VECTORS = 6, 4 if LANES == 16 else 2
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 CODES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
@@ -98,7 +98,7 @@ def emit_splat(builder: Any, value: Any) -> Any:
 
 
 def _reduce(combine: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return an emitter that combines a vector's lanes by halves. The order depends only on the number of lanes."""
+    """Return an emitter that combines all lanes of a vector, in an order that depends only on the number of lanes."""
 
     def emit(builder: Any, vector: Any) -> Any:
         lanes = LANES
@@ -133,7 +133,7 @@ def emit_prefetch(builder: Any, address: Any) -> Any:
 
 
 def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
-    """Prefetch the lines of round `index` of a loop. Each round prefetches the next `lines` lines after `ahead`."""
+    """Prefetch `lines` cache lines in round `index` of a loop. All rounds' lines are contiguous, from `ahead` on."""
     first = builder.mul(index, lines)
     with cgutils.for_range(builder, lines, intp=_LONG) as loop:
         offset = builder.shl(builder.add(first, loop.index), ir.Constant(_LONG, 6))
@@ -186,7 +186,7 @@ larger = written(_V, (_V, _V), _larger)  # returns the second operand if either 
 where_less = written(
     _V, (_V, _V, _V, _V), lambda b, one, other, yes, no: b.select(b.fcmp_ordered("<", one, other), yes, no)
 )
-keep_range = written(_V, (_V, _I, _I, _V), _keep_range)  # lanes low <= i < high of the first vector, others of the last
+keep_range = written(_V, (_V, _I, _I, _V), _keep_range)  # replaces lanes i < low and i >= high by those of `other`
 total = written(_F, (_V,), _reduce(lambda b, one, other: b.fadd(one, other)))
 largest = written(_F, (_V,), _reduce(_larger))
 address_at = written(_I, (_I,), lambda b, at: b.load(emit_pointer(b, at, _LONG)))  # an int64 in memory
@@ -236,7 +236,7 @@ _store_as, _put_as = written(types.void, (_V, _I, _I), _store_vector), written(t
 
 
 def _operate(symbol: Callable[[Any, Any], Any], name: str) -> None:
-    """Implement the operator `symbol` on two vectors with the method `name` of LLVM's builder."""
+    """Implement the operator `symbol` for two vectors. The builder's method `name` emits LLVM's instruction for it."""
 
     @type_callable(symbol)  # type: ignore[untyped-decorator]
     def typing(_context: Any) -> Any:
@@ -278,10 +278,10 @@ def store_some(vector: Any, address: int, count: int, code: int) -> None:
 
 @inlined
 def exponential(x: Any) -> Any:
-    """Return e**x with a relative error of 1e-7, as in Cephes' expf. Return 0 for x < -87, and e**88 for x > 88."""
+    """Return e**x as computed by Cephes' expf (relative error: 1e-7), but 0 for x < -87 and e**88 for x > 88."""
     least, most = splat(-87.0), splat(88.0)
     clamped = where_less(most, x, most, where_less(x, least, least, x))
-    # The low bits of the sum with 1.5 * 2**23 are the number rounded to an integer.
+    # Adding 1.5 * 2**23 to the number rounds it to an integer, which is then in the low bits of the sum.
     shifted = multiply_add(clamped, splat(1.44269504088896341), splat(12582912.0))
     power = shifted - splat(12582912.0)
     rest = multiply_add(power, splat(2.12194440e-4), multiply_add(power, splat(-0.693359375), clamped))
@@ -298,7 +298,7 @@ def exponential(x: Any) -> Any:
 
 @inlined
 def two_to_the(x: Any) -> Any:
-    """Return 2**x for x <= 0, with a relative error of 2e-7 for x >= -126. Return 0 for x < -126.5. As in Cephes."""
+    """Return 2**x for x <= 0, computed as in Cephes (relative error for x >= -126: 2e-7). Return 0 for x < -126.5."""
     least = splat(-127.0)  # the exponent bits of 2**-127 are 0, so the result is 0
     shift = splat(12582912.0)  # puts the rounded integer into the low bits, as in `exponential`
     clamped = where_less(x, least, least, x)

@@ -1,4 +1,4 @@
-"""Attention on a GPU by Triton kernels. Supports any block size and GQA group, in float32, float16 and bfloat16 pools.
+"""Attention on a GPU by Triton kernels, for any block size and GQA group size, in float32, float16 and bfloat16 pools.
 
 If there are few slices, several GPU programs share a long context. Chunks are cut into tiles of queries. Tests run the
 same code under Triton's interpreter, without a GPU.
@@ -19,7 +19,7 @@ from engine.kv_pool import KVPool
 SHORT = 8  # a slice of at most this many queries is treated as a decode
 MAX_ITEMS = 2**16  # maximum number of decodes in a step; CUDA graphs read a preallocated list of this length
 SPLIT_TOKENS = 256  # minimum tokens per split; a smaller split costs more time than it saves
-FEW_SPLITS, MAX_SPLITS = 16, 64  # the numbers of splits for which a merge fits into registers
+FEW_SPLITS, MAX_SPLITS = 16, 64  # `merge` is compiled twice, for up to this many splits, which must fit into registers
 PROGRAMS_PER_PROCESSOR = 2
 H200_PROCESSORS = 132
 LARGEST_HEAD = 512
@@ -41,7 +41,7 @@ class Tile:
 class Heads:
     """How a layer's query heads are divided among GPU programs. Each item of the work list has `programs` programs.
     Each program computes `group` query heads, and `share` programs use the same key head. A key has `size` dimensions.
-    If the layer has latents, `rope` rotated dimensions follow them; otherwise, `rope` is 0."""
+    If the keys are latents, `rope` rotated dimensions follow each of them; otherwise, `rope` is 0."""
 
     programs: int
     group: int
@@ -55,14 +55,14 @@ class Heads:
 
 
 def large_tile(dtype: torch.dtype) -> Tile:
-    """Return the tile for latents and for heads of 512. Their sums are four times as wide as in most models."""
+    """Return the tile for latents and for heads of up to 512 dimensions, whose sums are four times as wide as usual."""
     return Tile(16, 16, 8, 2) if dtype == torch.float32 else Tile(32, 32, 8, 2)
 
 
 def decode_tile(head_dim: int, dtype: torch.dtype, rows: int, few: bool) -> Tile:
     """Return the tile for decodes with `rows` rows (queries times GQA group size). Tensor cores need 16 rows or more.
 
-    `few` is true if there are too few decodes to give most processors a program. In this case, each program loads data
+    `few` is true if there are too few decodes to give most processors a program. Each program then loads data further
     ahead. Otherwise, a program has one buffer less, and more programs fit on a processor, which hides latency better.
     """
     block_m = max(16, triton.next_power_of_2(rows))
@@ -83,7 +83,7 @@ def chunk_tile(head_dim: int, dtype: torch.dtype, few: bool) -> Tile:
 class TritonAttention:
     """Attention over `pool` by Triton kernels.
 
-    `decode` and `chunk` set the tiles for tuning. If they are None, the tiles are chosen by shape. Raises ValueError if
+    For tuning, `decode` and `chunk` set the tiles. By default, the tiles are chosen by shape. Raises ValueError if
     head_dim is over 256, because a tile would be too large for a program.
     """
 
@@ -116,8 +116,8 @@ class TritonAttention:
         return TritonPlan(self, batch)
 
     def splits(self, programs: int, most_tokens: int) -> int:
-        """Return the number of parts into which to split each of `programs` programs. A program reads up to
-        `most_tokens` tokens of a context. If contexts are long enough, the parts of all programs fill the device twice.
+        """Return into how many parts to split the work of each of `programs` programs. A program reads up to
+        `most_tokens` tokens of a context. If contexts are long enough, each processor gets about two parts.
         """
         wanted = -(-PROGRAMS_PER_PROCESSOR * self.processors // programs)
         return max(1, min(wanted, -(-most_tokens // self._split_tokens), MAX_SPLITS))
@@ -142,7 +142,7 @@ class TritonPlan:
         self._tiles: dict[Heads, tuple[int, Tile, Tensor]] = {}
 
     def _listed(self, short: list[int]) -> Tensor:
-        """Return the work list of decodes, int32 [decodes, 2]. If no chunk precedes a decode, it is preallocated."""
+        """Return the work list of decodes, int32 [decodes, 2]. It is preallocated if no chunk precedes a decode."""
         if len(short) > MAX_ITEMS:
             raise ValueError(f"{len(short)} decodes in one step; --max-num-seqs may be {MAX_ITEMS} at most")
         if not short or short[-1] + 1 == len(short):
@@ -171,8 +171,8 @@ class TritonPlan:
         return out
 
     def _chunk_splits(self, layer: AttentionLayer, programs: int, queries: int) -> int:
-        """Return how many programs share the context of a chunk. The number is above 1 if `programs` programs would
-        leave most of the device idle."""
+        """Return how many programs share the context of a chunk. The number is above 1 only if `programs` programs
+        would leave at least half of the device idle."""
         if 2 * programs > PROGRAMS_PER_PROCESSOR * self._backend.processors:
             return 1
         most = max(self._batch.starts[index] + count for index, count in self._chunks)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _blocks(table, first, context, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the block of each of the BLOCK_N positions from `first`, or one number if all are in the same block."""
+    """Return the block number of each of the BLOCK_N positions from `first`, or one number if they share a block."""
     seen = first
     if PAGE % BLOCK_N > 0:
         seen = first + tl.arange(0, BLOCK_N)
@@ -39,8 +39,8 @@ def _absorb(
     dims = tl.arange(0, BLOCK_D)
     span = tl.arange(0, BLOCK_N)
     seen = first + span
-    # The block numbers are read one iteration ahead. The addresses of keys and values depend on these numbers, so the
-    # loads of keys and values can then be pipelined.
+    # The addresses of keys and values depend on the block numbers. Reading the block numbers one iteration ahead allows
+    # the loads of keys and values to be pipelined.
     following = _blocks(table, first + BLOCK_N, context, PAGE, BLOCK_N)
     rows = blocks * block_stride + (seen % PAGE) * token_stride
     if PAGE % BLOCK_N == 0:  # evenly spaced rows
@@ -86,17 +86,17 @@ def attend(
     weight_of,  # float32 [items, kv_heads, splits, QUERIES * GROUP]: log2 of a split's sum of weights; used if SPLIT
     q,  # [T, heads, HEAD_DIM]
     keys, values,
-    sinks,  # float32 [heads]: the score of a further softmax term that has no value; used if SINKS
+    sinks,  # float32 [heads]: score of one more term in the softmax's denominator; used if SINKS
     work,  # int32 [items, 2]: index of the slice, and first query that the item computes
     cu_q, kv_len, block_table, window,
     scale,  # head_dim ** -0.5 * log2(e), or head_dim ** -0.5 / soft cap if CAPPED
     softcap,  # the soft cap * log2(e)
-    value_scale,  # factor of the result
+    value_scale,  # the result is multiplied by this factor
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride, block_stride, head_stride,
     token_stride,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,  # queries per item; QUERIES * GROUP <= BLOCK_M
-    SHARE: tl.constexpr,  # programs with heads of the same KV head
+    SHARE: tl.constexpr,  # number of programs that use the same KV head
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     ROPE: tl.constexpr,  # rotated dimensions after the HEAD_DIM dimensions of a latent; 0 without latents
@@ -105,7 +105,7 @@ def attend(
     """Compute attention. Grid: items of the work list x groups of heads x splits.
 
     The grid depends only on shapes, so a CUDA graph may contain the launch. The number of splits is not a compile-time
-    constant, because the kernel would then be compiled for each number while requests wait.
+    constant: otherwise, the kernel would be compiled again for each number, while requests wait.
     """
     item, heads, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which, first_query = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)
@@ -129,14 +129,14 @@ def attend(
     keys, values = keys + shared, values + shared
     table = block_table + which.to(tl.int64) * table_stride
 
-    lowest = context - count + first_query  # position of the first query of the item; it sees the fewest positions
+    lowest = context - count + first_query  # position of the item's first query, which sees the fewest positions
     low = tl.maximum(0, lowest + 1 - window) // BLOCK_N * BLOCK_N if WINDOWED else 0
     high = tl.minimum(context, lowest + QUERIES)
     if SPLIT:
         share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits) * BLOCK_N
         low += split * share
         high = tl.minimum(high, low + share)
-    whole = low  # every query of the item sees all positions before this one
+    whole = low  # every query of the item sees all positions in [low, whole)
     if not WINDOWED:
         whole = tl.maximum(low, tl.minimum(lowest + 1, high) // BLOCK_N * BLOCK_N)
 
@@ -178,7 +178,7 @@ def merge(
     weight_of, work, cu_q, out_token_stride, out_head_stride, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of each query and head, weighted by their sums. Grid: items x heads x queries."""
+    """Merge the splits of each query and head, weighted by their sums of weights. Grid: items x heads x queries."""
     item, head, query, queries = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which, first_query = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)
     start = tl.load(cu_q + which) + first_query

@@ -101,7 +101,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
 
 
 def _dtype(options: BuildOptions, path: Path) -> torch.dtype:
-    """Return the dtype that vLLM would choose: the requested dtype, the stored dtype if it has 16 bits, or bfloat16."""
+    """Return the dtype that vLLM would choose: the requested dtype, else a stored 16-bit dtype, else bfloat16."""
     name = options.dtype
     if name == "auto":
         stored = stored_dtype(path)

@@ -54,7 +54,7 @@ class CudaAccelerator:
 
     @staticmethod
     def has_triton() -> bool:
-        """Return whether Triton is installed and can build launchers; it needs a C compiler and a writable cache."""
+        """Return whether Triton is installed and can build launchers, which takes a C compiler and a writable cache."""
         if importlib.util.find_spec("triton") is None:
             return False
         try:

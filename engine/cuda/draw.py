@@ -2,10 +2,10 @@
 # ruff: noqa: N803 (Triton's compile-time constants have capital letters)
 """Draws tokens like `engine.sampling`, but on a GPU: in four launches, without sorting or waiting for the device.
 
-The filters of a row keep all scores that are not below a certain lowest score. A search over all float32 values finds
-this lowest score: each round counts and weighs the scores above a few pivots. A round reads only the parts of the
-vocabulary whose highest score is above the current lower bound of the result. There are few such parts if a few tokens
-are much likelier than the others. Gumbel noise is then added to the scores that are kept.
+The filters of a row (min_p, top_k and top_p) keep all scores at or above a threshold. A search over all float32
+values finds the threshold: each round counts and weighs the scores above a few pivots. A round reads only the parts of
+the vocabulary whose highest score is above the current lower bound of the threshold. There are few such parts if a few
+tokens are much likelier than the others. Gumbel noise is then added to the scores that are kept.
 """
 
 import torch
@@ -23,8 +23,8 @@ GOLDEN_RATIO = tl.constexpr(GOLDEN)
 BROKEN = tl.constexpr(counter_rng.BROKEN)
 NOTHING_ALLOWED = tl.constexpr(counter_rng.NOTHING_ALLOWED)
 LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
-PART = 4096  # tokens per program of the draw
-SEARCHED = 2048  # tokens whose scores the search reads at once
+PART = 4096  # number of tokens that each program of `draw_part` reads
+SEARCHED = 2048  # number of tokens whose scores the search reads at once
 
 
 def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> Tensor:
@@ -32,8 +32,8 @@ def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> 
 
     `logits` is float32 [R, vocab], and `parameters` is packed by `parameters_of`. `adjusted` has the logits after bans,
     bias and penalties, or is None if no row has any. Draws the same tokens as `engine.sampling.draw`, with one
-    exception. Weights are float32 here, so top_p may keep a different set of tokens if the mass of the tokens that are
-    likelier than some token is within 1e-6 of top_p.
+    exception. Weights are float32 here. If the tokens that are likelier than a token T have a total probability within
+    1e-6 of top_p, one of the two functions may therefore keep T while the other drops it.
     """
     rows, vocab = logits.shape
     scores = logits if adjusted is None else adjusted
@@ -74,15 +74,15 @@ def _scores(logits, first, vocab, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _ordered(scores):
-    """Return int32 keys with the same order as the scores. The mapping of bits to keys is its own inverse."""
+    """Map each score to an int32 key, so that keys are ordered like scores. The mapping of bits is its own inverse."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # map -0.0 to 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _next(highest, after, low, PARTS: tl.constexpr):
-    """Return the first part after `after` whose key is above `low`, or PARTS if there is none. `highest` has the parts'
-    keys."""
+    """Return the first part after `after` that has a key above `low`, or PARTS if there is none. `highest` has the
+    highest key of each part."""
     part = tl.arange(0, PARTS)
     return tl.min(tl.where((part > after) & (highest > low), part, PARTS), 0)
 
@@ -92,7 +92,7 @@ def _search(
     logits, vocab, temperature, best, highest, low, high, top_k, mass,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
-    """Return the lowest key in [low, high] such that fewer than top_k scores are above this key. If WEIGHS, the sum of
+    """Return the lowest key in [low, high] such that fewer than top_k scores have a higher key. If WEIGHS, the sum of
     these scores' weights must also be less than `mass`."""
     number = tl.arange(0, PIVOTS) + 1
     while low < high:
@@ -163,8 +163,7 @@ def find_least(
             )
         if top_p < 1.0:
             total = _mass(logits, vocab, divisor, best, peaks, low, top_k, PARTS, BLOCK)
-            # The scores below this bound together have less than the share 1 - top_p of the mass, so top_p keeps none
-            # of them.
+            # The weights of all scores below this bound sum to less than (1 - top_p) * total: top_p keeps none of them.
             bound = best + tl.log(tl.maximum((1.0 - top_p) * total / vocab, 1e-300)).to(tl.float32) - 1e-3
             low = tl.minimum(tl.maximum(low, _ordered(bound).to(tl.int64)), high)
             low = _search(
@@ -177,7 +176,7 @@ def find_least(
 
 @triton.jit
 def _mass(logits, vocab, temperature, best, highest, least, top_k, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the total weight of the scores whose keys are at least `least`. At most the top_k largest scores count."""
+    """Return the sum of the weights of the top_k highest scores, without scores that `_ordered` maps below `least`."""
     above, count = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
     alike, weight = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
     part = _next(highest, -1, least - 1, PARTS)

@@ -1,7 +1,7 @@
 """Attention by the packages of FlashAttention 2, 3 and 4 (Dao et al.), if one of them is installed.
 
 The packages read the KV pool through strided views and the block table. Each generation (2, 3 or 4) has an adapter,
-because their function names and limits differ. A package is imported only when it is chosen.
+because function names and limits differ between generations. A package is imported only when it is chosen.
 """
 
 import importlib
@@ -176,7 +176,7 @@ def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
 
 
 class FlashPlan:
-    """The attention of one step. The leading slices of one token are computed separately from the later slices."""
+    """The attention of one step. The leading slices, each of one token, are computed separately from the others."""
 
     def __init__(
         self,

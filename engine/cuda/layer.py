@@ -1,4 +1,4 @@
-"""The element-wise work of a layer on a GPU. Each Triton kernel replaces 3 to 10 kernel launches by torch."""
+"""The element-wise work of a layer on a GPU. Each Triton kernel does the work of 3 to 10 torch kernels."""
 
 import torch
 import triton
@@ -13,10 +13,10 @@ from engine.models.spec import Activation, MoeSpec
 from engine.recurrence import RecurrentLayer
 from engine.routing import by_expert
 
-COLUMNS = 1024  # elements that a program of an element-wise kernel computes
-FEW_CHOICES = 8192  # up to this many choices of experts in a step, comparing all pairs is faster than torch's sort
-CHOICES = 64  # choices that a program compares with all others
-ELEMENTS_PER_WARP = 256  # with fewer elements, lanes would be idle; more elements would not fit into registers
+COLUMNS = 1024  # number of elements that each program of an element-wise kernel computes
+FEW_CHOICES = 8192  # for up to this many (token, expert) pairs in a step, `sort_by_expert` is faster than torch's sort
+CHOICES = 64  # number of (token, expert) pairs whose places each program of `sort_by_expert` computes
+ELEMENTS_PER_WARP = 256  # with fewer elements per warp, lanes would be idle; more elements would not fit into registers
 
 
 class TritonKernels(Kernels):

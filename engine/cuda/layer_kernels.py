@@ -37,7 +37,7 @@ def norm_rows(
 
 @triton.jit
 def _turned(places, held, weight, half, cosine, sine, eps, HEAD_DIM: tl.constexpr, NORMED: tl.constexpr):
-    """Norm the heads at `places` [heads, HEAD_DIM / 2] if NORMED, and return both halves of the rotated heads."""
+    """Load heads, normalize them if NORMED, rotate them, and return both halves. `places` points to the left halves."""
     left = tl.load(places, mask=held, other=0.0).to(tl.float32)
     right = tl.load(places + HEAD_DIM // 2, mask=held, other=0.0).to(tl.float32)
     if NORMED:
@@ -123,7 +123,7 @@ def gated(gates, ups, out, gate_stride, up_stride, WIDTH, BLOCK: tl.constexpr, A
 
 @triton.jit
 def combine(outputs, places, weights, out, WIDTH, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the outputs of a token's experts in the order of `places`. Grid: tokens x pieces of BLOCK columns."""
+    """Add a token's weighted expert outputs, in the order of `places`. Grid: tokens x pieces of BLOCK columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < WIDTH

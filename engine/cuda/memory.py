@@ -21,8 +21,8 @@ class DeviceMemory:
     """KV memory on a GPU: `rows` is uint8 [num_rows, row_bytes] on `device`.
 
     The node owns this object: the engine's thread computes in the memory, and KV channels read and write rows from
-    other threads and streams. A channel may read a row only after the step that filled the row has ended. The memory is
-    `region`, which belongs to a peer. If `region` is None, the memory is a new allocation of zeros. Raises ValueError
+    other threads and streams. A channel may read a row only after the step that filled the row has ended. If `region`
+    is given, the memory is this region of a peer. Otherwise, new memory is allocated and set to zero. Raises ValueError
     if a size is not positive or `row_bytes` is not a multiple of 8. Raises OSError (`CudaError`) if the driver fails or
     there is too little memory.
     """
@@ -44,15 +44,15 @@ class DeviceMemory:
         self._weights = _weights(row_bytes // WORD_BYTES, device)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # Wait until `_weights` is on the device. Checksums use a separate stream, because no step waits for them.
+            # Wait until `_weights` is on the device. Checksums use a separate stream: no step waits for checksums.
             torch.cuda.synchronize(device)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def checksums(self, rows: Sequence[int]) -> bytes:
-        """Return 8 bytes per row, little-endian: the sum modulo 2^64 of the row's 64-bit words, each multiplied by an
-        odd number that depends on its position (multilinear hashing). Rows that differ in one word have different sums.
+        """Return a little-endian 8-byte checksum for each row. Rows that differ in one word have different checksums.
 
-        The sums are computed on the device, on a separate stream. The call waits for them.
+        A checksum is the sum modulo 2^64 of the row's 64-bit words, each multiplied by an odd number that depends on
+        the word's position (multilinear hashing). A separate stream computes the checksums; the call waits for them.
         """
         words = self.rows.view(torch.int64)
         with torch.inference_mode(), ExitStack() as stack:
@@ -73,7 +73,7 @@ class DeviceMemory:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Return odd pseudorandom numbers, int64 [count], computed from positions by mixing steps of splitmix64."""
+    """Return odd pseudorandom numbers, int64 [count], computed from the positions as in splitmix64."""
     place = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     mixed = place * -7046029254386353131
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687

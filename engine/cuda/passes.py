@@ -24,15 +24,15 @@ from engine.models.spec import LatentSpec
 
 log = logging.getLogger("baton.engine")
 # The numbers of tokens for which CUDA graphs are captured. The numbers for steps of decodes are the same as in vLLM.
-# Mixed steps have fewer sizes, because each size needs one graph per layer. Padding takes little time up to about 184
-# tokens, where an H200 becomes compute-bound.
+# Mixed steps have fewer sizes, because each size needs one graph per layer. Padding takes little time in steps of up to
+# about 184 tokens; an H200 is compute-bound above this number.
 DECODES = (1, 2, 4, *range(8, 257, 8), *range(320, 513, 64))
 MIXED = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 
 
 @dataclass(slots=True)
 class Captured:
-    """A pass captured at one size. If `decodes`, slices have one token each, and the graph includes attention."""
+    """A pass captured at one size. If `decodes` is true, each slice has one token, and the graph includes attention."""
 
     shape: StepShape
     decodes: bool
@@ -75,7 +75,7 @@ class Passes:
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def choose(self, step: Batch) -> tuple[StepShape, Captured | None]:
-        """Return the shape to pad a step to, and the captured pass to replay (None: run the step uncaptured)."""
+        """Return the shape to pad a step to, and the captured pass to replay (None: run the step without a graph)."""
         own = StepShape.of(step)
         if step.scored:  # a graph has a fixed number of logit rows, and scoring needs more
             return own, None
@@ -134,8 +134,8 @@ class Passes:
 
     @property
     def _captures_attention(self) -> bool:
-        """Whether a graph may contain the attention of decodes. A graph cannot contain the reference attention, because
-        it is planned on the host. Without Triton, the reference computes the layers that flash-attn does not support.
+        """Whether a graph may contain the attention of decodes. A graph cannot contain the reference attention, which
+        is planned on the host. Without Triton, the reference computes the layers that flash-attn does not support.
         """
         plain = all(one.attention.is_plain for one in self._model.layers if isinstance(one, AttentionDecoderLayer))
         return self._attention.name != TorchAttention.name and (plain or self._kernels.captures_states)
@@ -178,7 +178,7 @@ class Passes:
 
 
 def _sizes(sizes: Sequence[int], most: int) -> list[int]:
-    """Return the sizes below `most`, followed by `most`, which is first limited to the largest of `sizes`."""
+    """Limit `most` to the largest of `sizes`. Return the sizes below `most`, followed by `most`."""
     most = min(most, sizes[-1])
     return [*(size for size in sizes if size < most), most]
 

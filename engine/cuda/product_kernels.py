@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def _tile_of(counts, number, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the expert of a tile of rows, the first row of the tile, and the end of the expert's rows.
+    """Return the expert to which tile `number` belongs, the tile's first row, and the end of the expert's rows.
 
-    The tiles of all experts are numbered in order. If there is no tile with this number, the end is 0.
+    The tiles are numbered in the order of the experts. If tile `number` does not exist, the end is 0.
     """
     experts = tl.arange(0, BLOCK_E)
     held = tl.load(counts + experts, mask=experts < EXPERTS, other=0).to(tl.int32)
@@ -26,11 +26,11 @@ def _tile_of(counts, number, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK
 @triton.jit(do_not_specialize=["count"])
 def product(
     rows, row_stride,
-    weights,  # [experts, out, WIDTH], or if GROUP > 0 their codes, uint8 [experts, out, WIDTH / 2] (`GroupedWeight`)
+    weights,  # [experts, out, WIDTH]; if GROUP > 0, 4-bit codes, uint8 [experts, out, WIDTH / 2] (`GroupedWeight`)
     table,  # float32 [16]
     scales,  # float32 [experts, out, groups]; `zeros` has the same shape
     zeros,
-    order,  # int64 [experts, WIDTH]: the input that each column multiplies, if ORDERED
+    order,  # int64 [experts, WIDTH]: index of the input that each column multiplies; used if ORDERED
     bias,  # [experts, out]
     counts,  # int64 [experts]: how many rows each expert has; rows are sorted by expert
     result, count, out,
@@ -38,10 +38,10 @@ def product(
     EXPERTS: tl.constexpr,  # 0 if all rows use a single matrix
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of outputs x tiles of rows. BLOCK_K divides GROUP. A weight is rounded to the dtype of `rows`.
+    """Multiply `rows` by weights in the dtype of `rows`. Grid: tiles of outputs x tiles of rows. BLOCK_K divides GROUP.
 
-    With experts, the grid has an upper bound of the number of tiles of rows, which depends only on shapes. The host
-    therefore does not wait for the counts, and a CUDA graph may contain the launch. Surplus programs end at once.
+    With experts, the number of row tiles in the grid is an upper bound, computed from shapes alone. The host therefore
+    does not wait for the counts, and a CUDA graph may contain the launch. Surplus programs end at once.
     """
     expert, first, end = 0, tl.program_id(1) * BLOCK_M, count
     if EXPERTS > 0:
@@ -53,7 +53,7 @@ def product(
     in_columns, in_rows = column < out, row < end
     place = tl.arange(0, BLOCK_K)
     half = tl.arange(0, BLOCK_K // 2)
-    output = tl.cast(expert, tl.int64) * out + column  # row of the weights of all experts
+    output = tl.cast(expert, tl.int64) * out + column  # row in the stacked weights of all experts
     inputs = rows + row.to(tl.int64)[:, None] * row_stride
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, WIDTH, BLOCK_K):

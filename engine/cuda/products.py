@@ -1,7 +1,7 @@
 """Matrix products on a GPU by Baton's own kernel. The kernel reads the codes of grouped 4-bit weights, and one launch
-multiplies all experts of a layer.
+multiplies rows by the matrices of all experts of a layer.
 
-Experimental: the tiles of codes are not tuned.
+Experimental: the tile sizes for 4-bit codes are not tuned.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from engine.cuda.product_kernels import product
 from engine.formats.forms import GroupedWeight, QuantizedWeight
 from engine.linear import ExpertLinear, Linear, Plain, PlainLinear
 
-LEAST_DEPTH, MOST_DEPTH = 16, 64  # inputs that one step of the kernel multiplies
-FEW_ROWS, MANY_ROWS = 16, 64  # rows of a tile, for decodes and for prompts
+LEAST_DEPTH, MOST_DEPTH = 16, 64  # least and greatest number of columns that one step of the kernel multiplies
+FEW_ROWS, MANY_ROWS = 16, 64  # number of rows in a tile: FEW_ROWS for decodes, MANY_ROWS for prompts
 TILE_COLUMNS = 64
 
 
@@ -30,13 +30,13 @@ def multiply(
     """Multiply `rows` [N, in] by a matrix [out, in], or by the matrices of experts (see `ExpertLinear`), and add the
     bias.
 
-    The parts of `weight` have a first dimension for the experts if `counts` is given. `table` has the values of codes.
+    If `counts` is given, the first dimension of the tensors in `weight` is the expert. `table` maps a code to a value.
     """
     grouped = weight if isinstance(weight, GroupedWeight) else None
     matrix = weight.codes if isinstance(weight, GroupedWeight) else weight
     count, experts, out, width = len(rows), 0 if counts is None else len(counts), matrix.shape[-2], rows.shape[1]
     zeros, order = (None, None) if grouped is None else (grouped.zeros, grouped.order)
-    if counts is None and order is not None:  # copy once, because the loads of a gather in each tile are not coalesced
+    if counts is None and order is not None:  # reorder once: a gather in each tile would load without coalescing
         rows, order = rows[:, order], None
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     result = torch.empty(count, out, dtype=rows.dtype, device=rows.device)
@@ -91,7 +91,7 @@ class TritonFormat(Plain):
         return TritonGroupedLinear(held, table, bias)
 
     def of_experts(self, each: list[Linear]) -> ExpertLinear:
-        """Return a product with a single launch, or with one launch per expert if the forms of the matrices differ."""
+        """Return an `ExpertLinear` that takes one launch, or one per expert if the matrices have different forms."""
         plain = [one for one in each if isinstance(one, PlainLinear)]
         grouped = [one for one in each if isinstance(one, TritonGroupedLinear)]
         weight: Tensor | GroupedWeight

@@ -1,4 +1,4 @@
-"""Recurrent layers on a GPU: four launches for a layer and all slices of a step."""
+"""Recurrent layers on a GPU. A layer takes four launches for all slices of a step."""
 
 import torch
 import triton
@@ -10,18 +10,18 @@ from engine.kv_pool import KVPool
 from engine.models.spec import DeltaSpec
 from engine.recurrence import RecurrentLayer, states_of
 
-STAGES = 4  # tokens whose inputs a program loads ahead
-# The columns of a recurrent matrix that a program keeps in the registers of one warp. With fewer columns, a token of a
-# chunk takes less time. With more columns, a step of decodes moves its states faster.
+STAGES = 4  # number of tokens whose inputs a program loads ahead
+# How many columns of a recurrent matrix a program keeps in the registers of one warp. With few columns, each token of
+# a chunk takes less time. With many columns, a step of decodes reads and writes its states faster.
 COLUMNS_OF_CHUNKS, COLUMNS_OF_DECODES = 8, 16
-CHUNK = 16  # tokens that a program of the convolution computes at once
-PROGRAMS = 4  # programs of the convolution for a slice and a head, if there are chunks
+CHUNK = 16  # number of tokens that a program of the convolution computes at once
+PROGRAMS = 4  # number of programs that compute the convolution of one head of one slice, if the step has chunks
 
 
 def recur(
     pool: KVPool, batch: Batch, layer: RecurrentLayer, inputs: Tensor, gate: Tensor, steps: Tensor, epsilon: float
 ) -> Tensor:
-    """Compute `StepKernels.recur`. `epsilon` is the epsilon of the norm of results.
+    """Compute `StepKernels.recur`. `epsilon` is used in the RMS norm of the results.
 
     The launches depend only on shapes, so a CUDA graph may contain them. Slices without tokens are padding.
     """

@@ -20,7 +20,7 @@ def _span(cu_q, index):
 
 @triton.jit
 def _place(rows, which_stride, units, num_units, row_size, state_rows, which, index, unit):
-    """Return the offset in the pool of a unit of a state of slice `index`, or -1 if there is no such state.
+    """Return the pool offset of a unit (one head's part of a state), or -1 if slice `index` has no such state.
 
     `which` is 0 for the state that the slice reads, 1 for the state that it writes, and 2 for the state that it saves.
     """
@@ -30,7 +30,7 @@ def _place(rows, which_stride, units, num_units, row_size, state_rows, which, in
 
 @triton.jit
 def _input(inputs, stride, pool, past, token, count, span, held, size, KEPT: tl.constexpr):
-    """Return the inputs of the convolution for `token` [N] of a slice, [N, span]. Negative tokens precede the slice."""
+    """Return the convolution's inputs [N, span] at the indices `token` [N]. Negative indices precede the slice."""
     here = (token >= 0) & (token < count)
     found = tl.load(inputs + token.to(tl.int64)[:, None] * stride + span, mask=here[:, None] & held, other=0.0)
     known = (token < 0) & (token >= tl.where(past < 0, 0, -KEPT))
@@ -49,9 +49,8 @@ def convolve(
     CONV: tl.constexpr, DELTA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the convolution and its activation for one head of one part. If DELTA, norm queries and keys. Store the
-    last inputs in the states that the slice writes and saves. Grid: heads of all parts x programs per slice x slices.
-    """
+    """Compute the convolution and its activation for one head of one part. If DELTA, normalize queries and keys. Store
+    the last CONV - 1 inputs in the slice's states. Grid: heads of all parts x programs per slice x slices."""
     unit, program, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, count = _span(cu_q, index)
     if count == 0:
@@ -92,7 +91,7 @@ def convolve(
 
 @triton.jit
 def _softplus(x):
-    """Return log(1 + exp(x)). If exp(x) is small, 1 + exp(x) would lose its digits."""
+    """Return log(1 + exp(x)). If exp(x) is small, 1 + exp(x) would lose digits, so a series is used."""
     power = tl.exp(tl.where(x > 20.0, 20.0, x))
     small = power * (1.0 - power * (0.5 - power * (1.0 / 3.0 - 0.25 * power)))
     return tl.where(x > 20.0, x, tl.where(power < 0.01, small, tl.log(1.0 + power)))
@@ -104,7 +103,7 @@ def factors(
     steps,  # [T, HEADS], or [T, 2 * HEADS] if DELTA
     step_stride, rates, step_bias, num_tokens, HEADS: tl.constexpr, DELTA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the factor of each token's update, and the factor of the state. Grid: tiles of tokens and heads."""
+    """Compute the factors that multiply state and update, for each token and head. Grid: tiles of tokens and heads."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, head = place // HEADS, place % HEADS
     held = token < num_tokens

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: N803 (Triton's compile-time constants have capital letters)
-"""Triton kernels that choose the experts of each token, and sort rows by expert. The host takes no part."""
+"""Triton kernels that choose the experts of each token, and sort rows by expert, without work on the host."""
 
 import triton
 import triton.language as tl
@@ -30,7 +30,7 @@ def route(
     candidates = scores
     if CORRECTS:
         candidates += tl.load(correction + expert, mask=real, other=0.0)
-    # A NaN must not lead to an expert that does not exist. The weights of the token remain NaN.
+    # A NaN must not select an expert that does not exist. The weights of the token remain NaN.
     candidates = tl.where(real, tl.where(candidates > LOWEST, candidates, LOWEST), float("-inf"))
     if GROUPS > 1:
         group = expert // (EXPERTS // GROUPS)
@@ -68,10 +68,10 @@ def route(
 def sort_by_expert(
     chosen, sources, places, counts, count, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute `StepKernels.by_expert` for `count` choices by comparing all pairs. Grid: blocks of choices and experts.
+    """Compute `StepKernels.by_expert` for `count` choices by comparing all pairs of choices.
 
     The place of a choice is the number of choices that come before it: those of experts with lower numbers, and earlier
-    choices of the same expert.
+    choices of the same expert. Grid: blocks of items. The items are the choices, then the experts.
     """
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_choice = item < count

@@ -27,8 +27,8 @@ from engine.token_masks import TokenMasks
 from scheduler.request import Request, Slice, Step
 from shared.rpc.messages import SamplingParams
 
-# Takes the logits, float32 [R, vocab], the output of `parameters_of`, and the logits after bans, bias and penalties
-# (None if no row has any). Returns tokens or error codes, int64 [R], without waiting for the device.
+# Takes the logits (float32 [R, vocab]), the output of `parameters_of`, and the logits after bans, bias and penalties
+# (None if no row has any of these). Returns tokens or error codes, int64 [R], without waiting for the device.
 Sampler = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ERRORS = {BROKEN: NUMERICAL, NOTHING_ALLOWED: NO_TOKEN}
 CPU = torch.device("cpu")
@@ -61,12 +61,12 @@ class Launched:
 
 
 class CudaRunner(TorchRunner):
-    """Runs a decoder on a GPU, with static buffers and, after `capture`, captured passes. Experimental.
+    """Runs a decoder on a GPU with static buffers. After `capture`, it replays captured CUDA graphs. Experimental.
 
     The engine's thread calls the runner, and at most one step is pending at a time. `sampler` draws all tokens on the
     device. If `sampler` is None and some rows are not greedy, `engine.sampling` draws the tokens and waits for the
-    device. Penalties, biases, bans and logprobs need copies to or from the host, which also wait. A row's token does
-    not depend on other rows.
+    device. Penalties, biases, bans and logprobs need copies to or from the host, which also wait for the device.
+    A row's token does not depend on other rows.
     """
 
     can_run_ahead = True
@@ -90,13 +90,13 @@ class CudaRunner(TorchRunner):
         self.passes = Passes(model, kernels, backend, self._buffers)
         self._tokens = torch.zeros(capacity.slices, dtype=torch.int64, device=device)  # tokens drawn by the last step
         self._cuda = cuda = device.type == "cuda"
-        # Two buffers and two events alternate between steps, because the previous step's tokens may not be read yet.
+        # Two buffers and two events alternate between steps, because the previous step's tokens may not have been read.
         self._arrivals = [torch.zeros(capacity.slices, dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
         self._events = [_event() if cuda else None for _ in range(2)]
         self._before: Sequence[Slice] = ()
 
     def capture(self, pool: CudaGraphPool) -> None:
-        """Capture passes for steps of up to the largest size that the scheduler may decide."""
+        """Capture passes for steps up to the largest size that the scheduler may choose."""
         with self._here():
             self.passes.capture(pool, self._capacity.slices, self._capacity.tokens)
 
@@ -112,8 +112,8 @@ class CudaRunner(TorchRunner):
     def warm_up(self) -> None:
         """Run steps with long and short contexts, few and many tokens, and a logit bias.
 
-        They differ from the largest step and from the captured steps, and compile kernels for which a request could
-        otherwise wait for seconds. The KV of these steps is stored in the dummy block.
+        These steps differ from the largest step and from the captured steps. They compile kernels that a request could
+        otherwise wait for. The KV of these steps is stored in the dummy block.
         """
         far = min(self._buffers.most_tokens, FAR) - WARM_COUNT
         many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
@@ -139,7 +139,7 @@ class CudaRunner(TorchRunner):
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """Select the device and inference mode for this thread within the block."""
+        """Select the device and inference mode for this thread within the `with` block."""
         with torch.inference_mode(), torch.cuda.device(self._device) if self._cuda else nullcontext():
             yield
 

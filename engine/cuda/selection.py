@@ -14,7 +14,7 @@ from engine.models.spec import ModelConfig
 log = logging.getLogger("baton.engine")
 OWN = "own"  # Baton's Triton kernels if they run here, otherwise torch's
 FLOAT8_CAPABILITY = (8, 9)
-MAX_HEAD_DIM = 256  # largest head of the Triton kernels
+MAX_HEAD_DIM = 256  # largest head size that the Triton kernels support
 BLOCK_TOKENS = 64  # tokens per KV block on a GPU; with 64 tokens, the keys and values of one head take 32 KiB
 NO_FLASH_ATTN = (
     "--attention-backend flash_attn: no flash-attn package for this GPU is installed: pip install baton-serve[gpu], or "
@@ -37,7 +37,7 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
             "--attention-backend triton: the package triton is not installed, or cannot launch kernels here; use torch"
         )
     ours: AttentionBackend = TorchAttention(pool)
-    # A layout with one KV head may hold latents, and the kernels support latents above the limit.
+    # A layout with one KV head may hold latents. The kernels support latents that are larger than MAX_HEAD_DIM.
     fits = pool.layout.head_dim <= MAX_HEAD_DIM or pool.layout.kv_heads == 1
     if triton and name != "torch" and (name == "triton" or fits):
         from engine.cuda.attention import TritonAttention
@@ -60,7 +60,7 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
 
 
 def kv_dtype_on_cuda(name: str, computed: torch.dtype, device: torch.device) -> str:
-    """Return the dtype of the layout for `--kv-cache-dtype name`. Raises ValueError if the GPU has no float8."""
+    """Return the dtype of KV for --kv-cache-dtype `name`. Raises ValueError for fp8 if the GPU has no float8."""
     if name != "fp8":
         return str(computed).removeprefix("torch.") if name == "auto" else name
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
@@ -115,8 +115,8 @@ def kernels_on_cuda(config: ModelConfig, pool: KVPool, triton: bool) -> Kernels:
 
 
 def weights_on_cuda(dtype: torch.dtype, triton: bool) -> Plain:
-    """Return the format of plain tensors. If `triton` is true, the format keeps 4-bit codes, and one launch multiplies
-    all experts of a layer."""
+    """Return a format that keeps weights as plain tensors. If `triton` is true, the format can also keep 4-bit codes,
+    and it computes all experts of a layer in one launch."""
     if not triton:
         return Plain(dtype)
     from engine.cuda.products import TritonFormat

@@ -1,4 +1,4 @@
-"""Copies a step to the device. All integers of a batch are stored in one pinned block, which is copied at once.
+"""Copies a step to the device. All integers of a batch are in one pinned block, so a single copy is enough.
 
 A captured graph reads fixed addresses, so the layout of the block on the device depends only on the step's shape. A
 step is padded with tokens whose KV is not stored, and with slices whose context is empty.
@@ -16,7 +16,7 @@ from engine.sampling import SamplingRow, parameters_of
 
 NOWHERE = -1  # slot of a padding token
 ALIGNED_WORDS = 2  # alignment of a region, in words of 8 bytes
-NUM_REGIONS = 9  # regions for seven tensors of a batch, carried tokens and parameters; each table has two more regions
+NUM_REGIONS = 9  # seven tensors of a batch, the carried tokens, and the parameters; each table adds two regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class StepCapacity:
 
     slices: int
     tokens: int
-    blocks: int  # maximum of one request
+    blocks: int  # maximum number of blocks of one request
     block_tokens: int
     tables: int = 1
-    state_rows: int = 0  # rows of a request's recurrent state
+    state_rows: int = 0  # number of rows of a request's recurrent state
 
     def holds(self, step: Batch) -> bool:
         slices, blocks = step.block_table.shape
@@ -92,7 +92,7 @@ class BufferCarver:
 
 
 class StepBuffers:
-    """One block on the device and two blocks on the host. The host blocks alternate, because the copy of the previous
+    """Holds one block on the device and two on the host. The host blocks alternate, because the copy of the previous
     step may still be in progress."""
 
     def __init__(self, capacity: StepCapacity, device: torch.device) -> None:
@@ -119,9 +119,10 @@ class StepBuffers:
         return BufferCarver(self._words).batch(shape, self._tables, self.capacity.state_rows)
 
     def load(self, step: Batch, rows: list[SamplingRow], shape: StepShape, draws: Tensor) -> tuple[Batch, Tensor]:
-        """Copy a step, padded to `shape`, from the host to the device, and set its carried tokens from `draws`.
+        """Copy a step, padded to `shape`, from the host to the device.
 
-        Return the step on the device without padding, and the parameters of `rows`, int64 [rows, WORDS].
+        Take the step's carried tokens (see `Batch`) from `draws`. Return the unpadded step on the device, and the
+        parameters of `rows`, int64 [rows, WORDS].
         """
         self._host.reverse()
         host, device = BufferCarver(self._host[0]), BufferCarver(self._words)
@@ -168,12 +169,12 @@ def _fill(views: Batch, step: Batch) -> None:
 
 
 def _carried(step: Batch) -> Tensor:
-    """Return the indices of the carried tokens in the step and in the previous draws, int64 [2, carried]."""
+    """Return the index of each carried token in the step and in the previous draws, int64 [2, carried]."""
     return torch.tensor(step.carried, dtype=torch.int64).view(-1, 2).T
 
 
 def _own(padded: Batch, step: Batch) -> Batch:
-    """Return the step with tensors on the device, which are those of `padded` cut to the step's size."""
+    """Return the step with its tensors on the device: the tensors of `padded`, cut to the step's size."""
     width = step.block_table.shape[1]
     tensors = ("tokens", "positions", "slots", "logit_rows", "cu_q", "kv_len")
     own = {name: getattr(padded, name)[: len(getattr(step, name))] for name in tensors}

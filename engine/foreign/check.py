@@ -109,7 +109,7 @@ def packed_logits(
 
 
 def row_layout(config: ModelConfig) -> KVLayout:
-    """Return the layout of one row of a small pool. The row is large enough for each unit of a state."""
+    """Return the layout of one row of a small pool. The row is large enough for the largest unit of a state."""
     layout = KVLayout(1, config.num_kv_heads, config.num_kv_layers, BLOCK_TOKENS, config.head_dim, "float32")
     while layout.block_bytes < STATE_BYTES * max(state_units(config), default=0):
         layout = replace(layout, block_tokens=2 * layout.block_tokens)
@@ -117,7 +117,7 @@ def row_layout(config: ModelConfig) -> KVLayout:
 
 
 def places_in(config: ModelConfig, row: KVLayout) -> KVPlaces:
-    """Return the places of all layers in one row, and the places of a state's units."""
+    """Return the `KVPlaces` of a pool in which one row holds all layers, with places for the units of a state."""
     places = all_in_one_row(config.num_kv_layers)
     if not (sizes := state_units(config)):
         return places

@@ -19,11 +19,11 @@ from shared.model_files import read_object
 OLDEST = (5, 20)
 INSTALL = 'install it with: pip install "baton-serve[models]"'
 UNKNOWN = "transformers {} has no decoder of this name"
-# Layers that choose the tokens to which they attend. If this choice were ignored, the check would not notice it: the
-# prompts of the check are so short that a layer may choose all tokens.
+# Layers that choose the tokens to which they attend. They are refused, because the check cannot test this choice:
+# the prompts of the check are so short that a layer may choose all tokens.
 SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
-# With these kinds of rotation, all tokens of a pass depend on its largest position. One request would therefore change
-# the output of another request.
+# With these kinds of rotary embedding, transformers rotates every token of a pass depending on the largest position in
+# the pass. One request would therefore change the output of another request.
 UNSTABLE_ROPES = ("dynamic", "longrope")
 
 
@@ -43,7 +43,7 @@ def choose_config(directory: Path, model_impl: str) -> ModelConfig:
 
 
 def read_foreign_config(directory: Path) -> ModelConfig:
-    """Read the config of a decoder for transformers' modules.
+    """Read the config of a decoder that is to run with transformers' modules.
 
     The layers of the config are estimates; the sizes of keys and values are measured when the model is loaded. Raises
     ValueError, with the reason, if the model cannot run with these modules.

@@ -77,7 +77,7 @@ class ProbePass:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     def mask(self, mask_function: Any, local_size: int | None) -> Reach:
-        """Return the reach of a mask. It is determined by the keys that a few sample queries see."""
+        """Return the reach of a mask. It is found by testing which keys a few sample queries see."""
         sizes = (local_size,) if local_size else ()
         for at in (5, *(2 * size + 1 for size in sizes), *(3 * size - 1 for size in sizes), *(() if sizes else (FAR,))):
             keys, zero = torch.arange(at + 3), torch.zeros(1, dtype=torch.long)
@@ -126,7 +126,7 @@ class PackedPass:
 
 
 def _rows(heads: Tensor, dim: int, repeats: int = 1) -> Tensor:
-    """Return [1, heads, T, size] as [T, heads * dim], each head padded with zeros to `dim`."""
+    """Reshape `heads`, [1, heads, T, size], to [T, heads * dim]. Each head is padded with zeros to size `dim`."""
     heads = heads[0].transpose(0, 1)
     heads = heads if repeats == 1 else heads.repeat_interleave(repeats, dim=1)
     heads = heads if heads.shape[2] == dim else pad(heads, (0, dim - heads.shape[2]))
@@ -136,8 +136,8 @@ def _rows(heads: Tensor, dim: int, repeats: int = 1) -> Tensor:
 class ForeignDecoder:
     """A model of transformers with the interface of `Decoder`.
 
-    The runner owns the model and calls it on one thread at a time. During a pass, `_pass` receives the calls of
-    attention and masks that the model's modules make. `config` has the sizes of keys and values that a probe pass
+    The runner owns the model and calls it on one thread at a time. During a pass, `_pass` handles the calls
+    of attention and of masks by the model's modules. `config` has the sizes of keys and values that a probe pass
     found. These sizes are the same for all layers: smaller heads are padded, and a layer with fewer KV heads stores
     copies of its KV heads. `states` has the recurrent states that the probe pass found. If `stepwise`, layers with
     states get one token at a time."""
@@ -190,7 +190,7 @@ class ForeignDecoder:
         return found[: len(rows)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` in float32. `forward` of this class returns logits, so they need no further computation."""
+        """Return `hidden` in float32. `hidden` already has the logits, because `forward` here returns logits."""
         return hidden.float()
 
     def _run(
@@ -233,7 +233,7 @@ class ForeignDecoder:
         return geometry.calls, probe.found()
 
     def _run_with_states(self, states: ModuleStates, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run the module of a layer with states, in a pass over the pool or with transformers' own attention."""
+        """Run a module with states. In a pass over the pool, the pool has its states; otherwise, it runs unchanged."""
         if isinstance(self._pass, PackedPass) and self._pass.states is not None:
             return self._pass.states.run(states, given, options)
         return states.module(*given, **options)
@@ -256,7 +256,7 @@ class ForeignDecoder:
 
 
 def check_windows(config: Any, calls: list[AttentionCall]) -> None:
-    """Raise ValueError if the windows of config.json are not those that the code uses.
+    """Raise ValueError if the windows of config.json are not those that transformers' code uses.
 
     If the windows differ, the output of transformers itself might be wrong, because its caches drop the KV outside the
     windows of config.json.

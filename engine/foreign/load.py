@@ -104,7 +104,7 @@ def read_module(path: Path, config: ModelConfig) -> Any:
 
 @contextmanager
 def called_modules(root: nn.Module) -> Iterator[set[nn.Module]]:
-    """Return a set that collects the modules below `root` that are called in the `with` block."""
+    """Yield a set to which each module of `root` is added when it is called in the `with` block."""
     called: set[nn.Module] = set()
     hooks = [one.register_forward_pre_hook(lambda module, _: called.add(module)) for one in root.modules()]
     try:
@@ -115,8 +115,8 @@ def called_modules(root: nn.Module) -> Iterator[set[nn.Module]]:
 
 
 def use_products(module: nn.Module, linear: LinearFormat, stored: torch.dtype, called: set[nn.Module]) -> None:
-    """Replace the linear layers by products in a weight format. Weights that the checkpoint's dtype `stored` represents
-    exactly are passed in this dtype.
+    """Replace each linear layer by a module that multiplies with a weight format. The format gets the weights in the
+    checkpoint's dtype `stored` if this dtype represents them exactly, and in float32 otherwise.
 
     Layers that are not in `called` stay as they are, because the model's code may read their weights directly (Jamba).
     """

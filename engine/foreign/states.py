@@ -1,8 +1,8 @@
 """Recurrent states of transformers' modules, which are kept in Baton's KV pool between the steps of a request.
 
-A pass computes the tokens of all requests in one row, except in modules with states. A module with states runs once for
-all decodes, and once for each chunk. In each run, the module gets a `Cache` of transformers, which contains the states
-of the requests in this run.
+A pass computes the tokens of all requests as one sequence, except in modules with states. A module with states runs
+once for all decodes together, and once for each chunk. In each run, the module gets a `Cache` of transformers, which
+contains the states of the requests in this run.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,20 +30,20 @@ class StatePart:
     state."""
 
     layer: int
-    number: int  # index that transformers gives the state in its layer
+    number: int  # index by which transformers identifies the state within its layer
     is_conv: bool
     shape: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class ModuleStates:
-    """The data that a module keeps between tokens, and the places of its units in a state."""
+    """The state that a module keeps between tokens, and where its units are in the state of a whole request."""
 
     module: nn.Module
     parts: list[StatePart]
     first_unit: int
     sizes: Tensor = field(init=False)  # sizes of the units, int64
-    within: Tensor = field(init=False)  # the offset of each number in its unit, int64
+    within: Tensor = field(init=False)  # for each value of the state, the value's offset in its unit, int64
 
     def __post_init__(self) -> None:
         self.sizes = torch.tensor(self.units)
@@ -55,7 +55,7 @@ class ModuleStates:
         return tuple(min(UNIT, count - start) for count in counts for start in range(0, count, UNIT))
 
     def numbers(self, places: Tensor) -> Tensor:
-        """Return the offset in `KVPool.floats` of each number in the states. `places` has the offsets of the states'
+        """Return the offset in `KVPool.floats` of each value of the states. `places` has the offsets of the states'
         units."""
         own = places[..., self.first_unit : self.first_unit + len(self.sizes)]
         return own.repeat_interleave(self.sizes, dim=-1) + self.within

@@ -60,8 +60,8 @@ class VisionEncoder:
         self._cached_bytes = self.num_encoded = self.num_cached = 0
 
     def features(self, image: Media) -> ImageFeatures:
-        """Return the features of an image with pixels. Raises ValueError if the image does not have one feature for
-        each of its tokens."""
+        """Return the features of an image, whose pixels must be set. Raises ValueError if the number of feature
+        vectors is not the number of the image's tokens."""
         with self._encoding:
             if (found := self.kept(image)) is not None:
                 self.num_cached += 1

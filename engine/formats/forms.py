@@ -1,4 +1,4 @@
-"""The forms of quantized weight matrices in memory, and their dense values."""
+"""The forms in which quantized weight matrices are held in memory, and their conversion to dense matrices."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -35,7 +35,7 @@ class GroupedWeight:
         return self.shape[1] // self.scales.shape[1]
 
     def rows(self, which: Tensor) -> Self:
-        """Return a matrix that has only the outputs `which`."""
+        """Return a matrix of only the rows (outputs) whose indices are in `which`, in this order."""
         zeros = None if self.zeros is None else self.zeros[which]
         return type(self)(self.codes[which], self.table, self.scales[which], zeros, self.order)
 
@@ -86,7 +86,7 @@ def packed(codes: Tensor) -> Tensor:
 
 
 def joined(parts: list[Weight]) -> Weight:
-    """Return the matrix with the outputs of all parts. It is dense if the parts differ in form, grouping or order."""
+    """Concatenate matrices along their outputs. The result is dense if the parts differ in form, grouping or order."""
     first = parts[0]
     if len(parts) == 1:
         return first

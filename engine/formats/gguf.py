@@ -34,7 +34,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # sizes of metadata values, by type
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
-HEADER_BYTES = 2**26  # limit of the header's size; the header contains the tokenizer's vocabulary, of a few MiB
+HEADER_BYTES = 2**26  # limit of the header's size; the tokenizer's vocabulary, a part of the header, has a few MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Entry:
 
 
 class _Header:
-    """A cursor over the first bytes of a file. Raises ValueError at the end of these bytes."""
+    """A cursor over the first bytes of a file. Reading beyond these bytes raises ValueError."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -88,7 +88,7 @@ class _Header:
 
 def read_entries(file: Path) -> tuple[str, dict[str, Entry]]:
     """Return the architecture and the tensors of a file. Raises ValueError if the header is malformed, a tensor is
-    outside of the file, or its type is not supported."""
+    outside of the file, or a tensor's type is not supported."""
     header = _Header(file)
     if header.skip(4) != b"GGUF" or header.number("<I") not in {2, 3}:
         raise ValueError(f"{file}: not a GGUF file of version 2 or 3")
@@ -122,7 +122,7 @@ def read_entries(file: Path) -> tuple[str, dict[str, Entry]]:
 
 
 class GgufCheckpoint:
-    """The tensors of a GGUF file, by their names in Hugging Face checkpoints, each returned once on `device`.
+    """The tensors of a GGUF file, by their names in Hugging Face checkpoints. Each is returned once, on `device`.
 
     Matrices in Q4_0 keep their 4-bit codes. Other quantized tensors become float16. Methods raise ValueError, with the
     name of the tensor, if a tensor is missing or does not have the shape that the config gives.
@@ -168,7 +168,7 @@ class GgufCheckpoint:
         part = name.split(".")[-2]
         if self._architecture != "llama" or part not in {"q_proj", "k_proj"}:
             return weight
-        # llama.cpp rotates adjacent rows of a head; the checkpoint rotates rows i and i + head_dim / 2.
+        # llama.cpp rotates adjacent rows of a head together; Hugging Face rotates rows i and i + head_dim / 2 together.
         halves = torch.arange(shape[0], device=self._device).view(-1, self._config.head_dim // 2, 2)
         return rows_of(weight, halves.transpose(1, 2).flatten())
 
@@ -201,7 +201,7 @@ def read_tensor(file: Path, entry: Entry, device: torch.device, codes: bool = Fa
 
 
 def _halves(stored: Tensor) -> Tensor:
-    """Return float16 numbers, stored as [blocks, 2], as float32 [blocks, 1]."""
+    """Return the float16 number in each pair of bytes, uint8 [blocks, 2], as float32 [blocks, 1]."""
     return stored.contiguous().view(torch.float16).float()
 
 
@@ -210,8 +210,8 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    """Return the weights of blocks that have eight groups of 32 values. Each group has a scale and a minimum of 6
-    bits."""
+    """Return the weights of blocks that have eight groups of 32 values. Each group has a 6-bit scale and a
+    6-bit minimum."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1) * _halves(blocks[:, :2])
     least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1) * _halves(blocks[:, 2:4])
@@ -221,8 +221,8 @@ def _q4_k(blocks: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    """Return the weights of blocks that have sixteen groups of 16 values. Each group has a scale of 8 bits. The upper
-    two bits of the codes are stored separately."""
+    """Return the weights of blocks that have sixteen groups of 16 values. Each group has an 8-bit scale. The upper two
+    bits of the codes are stored separately."""
     low = blocks[:, :128].view(-1, 2, 1, 2, 32)
     low = torch.cat((low & 15, low >> 4), 2).view(-1, 2, 4, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)

@@ -13,9 +13,9 @@ Scales = list[tuple[float, float]]
 
 
 def read_kv_scales(path: Path, config: ModelConfig) -> Scales:
-    """Return the scales of keys and values of each layer that keeps KV, or 1 if the checkpoint has none.
+    """Return the scales of keys and values of each layer that keeps KV. Scales that the checkpoint lacks are 1.
 
-    The pool stores keys and values after they are divided by their scale. Raises ValueError, with the name of the
+    Keys and values are divided by their scales before the pool stores them. Raises ValueError, with the name of the
     tensor, if a scale is not one positive number.
     """
     scales = [(1.0, 1.0)] * config.num_kv_layers

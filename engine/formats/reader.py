@@ -13,15 +13,15 @@ UNUSED = (
     ".kv_scale", ".activation_scale", "_proj_activation_scale", ".activation_scale_ub", ".input_scale_ub",
     ".weight_shape",
 )  # fmt: skip
-Codes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # codes [out, in], scales, zeros, groups of inputs
+Codes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # codes [out, in], scales, zeros, the group of each input
 
 
 class QuantizedReader:
     """The matrices of one quantized checkpoint. A matrix is read when `load_model` requests it.
 
-    If the checkpoint has the plain weight of a matrix, the matrix is dense, because quantized checkpoints leave some
-    modules unquantized. Methods raise ValueError, with the name of the tensor, if a tensor is missing, has a wrong
-    shape or dtype, or if a scale is not finite.
+    Quantized checkpoints leave some matrices unquantized; these are returned dense, as they are stored. Methods raise
+    ValueError, with the name of the tensor, if a tensor is missing, has a wrong shape or dtype, or if a scale is not
+    finite.
     """
 
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme) -> None:
@@ -101,7 +101,7 @@ class QuantizedReader:
         return weight if self._scheme.activations else weight.dense()
 
     def _channels(self, name: str, out: int) -> Tensor:
-        """Return the scale of each output, [out], from a tensor with one scale, or with one per output."""
+        """Return the scale of each output, [out]. The tensor has one scale for all outputs, or one for each output."""
         shape = self._files.shape_of(name)
         if shape in ([], [1]):
             return self._scale(name, *shape).reshape(1).expand(out)
@@ -124,7 +124,7 @@ class QuantizedReader:
     def _integers(
         self, codes: Tensor, scales: Tensor, zeros: Tensor | None, owners: Tensor | None, group: int
     ) -> Weight:
-        """Return scale * (code - zero). `owners` is the group of each input, if groups are not consecutive."""
+        """Return scale * (code - zero). `owners` has each input's group, or is None if the groups are consecutive."""
         middle = 1 << self._scheme.bits - 1
         offsets = None if zeros is None else zeros.float() - middle
         if offsets is not None and not bool(offsets.any()):

@@ -23,9 +23,9 @@ COMPRESSED: dict[str, Layout] = {
 class Scheme:
     """How the quantized matrices of a checkpoint are stored. Other matrices of the same checkpoint may be dense.
 
-    `group` is the number of inputs that share a scale, or 0 for all inputs. `block` is the shape of the FP8 blocks that
+    `group` is the number of inputs that share a scale, or 0 if all do. `block` is the shape of the FP8 blocks that
     share a scale, or (0, 0). If `divides`, the global scale of NVFP4 is a divisor. If `zeros_less_one`, GPTQ's zeros
-    are stored minus 1. If `activations`, activations are rounded to 8 bits too.
+    are stored as zero - 1. If `activations`, activations are rounded to 8 bits too.
     """
 
     method: str

@@ -1,4 +1,4 @@
-"""Loads the adapters that the settings of a node name."""
+"""Loads the adapters that a node's settings list."""
 
 from engine.linear import LinearFormat
 from engine.lora.linear import ModelAdapters
@@ -9,9 +9,9 @@ from engine.startup import stage
 
 
 def use_adapters(options: BuildOptions, runner: TorchRunner, model: LanguageModel, linear: LinearFormat) -> None:
-    """Let the runner compute requests with adapters, and load the adapters of --lora-modules. Raises ValueError.
+    """Let the runner compute requests with adapters, and load the adapters of --lora-modules.
 
-    Models that run through transformers do not support adapters.
+    Models that run through transformers do not support adapters. Raises ValueError if an adapter is invalid.
     """
     if not isinstance(model, Decoder):
         return

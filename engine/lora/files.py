@@ -32,7 +32,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter that was read: its digest (see `lora_digest`), and the update of each module (see `read_lora`)."""
+    """The content of an adapter: its digest (see `lora_digest`), and the update of each module (see `read_lora`)."""
 
     digest: str
     directory: Path
@@ -59,7 +59,7 @@ def lora_digest(directory: Path) -> str:
 
 
 def read_lora(directory: Path, max_rank: int) -> dict[str, LowRank]:
-    """Return the update of each module, by its name such as "model.layers.0.self_attn.q_proj".
+    """Return the update of each module, by the module's name, such as "model.layers.0.self_attn.q_proj".
 
     Raises ValueError, which names the field or the tensor, if the adapter is malformed, has a rank above `max_rank`, or
     changes the model in another way than by low-rank updates.

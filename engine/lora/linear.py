@@ -25,9 +25,9 @@ from engine.models.spec import AttentionSpec, MlpSpec
 class AdaptedRows:
     """The rows that each adapter changes in the current pass, as indices of tokens and as indices of logit rows."""
 
-    tokens: dict[str, Tensor] = field(default_factory=dict)  # row numbers, int64, by the adapter's digest
+    tokens: dict[str, Tensor] = field(default_factory=dict)  # digest of an adapter -> row numbers, int64
     logit_rows: dict[str, Tensor] = field(default_factory=dict)
-    begin: int = 0  # first row of the current product; above 0 only for later parts of a batch that an MLP divides
+    begin: int = 0  # index in the batch of the current product's first row; an MLP may split a large batch
 
     def select(self, batch: Batch, device: torch.device) -> None:
         """Set the rows for a pass over `batch` on `device`."""
@@ -43,10 +43,10 @@ class AdaptedRows:
 
 @dataclass(slots=True)
 class AdaptedLinear(Linear):
-    """A matrix with the updates of adapters, by digest. Some matrices of the last layer multiply only logit rows."""
+    """A matrix of the model and its updates. Some matrices of the last layer multiply only logit rows."""
 
     base: Linear
-    updates: dict[str, tuple[Linear, Linear]]
+    updates: dict[str, tuple[Linear, Linear]]  # digest of an adapter -> its update, as two matrices: down and up
     rows: AdaptedRows
     takes_logit_rows: bool = False
 

@@ -1,4 +1,4 @@
-"""Reads the architecture and the end tokens of a model before memory is allocated. Code of a model is never run."""
+"""Reads the architecture and the end tokens of a model before memory is allocated. A model's own code is never run."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -18,7 +18,7 @@ from engine.recurrence import RecurrentLayer
 
 
 class LanguageModel(Protocol):
-    """A model that a runner calls: Baton's decoder, or a decoder made of modules of transformers."""
+    """A model that a runner calls: Baton's decoder, or a decoder built from transformers' modules."""
 
     config: ModelConfig
 
@@ -150,7 +150,7 @@ class Decoder:
         positions: Tensor,
         selected: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of attention or of a recurrence, for the rows `selected`, or for all rows if it is None."""
+        """Return the result of attention or recurrence for the rows in `selected`, or for all rows if that is None."""
         if isinstance(layer, AttentionDecoderLayer):
             return self._attend(layer, rows, kernels, attention, positions, selected)
         assert isinstance(layer, RecurrentDecoderLayer)
@@ -167,8 +167,8 @@ class Decoder:
         positions: Tensor,
         selected: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of attention, [T, num_heads * head_dim], for the rows `selected`, or for all rows if it is
-        None. The plan `attention` must cover the same rows."""
+        """Return the result of attention, [T, num_heads * head_dim], for the rows in `selected`, or for all rows if
+        that is None. The plan `attention` must cover the same rows."""
         spec, latent, q = layer.spec, layer.latent, store_kv(layer, rows, kernels)
         if spec.temperature:
             steps = (positions // spec.temperature_tokens).float()

@@ -14,7 +14,7 @@ from engine.models.decoder import AttentionDecoderLayer, Decoder, store_kv
 from engine.models.draft_layers import EagleSpec
 from engine.models.spec import ModelConfig
 
-NO_LOGIT = -1e9  # logit of a token outside of the head's vocabulary; finite, because sampling refuses other logits
+NO_LOGIT = -1e9  # logit of a token outside of the head's vocabulary; finite, because sampling refuses infinite logits
 
 
 class HeadDecoder(Decoder):
@@ -24,8 +24,8 @@ class HeadDecoder(Decoder):
     text up to the token, so that the head can guess the next token. For a further guess, the head's own hidden state
     replaces the model's hidden state.
 
-    This class is an MTP layer ("DeepSeek-V3 Technical Report", 2024, section 2.2): a product joins the normed embedding
-    and the normed hidden state. The head uses the model's embedding and output head.
+    This class is an MTP layer ("DeepSeek-V3 Technical Report", 2024, section 2.2): a projection maps the normed
+    embedding and the normed hidden state to one vector. The head uses the model's embedding and output head.
     """
 
     captured: tuple[int, ...] = ()  # the head reads the hidden states before these layers of the model
@@ -38,12 +38,12 @@ class HeadDecoder(Decoder):
         self._layer, self._pair = layer, pair
 
     def features(self, normed: Tensor, states: Mapping[int, Tensor]) -> Tensor:
-        """Return the vectors that the head reads, one for each position. `normed` has the model's last normed states,
-        [T, hidden_size], and `states` the states before the layers `captured`."""
+        """Return the vectors that the head reads, one for each position. `normed`, [T, hidden_size], has the
+        model's hidden states after the last norm. `states` maps each layer in `captured` to the states before it."""
         return normed
 
     def inputs(self, tokens: Tensor, features: Tensor, kernels: StepKernels) -> tuple[Tensor, Tensor]:
-        """Return the residual and the input of attention. The input of position i is the pair of tokens[i], int64 [T],
+        """Return the residual and the input of attention. For position i, both are computed from tokens[i], int64 [T],
         and features[i]."""
         embedded = kernels.norm(self.embedded(tokens), self._pair.embedding_norm)
         states = kernels.norm(features, self._pair.hidden_norm)
@@ -52,15 +52,14 @@ class HeadDecoder(Decoder):
 
     @torch.inference_mode()
     def store(self, batch: Batch, features: Tensor, kernels: StepKernels) -> None:
-        """Store the KV of pairs of tokens and features."""
+        """Store the KV of each position, which is computed from the position's token and features."""
         store_kv(self._layer, self.inputs(batch.tokens, features, kernels)[1], kernels)
 
     @torch.inference_mode()
     def guess(
         self, batch: Batch, features: Tensor, kernels: StepKernels, attention: AttentionPlan
     ) -> tuple[Tensor, Tensor]:
-        """Store the KV of pairs of tokens and features. Return the features for the next guess, and the logits of this
-        guess."""
+        """Store the same KV as `store`. Return the features for the next guess, and the logits of this guess."""
         hidden, normed = self.decode(*self.inputs(batch.tokens, features, kernels), batch, kernels, attention)
         return self.own_features(hidden, normed), self.logits(normed)
 
@@ -71,8 +70,8 @@ class HeadDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class PairWeights:
-    """The norms of an embedding and of a hidden state, and a product that joins the embedding and the state. In
-    EAGLE-3, the product joins the states of several layers."""
+    """The norms of an embedding and of a hidden state, and a projection that maps both to one vector. In EAGLE-3, the
+    projection instead maps the states of several layers to one vector."""
 
     embedding_norm: Tensor
     hidden_norm: Tensor
@@ -83,9 +82,9 @@ class EagleDecoder(HeadDecoder):
     """An EAGLE-3 head ("EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
     Li et al. 2025).
 
-    A linear layer projects three of the model's hidden states to one vector. The input of attention is the
-    concatenation of the normed embedding and the normed vector; the residual is the vector. The head has its own
-    vocabulary: its logits are those of the tokens `targets`, int64 [n]. Other tokens are never guessed.
+    A linear layer projects three of the model's hidden states to one vector, which is the residual. The input of
+    attention is the concatenation of the normed embedding and the normed vector. The head has its own vocabulary of n
+    tokens: logit i belongs to the model's token targets[i], int64 [n]. Other tokens are never guessed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The draft layers that checkpoints have in addition to their model's layers. Reads only headers of files."""
+"""The draft layers that a checkpoint has in addition to its model's layers. Reads only the headers of weight files."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +12,8 @@ from shared.model_files import read_object
 
 @dataclass(frozen=True, slots=True)
 class MtpNames:
-    """The names of an MTP layer's tensors, without ".weight". An MTP layer contains a decoder layer; `layer` is the
-    prefix of that decoder layer's tensors."""
+    """The names of the tensors of an MTP (multi-token prediction) layer, without ".weight". An MTP layer contains a
+    decoder layer, whose tensors have the prefix `layer`."""
 
     layer: str
     embedding_norm: str
@@ -34,7 +34,7 @@ def mtp_names(config: ModelConfig) -> MtpNames | None:
 
 
 def with_mtp(config: ModelConfig, path: Path) -> ModelConfig:
-    """Return the config of a model whose pool has room for its MTP layer. Raises ValueError if it has no MTP layer."""
+    """Return the config with room in the KV pool for the MTP layer. Raises ValueError if there is no MTP layer."""
     names = mtp_names(config) if config.architecture in FAMILIES else None
     if names is None:
         raise ValueError(
@@ -50,10 +50,10 @@ def with_mtp(config: ModelConfig, path: Path) -> ModelConfig:
 
 
 def with_head(config: ModelConfig, size: int) -> ModelConfig:
-    """Return the config of a model whose pool has room for a draft head that reads vectors of `size` numbers.
+    """Return the config with room in the KV pool for a draft head that reads vectors of `size` numbers.
 
-    If the model has recurrent states, each state includes the vector of its last token: a slice that begins with the
-    state needs this vector, and cannot compute it.
+    If the model has recurrent states, each state includes the vector that the head reads for the last token before the
+    state. A slice that continues from the state needs this vector, and cannot compute it.
     """
     return replace(config, draft_layers=1, units=(*config.units, size) if state_units(config) else ())
 
@@ -71,8 +71,8 @@ class EagleSpec:
     """The shape of an EAGLE-3 head, as its checkpoint describes it.
 
     `layer` is the head's only decoder layer, and `hidden_size` is the width of the head's states. The head reads the
-    states of its model before the layers `captured`. The head has logits for `vocab_size` tokens. If the model has more
-    tokens, the tensor d2t maps the head's tokens to the model's tokens. The residual is normed if `norms_residual`."""
+    model's hidden states before the layers in `captured`. The head has logits for `vocab_size` tokens. If the model has
+    more tokens, the tensor d2t maps the head's tokens to the model's. The residual is normed if `norms_residual`."""
 
     layer: LayerSpec
     hidden_size: int
@@ -84,7 +84,7 @@ class EagleSpec:
 
 def read_eagle(path: Path, config: ModelConfig) -> EagleSpec:
     """Read the config.json of an EAGLE-3 checkpoint for a model. Raises ValueError, which names the key, if the
-    checkpoint cannot guess for this model."""
+    checkpoint cannot guess tokens for this model."""
     keys = ConfigReader(read_object(path / "config.json"), path / "config.json")
     if config.transformers or not all(isinstance(one.mixer, AttentionSpec) for one in config.layers):
         raise ValueError(
@@ -114,8 +114,8 @@ def read_eagle(path: Path, config: ModelConfig) -> EagleSpec:
 
 
 def _captured(keys: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers before which states are read. vLLM's key at the top level has these indices. In
-    `eagle_config`, SpecForge writes the indices of the layers after which states are read."""
+    """Return the indices of the layers before which states are read. At the top level (vLLM), the key has these
+    indices. In `eagle_config` (SpecForge), it has the indices of the layers after which states are read."""
     nested = keys.nested("eagle_config")
     key = "eagle_aux_hidden_state_layer_ids"
     for reader, offset in ((keys, 0), (nested, 1)):

@@ -14,7 +14,7 @@ from engine.models.spec import MoeSpec
 class Experts:
     spec: MoeSpec
     router: Linear  # float32 [num_experts, hidden_size]
-    correction: Tensor | None  # float32 [num_experts]: added to the scores to choose experts, but not in their weights
+    correction: Tensor | None  # float32 [num_experts]: added to scores when experts are chosen, but not to weights
     factors: Tensor  # float32 [num_experts]: the spec's scale, times the expert's own scale if it has one
     gate_up: ExpertLinear
     down: ExpertLinear
@@ -24,7 +24,7 @@ class Experts:
     def __call__(self, rows: Tensor, kernels: StepKernels, routed: Tensor | None = None) -> Tensor:
         """Return the weighted sum of the outputs of each row's experts, in the shape of `rows` [T, hidden_size].
 
-        The router multiplies `routed`, by default `rows`.
+        `routed` is the input of the router, by default `rows`.
         """
         if not len(rows):
             return rows
@@ -54,7 +54,7 @@ class ExpertsAlongside:
     post_mlp_norm: Tensor
 
     def __call__(self, hidden: Tensor, from_mlp: Tensor, kernels: StepKernels) -> Tensor:
-        """Compute the experts' output from `hidden`. Return the sum of the normed `from_mlp`, which is the output of
-        the MLP, and the normed output of the experts."""
+        """Return the sum of two normed outputs: `from_mlp`, which is the output of the MLP, and the output of the
+        experts for `hidden`."""
         output = self.experts(kernels.norm(hidden, self.norm), kernels, kernels.norm(hidden, self.router_norm))
         return kernels.norm(from_mlp, self.post_mlp_norm) + kernels.norm(output, self.post_norm)

@@ -1,12 +1,12 @@
-"""Determines where a model's layers store KV and recurrent states in the pool, and the model's groups of layers."""
+"""Determines a model's groups of layers, and where the layers store KV and recurrent states in the pool."""
 
 from dataclasses import dataclass
 
 from engine.models.spec import AttentionSpec, ModelConfig, state_units, unit_places
 from scheduler.geometry import UNIFORM, Group
 
-TYPICAL_TOKENS = 8192  # length of the request for which the waste of unused places is computed
-MOST_PADDING = 0.05  # largest accepted waste, as a share of the memory that the request needs
+TYPICAL_TOKENS = 8192  # length of the typical request for which `_row_layers` computes the wasted memory
+MOST_PADDING = 0.05  # largest accepted waste, as a share of the memory that this request needs
 STATE_BYTES = 4  # bytes of a number in a recurrent state
 
 
@@ -14,10 +14,10 @@ STATE_BYTES = 4  # bytes of a number in a recurrent state
 class KVPlaces:
     """The places of layers in the pool.
 
-    A row holds the KV of `row_layers` layers. `tables[i]` is the block table of KV layer i, and `places[i]` is the
-    layer's place in a row. If the blocks of a group have several rows, the group has one table for each row of a block:
-    if t is the group's first table, table t + r has row r of each block. `units` has, for each unit of a state, the
-    unit's row and its offset in the row (see `unit_places`)."""
+    A row (see `scheduler.geometry`) has places for the KV of `row_layers` layers. KV layer i uses block table
+    number tables[i], and has the place places[i] in a row. If the blocks of a group have several rows, the
+    group has one table for each row of a block: if t is the group's first table, table t + r has row r of each block.
+    `units` has, for each unit of a state, the unit's row and its offset in the row (see `unit_places`)."""
 
     row_layers: int
     groups: tuple[Group, ...] = UNIFORM
@@ -35,12 +35,12 @@ class KVPlaces:
 
     @property
     def state_rows(self) -> int:
-        """The number of rows of a state, or 0 if there are none."""
+        """The number of rows of a state, or 0 if the model has no states."""
         return sum(group.rows for group in self.groups if group.kind == "state")
 
 
 def all_in_one_row(layers: int) -> KVPlaces:
-    """Return the places of layers that form one group: a row has the KV of a block in all layers."""
+    """Return the places of layers that form one group: a row has the KV of one block for all layers."""
     return KVPlaces(layers, UNIFORM, (0,) * layers, tuple(range(layers)))
 
 
@@ -48,8 +48,8 @@ def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
     """Return the places of a model's layers and, if `row_bytes` (the size of a pool's row) is given, of its states.
 
     Layers with the same window form a group. The layers of a draft head come last, and have no window. If there are
-    several groups, a row holds as many layers as possible without wasting much memory of a typical request on unused
-    places. Raises ValueError if a unit of a state is larger than a row.
+    several groups, some places may be unused. A row then has places for as many layers as possible without wasting
+    more than MOST_PADDING of a typical request's memory. Raises ValueError if a unit of a state is larger than a row.
     """
     windows = [spec.window if isinstance(spec, AttentionSpec) else 0 for spec in config.attention]
     windows += [0] * config.draft_layers
@@ -75,7 +75,7 @@ def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
 
 
 def _row_layers(counts: dict[int, int]) -> int:
-    """Return the number of layers in a row, given the number of layers with each window."""
+    """Return the number of layers in a row. `counts` has the number of layers with each window."""
     tokens = {size: min(size or TYPICAL_TOKENS, TYPICAL_TOKENS) for size in counts}
     needed = sum(count * tokens[size] for size, count in counts.items())
 

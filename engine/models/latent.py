@@ -1,8 +1,8 @@
 """The products of latent attention, in absorbed form.
 
 A head's score for a latent c is q K = q (c U) = (q U^T) c, where U are the weights of the head's keys. Each query is
-therefore multiplied by U once, instead of multiplying each stored latent by U. In the same way, the result of attention
-is multiplied by the weights of the values, instead of each stored latent.
+therefore multiplied by U once, instead of multiplying each stored latent by U. In the same way, the weights of
+the values multiply the result of attention, instead of each stored latent.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ EPSILON = 1e-6  # epsilon of the norms of latents, in all checkpoints
 
 
 class HeadProducts:
-    """One matrix for each head. On a CPU, the matrices `each` are multiplied one by one, because a row's result must
+    """One matrix for each head. On a CPU, the matrices in `each` are multiplied one by one, because a row's result must
     not depend on other rows. On other devices, one operation multiplies all heads by `weights`, [heads, out, in]."""
 
     def __init__(self, each: list[Linear], weights: Tensor | None) -> None:

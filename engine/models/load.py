@@ -56,13 +56,13 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
         return model
     scheme, checkpoint = read_scheme(path), Checkpoint(path, device)
     if config.tie_word_embeddings and is_multimodal(read_object(path / "config.json")):
-        # Some files state that matrices are tied because that is transformers' default, but have a separate matrix.
+        # Some configs state that the head is tied to the embedding (transformers' default), although a head is stored.
         config = replace(config, tie_word_embeddings=checkpoint.dtype_of("lm_head.weight") is None)
     if checkpoint.is_headless and not config.tie_word_embeddings:  # the head is required, but its logits are not used
         config = replace(config, tie_word_embeddings=True, has_head=False)
     reader = None if scheme is None else QuantizedReader(checkpoint, scheme)
     model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names, reader)
-    # Some files also contain a copy of a tied matrix, or the frequencies that old versions of transformers stored.
+    # Some files also contain a copy of a tied matrix, or rotary frequencies from old versions of transformers.
     copies = ("lm_head.weight",) if config.tie_word_embeddings else ()
     suffixes = ("self_attn.rotary_emb.inv_freq", *(() if scheme is None else UNUSED))
     drafter = range(config.num_layers, config.num_layers + config.drafter_layers)
@@ -105,7 +105,7 @@ def assemble_mtp(
 def load_eagle(path: Path, model: Decoder, linear: LinearFormat | None = None) -> EagleDecoder:
     """Load an EAGLE-3 checkpoint for `model`, onto the model's device.
 
-    Raises ValueError, with the name of the key or the tensor, if the checkpoint is invalid or of another model.
+    Raises ValueError, with the name of the key or the tensor, if the checkpoint is invalid or belongs to another model.
     """
     eagle, checkpoint = read_eagle(path, model.config), Checkpoint(path, model.device)
     config = replace(
@@ -113,7 +113,7 @@ def load_eagle(path: Path, model: Decoder, linear: LinearFormat | None = None) -
         draft_layers=0, embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0, logit_softcap=0.0,
     )  # fmt: skip
     size, count = eagle.hidden_size, eagle.vocab_size
-    root = "model." if checkpoint.is_headless else ""  # the prefix that `Checkpoint` expects
+    root = "model." if checkpoint.is_headless else ""  # the prefix that `Checkpoint` adds to the names
     loader = _Loader(checkpoint.take, config, model.dtype, linear or Plain(model.dtype), LLAMA, None)
     prefix = f"{root}midlayer."
     if checkpoint.dtype_of(f"{prefix}hidden_norm.weight") is None:
@@ -147,7 +147,7 @@ def assemble(
 ) -> Decoder:
     """Build a decoder from the tensors that `take` returns. `dtype` is the dtype of activations.
 
-    If `reader` is given, it returns the matrices of layers and the output head.
+    If `reader` is given, the matrices of the layers and of the output head come from it instead of from `take`.
     """
     loader = _Loader(take, config, dtype, linear, names, reader)
     embed, head = loader.vocabulary()  # first, so that a tied matrix is freed before the layers load

@@ -15,7 +15,7 @@ class InnerRows:
     """Rows of the joined projections of a recurrent layer.
 
     `inputs` selects the rows of the convolution's inputs and then the rows of the gate. `steps` selects the other rows,
-    in the order in which `StepKernels.recur` takes them. `sizes` has the number of rows of each part.
+    in the order in which `StepKernels.recur` takes them. `sizes` has the number of rows of each projection.
     """
 
     sizes: list[int]
@@ -24,7 +24,7 @@ class InnerRows:
 
 
 def inner_rows(spec: RecurrentSpec, names: tuple[str, ...]) -> InnerRows:
-    """Return the rows for the projections `names`.
+    """Return the rows for a checkpoint with the projections `names`.
 
     Qwen3.5 has four projections: inputs, gate, strengths and steps. Qwen3-Next has two projections, in which the rows
     of a key head and of its value heads are adjacent. Mamba-2 has one projection: gate, inputs and steps.

@@ -1,7 +1,7 @@
 """Rotary position embedding as in Hugging Face's Llama: dimension i is rotated with dimension i + head_dim / 2.
 
 If a model rotates only a part of each head, the loader reorders the dimensions of queries and keys accordingly, and the
-other dimensions have a frequency of 0.
+dimensions that do not rotate have a frequency of 0.
 """
 
 import math
@@ -15,7 +15,7 @@ from engine.models.spec import Rope
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation of each pair of dimensions: radians per position and magnitude, both float32 [head_dim / 2].
+    """The rotation of each pair of dimensions: frequency (radians per position) and magnitude, float32 [head_dim / 2].
 
     `axes`, int64 [head_dim / 2], are the axes of the pairs if tokens have positions on three axes, and None otherwise.
     """
@@ -35,9 +35,9 @@ class Rotation:
         return cls(frequencies.to(device), magnitudes.to(device), axes)
 
     def angles(self, positions: Tensor, on_axes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines for `positions` [T], times the magnitudes. Each is float32 [T, 1, head_dim / 2].
+        """Return cosines and sines for `positions` [T], multiplied by magnitudes. Each is float32 [T, 1, head_dim / 2].
 
-        `on_axes`, int64 [3, T], are the positions on three axes if these differ for some tokens.
+        `on_axes`, int64 [3, T], are the positions on three axes, or None if each token's three positions are equal.
         """
         if on_axes is None or self.axes is None:
             turned = positions[:, None, None].float() * self.frequencies

@@ -1,4 +1,4 @@
-"""The shape of a decoder as data: the computation of each layer, without its weights."""
+"""The description of a decoder as data: what each layer computes, without its weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Rope:
     sines are multiplied by `magnitude`. `factors` [dims / 2] divide the frequencies of longrope.
 
     If there are `sections`, tokens have a temporal, a vertical and a horizontal position (M-RoPE, Wang et al. 2024).
-    `sections` are the numbers of pairs that these three positions rotate. The pairs of an axis are adjacent. If
-    `interleaved`, the axes instead alternate as long as there are vertical and horizontal pairs (Qwen3-VL).
+    `sections` are the numbers of pairs that these three positions rotate. The pairs of an axis are adjacent, unless
+    `interleaved`: then the axes alternate until no vertical or horizontal pairs are left (Qwen3-VL).
     """
 
     theta: float = 10_000.0
@@ -44,10 +44,10 @@ class AttentionSpec:
 
     If `rope` is None, queries and keys are not rotated. A query attends to the last `window` tokens, or to all tokens
     if `window` is 0. Queries are multiplied by `query_scale`, in addition to head_dim ** -0.5. If `softcap` is not 0,
-    scores become softcap * tanh(score / softcap). With `sinks`, the softmax of each head has one more term, which has
-    no value. If `temperature` is not 0, a query at position p is also multiplied by
+    scores become softcap * tanh(score / softcap). With `sinks`, each head's softmax has one more term in its
+    denominator. If `temperature` is not 0, a query at position p is also multiplied by
     1 + temperature * log(1 + p // temperature_tokens), which sharpens attention in long contexts (Llama 4). If
-    `norms_values`, values are divided by their root mean square. If `values_are_keys`, values derive from the product
+    `norms_values`, values are divided by their root mean square. If `values_are_keys`, values derive from the output
     of the key projection (Gemma 4). If `gated`, outputs are multiplied by the sigmoid of a gate, which the query
     projection also produces (Qwen3-Next).
     """
@@ -121,7 +121,7 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """A layer with a recurrent state, after a short causal convolution of `conv` tokens.
+    """A recurrent layer: a short causal convolution over `conv` tokens, followed by a recurrence.
 
     A query or key head serves value_heads / key_heads consecutive value heads. The recurrent state of a value head is
     a matrix [key_dim, value_dim].
@@ -135,13 +135,13 @@ class RecurrentSpec:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The number of heads and the size of a head of each input of the recurrence, in the order of the convolution's
-        channels."""
+        """For each input of the recurrence, the number of heads and the size of a head. The inputs are in the order of
+        the convolution's channels."""
         raise NotImplementedError
 
     @property
     def columns(self) -> tuple[int, int, int]:
-        """The first channels of queries, keys and values."""
+        """The first channel of the queries, of the keys and of the values."""
         raise NotImplementedError
 
     @property
@@ -249,8 +249,8 @@ class LayerSpec:
 class ModelConfig:
     """The configuration of a decoder.
 
-    Layers share a KV layout with `num_kv_heads` heads of `head_dim`. Some layers may have heads of twice this size, but
-    at most half as many heads; such a head takes the places of two heads.
+    Layers share a KV layout with `num_kv_heads` heads of size `head_dim`. Some layers may have heads of twice this
+    size, but at most half as many; each of these heads takes the space of two heads of the layout.
 
     Embeddings are multiplied by `embedding_scale`, outputs of attention and MLP by `residual_scale`, and logits by
     `logit_scale`. If `logit_softcap` is not 0, logits become logit_softcap * tanh(logit / logit_softcap).
@@ -314,21 +314,21 @@ class ModelConfig:
 def unit_sizes(spec: RecurrentSpec) -> tuple[int, ...]:
     """Return the sizes of the units of one layer's state, in float32 elements.
 
-    First come the last `conv` - 1 inputs of the convolution, [conv - 1, size], of each head of each part, the oldest
-    input first. Then comes the recurrent matrix of each value head, [key_dim, value_dim].
+    First come the inputs of the convolution: each head of each part has a unit with its last `conv` - 1 inputs,
+    [conv - 1, size], the oldest first. Then comes the recurrent matrix of each value head, [key_dim, value_dim].
     """
     inputs = [(spec.conv - 1) * size for heads, size in spec.parts for _ in range(heads)]
     return (*inputs, *[spec.key_dim * spec.value_dim] * spec.value_heads)
 
 
 def state_units(config: ModelConfig) -> tuple[int, ...]:
-    """Return the sizes of the units of a request's state, in float32 elements: layer by layer, see `unit_sizes`."""
+    """Return the sizes of the units of a request's state, in float32 elements, layer by layer (see `unit_sizes`)."""
     recurrent = (layer.mixer for layer in config.layers if isinstance(layer.mixer, RecurrentSpec))
     return (*(size for spec in recurrent for size in unit_sizes(spec)), *config.units)
 
 
 def unit_places(units: Sequence[int], row_size: int) -> list[tuple[int, int]]:
-    """Return the row of each unit and the unit's offset in it, for rows of `row_size` elements.
+    """Return the row of each unit and the unit's offset in that row. A row has `row_size` elements.
 
     Units are placed in order, and no unit extends over two rows. A state has all rows up to the row of its last unit.
     Raises ValueError if a unit is larger than a row.

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of the tensors of a layer with experts. `each` is the prefix of an expert; {} stands for its number.
+    """Names of the tensors of a layer with experts. `each` is the prefix of an expert's names, with {} for its number.
 
     If `stacked`, one tensor holds all experts, [experts, in, out], and gate and up alternate in it (gpt-oss). If
-    `fused`, one tensor holds all experts, [experts, out, in], with all gates before all ups. If `router_scale` names a
-    tensor, the columns of the router are multiplied by this tensor and by hidden_size ** -0.5 (Gemma 4)."""
+    `fused`, one tensor holds all experts, [experts, out, in], with the rows of gate before those of up. If
+    `router_scale` names a tensor, the columns of the router are multiplied by this tensor and by hidden_size ** -0.5
+    (Gemma 4)."""
 
     each: str = "mlp.experts.{}"
     router: str = "mlp.gate"
@@ -26,9 +27,9 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """Names of a layer's tensors, without the layer's prefix. If a field has several names, they are parts of a matrix.
+    """Names of a layer's tensors, without the layer's prefix. Several names in a field are the parts of one matrix.
 
-    If `norms_are_offsets`, the weights of norms are stored minus 1. Tensors whose names begin with one
+    If `norms_are_offsets`, the checkpoint stores w - 1 for each weight w of a norm. Tensors whose names begin with one
     of `unused` are not loaded.
     """
 

@@ -1,8 +1,8 @@
 """Admission: decides which requests go to the nodes now, which wait in the router, and which are refused at once.
 
-The nodes get the requests that they can run and a few more. All other requests wait in the router's queue. They are
-ordered by priority, then by the number of tokens that their tenant was granted so far (start-time fair queueing: Goyal,
-Vin and Cheng 1996), and then by arrival. If the first request in this order does not fit, no smaller request overtakes
+The nodes get the requests that they can run and a few more. All other requests wait in the router's queue. The queue is
+ordered by priority, then by the number of tokens granted to the tenant so far (start-time fair queueing: Goyal, Vin and
+Cheng 1996), and then by arrival. If the first request in this order does not fit, no smaller request overtakes
 it, so that large requests do not starve. The cost of a request is the number of tokens that it is expected to hold in
 the KV cache.
 """
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 from router.nodes.placement import PoolCapacity
 from shared.errors import UnavailableError
 
-if TYPE_CHECKING:  # imports the connections of a live router, which are missing in a simulation in a browser
+if TYPE_CHECKING:  # this import needs a live router's connections, which a simulation in a browser does not have
     from router.dispatch.requests import GenerationRequest
 
-RATE_S = 10.0  # seconds; time constant of the average of the nodes' throughput
+RATE_S = 10.0  # time constant, in seconds, of the moving average of the nodes' throughput
 BEGUN = 0.25  # when a queue has just formed, this share of the tokens that the nodes hold counts as finished
 CAUTION = 2.0  # safety factor: a request is refused if CAUTION times its predicted wait is too long
 FORGET = 0.98  # each sample that ends multiplies the weight of earlier samples by this factor
 QUEUED_KV = 4  # default limit of the queue, as a multiple of the nodes' KV capacity
-LEAST_QUEUED_TOKENS = 1 << 18  # minimum of the default limit of the queue; a queue of this size takes 10 MB
+LEAST_QUEUED_TOKENS = 1 << 18  # the queue's default limit is at least this number; a queue of this size takes 10 MB
 MAX_RETRY_AFTER_S = 60.0
 
 
@@ -48,12 +48,12 @@ class QueueEntry:
     tenant: str
     priority: int  # smaller numbers are served first
     prompt_tokens: int
-    sample_tokens: int  # expected tokens of one sample
+    sample_tokens: int  # expected number of tokens that one sample generates
     num_left: int
     expires: float
     deadline: float = inf  # monotonic time at which the request fails if it has not ended
-    # None before the grant. A pause sets it to None again, because the measured time on the node would include the
-    # pause.
+    # Monotonic time of the grant, or None before the grant. A pause sets this field to None again, because the measured
+    # time on the node would otherwise include the pause.
     granted_at: float | None = None
     has_pending_prefill: bool = True
     granted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,24 +75,24 @@ class PriorityLevel:
     tokens: dict[str, int] = field(default_factory=dict)
 
     def share(self, tenant: str, cost: int) -> int:
-        """Return how many tokens are served up to the end of a new request of the tenant, if the tenants take turns.
-        The result includes the `cost` of the new request."""
+        """Return how many tokens of this level are served until a new request of the tenant has been served, if the
+        tenants take turns. The result includes the `cost` of the new request."""
         tenants = len(self.queues) + (tenant not in self.queues)
         return min(sum(self.tokens.values()) + cost, (self.tokens.get(tenant, 0) + cost) * tenants)
 
 
 class ThroughputEstimator:
     """Estimates the nodes' throughput: the tokens that they finish per second and slot. The nodes have one slot for
-    each request that they can run at once. The estimator measures only while requests are queued, because otherwise the
-    nodes are not fully used."""
+    each request that they can run at once. The estimator measures only while requests are queued, because the nodes are
+    not fully used at other times."""
 
     def __init__(self) -> None:
         self._now = self._busy_s = 0.0
-        self.finished_tokens = 0.0  # decays with time
+        self.finished_tokens = 0.0  # finished tokens per slot; this number decays with time
 
     def pass_time(self, now: float, is_busy: bool) -> None:
-        """Advance the clock to `now`. If `is_busy` is set, requests were queued since the last call, and the estimator
-        measures this time."""
+        """Advance the clock to `now`. `is_busy` states whether requests were queued since the last call. Only such time
+        is measured."""
         past_s, self._now = max(0.0, now - self._now), max(now, self._now)
         if is_busy:
             kept = exp(-past_s / RATE_S)
@@ -100,9 +100,9 @@ class ThroughputEstimator:
             self.finished_tokens *= kept
 
     def tokens_per_s(self, held: float) -> float:
-        """Return the rate, or infinity before the first measurement. `held` is the number of tokens per slot that the
-        nodes hold. When a queue has just formed, few requests have finished, so the share BEGUN of these tokens counts
-        as finished."""
+        """Return the rate, or infinity before the first measurement. `held` is the number of tokens that the nodes
+        hold, divided by the number of slots. When a queue has just formed, few requests have finished, so the share
+        BEGUN of `held` counts as finished too."""
         begun = BEGUN * held * (1 - self._busy_s / RATE_S)
         return (self.finished_tokens + begun) / self._busy_s if self._busy_s else inf
 
@@ -190,7 +190,7 @@ class AdmissionQueue:
         )
 
     async def wait_for_slot(self, entry: QueueEntry) -> None:
-        """Wait until the entry is granted. Raises UnavailableError if this has not happened by `entry.expires`."""
+        """Wait until the entry is granted. Raises UnavailableError if the entry still waits at `entry.expires`."""
         if entry.is_granted:
             return
         try:
@@ -285,7 +285,7 @@ class AdmissionQueue:
         return ahead / rate if rate else inf
 
     def expected_latency_s(self, entry: QueueEntry) -> float:
-        """Return how many seconds the nodes are predicted to need for one sample, or 0 before the first measurement."""
+        """Return the predicted seconds that a node takes for one sample, or 0 before the first measurement."""
         return entry.sample_tokens * self._stayed_s / self._generated if self._generated else 0.0
 
     def _check(self, entry: QueueEntry, now: float) -> None:

@@ -14,15 +14,15 @@ from shared.errors import RequestError, UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
 HANDOFF = "handoff: "  # prefix of the errors by which nodes report a failed handoff
-UNREAD_BYTES = 128 << 10  # limit of a request's unread deltas, not counting the buffers of the client's connection
-FULL_S = 0.05  # a request may exceed the limit for this time, so that a burst can still be sent to the client
+UNREAD_BYTES = 128 << 10  # maximum size of a request's unread deltas, not counting the buffers of the connection
+FULL_S = 0.05  # a request may exceed UNREAD_BYTES for this time before it is paused, so that a burst can be sent
 SLOW_S = 30.0  # a paused request fails if its client reads nothing for this time
 
 
 @dataclass(eq=False)
 class AttemptFailed(Exception):
-    """The attempt failed, but another attempt may succeed. `node` is the node that reported the failure. If `is_gone`
-    is set, the node was lost instead. If `is_suspect` is set, the node crashed while it computed this request."""
+    """The attempt failed, but another attempt may succeed. `node` is the id of the node that was lost (if `is_gone`
+    is set) or that reported the failure. If `is_suspect` is set, the node crashed while it computed this request."""
 
     reason: str
     node: str
@@ -59,8 +59,8 @@ class AdmittedRequest:
     def __init__(
         self, request: GenerationRequest, entry: QueueEntry, queue: AdmissionQueue, counts: dict[str, int]
     ) -> None:
-        """Start to track an admitted request. In `counts`, "running" is the number of unfinished samples of all
-        requests, and each outcome has its number of ended samples."""
+        """Start to track an admitted request. `counts` maps "running" to the number of unfinished samples of all
+        requests, and each outcome to the number of samples that ended with that outcome."""
         self.request = request
         self.entry = entry
         self.samples = [SampleState(index) for index in range(request.n)]
@@ -139,7 +139,7 @@ class AdmittedRequest:
         self._slow = asyncio.get_running_loop().call_later(SLOW_S, self._check_reads, self._num_reads)
 
     def _check_reads(self, num_reads: int) -> None:
-        """Fail the request if it is paused and the client has read nothing since the count of reads was `num_reads`."""
+        """Fail the request if it is paused and the number of reads is still `num_reads`, as when the timer started."""
         self._slow = None
         if not any(sample.is_paused for sample in self.samples):
             return
@@ -159,9 +159,9 @@ class Attempt:
     order.
 
     The dispatcher creates and reads the attempt. The attempt runs on one or two nodes. The connections to these nodes
-    pass it deltas (`DeltaListener`), which may arrive in any order. The attempt ends when the sample finishes or the
-    attempt fails. It then releases its nodes at once, even if its reader is slow. The reader still gets the deltas that
-    were received before the end, and then the error if the attempt failed. All methods run on the router's event loop.
+    pass deltas to it (`DeltaListener`), in any order. The attempt ends when the sample finishes or the attempt fails.
+    It then releases its nodes at once, even if its reader is slow. The reader still gets the deltas that were received
+    before the end. If the attempt failed, the reader then gets the error. All methods run on the router's event loop.
     """
 
     def __init__(self, admitted: AdmittedRequest, sample: SampleState, number: int) -> None:
@@ -177,10 +177,10 @@ class Attempt:
         self.decode: NodeConnection | None = None
         self._admitted = admitted
         self._start = len(sample.tokens)
-        self._charge: LoadCharge | None = None  # the load on the nodes, once they are assigned
+        self._charge: LoadCharge | None = None  # the load that the attempt adds to its nodes, once they are assigned
         self._handed_off = False
         self._producers: set[NodeConnection] = set()
-        self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # deltas not yet in order, by position
+        self._early: dict[int, tuple[NodeConnection, TokenDelta]] = {}  # deltas that wait for earlier ones, by position
         self._prompt_logprobs: list[Logprobs] = []
         self._ready: deque[tuple[int, TokenDelta]] = deque()  # deltas in order, each with its size
         self._is_over = False

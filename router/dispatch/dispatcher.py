@@ -1,7 +1,6 @@
 """Runs each request on the nodes: admits it, places it, sends it, streams its tokens, and retries if a node fails.
 
-The router owns the request. It keeps the prompt and the tokens so far, so that the request survives the loss of any
-node.
+The router keeps a request's prompt and the generated tokens, so that the request survives the loss of any node.
 """
 
 import asyncio
@@ -44,9 +43,9 @@ from shared.rpc.messages import SubmitRequest, pack_ids
 log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # how long a new request waits for a node before it is refused
 WAIT_UNDER_WAY_S = 30.0  # how long an accepted request waits for a node before it fails
-RETRY_PAUSE_S = 0.05  # pause before a retry, multiplied by the number of earlier attempts, with 50 % of jitter
+RETRY_PAUSE_S = 0.05  # a retry is delayed by this time per attempt before the failed one, plus or minus 50 %
 NEWS_S = 0.2  # after a failure, wait at most this long for the router to notice that a node is lost
-SEED_STEP = 0x9E3779B97F4A7C15  # difference of the seeds of successive samples (the golden ratio, as in splitmix64)
+SEED_STEP = 0x9E3779B97F4A7C15  # difference between the seeds of successive samples (golden ratio, as in splitmix64)
 COUNTS = (
     *("running", "total", "finished", "cancelled", "failed"),
     "refused",  # samples of requests that were refused before any node received them
@@ -75,10 +74,10 @@ class Dispatcher:
         self._rules = rules
         self._observer = observer
         self._counts = dict.fromkeys(COUNTS, 0)
-        self._inexact = Counter[str]()  # number of attempts that may continue with other tokens, by reason
-        self._placements = Counter[str]()  # number of attempts for each reason of a placement
+        self._inexact = Counter[str]()  # number of retries whose tokens may differ from the failed attempt's, by reason
+        self._placements = Counter[str]()  # number of attempts, by the reason of their placement
         self._retry_budget = RetryBudget()
-        self.adapter_requests = Counter[str]()  # number of requests in progress by digest of a LoRA adapter
+        self.adapter_requests = Counter[str]()  # number of requests in progress, by their LoRA adapter's digest
         self.arrivals = SlidingCounts()  # requests that the queue admitted or refused, for `ScalingSignals`
 
     def ready(self, role: str = "") -> bool:
@@ -113,7 +112,7 @@ class Dispatcher:
     async def admit(self, request: GenerationRequest) -> AsyncIterator[list[TokenStream]]:
         """Admit a request, and provide one `TokenStream` for each sample.
 
-        Closing a stream ends its sample early. The exit of the context ends all samples at once, on every node. Raises
+        Closing a stream ends its sample early. Leaving the context ends all samples at once, on every node. Raises
         UnavailableError if no node takes requests or if the request would wait too long, and RequestError if it is too
         large for every node. At the request's deadline, the body of the `with` block is cancelled and UnavailableError
         is raised.
@@ -155,7 +154,7 @@ class Dispatcher:
                 await stream.aclose()
 
     async def generate(self, admitted: AdmittedRequest, sample: SampleState) -> TokenStream:
-        """Yield the tokens of one sample. After a failure, continue on other nodes after the last delivered token.
+        """Yield the tokens of one sample. After a failure, continue on other nodes from the last delivered token.
 
         Sample 0 runs alone until its prompt is computed. The other samples are then placed on the node that has the
         prompt's KV. Raises UnavailableError or RequestError if the sample cannot be completed.
@@ -242,8 +241,8 @@ class Dispatcher:
     async def _place(self, admitted: AdmittedRequest, attempt: Attempt, row: "array[int]", failover: Failover) -> None:
         """Wait until nodes are available for the attempt, and assign them to it. The wait does not count as an attempt.
 
-        Raises UnavailableError if the wait is too long, and AdmissionRefusedError if the first token is predicted too
-        late.
+        Raises UnavailableError if the wait is too long, and AdmissionRefusedError if the first token is predicted to
+        come too late.
         """
         request = attempt.request
         sibling = admitted.kv_node
@@ -344,7 +343,7 @@ class Dispatcher:
         """Wait until the next attempt may start. Raises UnavailableError or RequestError if no further attempt is
         allowed."""
         self._counts["moved"] += 1
-        # The loss or the end of a node is logged once, as an event of the node.
+        # If a node is lost or leaves, the journal logs this once, so a warning for each of its requests is not needed.
         is_logged = failure.is_gone or any(node.is_leaving for node in attempt.nodes)
         log.log(logging.INFO if is_logged else logging.WARNING, "request %s is retried: %s", attempt.id, failure)
         pause_s = RETRY_PAUSE_S * min(number, self._rules.max_attempts) * random.uniform(0.5, 1.5)
@@ -358,7 +357,7 @@ class Dispatcher:
         await asyncio.sleep(pause_s)
 
     async def _has_lost_node(self, attempt: Attempt) -> bool:
-        """Return whether a node of the attempt is lost or leaving. Wait a short time for the router to notice this.
+        """Return whether a node of the attempt is lost or leaving. Wait up to NEWS_S for the router to notice it.
 
         A node may report a failed handoff before the router notices that the other node is lost. The lost node is then
         at fault, and the retry does not count against the budget.

@@ -1,4 +1,4 @@
-"""Failover: decides which nodes a sample avoids after a failure, and when to stop retrying it.
+"""Failover: decides which nodes a sample avoids after a failure, and when the sample is no longer retried.
 
 Requests on a node that crashes are retried at once. The number of all other retries is limited to a small share of the
 requests, so that retries cannot overload the nodes.
@@ -56,13 +56,13 @@ class Failover:
     prefix_node: str = ""
     failures: int = 0
     _at_fault: set[str] = field(default_factory=set)  # prefill nodes whose handoff failed
-    _crashed: list[tuple[NodeConnection, float]] = field(default_factory=list)  # nodes, with the time of the crash
+    _crashed: list[tuple[NodeConnection, float]] = field(default_factory=list)  # crashed nodes, with the crash times
 
     def record_failure(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str], now: float) -> None:
         """Record a failed attempt. `decode_nodes` are the decode nodes that take requests; `now` is in seconds. Raises
         UnavailableError or RequestError if no further attempt is allowed."""
-        # If a live node has produced tokens and then gives the request back, for example because it drains, this does
-        # not count as a failure.
+        # A live node may produce tokens and then give the request back, for example because it drains. This does not
+        # count as a failure.
         self.failures += failure.is_gone or not attempt.has_output
         self._assign_fault(attempt, failure, decode_nodes)
         if failure.is_suspect:
@@ -99,8 +99,8 @@ class Failover:
         cause.
 
         The request is the likely cause after two crashes without a token in between. If these two crashes happened at
-        about the same time, a third crash is needed. A node that is back in the same incarnation has only lost its
-        connection, so it is no longer counted as crashed."""
+        about the same time, a third crash is needed. If a node comes back in the same incarnation, it had only
+        lost its connection, so it no longer counts as crashed."""
         if attempt.produced_by(node):
             self._crashed = []
             return
@@ -117,12 +117,12 @@ class Failover:
 
 
 def inexact_reason(attempt: Attempt) -> str:
-    """Return why an attempt may continue with other tokens than the failed attempt would have generated, or "" if it
-    continues exactly.
+    """Return why an attempt might continue an answer with different tokens than the failed attempt, or "" if the tokens
+    will be the same.
 
-    Baton's own nodes seed the draw of each token with the token's position, so they continue exactly. A vLLM server may
-    use one random generator for a whole request, and applies penalties only to the tokens of one call. The proxy node
-    of a vLLM server reports in `resumes` which requests the server can continue exactly.
+    Baton's own nodes seed the random draw of each token with the token's position, so they continue exactly. A vLLM
+    server may use one random generator for a whole request, and applies penalties only to the tokens of one call. The
+    proxy node of a vLLM server reports in `resumes` which requests the server can continue exactly.
     """
     sampling = attempt.request.sampling
     found = [node.info.attributes["resumes"] for node in attempt.nodes if "resumes" in node.info.attributes]

@@ -10,7 +10,7 @@ from shared.errors import BatonError
 from shared.rpc.messages import Media, SamplingParams, TokenDelta
 
 Item = TypeVar("Item")
-MERGED_ITEMS = 16  # number of items buffered between the streams and their reader
+MERGED_ITEMS = 16  # maximum number of items buffered between the streams and their reader
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,7 +26,7 @@ class PoolingRule:
     refusal: str = ""
     normalizes: bool = False  # the vector is divided by its Euclidean length
     tokens: tuple[int, ...] = ()
-    prompts: bool = False  # the template of a reranker ends with the generation prompt
+    prompts: bool = False  # whether the template of a reranker ends with the generation prompt
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,8 +66,8 @@ class GenerationRequest:
     generated: tuple[int, ...] = ()  # tokens of sample 0 that another router has already generated
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds
-    nodes: tuple[str | None, str | None] = (None, None)  # (prefill, decode) of sample 0's latest attempt
-    version: ModelVersion = ANY_VERSION  # the model and code of the last chosen decode node
+    nodes: tuple[str | None, str | None] = (None, None)  # ids of the prefill and decode node of sample 0's last attempt
+    version: ModelVersion = ANY_VERSION  # model and code version of the decode node that was chosen last
 
 
 def is_refusal(error: Exception, request: GenerationRequest) -> bool:
@@ -78,7 +78,7 @@ def is_refusal(error: Exception, request: GenerationRequest) -> bool:
 TokenStream = AsyncGenerator[TokenDelta, None]
 """The tokens of one sample. Each delta continues the one before; no token is lost or repeated.
 
-The first delta of sample 0 has all `prompt_logprobs`; they are empty in all others. Only the first delta of a sample
+The first delta of sample 0 has all `prompt_logprobs`; no other delta has any. Only the first delta of a sample
 has `cached_tokens`. The last delta may have no tokens; its `finish` is "stop" if the last token is in `stop_tokens`,
 and "length" otherwise. The stream raises RequestError or UnavailableError if the sample cannot be completed.
 """

@@ -1,4 +1,4 @@
-"""The settings by which the dispatcher retries and refuses requests."""
+"""The settings that determine when the dispatcher retries or refuses a request."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from shared.errors import UnavailableError
 @dataclass(frozen=True, slots=True)
 class DispatchRules:
     """The settings of the dispatcher. `scheduler.placement.place` documents `disaggregate`. A request is refused if its
-    first token is predicted later than `ttft_slo_s` seconds; 0 means no limit. With `exact_retries`, a request fails if
-    its next attempt might continue with different tokens."""
+    first token is predicted to take more than `ttft_slo_s` seconds; 0 means no limit. With `exact_retries`, a request
+    fails if its next attempt might continue with different tokens."""
 
     max_attempts: int = 5
     disaggregate: str = "auto"
@@ -25,10 +25,10 @@ class DispatchRules:
             raise UnavailableError(f"{text} ({why}); send the request again.", code="not_resumable")
 
     def check_slo(self, placement: Placement, *, is_stale: bool) -> None:
-        """Raise AdmissionRefusedError if the first token is predicted later than the SLO.
+        """Raise AdmissionRefusedError if the first token is predicted to miss the SLO.
 
-        A request without a prediction, or with a stale one, is admitted. If stale predictions counted, a node that was
-        once measured as too slow would get no more requests, and would never be measured again.
+        A request is admitted if it has no prediction or a stale prediction. If stale predictions counted, a node that
+        was once measured as too slow would get no more requests, and would never be measured again.
         """
         slo_s, estimate = self.ttft_slo_s, placement.estimate
         if not slo_s or estimate is None or estimate.first_token_s <= slo_s or is_stale:

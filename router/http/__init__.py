@@ -1,1 +1,1 @@
-"""The HTTP edge: routes, authentication, request bodies, responses."""
+"""The HTTP interface: routes, authentication, request bodies and responses."""

@@ -29,8 +29,8 @@ class RoleBody(BaseModel):
 
 
 class Admin:
-    """The handlers of the admin routes. It tracks the role changes in progress, so that two changes at the same time
-    cannot leave the cluster without a usable node."""
+    """The handlers of the admin routes. The object tracks the role changes in progress, so that two changes at the same
+    time cannot leave the cluster without a usable node."""
 
     def __init__(self, pools: Sequence[NodePool], drain_s: float) -> None:
         """A node that changes its role waits up to `drain_s` seconds for its requests to end."""

@@ -63,7 +63,7 @@ class ThinkingBlock(ContentBlock):
 
 
 class RedactedBlock(ContentBlock):
-    """Reasoning of an earlier answer that only Anthropic can read. It has no effect."""
+    """The reasoning of an earlier answer, encrypted by Anthropic. It has no effect."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -164,7 +164,7 @@ class Thinking(BaseModel):
 
 
 class OutputFormat(BaseModel):
-    """A JSON schema that the text must match."""
+    """A JSON schema that the text of the answer must match."""
 
     model_config = Strict
     type: Literal["json_schema"]
@@ -172,7 +172,7 @@ class OutputFormat(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """`output_config`: the format of the text, and how much the model reasons."""
+    """`output_config`: the format of the answer's text, and how much the model reasons."""
 
     model_config = Strict
     effort: ReasoningEffort | None = None
@@ -191,7 +191,7 @@ class CountTokensBody(Body):
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
 
     def chat_fields(self) -> dict[str, Any]:
-        """Return the fields of a chat with the same prompt. Raises RequestError."""
+        """Return the fields of a `ChatBody` with the same prompt. Raises RequestError."""
         choice: Any = {"auto": "auto", "any": "required", "none": "none", "tool": None}[self.tool_choice.type]
         if (choice is None) != (self.tool_choice.name is not None):
             raise RequestError("`tool_choice` must have a name if and only if its type is `tool`.", "tool_choice")
@@ -276,7 +276,7 @@ def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any
 
 @contextmanager
 def named_parameters() -> Iterator[None]:
-    """In an error, replace the name of a parameter of chat completions by the name that this API has for it."""
+    """In an error, replace a parameter's name in chat completions by its name in this API."""
     try:
         with images_of_parameter("messages"):
             yield
@@ -291,8 +291,8 @@ def named_parameters() -> Iterator[None]:
 
 
 class MessageEvents:
-    """Builds the events of an answer, and the message so far. Call `start` first, and then `add` for each delta. Both
-    methods return the new events."""
+    """Builds the events of an answer, and keeps the message's current state in `message`. Call `start` first, and
+    then `add` for each delta. Both methods return the new events."""
 
     def __init__(self, message_id: str, model: str, num_prompt: int, id_form: str) -> None:
         self.message: dict[str, Any] = {

@@ -45,7 +45,7 @@ from shared.errors import RequestError, UnavailableError
 from shared.version import package_version
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
-MAX_PATH, MAX_LISTED = 64, 7  # limits of an error about an unknown path: characters of this path, known paths
+MAX_PATH, MAX_LISTED = 64, 7  # limits of an error about an unknown path: length of the path, number of known paths
 PARSED_AT_ONCE = 64 << 10  # bytes; a larger body is parsed on a thread
 Handler = Callable[[Body, ResponseWriter], Awaitable[None]]
 
@@ -73,13 +73,13 @@ def build_app(
     """Build the whole REST API as an ASGI app.
 
     `more_models` are served too, each for the requests that name it. `/metrics` shows `registry`. The dispatcher and
-    the node pool must report to the same `observer`. `slo` returns the latency targets of a request that arrives now.
+    the node pool must report to the same `observer`. `slo` returns the latency targets for a request that arrives now.
     `more_routes` require an admin's key. Pages of `allowed_origins` may call the routes for tenants from a browser.
     `images` is None if the model takes no images. If `workers` is given, each route whose answers differ between the
-    workers merges the answers of all workers. For that, `state.worker` is an app that serves these routes
-    with the answers of this worker alone. `adapters` is None if LoRA adapters cannot be loaded while the router runs.
+    workers merges the answers of all workers. The app `state.worker` serves the answers of this worker alone, so that
+    every worker can merge them. `adapters` is None if LoRA adapters cannot be loaded while the router runs.
 
-    `state.responses` is the ResponseRuns, which the caller opens and closes, or None without a store.
+    `state.responses` is a `ResponseRuns` that the caller must open and close, or None without a store.
 
     For a router with two ports, `state.api` is an app with only the routes for tenants, and `state.admin` is an app
     with only the routes that observe or change the cluster. Both apps include the health routes.
@@ -114,7 +114,7 @@ def build_app(
 
 def _of_all_workers(workers: WholeRouter | None, routes: Sequence[BaseRoute]) -> list[BaseRoute]:
     """Return `routes`. If the router has several workers, add routes at the front that merge the answers of all
-    workers. These take precedence over the routes with the same paths."""
+    workers. The added routes take precedence over routes with the same paths."""
     whole = [] if workers is None else workers.routes([each.path for each in routes if isinstance(each, Route)])
     return [*whole, *routes]
 
@@ -193,7 +193,7 @@ def _no_route(paths: Sequence[str], request: Request, error: Exception) -> Respo
 
 @dataclass(frozen=True)
 class CompletionsApi:
-    """The handlers of completions, chats and tokens of one model."""
+    """One model's handlers for completions, chats and tokenization."""
 
     generation: GenerationService
 
@@ -290,7 +290,7 @@ class ApiHandlers:
         return JSONResponse(self.whole_status())
 
     def whole_status(self) -> dict[str, Any]:
-        """Return the dispatchers' status, the totals and latencies of the last minute, and the observer's fields."""
+        """Return the dispatchers' status, recent totals and latencies, and the observer's fields."""
         first = self.models.first
         status = status_of_models([each.dispatcher.status() for each in self.models.services])
         alive = [node for node in status["nodes"] if node["alive"]]
@@ -313,7 +313,7 @@ class ApiHandlers:
         return Response(status_code=200)
 
     async def ready(self, request: Request) -> Response:
-        """Report whether nodes of every model take requests. With `role`, only the nodes of this role count; with
+        """Report whether every model has nodes that take requests. With `role`, only the nodes of this role count; with
         `model`, only the nodes of this model."""
         role = request.query_params.get("role")
         if role not in {None, "prefill", "decode"}:
@@ -329,7 +329,7 @@ class ApiHandlers:
         return JSONResponse({"version": package_version() or "unknown"})
 
     async def load(self, _request: Request) -> Response:
-        """Return the number of requests in progress, with the field of vLLM."""
+        """Return the number of requests in progress, in vLLM's format."""
         return JSONResponse({"server_load": self.slots.used})
 
     async def metrics(self, _request: Request) -> Response:
@@ -340,8 +340,8 @@ class ApiHandlers:
 
 @dataclass(frozen=True)
 class JsonEndpoint:
-    """A route that takes a JSON body. It limits the number of requests in progress, and the size and duration of their
-    bodies. It cancels the handler when the client disconnects, and sends a response for every error."""
+    """A route that takes a JSON body. It limits the number of requests in progress, the size of a body, and how long
+    a body takes to arrive. It cancels the handler when the client disconnects, and sends a response for every error."""
 
     shared: ApiHandlers
     body_timeout_s: float

@@ -39,15 +39,15 @@ SCOPE_KEY = "baton.identity"  # the key of the Identity in the ASGI scope
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The owner of the key that a request was sent with. An admin may view and change the cluster. `tenant` is "" if no
-    keys are set."""
+    """The owner of a request's API key. An admin may view and change the cluster. `tenant` is "" if no keys are
+    set."""
 
     tenant: str
     is_admin: bool = False
 
     def allowed_priority(self, wanted: int) -> int:
-        """Return the priority of a request that asks for `wanted`. Only an admin may give a number below 0, which is a
-        raised priority."""
+        """Return the priority of a request that asks for `wanted`. Only an admin may give a number below 0, which
+        raises the priority."""
         return wanted if self.is_admin else max(0, wanted)
 
 
@@ -76,7 +76,7 @@ def deadline_of(scope: Scope, arrived: float, longest_s: float) -> float | None:
 
 
 def check_headers(headers: Headers, limit: int) -> None:
-    """Raise RequestError if the headers declare a body other than plain JSON, or of more than `limit` bytes."""
+    """Raise RequestError if the headers declare a body that is not plain JSON or has more than `limit` bytes."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError("Content-Type must be application/json.", status=415)
@@ -127,7 +127,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Return the status, the body in OpenAI's error format, and the headers of an error's response. The details of an
+    """Return the status, the body (in OpenAI's format) and the headers of the response to an error. The details of an
     unexpected error are logged under `label`, and are not sent to the client."""
     headers: dict[str, str] = {}
     param = code = None
@@ -179,7 +179,7 @@ class ResponseWriter:
         self._label = self._name = label_of(scope)
         self.traceparent = traceparent_of(Headers(scope=scope).getlist("traceparent"))
         self.arrived = time.monotonic()
-        self.deadline: float | None = None  # a time of the monotonic clock; set by the endpoint
+        self.deadline: float | None = None  # on the monotonic clock; set by the endpoint
         self.log_fields: Mapping[str, object] = {}  # more fields for the access log
         self._status = CLIENT_GONE
         self._outcome = "client_gone"

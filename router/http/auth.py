@@ -30,13 +30,13 @@ LINE = re.compile(r"(?P<tenant>[\w.-]{1,64}):(?P<hash>[0-9a-f]{64})(?P<admin>:ad
 LINE_FORM = "must be tenant:sha256 or tenant:sha256:admin; `baton key TENANT` makes such a line"
 MAX_KEYS = 1024  # each request's key is compared with all keys, which takes 0.05 us for each key
 MAX_FILE_BYTES = 256 << 10
-LOOK_S = 1.0  # seconds between checks whether the file has changed
+LOOK_S = 1.0  # seconds between checks of the file for changes
 LOG_EVERY_S = 10.0
 NO_KEY_NEEDED = frozenset({"/health", "/ping", "/ready"})  # these routes reveal only whether the router is up and ready
 
 
 class ApiKeys:
-    """The API keys from a file and from a setting. A tenant may have several keys.
+    """The API keys from the file of --api-keys-file and from --api-keys. A tenant may have several keys.
 
     The authentication middleware calls `identify` on the event loop. `identify` reads the file again after a change, so
     that keys can be added and revoked without a restart. If the file cannot be read, the previous keys remain valid.
@@ -94,7 +94,7 @@ class ApiKeys:
                 if not entry:
                     continue
                 match = LINE.fullmatch(entry)
-                if match is None:  # the message omits the line, which may be a key
+                if match is None:  # omit the line from the message, because it may contain a key
                     raise ConfigError(f"{where}, line {number}: {LINE_FORM}")
                 identity = Identity(match["tenant"], match["admin"] is not None)
                 if entries.setdefault(bytes.fromhex(match["hash"]), identity) is not identity:
@@ -175,7 +175,7 @@ class AuthMiddleware:
 
 
 class ApiCors(CORSMiddleware):
-    """ASGI middleware that lets pages of some origins call the API from a browser. Other routes get no CORS headers.
+    """ASGI middleware that lets pages of some origins call `routes` from a browser. No other route sends CORS headers.
 
     It answers preflight requests, which browsers send without a key. Because `allow_credentials` is not set, browsers
     add no stored credentials to the actual requests. A page must therefore send a key itself.
@@ -193,7 +193,7 @@ class ApiCors(CORSMiddleware):
 
 
 def matches(routes: Sequence[BaseRoute], scope: Scope) -> bool:
-    """Return whether one of the routes has the path of the request."""
+    """Return whether the path of the request matches one of the routes."""
     return any(route.matches(scope)[0] is not Match.NONE for route in routes)
 
 

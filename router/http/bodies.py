@@ -65,7 +65,7 @@ UNSUPPORTED |= {"thinking_token_budget": (-1,)}
 UNSUPPORTED |= dict.fromkeys(("compaction", "container", "diagnostics", "inference_geo", "thread"), ())
 UNSUPPORTED |= {"fallbacks": ([],), "previous_input_messages": (), "previous_response": ()}
 UNSUPPORTED |= {"enable_response_messages": (False,), "mcp_servers": ([],), "prompt": (), "speed": ("standard",)}
-# Fields that are not accepted, each with the field to use instead. vLLM used the names with `guided_` earlier.
+# Fields that are not accepted, each with the field to use instead. Earlier versions of vLLM had `guided_` fields.
 REPLACED = {f"guided_{name}": f"structured_outputs.{name}" for name in ("choice", "grammar", "json", "regex")}
 REPLACED["prompt"] = "messages"
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -83,7 +83,7 @@ EXPECTED = {
     "tools": f"must be a list of at most {MAX_TOOLS} functions",
     "tool_choice": 'must be "none", "auto", "required" or an object with the type "function" and a function\'s name',
 }
-# The maximum number of parts of an error's location that the error names, by field. For other fields, it is one.
+# How many parts of a parameter's name an error shows, by field (`tools[0].function.name` has 4). The default is 1.
 NESTED = {
     "messages": 3,
     "response_format": 3,
@@ -149,8 +149,8 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def listed(prompts: Any) -> list[Any]:
-    """Return the prompts in the value of a field of the type `Prompt | list[Prompt]`. A list of integers is one
-    prompt."""
+    """Return the prompts in a value of the type `Prompt | list[Prompt]`. A list of integers is a single prompt, given
+    as token ids."""
     is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
     return [prompts] if is_one else list(prompts)
 
@@ -179,8 +179,8 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """The base class of all bodies. The types of its fields are strict. `more_bytes` is added to the maximum size of a
-    body, which otherwise suffices for a prompt that fills the model's context."""
+    """The base class of all bodies. Its validation is strict. The default limit on the size of a body suffices for a
+    prompt that fills the model's context, and `more_bytes` is added to this limit."""
 
     model_config = Strict
     more_bytes: ClassVar[int] = 0
@@ -305,7 +305,7 @@ class ChatBody(GenerateBody):
     @model_validator(mode="after")
     def _chat_agrees(self) -> "ChatBody":
         _check_continuation(self.continue_final_message, self.add_generation_prompt)
-        if self.reasoning_effort is not None:  # templates have different names for the switch for reasoning
+        if self.reasoning_effort is not None:  # each template has its own name for this setting
             thinks = self.reasoning_effort != "none"
             own = {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": self.reasoning_effort}
             self.chat_template_kwargs = own | self.chat_template_kwargs
@@ -385,8 +385,8 @@ def parse_body(kind: type[BodyType], raw: bytes, models: Sequence[str]) -> BodyT
 
 
 def _near(kind: type[BaseModel], location: Sequence[str | int]) -> str:
-    """Return the end of a sentence about an unknown parameter, which suggests the known parameter with the most similar
-    name."""
+    """Return the end of an error message about an unknown parameter. If a known parameter has a similar name, the
+    message suggests it."""
     known: Any = kind
     for part in location[:-1]:
         known = known.model_fields[part].annotation if part in getattr(known, "model_fields", {}) else None

@@ -30,7 +30,7 @@ LINE_BYTES, HEAD_BYTES, MAX_HEADERS = 8 << 10, 32 << 10, 100
 PIECE_BYTES = 8 << 10  # number of bytes parsed at a time; a limit may be exceeded by up to this number
 MAX_CHUNKS = 10_000
 FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # limits on the bytes of chunk headers and trailers
-MAX_PIPELINED = 16  # parsed requests that wait for earlier responses; later bytes wait unparsed
+MAX_PIPELINED = 16  # maximum number of parsed requests that wait for earlier responses; further bytes are parsed later
 CLOSE_S = 30.0  # how long a client may take to read the last response
 SPARE_FILES = 256  # file descriptors for everything except clients' connections
 
@@ -39,8 +39,8 @@ SPARE_FILES = 256  # file descriptors for everything except clients' connections
 class ConnectionLimits:
     """The maximum number of connections, and timeouts in seconds.
 
-    `head_s` limits the time for the head of a request, `rest_s` the time for the rest of a request that was answered
-    early, `idle_s` the time between requests, and `drain_s` the wait for a request while the server drains.
+    `head_s` limits the time for a request's head, and `rest_s` the time for the rest of a request that was answered
+    early. `idle_s` limits the time between requests, and `drain_s` the wait for a request while the server drains.
     """
 
     connections: int = 10_000
@@ -52,7 +52,7 @@ class ConnectionLimits:
 
 @dataclass(slots=True)
 class IdleConnections:
-    """The connections of one server that wait for a request, oldest first. If there are too many connections, the
+    """One server's connections that wait for a request, oldest first. If there are too many connections, the
     server closes idle ones to admit new ones. It first closes those that never sent a request."""
 
     is_draining: bool = False  # if set, each connection closes after its next response
@@ -68,7 +68,7 @@ class IdleConnections:
 
 
 def raise_fd_limit(connections: int) -> int:
-    """Raise the file descriptor limit to allow `connections` connections. Return how many it then allows."""
+    """Raise the file descriptor limit to allow `connections` connections. Return the number that it then allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + SPARE_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -270,8 +270,8 @@ class HttpConnection(HttpToolsProtocol):
             self.loop.call_soon(self._parse)
 
     def shutdown(self) -> None:
-        """Drain: answer requests that have begun, then close. Close idle connections at once. A connection without a
-        request so far stays open for `drain_s`, because its first request may be on its way and would otherwise
+        """Drain: answer requests that have begun, then close. Close idle connections at once. A connection that has
+        not sent a request yet stays open for `drain_s`, because its first request may be on its way and would otherwise
         fail."""
         if self._under_way:
             self._under_way[-1].keep_alive = False

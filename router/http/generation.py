@@ -1,4 +1,4 @@
-"""The models of a router, and the service that generates the answers of each model for the handlers of all APIs."""
+"""The models that a router serves, and the service that generates each model's answers for the handlers of all APIs."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -40,8 +40,8 @@ class GenerationService:
     images: ImageReader | None = None  # None if the model takes no images
 
     def name_for(self, body: Body) -> str:
-        """Return the name of the model in the response to a body. This is the name that the client gave, or the model's
-        own name if the client gave none."""
+        """Return the name of the model for the response to a request: the name that the client gave, or the model's own
+        name if the client gave none."""
         return body.model or self.model.name
 
     def adapters(self) -> dict[str, str]:
@@ -116,8 +116,8 @@ class ServedModels:
         return [name for service in self.services for name in service.model_names()]
 
     async def learn_adapters(self) -> None:
-        """Wait until the router can know the adapters of every model. Raises UnavailableError if a model has no nodes
-        yet."""
+        """Wait until a node of every model has joined, because nodes report the adapters. Raises UnavailableError
+        after a timeout."""
         for each in self.services:
             await each.dispatcher.learn_adapters()
 

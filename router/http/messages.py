@@ -122,7 +122,7 @@ class ToolCall(BaseModel):
     id: Id
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: Annotated[int, Field(ge=0)] | None = None  # a field of stream deltas, which some clients send back
+    index: Annotated[int, Field(ge=0)] | None = None  # occurs in the deltas of a stream; some clients send it back
 
     def plain(self) -> dict[str, Any]:
         """Return the call in the form that chat templates expect."""
@@ -206,7 +206,7 @@ class ChatMessage(BaseModel):
             fields = {key: field for key, field in fields.items() if key not in ("annotations", "parsed")}
         if fields.get("tool_calls") and fields.get("content") is None:
             fields["content"] = ""
-        if "reasoning" in fields:  # the name of the same field in newer versions of vLLM
+        if "reasoning" in fields:  # newer versions of vLLM have this name for `reasoning_content`
             fields.setdefault("reasoning_content", fields.pop("reasoning"))
         unknown = next((key for key in fields if key not in cls.model_fields), None)
         if unknown is not None:
@@ -243,7 +243,7 @@ class ChatMessage(BaseModel):
             message["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
-            # gpt-oss's template has this name for the reasoning. It refuses a message with reasoning, text and calls.
+            # gpt-oss's template calls the reasoning `thinking`, and refuses a message that also has text and calls.
             if not (text and self.tool_calls):
                 message["thinking"] = self.reasoning_content
         return message
@@ -266,8 +266,8 @@ def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 @contextmanager
 def images_of_parameter(name: str) -> Iterator[None]:
-    """In errors about images, replace the name of the parameter by `name`. This is for chats that were made from a
-    request of another API."""
+    """In errors about images, replace the name of the parameter by `name`. Use this context
+    manager for chats that were converted from requests of another API."""
     try:
         yield
     except RequestError as error:
@@ -278,7 +278,7 @@ def images_of_parameter(name: str) -> Iterator[None]:
 
 
 def check_tool_results(messages: Sequence[ChatMessage]) -> None:
-    """Raise RequestError if a result of a tool has no call in an earlier message."""
+    """Raise RequestError if a tool result has no matching call in an earlier message."""
     called: set[str] = set()
     for number, message in enumerate(messages):
         called |= {call.id for call in message.tool_calls}

@@ -97,7 +97,7 @@ EMBEDDING = record(object={"const": "embedding"}, index=WHOLE, embedding=VECTOR)
 SCORED = record(object={"const": "score"}, index=WHOLE, score=NUMBER)
 RANKED = record({"document": record(text=TEXT)}, index=WHOLE, relevance_score=NUMBER)
 POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-STREAM: Schema = {"text/event-stream": {}}  # one event for each chunk, and a last event, which is an error or [DONE]
+STREAM: Schema = {"text/event-stream": {}}  # one event for each chunk; completions end with an error event or [DONE]
 # The body of each POST route, the schema of its JSON answer, and its other answers by content type.
 POSTS: dict[str, tuple[type[Body], Schema, Schema]] = {
     "/v1/completions": (CompletionBody, COMPLETION, STREAM),

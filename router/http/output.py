@@ -117,8 +117,8 @@ class OutputProcessor:
         return added
 
     def _without_stop(self, text: str) -> str:
-        """Return the text up to the first complete or possible stop string. Stop strings are ignored until the choice
-        has its minimum number of tokens."""
+        """Return the text up to the first stop string. Text that may be the beginning of a stop string is held back.
+        The first `min_tokens` tokens of the choice are not searched for stop strings."""
         return text if self.num_tokens <= self._min_tokens else self._stops.push(text)
 
 
@@ -128,7 +128,7 @@ Output = tuple[OutputProcessor, TextDelta]  # a choice, and what one token delta
 class RequestOutput:
     """The choices of one HTTP request: their tokens, their text, and their measurements.
 
-    The request's handler calls `open` once, and writes the deltas that it yields to the client. After the context of
+    The request's handler calls `open` once, and sends the client the deltas that `open` provides. After the context of
     `open` has exited, every sample has ended on all nodes, and the metrics and the observer have counted each sample
     exactly once. All methods run on the event loop.
     """
@@ -168,7 +168,7 @@ class RequestOutput:
         return min((ttft_s for each in self.choices if (ttft_s := each.timings.ttft_s) is not None), default=None)
 
     def log_fields(self) -> dict[str, object]:
-        """Return the request's fields in the access log: numbers of tokens, latency, and the nodes of its last
+        """Return the request's fields for the access log: numbers of tokens, latency, and the nodes of its last
         attempt."""
         prefill, decode = self.prompts[0].request.nodes
         ttft_ms = None if self.ttft_s is None else round(1000 * self.ttft_s, 1)
@@ -206,8 +206,8 @@ class RequestOutput:
                 self._ended(choice, outcome, failure)
 
     async def _outputs(self, streams: Sequence[TokenStream]) -> AsyncGenerator[Output, None]:
-        """Yield the text of all choices as it arrives. Report the tokens of a delta as sent when the handler asks for
-        the next delta."""
+        """Yield the text of all choices as it arrives. When the handler asks for the next delta, report the tokens of
+        the previous delta as sent."""
         texts = [self._texts(choice, stream) for choice, stream in zip(self.choices, streams, strict=True)]
         outputs = texts[0] if len(texts) == 1 else merge(texts)
         try:

@@ -20,7 +20,7 @@ from shared.limits import GREEDY_BELOW
 from shared.rpc.messages import Media, SamplingParams, pack_ids
 
 COMPLETION_TOKENS = 16  # default of `max_tokens` for completions, as in OpenAI and vLLM
-AT_ONCE = 8192  # this number of characters takes about 1 ms to encode; longer texts are encoded on a thread
+AT_ONCE = 8192  # a text of this many characters takes about 1 ms to encode; a longer text is encoded on a thread
 ENCODE_S = 10.0  # time limit for work on a thread
 
 Arguments = ParamSpec("Arguments")
@@ -187,7 +187,7 @@ async def _encoded(
 
 
 def _truncated(prompt: list[int], body: GenerateBody, model: ModelCard) -> list[int]:
-    """Return the prompt. If the body limits the number of its tokens, keep only the last tokens."""
+    """Return the prompt, cut to its last tokens if the body limits the length of the prompt."""
     limit = body.truncate_prompt_tokens
     if limit == -1:  # leave room for the answer
         default = 1 if isinstance(body, ChatBody) else COMPLETION_TOKENS
@@ -196,8 +196,8 @@ def _truncated(prompt: list[int], body: GenerateBody, model: ModelCard) -> list[
 
 
 def _spellings(words: list[str], model: ModelCard, tokenizer: Tokenizer) -> list[bytes]:
-    """Return the packed token ids of each word, as it is encoded at the start of a text. If the word after a space has
-    the same number of tokens but another first token, add this encoding too. This is vLLM's rule."""
+    """Return the packed token ids of each word, encoded without a space before it. If a space changes the first token
+    of the word, but not the number of tokens, also return the encoding with the space. This is vLLM's rule."""
     spellings = []
     for word in words:
         first = tokenizer.encode(word.lstrip() or word, add_special_tokens=False)

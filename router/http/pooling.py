@@ -39,8 +39,8 @@ from shared.rpc.messages import SamplingParams, pack_ids
 MAX_INPUTS = 2048  # as in OpenAI's API
 AT_ONCE, AT_ONCE_TOKENS = 64, 65_536  # how many prompts and tokens of one HTTP request are computed at once
 MORE_BYTES = 32 << 20
-# The classes for generation need a body with the parameters of generation. All pooling requests use this body. Its one
-# token is not sent to the client.
+# The classes for generation need a body with the parameters of generation. All pooling requests use this body. Its
+# `max_tokens` must be at least 1, but the client gets no token.
 ONE_TOKEN = CompletionBody(prompt=[0], max_tokens=1, temperature=0.0)
 
 Text = Annotated[str, Field(min_length=1)]
@@ -48,7 +48,7 @@ Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fa
 
 
 class PoolingBody(Body):
-    """The parameters of embeddings and scores."""
+    """The parameters that requests for embeddings and requests for scores share."""
 
     more_bytes: ClassVar[int] = MORE_BYTES
     cache_salt: CacheSalt | None = None
@@ -88,7 +88,7 @@ class EmbeddingBody(PoolingBody):
 
 
 class PairBody(PoolingBody):
-    """The parameters of scores. `instruction` is for rerankers whose template supports it."""
+    """The parameters that /v1/rerank and /v1/score share. `instruction` is for rerankers whose template supports it."""
 
     chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
     instruction: Text | None = None
@@ -112,7 +112,7 @@ class RerankBody(PairBody):
 
 
 class ScoreBody(PairBody):
-    """POST /v1/score. `queries` is another name of `text_1`, and `documents` another name of `text_2`."""
+    """POST /v1/score. `queries` is another name for `text_1`, and `documents` is another name for `text_2`."""
 
     text_1: Text | Texts | None = None
     text_2: Text | Texts | None = None
@@ -131,7 +131,7 @@ class ScoreBody(PairBody):
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        """The first texts and the second texts of the pairs. A single first text is compared with all second texts."""
+        """The first texts and the second texts of the pairs. A single first text is paired with every second text."""
         given = self.text_1 or self.queries or [], self.text_2 or self.documents or []
         left, right = ([one] if isinstance(one, str) else one for one in given)
         return left, right
@@ -214,7 +214,7 @@ class PoolingApi:
         return [_sigmoid(one) if body.use_activation else one for one in logits], prompts
 
     async def _paired(self, query: str, document: str, body: PairBody) -> list[int]:
-        """Return the prompt of a reranker, whose chat template takes messages with the roles `query` and `document`."""
+        """Return the prompt for a reranker. Its chat template takes messages with the roles `query` and `document`."""
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         if body.instruction is not None:
             messages.insert(0, {"role": "system", "content": body.instruction})
@@ -318,7 +318,7 @@ def _shown(vector: "array[float]", body: EmbeddingBody) -> list[float] | str:
 
 
 def _common_end(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of equal tokens at the end of both sequences."""
+    """Return the length of the longest common suffix of the two sequences."""
     pairs = zip(reversed(ids), reversed(others), strict=False)
     return next((number for number, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(others)))
 

@@ -110,7 +110,7 @@ def text_of(content: str | Sequence[InputText | RefusalPart | InputImage]) -> st
 
 
 def content_of(content: str | Sequence[InputText | RefusalPart | InputImage]) -> str | list[dict[str, Any]]:
-    """Return the content as a chat message has it: one text, or a list of parts if there are images."""
+    """Return the content in the form of a chat message: one text, or a list of parts if there are images."""
     if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
         return text_of(content)
     return [
@@ -216,7 +216,7 @@ class ResponseTool(FunctionDefinition):
 
 
 class ReasoningOptions(BaseModel):
-    """How much the model reasons. There are no summaries; a reasoning item has the whole text."""
+    """How much the model reasons. There are no summaries; a reasoning item contains the whole reasoning."""
 
     model_config = Strict
     effort: ReasoningEffort | None = None
@@ -225,7 +225,7 @@ class ReasoningOptions(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """The format of the text. It has the fields of `response_format`, without nesting."""
+    """The format of the answer's text. It has the same fields as `response_format`, but without nesting."""
 
     model_config = Strict
     type: Literal["text", "json_object", "json_schema"]
@@ -251,7 +251,7 @@ class ResponseChoice(FunctionChoice):
 
 
 class TextOptions(BaseModel):
-    """Options of the text."""
+    """Options for the text of the answer."""
 
     model_config = Strict
     format: TextFormat | None = None

@@ -18,8 +18,8 @@ Event = dict[str, Any]
 
 
 class ResponseEvents:
-    """Builds the events of one response, and the response so far. Call `start` first, and then `add` for each delta.
-    Call `fail` if the response ends without a last delta. Each of these methods returns the new events."""
+    """Builds the events of one response, and keeps the response's state in `response`. Call `start` first, then `add`
+    for each delta. Call `fail` if the response ends without a last delta. These methods return the new events."""
 
     def __init__(
         self, response_id: str, created: int, body: ResponsesBody, model: str, tokenizer: Tokenizer, num_prompt: int
@@ -155,7 +155,7 @@ class ResponseEvents:
         return self._event(f"response.{kind}", item_id=self._item["id"], output_index=place, **fields)
 
     def _open(self, kind: str, name: str = "") -> list[Event]:
-        """Begin an item. `name` is the function of a call."""
+        """Begin an item. If the item is a call, `name` is the name of its function."""
         output, response_id = self.response["output"], self.response["id"]
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         digest = hashlib.sha256(f"{response_id}.{len(output)}".encode()).hexdigest()
@@ -210,7 +210,7 @@ def _format(body: ResponsesBody) -> dict[str, Any]:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy that later changes of the item do not affect."""
+    """Return a copy that later changes to the item do not affect."""
     return {key: [*value] if isinstance(value, list) else value for key, value in item.items()}
 
 

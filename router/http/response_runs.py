@@ -1,8 +1,8 @@
 """Generates stored responses, and lets any number of clients follow them.
 
-A run is a task of the router that holds the response's lease. The run appends each delta to the log in the store.
-Clients never read from the run itself, but replay this log. A client of any router therefore gets the same events,
-before and after another router takes the response over.
+A run is a task that generates one response, and holds the response's lease. It appends each delta to the log in the
+store. Clients never read from the run itself, but replay this log. A client of any router therefore gets the same
+events, before and after another router takes the response over.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from shared.rpc.messages import SamplingParams, TokenDelta, pack_ids, unpack_ids
 
 log = logging.getLogger("baton.responses")
 Result = TypeVar("Result")
-# A call to a store that does not answer is repeated after STORE_PAUSE_S seconds, for up to STORE_PATIENCE_S seconds.
+# If the store does not answer, a call is repeated every STORE_PAUSE_S seconds, for up to STORE_PATIENCE_S seconds.
 STORE_PAUSE_S, STORE_PATIENCE_S = 0.2, 60.0
 
 
 @dataclass(slots=True)
 class RequestSlots:
-    """The API requests in progress, and their maximum. Responses that run in the background count too."""
+    """The number of API requests in progress, and its limit. Responses that run in the background count too."""
 
     limit: int
     used: int = 0
@@ -54,8 +54,8 @@ def chat_of(stored: StoredResponse) -> ChatBody:
 
 @dataclass(frozen=True, slots=True)
 class ResponseRun:
-    """One run of a stored response, which continues after the deltas in `known`. `owner` is the name that holds the
-    response's lease."""
+    """One run of a stored response, which continues after the deltas in `known`. `owner` is the name under which
+    the run holds the response's lease."""
 
     stored: StoredResponse
     request: GenerationRequest
@@ -96,15 +96,15 @@ class ResponseRuns:
     """
 
     def __init__(self, models: ServedModels, store: ResponsesStore, owner: str, slots: RequestSlots) -> None:
-        """`owner` is the id of this router, which changes with each start."""
+        """`owner` is the id of this router. The router gets a new id each time it starts."""
         self.store = store
-        # Errors of foreground runs that failed before their first token, until the handler reads them.
+        # Errors of foreground runs that failed before their first token. The handler takes them from here.
         self.errors: dict[str, Exception] = {}
         self._models = models
         self._owner = owner
         self._slots = slots
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._owners: dict[str, str] = {}  # the owner name of each run's lease
+        self._owners: dict[str, str] = {}  # the name under which each run holds its lease
         self._group = TaskGroup()
         self._news: dict[str, asyncio.Event] = {}  # set when an entry was appended to a response's log
 
@@ -136,7 +136,7 @@ class ResponseRuns:
         self._group.start(_patiently(lambda: self.cancel(response_id)))
 
     async def replay(self, stored: StoredResponse) -> Replay:
-        """Process the response's whole log."""
+        """Return a replay that has processed the response's whole log."""
         replay = Replay(self._models, stored)
         replay.events.start()
         for delta in await self.store.read(stored.id, 0):
@@ -151,7 +151,7 @@ class ResponseRuns:
         return response | ({"status": "queued"} if is_queued else {})
 
     async def follow(self, stored: StoredResponse) -> AsyncGenerator[list[Event], None]:
-        """Yield the events of a response until it ends or is deleted. The first events come with the first delta."""
+        """Yield the events of a response until it ends or is deleted. Nothing is yielded before the first delta."""
         replay, num_read, deadline = Replay(self._models, stored), 0, time.monotonic() + STORE_PATIENCE_S
         events = replay.events.start()
         while not replay.events.is_complete:
@@ -194,7 +194,7 @@ class ResponseRuns:
         task.add_done_callback(ended)
 
     async def _generate(self, run: ResponseRun) -> None:
-        """Generate the rest of a response. End if another router has taken the response over."""
+        """Generate the rest of a response. Stop if another router has taken the response over."""
         name, request = run.stored.id, run.request
         chat = chat_of(run.stored)
         generation = self._models.of(chat.model)
@@ -206,7 +206,7 @@ class ResponseRuns:
             async with generation.deltas(output) as deltas:
                 async for choice, text in deltas:
                     delta = TokenDelta(name, choice.num_tokens - len(text.tokens), pack_ids(text.tokens))
-                    # A replay finds stop strings itself, so the log does not contain an end at a stop string.
+                    # The log does not record that a stop string ended the response, because replays find it again.
                     delta.finish = "" if isinstance(text.stop_reason, str) else text.finish or ""
                     delta.logprobs, delta.cached_tokens = text.logprobs, choice.prompt.cached_tokens
                     delta.version = list(request.version)
@@ -221,7 +221,7 @@ class ResponseRuns:
             await self._append(run, position, last, ends=True)
 
     async def _append(self, run: ResponseRun, position: int, delta: TokenDelta, *, ends: bool) -> bool:
-        """Append to the log, and wait while the store does not answer. Return False if the lease is lost."""
+        """Append to the log. Return False if the lease is lost, or if the store does not answer in time."""
         append, name = self.store.append, run.stored.id
         is_kept = await _patiently(lambda: append(name, run.owner, position, delta, ends=ends))
         self._wake(name)

@@ -1,5 +1,5 @@
-"""Formats responses of the OpenAI API, as one object or as server-sent events, with logprobs in the API's three
-formats.
+"""Formats responses of the OpenAI API, as one object or as server-sent events. There are three formats of logprobs: for
+completions, for chats, and vLLM's format for prompts.
 
 Events are built by escaping and concatenating strings, because encoding a JSON object for each token would be slower.
 """
@@ -30,7 +30,7 @@ def event(value: object) -> bytes:
 
 
 def typed_events(events: Iterable[dict[str, Any]]) -> bytes:
-    """Return server-sent events that are named by the `type` of their data, as in the Responses and Messages APIs."""
+    """Return server-sent events. Each is named after its data's `type`, as in the Responses and Messages APIs."""
     return "".join(f"event: {each['type']}\ndata: {dump(each)}\n\n" for each in events).encode()
 
 
@@ -96,15 +96,15 @@ class ResponseFormatter:
         return "".join(parts).encode("ascii")
 
     def _contents(self, choice: OutputProcessor, delta: TextDelta, text: str) -> list[str]:
-        """Return the contents of the events for a text delta. An answer with reasoning or tool calls has one content
-        for each part. Any other answer has at most one content."""
+        """Return the contents of the events for a text delta. If the answer is parsed for reasoning and tool calls,
+        each part of the text has its own event. Otherwise, there is at most one event."""
         if delta.parts is None:
             escaped = encode_basestring_ascii(text)
             return [f'"delta":{{"content":{escaped}}}' if self._is_chat else f'"text":{escaped}'] if text else []
         return [f'"delta":{dump(self._part(choice, part))}' for part in self._shown(delta.parts)]
 
     def _part(self, choice: OutputProcessor, part: AnswerPart) -> dict[str, Any]:
-        """Return the delta of a message for a part of the answer."""
+        """Return the message delta for a part of the answer."""
         match part.kind:
             case "content":
                 return {"content": part.text}
@@ -137,8 +137,8 @@ class ResponseFormatter:
         of_choice: str = "",
         of_request: str = "",
     ) -> str:
-        """Return an event for one choice. All text arguments are pieces of JSON. `of_choice` and `of_request` are
-        additional fields."""
+        """Return an event for one choice. All text arguments are pieces of JSON. `of_choice` has additional
+        fields of the choice, and `of_request` additional fields of the event."""
         usage = ""
         if self._body.stream_options.include_usage:
             usage = f',"usage":{dump(self.usage()) if self._body.continuous_usage else "null"}'
@@ -156,7 +156,7 @@ class ResponseFormatter:
     # Whole answers
 
     def collect(self, choice: OutputProcessor, delta: TextDelta) -> None:
-        """Keep a text delta for `answer`."""
+        """Keep a text delta until `answer` is called."""
         self._collected[choice.index].append(delta)
 
     def answer(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class ResponseFormatter:
         return "" if self._echo is None else self._echo[choice.index // self._body.n]
 
     def _stop_reason(self, delta: TextDelta) -> str | int | None:
-        """Return the stop string, or the token id in `stop_token_ids`, that ended the choice; None if neither did."""
+        """Return the stop string or the entry of `stop_token_ids` that ended the choice, or None for any other end."""
         reason = delta.stop_reason
         return None if isinstance(reason, int) and reason not in self._body.stop_token_ids else reason
 
@@ -247,7 +247,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def format(self, entries: Sequence[Logprobs], unscored: int | None = None) -> dict[str, Any]:
-        """Return the API's four lists for the next tokens. `unscored` is a prompt's first token, without a logprob."""
+        """Return the API's four lists for the next tokens. `unscored` is a prompt's first token; it has no logprob."""
         rows: list[tuple[int, float | None, dict[str, float] | None]]
         rows = [] if unscored is None else [(unscored, None, None)]
         rows += [(entry.token, _finite(entry.logprob), self._top(entry)) for entry in entries]
@@ -279,8 +279,8 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> list[dict[str, Any]]:
-    """Return the logprobs of each token as chat completions and the Responses API show them. From `bytes`, clients can
-    assemble characters that span several tokens."""
+    """Return the logprobs of each token in the format of chat completions and the Responses API. From `bytes`, clients
+    can assemble characters that span several tokens."""
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
         data = list(tokenizer.vocabulary.bytes_of(token))

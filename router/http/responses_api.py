@@ -38,7 +38,7 @@ NEEDS_STORE = "needs a store of responses; start the router with --responses-sto
 
 @contextmanager
 def named_parameters() -> Iterator[None]:
-    """In an error, replace the name of a parameter of chat completions by the name that this API has for it."""
+    """In an error, replace a parameter's name in chat completions by its name in this API."""
     try:
         with images_of_parameter("input"):
             yield
@@ -113,7 +113,7 @@ class ResponsesApi:
                     if body.stream:
                         await reply.events(typed_events(new))
         except Exception as error:
-            if started or not body.stream:  # the status of the reply shows the error
+            if started or not body.stream:  # the reply can still have an error status
                 raise
             _, value, _ = described(error, response_id)
             await reply.events(typed_events(events.fail("failed", message=value["error"]["message"])))
@@ -130,7 +130,7 @@ class ResponsesApi:
         request: GenerationRequest,
         reply: ResponseWriter,
     ) -> None:
-        """Answer with a stored response. A response in the background continues if the client disconnects."""
+        """Answer with a stored response. A response in the background continues even if the client disconnects."""
         if body.background:
             request.deadline = None
         await runs.create(stored, request, is_background=body.background)
@@ -141,7 +141,7 @@ class ResponsesApi:
             async with aclosing(runs.follow(stored)) as groups:
                 async for events in groups:
                     if (error := runs.errors.pop(stored.id, None)) is not None and events[0]["sequence_number"] == 0:
-                        await runs.store.delete(stored.id)  # the client never gets the id
+                        await runs.store.delete(stored.id)  # the client never got the id
                         raise error
                     if body.stream:
                         await reply.events(typed_events(events))
@@ -208,11 +208,11 @@ class ResponsesApi:
         return JSONResponse({"object": "list", "data": page, "has_more": start + len(page) < len(items), **ends})
 
     async def _stored(self, request: Request) -> tuple[ResponseRuns, StoredResponse]:
-        """Return the response that the path names. Raises RequestError."""
+        """Return `runs` and the stored response that the path names. Raises RequestError."""
         return await self._load(request.path_params["id"], request.scope[SCOPE_KEY].tenant, "id")
 
     async def _load(self, response_id: str, tenant: str, param: str) -> tuple[ResponseRuns, StoredResponse]:
-        """Return a stored response of the tenant, and the runs of its store. Raises RequestError if there is none."""
+        """Return `runs` and a stored response of the tenant. Raises RequestError if there is no such response."""
         if self.runs is None:
             raise RequestError(f"This path {NEEDS_STORE}.", param, "not_found", 404)
         stored = await self.runs.store.get(response_id)

@@ -1,4 +1,4 @@
-"""vLLM's structural tags: free text, in which each trigger begins a tag whose content matches a schema."""
+"""vLLM's structural tags: an answer is free text in which a trigger begins a tag, whose content matches a schema."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -50,12 +50,12 @@ class StructuralTags(BaseModel):
         return [tag for tag in self.structures if tag.begin.startswith(trigger) and not tag.begin.startswith(others)]
 
     def grammar(self, tokenizer: Tokenizer) -> str:
-        """Return a grammar that allows the tags in an answer. If a marker contains the name of a special token, the
-        token itself must match, not its text."""
+        """Return a grammar that allows the tags in an answer. If a trigger, `begin` or `end` contains the name of a
+        special token, the answer must contain the token itself, not its name as text."""
         rules = ["TEXT: /(.|\\n)*/", f"start: ({' | '.join(f'tag_{n}' for n in range(len(self.triggers)))})* TEXT"]
         for number, trigger in enumerate(self.triggers):
             marker = lark_of(trigger, tokenizer)
-            lazy = "" if marker.startswith("<[") else "[lazy]"  # the text ends with the first trigger
+            lazy = "" if marker.startswith("<[") else "[lazy]"  # the text ends at the first trigger
             contents = [
                 f"{lark_of(tag.begin[len(trigger) :], tokenizer)} %json {json.dumps(with_json_options(tag.schema_))} "
                 f"{lark_of(tag.end, tokenizer)}"

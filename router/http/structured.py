@@ -31,7 +31,7 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_BYTES)]
 
 @dataclass(frozen=True)
 class Constraint:
-    """A constraint of an answer, which is not checked yet.
+    """A constraint on an answer. It has not been checked yet.
 
     `param` is the parameter that an error names. `text` is a grammar: in Lark or GBNF if `is_source` is set, or else in
     llguidance's format. `schema` is the client's JSON schema, if there is one. If `tags` is given, the grammar is made
@@ -180,7 +180,7 @@ def _parsed(given: Schema | str, param: str) -> Schema:
 
 
 def _depth(value: Any) -> int:
-    """Return how deep lists and objects are nested: 1 for an object of numbers."""
+    """Return how many levels deep lists and objects are nested. An object of numbers has one level."""
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -190,8 +190,8 @@ def _depth(value: Any) -> int:
 
 
 def _closed(value: Any) -> Any:
-    """Return the schema with `additionalProperties: false` wherever it names properties, as in vLLM's guidance
-    backend."""
+    """Return the schema with `additionalProperties: false` wherever the schema names properties, as in vLLM's
+    guidance backend."""
     if isinstance(value, list):
         return [_closed(each) for each in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Chooses how tool calls of an answer are parsed and enforced, and whether the answer begins inside the reasoning."""
+"""Chooses how the reasoning and the tool calls of an answer are parsed, and how the tool calls are enforced."""
 
 from dataclasses import replace
 
@@ -63,8 +63,8 @@ def call_grammar(body: ChatBody, tokenizer: Tokenizer, checker: GrammarChecker) 
     """Return the grammar of an answer whose calls are enforced. The grammar does not cover the reasoning. The function
     blocks, so callers run it on a thread.
 
-    The arguments of a strict tool must match its schema. If this schema cannot be enforced, the request is refused. The
-    arguments of other tools match their schemas if these can be enforced. Raises RequestError, which names the tool.
+    The arguments of a strict tool must match its schema. If this schema cannot be enforced, the request is refused. For
+    other tools, a schema that cannot be enforced is ignored. Raises RequestError, which names the tool.
     """
     choice, tools = body.tool_choice, []
     for number, tool in enumerate(body.tools):

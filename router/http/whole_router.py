@@ -1,7 +1,7 @@
-"""The routes that cover all workers of a router, regardless of the worker to which the client is connected.
+"""The routes whose answers cover all workers of a router, whichever worker the client is connected to.
 
-Each worker answers the other workers at a Unix socket, which only this user can open, so no key is needed. A worker
-that is being restarted is left out.
+Each worker answers the other workers on a Unix socket. No key is needed, because only the user who runs the router can
+open the socket. A worker that is being restarted is left out.
 """
 
 import asyncio

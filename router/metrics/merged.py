@@ -1,7 +1,7 @@
-"""Merges the answers of a router's workers, and the status of its models.
+"""Merges the answers of a router's workers and the statuses of its models.
 
-The functions are pure. `documents` and `texts` are the answers of the workers that answered, beginning with the worker
-that the client asked.
+The functions are pure. `documents` and `texts` have one item for each worker that answered. The first item is from the
+worker that received the client's request.
 """
 
 from collections import defaultdict
@@ -15,9 +15,9 @@ from prometheus_client.registry import Collector
 # Each worker sees every node, so metrics of nodes are equal in all workers. The exceptions are the lengths of the
 # handoff queues, which each worker counts for its own requests.
 OWN_QUEUES = ("baton_num_prefill_", "baton_num_decode_")
-COUNTS = ("requests", "placements", "inexact_retries", "queue")  # objects in `/v1/status` whose numbers are added
+COUNTS = ("requests", "placements", "inexact_retries", "queue")  # objects in `/v1/status` whose numbers are added up
 HANDOFFS = ("handoffs", "blocks_moved", "bytes_moved")
-SHARES = ("baton_slo_attainment_ratio",)  # for these metrics, the smallest value is shown
+SHARES = ("baton_slo_attainment_ratio",)  # for these metrics, the smallest value of any worker is shown
 
 
 def is_of_nodes(name: str, labels: Mapping[str, str]) -> bool:
@@ -26,7 +26,7 @@ def is_of_nodes(name: str, labels: Mapping[str, str]) -> bool:
 
 
 class MergedMetrics(Collector):
-    """The sum of the workers' request metrics, and the largest value of each node metric.
+    """Adds up the request metrics of the workers, and takes the largest value of each node metric.
 
     A restarted worker counts from 0, so the largest value of a node metric is the correct one."""
 
@@ -64,7 +64,7 @@ def merged_status(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def status_of_models(statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the combined status of a router's models: their nodes and events, and the sums of their counts.
 
-    `model` is the first model. With several models, `models` maps the name of each model to its counts.
+    `model` is the name of the first model. With several models, `models` maps the name of each model to its counts.
     """
     first = statuses[0]
     if len(statuses) == 1:
@@ -103,8 +103,8 @@ def _sum(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _largest(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the numbers of all documents, at any depth. Return the sum of each `n`, the smallest `attainment`, and the
-    largest value of any other number."""
+    """Merge the numbers of all documents, at any depth. Add up each `n`, and take the smallest value of each
+    `attainment` and the largest value of every other number."""
     found: dict[str, Any] = {}
     for name, value in documents[0].items():
         values = [document[name] for document in documents if document.get(name) is not None]

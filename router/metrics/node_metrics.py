@@ -1,6 +1,6 @@
 """Prometheus metrics from the dispatcher's status and from the latest reports of the nodes.
 
-The time series of nodes that have left are dropped. Label values are node ids, roles and members of fixed sets.
+The time series of nodes that have left are dropped. Each label's value is a node id, a role or a value of a fixed set.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ class NodeMetrics(Collector):
 
     def __init__(self, sources: Sequence[MetricSource]) -> None:
         self._sources = sources
-        self._models: dict[str, str] = {}  # the model's name, by node
+        self._models: dict[str, str] = {}  # the name of each node's model, by node id
 
     def _rows(self) -> list[NodeRow]:
         """Return the nodes of all models."""

@@ -19,7 +19,7 @@ from router.nodes.load import attribute
 from shared.metrics import metric_family
 from shared.rpc.messages import NodeInfo
 
-WINDOW_S, SLICE_S = 60.0, 5.0  # the period that percentiles and counts in `/v1/status` cover, and its slices
+WINDOW_S, SLICE_S = 60.0, 5.0  # percentiles and counts in `/v1/status` cover WINDOW_S, in slices of SLICE_S
 RATE_S = 10  # the period that rates in `/v1/status` cover
 LEAST_S, BUCKET_RATIO = 1e-7, 1.05  # the value recorded for a time of 0; the ratio of adjacent bucket bounds
 SCALE = 1 / math.log(BUCKET_RATIO)
@@ -184,22 +184,22 @@ def slo_targets(ttft_slo_ms: float, nodes: Iterable[NodeInfo]) -> SloTargets:
 
 @dataclass(slots=True)
 class SampleTimings:
-    """The times at which a sample's request arrived and its tokens were sent, on the monotonic clock."""
+    """When a sample's request arrived and when the sample's tokens were sent, on the monotonic clock."""
 
     slo: SloTargets
     arrived: float
     first: float = 0.0
     last: float = 0.0
     num_tokens: int = 0
-    num_slow: int = 0  # gaps longer than the SLO
+    num_slow: int = 0  # number of gaps between tokens that were longer than the SLO
 
     @property
     def ttft_s(self) -> float | None:
         return self.first - self.arrived if self.num_tokens else None
 
     def breaks(self, now: float) -> bool:
-        """Return whether the SLO is missed by `now`. Up to 1 % of the gaps between the sample's tokens may be too
-        long."""
+        """Return whether the sample has missed its SLO at time `now`. Up to 1 % of the gaps between its tokens may be
+        too long."""
         ttft_s = now - self.arrived if self.ttft_s is None else self.ttft_s
         return bool(self.slo.ttft_s and ttft_s > self.slo.ttft_s) or self.num_slow > max(0, self.num_tokens - 1) // 100
 
@@ -207,7 +207,7 @@ class SampleTimings:
 class RequestMetrics(Collector):
     """A Prometheus collector of the counts and latencies of requests, and of the tokens that each tenant used.
 
-    The output of each HTTP request records its tokens as they are sent; `/metrics` and `/v1/status` read the metrics.
+    Each HTTP request's handler records tokens when it sends them; `/metrics` and `/v1/status` read the metrics.
     All methods run on the event loop. A prompt with `n` samples counts as one prompt and `n` samples.
     """
 
@@ -224,7 +224,7 @@ class RequestMetrics(Collector):
         self._model_name = model_name
         self._slo = slo
         self._seen = {what: Buckets(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}
-        # The counts by a key of COUNTERS and the values of the labels, except the label for the model's name.
+        # Each key of `_counts` is a key of COUNTERS, followed by the values of the metric's labels except `model_name`.
         self._counts = Counter[tuple[str, ...]](dict.fromkeys(SHOWN_AS_0, 0))
         self._kept = SlidingCounts(clock)  # number of samples that met their SLO (key True) or missed it (key False)
         window = {what: SlidingPercentiles(clock) for what in ("ttft", "tbt", "ttst")}
@@ -292,7 +292,7 @@ class RequestMetrics(Collector):
         if pace.num_tokens > 1:
             self._seen["tpot"].observe((pace.last - pace.first) / (pace.num_tokens - 1))
         is_missed = reason == "error" or pace.breaks(now)
-        # A sample whose client disconnected before the SLO was missed counts neither as met nor as missed.
+        # If the client disconnected while the SLO was not missed yet, the sample counts neither as met nor as missed.
         if (pace.slo.ttft_s or pace.slo.tbt_s) and (reason != "abort" or is_missed):
             self._counts["slo", "no" if is_missed else "yes"] += 1
             self._kept.add(not is_missed)
@@ -304,7 +304,7 @@ class RequestMetrics(Collector):
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def latency(self) -> dict[str, Any]:
-        """Return the last minute's percentiles in milliseconds, and the SLO, for `/v1/status`."""
+        """Return the percentiles of the last minute's latencies in milliseconds, and the SLO, for `/v1/status`."""
         slo = self._slo()
         targets = {"ttft_ms": 1000 * slo.ttft_s, "tbt_ms": 1000 * slo.tbt_s, "attainment": self.attainment()}
         percentiles = {f"{what}_ms": window.read_ms() for what, window in self._window.items()}

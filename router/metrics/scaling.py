@@ -16,12 +16,12 @@ from shared.metrics import metric_family
 from shared.rpc.messages import NodeInfo
 
 ROLES = ("prefill", "decode")
-NUM_SLICES, NUM_RECENT = 12, 3  # numbers of complete slices of 5 s, which cover WINDOW_S and RECENT_S
+NUM_SLICES, NUM_RECENT = 12, 3  # how many complete slices of 5 s cover WINDOW_S and RECENT_S
 NEW_S = 60.0  # the step-time models of nodes younger than this are used only if there are no older nodes
 
 
 class ScalingSignals(Collector):
-    """Computes the needed nodes at each scrape, from the admission queue, the pool and the arrivals of the last minute.
+    """Computes at each scrape how many nodes are needed, from the queue, the pool and the arrivals of the last minute.
 
     `arrivals` counts the prompt tokens that arrive ("prompt"), the prompt tokens found in a prefix cache ("cached"),
     and the samples that arrive ("samples").

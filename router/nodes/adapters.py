@@ -24,15 +24,15 @@ class AdapterSync:
     """Loads and unloads adapters at run time, on every node of a pool.
 
     While this router runs, nodes that join later get the loaded adapters too. All methods run on the router's event
-    loop. `num_requests` maps the digest of each adapter to the number of its requests in progress. These requests
-    continue when the adapter is unloaded.
+    loop. `num_requests` maps each adapter's digest to the number of requests in progress that use the adapter. These
+    requests continue when the adapter is unloaded.
     """
 
     def __init__(self, pool: NodePool, num_requests: Mapping[str, int]) -> None:
         self._pool = pool
         self._num_requests = num_requests
         self._directories: dict[str, str] = {}  # the directory of each adapter that was loaded, by name
-        self._changing: set[tuple[str, str]] = set()  # node and adapter of the calls in progress
+        self._changing: set[tuple[str, str]] = set()  # node id and adapter name of each call in progress
         self._unloading: dict[str, asyncio.Task[None]] = {}  # by name
         self._tasks = TaskGroup()
 
@@ -44,7 +44,7 @@ class AdapterSync:
         await self._tasks.close()
 
     async def load(self, name: str, directory: str) -> None:
-        """Load the adapter on all nodes. If a node refuses, unload it again.
+        """Load the adapter on all nodes. If a node refuses, unload the adapter from the other nodes.
 
         Raises RequestError with a node's reason, or UnavailableError if there is no node.
         """
@@ -65,7 +65,7 @@ class AdapterSync:
             self._pool.adapters |= {own: digest for own, digest in each.info.adapters.items() if own == name}
 
     def unload(self, name: str) -> None:
-        """Remove the adapter, so that no new request can use it. The nodes unload it when the requests in progress have
+        """Remove the adapter, so that no new request can use it. The nodes unload it when all requests that use it have
         ended. Raises KeyError if no node has the adapter."""
         digest = self._pool.adapters.pop(name)
         self._directories.pop(name, None)

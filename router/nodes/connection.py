@@ -39,8 +39,8 @@ class DeltaListener(Protocol):
         """Process a delta. Raises ValueError, which ends the stream to the node, if the delta is malformed."""
 
     def on_node_lost(self, connection: "NodeConnection") -> None:
-        """Handle the loss of the node, or of all its requests. The connection calls this method once, and passes no
-        deltas after it."""
+        """Handle the loss of the node, or of all its requests. The connection calls this method once, and then
+        passes no more deltas."""
 
 
 class NodeConnection:
@@ -69,7 +69,7 @@ class NodeConnection:
         self.is_alive = False
         self.alive_since = 0.0
         self.ramp_until = 0.0  # until this time, the node gets less than its share of requests
-        # Whether the node is stuck, or its stream broke suddenly while the node was still answering and not leaving.
+        # Whether the node is stuck, or its stream broke although the node still answered and was not leaving.
         self.has_crashed = False
         self.is_listed = True  # whether the registry lists the node
         self.router_is_closing = False

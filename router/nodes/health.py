@@ -16,7 +16,7 @@ class OutlierDetector:
     """The failures and ejections of one node, over all its incarnations."""
 
     ejected_until: float = 0.0
-    times: int = 0  # ejections in a row, each of which began at most FORGET_S after the end of the previous one
+    times: int = 0  # number of successive ejections, with at most FORGET_S between them
     failures: deque[float] = field(default_factory=deque)
 
     def died(self, now: float) -> None:

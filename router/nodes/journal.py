@@ -12,7 +12,7 @@ from shared.clock import now_ns
 from shared.rpc.messages import NodeInfo, NodeStats
 
 log = logging.getLogger("baton.fleet")
-MAX_EVENTS = 50  # number of the latest events that are kept
+MAX_EVENTS = 50  # maximum number of events that are kept
 MAX_GONE = 256  # maximum number of nodes that are kept after they left or were lost
 KEPT_NS = {"lost": 600 * 10**9, "left": 60 * 10**9}  # how long nodes in these states are kept
 # Maps the new state of a node to the kind, the level and the reason of its event. The reason of "lost" is the
@@ -49,7 +49,7 @@ class NodePresence:
 class NodeJournal:
     """Records and logs each change of a node once.
 
-    The node pool owns the journal and reports changes in connections and in the registry to it, on the event loop.
+    The node pool owns the journal, and calls it on the event loop when a connection or the registry changes.
     A lost node is kept for ten minutes, and a node that left as planned for one minute, unless the node comes back. A
     node that never connected is not kept.
     """
@@ -99,7 +99,7 @@ class NodeJournal:
         self._record(kind, info.id, f"Node {info.id} {what}. {node.reason}".rstrip() + moved, level)
 
     def dropped(self, name: str) -> None:
-        """Limit the nodes that are kept, after the pool dropped a connection. Forget the node if it never connected. If
+        """Update the journal after the pool has dropped a node's connection. Forget the node if it never connected. If
         more than MAX_GONE nodes are gone, forget those that have been gone for the longest time."""
         if name in self._presences and not self._presences[name].was_alive:
             del self._presences[name]

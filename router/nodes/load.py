@@ -96,8 +96,8 @@ class NodeLoad:
 
 
 class LoadCharge:
-    """The load of one attempt on its nodes. The prompt counts until it is computed, and the KV until the attempt
-    ends."""
+    """The load that one attempt adds to its nodes. The load includes the prompt's tokens until the prompt is computed,
+    and the tokens of the KV until the attempt ends."""
 
     def __init__(self, prefill: NodeLoad | None, decode: NodeLoad, num_tokens: int, cached: int, may_add: int) -> None:
         """Charge a sequence of `num_tokens` tokens. The node that computes the prompt probably has `cached` of these

@@ -1,6 +1,6 @@
-"""The router's choice of nodes and the capacity of its pool, without connections, clocks or event loops.
+"""Chooses nodes for the router, and computes the capacity of its pool.
 
-The pool calls these functions with its connections, and a simulator with its simulated nodes.
+The code here needs no connections, clocks or event loops, so a simulator can use it for simulated nodes.
 """
 
 from collections import Counter
@@ -15,8 +15,8 @@ from shared.rpc.messages import NodeInfo
 
 PROMPTS_PER_NODE = 2  # number of prompts to keep queued on a node, even if they are long
 SPARE_REQUESTS = 8  # a node gets one more request for every 8 that it can run, so that it is never idle
-# Fetching the features of an image from another node counts as computing this many times the image's tokens. So
-# requests with the same image share a node if nodes are about equally busy.
+# The cost of fetching an image's features from another node, as a multiple of the cost of computing the image's tokens.
+# Requests with the same image therefore share a node if the nodes are about equally busy.
 FETCH_COST = 1
 BACKLOG_STEPS = 16  # queued prompts should fill this many steps of a node, about one or two seconds
 
@@ -31,11 +31,11 @@ class PoolCapacity(NamedTuple):
 
 
 class PlacementCandidate(NamedTuple):
-    """The placement of a token sequence, its block hashes, and how many of its tokens the computing node has cached."""
+    """The placement of a token sequence, and the hashes of the sequence's blocks."""
 
     placement: Placement
     hashes: list[bytes]
-    cached_tokens: int
+    cached_tokens: int  # length of the cached prefix on the node that computes the prompt
 
 
 class RoutableNode(Protocol):
@@ -50,7 +50,7 @@ Routable = TypeVar("Routable", bound=RoutableNode)
 
 
 def capacity_of(prefill: Iterable[NodeInfo], decode: Iterable[NodeInfo]) -> PoolCapacity:
-    """Return the capacity of these nodes, including queued prompts that take a second or two to compute."""
+    """Return the capacity of these nodes, including room for queued prompts that take a second or two to compute."""
     prefill, decode = list(prefill), list(decode)
     generating = decode or prefill
     return PoolCapacity(
@@ -62,7 +62,7 @@ def capacity_of(prefill: Iterable[NodeInfo], decode: Iterable[NodeInfo]) -> Pool
 
 
 def needs_peer(info: NodeInfo) -> bool:
-    """Return whether the node can only compute prompts or only generate, as each SGLang server of a pair does."""
+    """Return whether the node can only compute prompts or only generate, like each server of an SGLang pair."""
     return "no" in {info.attributes.get("computes_prompts"), info.attributes.get("generates")}
 
 
@@ -83,8 +83,8 @@ class RoutableNodes(Generic[Routable]):
     def encoder(self, digest: bytes) -> Routable:
         """Return the node that encodes the image with this digest for all nodes.
 
-        It is chosen by rendezvous hashing (Thaler and Ravishankar 1998) among the nodes that compute prompts, so all
-        routers choose the same node without communication, and if a node joins or leaves, few images move."""
+        The node is chosen by rendezvous hashing (Thaler and Ravishankar 1998) among the nodes that compute prompts. All
+        routers therefore choose the same node without communication. If a node joins or leaves, few images move."""
         nodes = self.prefill or self.decode
         return max(nodes, key=lambda node: blake2b(node.info.id.encode(), key=digest).digest())
 
@@ -103,8 +103,8 @@ class RoutableNodes(Generic[Routable]):
         """Choose the nodes for a sequence of `num_tokens` tokens. Return None if there are no nodes.
 
         `hashes` are the hashes of the sequence's full blocks. `among` lists the prefill and decode nodes that may be
-        chosen; the default is all nodes. A node in `avoid` is not considered for its cached prefix. `encoded` maps each
-        node to the number of tokens of the sequence's images that the node encodes."""
+        chosen; the default is all nodes. A cached prefix does not make a node in `avoid` a candidate. `encoded` maps
+        each node that encodes images of the sequence to the number of these images' tokens."""
         prefill, decode = among or (self.prefill, self.decode)
         if not (prefill or decode):
             return None

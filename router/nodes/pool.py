@@ -26,20 +26,20 @@ from shared.rpc.messages import NodeInfo, NodeStats
 
 log = logging.getLogger("baton.fleet")
 SLOW_START_S = 10.0  # during this time, a node that joins busy nodes gets less than its share of requests
-MAX_DETECTORS = 1024  # when there are this many, the detectors of nodes without recent failures are removed
-# A group, followed by those of its prefill and decode nodes that may be chosen
+MAX_DETECTORS = 1024  # when there are this many detectors, those of nodes without recent failures are removed
+# A group, its prefill nodes that may be chosen, and its decode nodes that may be chosen
 Allowed = tuple[RoutableNodes[NodeConnection], list[NodeConnection], list[NodeConnection]]
 FEW_NODES = 64  # with at most this many nodes, each change of a node is processed at once
-NOTIFY_S = 0.1  # with more nodes, the capacity is computed at most once in this time
+NOTIFY_S = 0.1  # with more than FEW_NODES nodes, the capacity is computed at most once in this time
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
 
 class NodePool:
     """The nodes that the router knows. The pool owns one `NodeConnection` for each node.
 
-    The pool follows the registry, ejects nodes that fail (`OutlierDetector`), gives nodes that join a growing share of
-    the requests, and chooses the nodes for each attempt. The dispatcher calls the pool on the router's event loop. To
-    be fast with many nodes, the pool computes the list of routable nodes only when a node changes, and considers only a
+    The pool follows the registry, ejects nodes that fail (`OutlierDetector`), gives new nodes a growing share of the
+    requests, and chooses the nodes for each attempt. The dispatcher calls the pool on the router's event loop. To be
+    fast with many nodes, the pool computes the list of routable nodes only when a node changes, and considers only a
     few nodes for each decision.
     """
 
@@ -64,8 +64,8 @@ class NodePool:
         self._timeout_s = timeout_s
         self._observer = observer
         self._on_capacity = on_capacity
-        self.connections: dict[str, NodeConnection] = {}  # by node
-        self.adapters: dict[str, str] = {}  # digests by name, of the LoRA adapters that any node has or had when lost
+        self.connections: dict[str, NodeConnection] = {}  # by node id
+        self.adapters: dict[str, str] = {}  # digest of each LoRA adapter that a node has or a lost node had, by name
         self.has_met_nodes = False  # whether any node has joined since the router started
         self.has_been_ready = False  # whether any node has been ready since the router started
         self.unloaded: set[str] = set()  # names of adapters that no request may use, although nodes may have them
@@ -79,7 +79,7 @@ class NodePool:
         self._routable: tuple[list[NodeConnection], list[NodeConnection]] | None = None  # None after a change
         self._capacity: PoolCapacity | None = None  # None after a change, until it is computed
         self._num_frozen = 0  # the number of live nodes when `gc.freeze` was last called
-        self._notifying: asyncio.TimerHandle | None = None  # set while a change is to be reported to `on_capacity`
+        self._notifying: asyncio.TimerHandle | None = None  # timer that will report a change to `on_capacity`
         self._ramps_until = 0.0  # the latest `ramp_until` of all connections
         self._handoffs_before = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # totals of nodes that left
 
@@ -226,8 +226,8 @@ class NodePool:
                 self._drop(connection.info.id)
 
     def _start_slowly(self, connection: NodeConnection) -> None:
-        """Limit the requests to a node that joins busy nodes, for SLOW_START_S. The new node is idle, so placement
-        would otherwise send every new request to it."""
+        """If the node joins busy nodes, limit the requests that it gets during SLOW_START_S. The new node is idle, so
+        placement would otherwise send every new request to it."""
         before = time.monotonic() - SLOW_START_S
         peers = (each for each in self.connections.values() if each.info.role == connection.info.role)
         if connection.alive_since >= before and any(each.is_alive and each.alive_since < before for each in peers):
@@ -343,8 +343,8 @@ class NodePool:
         )
 
     def encoder_address(self, node: NodeConnection, digest: bytes) -> str:
-        """Return the address of the node that encodes the image for requests on `node`, or "" if that is `node`
-        itself."""
+        """Return the address of the node that encodes the image with this digest for requests on `node`, or "" if
+        `node` encodes it itself."""
         self.routable()
         group = next((each for each in self._groups if node in each), None)
         encoder = node if group is None else group.encoder(digest)
@@ -359,7 +359,7 @@ class NodePool:
         *,
         only_others: bool = False,
     ) -> list[Allowed]:
-        """Return the groups from which `choose` may draw one, each with those of its nodes that may be chosen.
+        """Return the groups that `choose` may draw from, each with those of its nodes that may be chosen.
 
         Some groups can generate only on nodes in `avoid`. They are returned only if there are no other groups and
         `only_others` is not set."""
@@ -381,7 +381,7 @@ class NodePool:
             )
         if avoid:
             preferred = [each for each in prefill if each.info.id not in avoid]
-            # Most decode nodes can also compute prompts.
+            # Leave `prefill` empty only if decode nodes can also compute prompts.
             prefill = preferred if decode and not group.is_paired else preferred or prefill
             decode = [each for each in decode if each.info.id not in avoid] or decode
         if (now := time.monotonic()) < self._ramps_until:
@@ -402,7 +402,7 @@ def _generating(groups: list[RoutableNodes[NodeConnection]]) -> list[RoutableNod
 
 
 def _drawn(identity: str, allowed: list[Allowed]) -> Allowed:
-    """Draw a group by the attempt's identity, so that each group gets its share of the requests."""
+    """Draw a group at random, weighted by the number of requests that its nodes can run. `identity` is the seed."""
     if len(allowed) == 1:
         return allowed[0]
     sizes = [sum(node.info.max_num_seqs for node in decode or prefill) for _, prefill, decode in allowed]

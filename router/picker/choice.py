@@ -6,7 +6,7 @@ from hashlib import blake2b
 from math import ceil
 from typing import Any
 
-PREFIX_CHARS = 1024  # number of characters of each field that are part of the key
+PREFIX_CHARS = 1024  # number of characters at the start of each field that are part of the key to hash
 # The fields that can make up the start of a prompt, in their order in the prompt.
 PREFIX_FIELDS = ("instructions", "system", "prompt", "messages", "input", "query")
 MAX_ADDRESSES = 3  # the chosen router, and others that the gateway may try if the chosen router does not answer
@@ -19,8 +19,8 @@ def choose(key: bytes, under_way: Mapping[str, int]) -> list[str]:
 
     The addresses are ordered by rendezvous hashing (Thaler and Ravishankar 1998), so if a router leaves, only the keys
     of that router move to other routers. Some routers at the start of this order may have too many requests. The first
-    router that stays within OVERLOAD times the mean is therefore moved to the front (consistent hashing with bounded
-    loads: Mirrokni, Thorup and Zadimoghaddam 2018).
+    router that can take the request without exceeding OVERLOAD times the mean is therefore moved to the front
+    (consistent hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam 2018).
     """
     seed = blake2b(key).digest()
     order = sorted(under_way, key=lambda address: blake2b(address.encode(), key=seed).digest())
@@ -45,7 +45,7 @@ def key_of(tenant: str, path: str, body: bytes) -> bytes:
 
 
 def _head(value: Any) -> str:
-    """Return the first PREFIX_CHARS of a text, or of the JSON of another value, without encoding the rest."""
+    """Return the first PREFIX_CHARS characters of a string, or of another value's JSON, without encoding the rest."""
     if isinstance(value, str):
         return value[:PREFIX_CHARS]
     text = ""

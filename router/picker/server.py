@@ -1,7 +1,7 @@
-"""A gRPC server of Envoy's external processing (ext_proc) that picks routers for the gateway of an InferencePool.
+"""A gRPC server for Envoy's external processing (ext_proc). It picks routers for the gateway of an InferencePool.
 
 The server follows the protocol of the Gateway API Inference Extension (proposal 004). The gateway must send request
-bodies in the mode FULL_DUPLEX_STREAMED, which this protocol requires, or in the mode BUFFERED.
+bodies in the mode FULL_DUPLEX_STREAMED, which the extension requires, or in the mode BUFFERED.
 """
 
 import asyncio
@@ -94,9 +94,9 @@ class RouterWatch:
 
 
 class Picker:
-    """The service ExternalProcessor, with one stream for each HTTP request.
+    """The service ExternalProcessor, with one stream for each HTTP request. `watch` checks which routers are ready.
 
-    `under_way` counts the open streams, by the first address that was picked. `watch` checks which routers are ready.
+    `under_way` maps each address to the number of open streams for which this address was the first choice.
     """
 
     def __init__(self, settings: PickerSettings, watch: RouterWatch) -> None:
@@ -112,9 +112,9 @@ class Picker:
     async def _process(self, stream: Any) -> None:
         """Pick routers when the request's body is complete, and answer Envoy's messages.
 
-        In the mode BUFFERED, Envoy keeps the body, and the answer to the body changes the headers. In the mode
-        FULL_DUPLEX_STREAMED, the answer to the headers changes them, and the answers to the body must return the body
-        to Envoy. In other modes, Envoy sends no body, so only the headers are used."""
+        In the mode BUFFERED, Envoy keeps the body, and the answer to the body message adds the addresses as a header.
+        In the mode FULL_DUPLEX_STREAMED, the answer to the headers message adds this header, and the answers to the
+        body messages return the body to Envoy. In other modes, Envoy sends no body, so only the headers are used."""
         first = await stream.recv_message()
         if first is None or not first.HasField("request_headers"):
             raise GRPCError(Status.INVALID_ARGUMENT, "the first message must be request_headers")
@@ -147,7 +147,7 @@ class Picker:
             self.under_way[picked[0]] -= 1
 
     def _pick(self, first: Any, body: bytes) -> list[str] | HTTPStatus:
-        """Return the addresses of routers, best first, or the status of a refusal."""
+        """Return the addresses of routers, best first, or the HTTP status with which to refuse the request."""
         ready, hints = self._watch.ready, first.metadata_context.filter_metadata
         if SUBSET_NAMESPACE in hints and SUBSET in hints[SUBSET_NAMESPACE].fields:
             subset = hints[SUBSET_NAMESPACE].fields[SUBSET].list_value.values
@@ -189,7 +189,7 @@ def _unchanged(message: Any, *, is_duplex: bool = False) -> Any:
 
 
 def _picked(addresses: str, kind: str) -> Any:
-    """Return the answer to the headers or the body, with the addresses as a header and as metadata."""
+    """Return the answer to a headers or body message. The answer has the addresses as a header and as metadata."""
     answer = ext_proc.ProcessingResponse()
     option = getattr(answer, kind).response.header_mutation.set_headers.add()
     option.append_action = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD

@@ -1,5 +1,5 @@
-"""The grammar of a reasoning model's whole answer: free text up to the end of the reasoning, then the client's
-grammar."""
+"""Builds the grammar of a reasoning model's whole answer: the reasoning is free text, and the rest of the answer must
+match the client's grammar."""
 
 import json
 import re
@@ -7,19 +7,19 @@ import re
 from router.text.tokenizer import Tokenizer
 from router.text.tool_syntax import AnswerSyntax
 
-PROMPT_END = 16  # this many tokens at the end of a prompt show whether the reasoning has begun or ended
+PROMPT_END = 16  # how many of a prompt's last tokens are checked for the start or end marker of the reasoning
 LEXEMES = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,4}/\n"
 
 
 def prompt_end(tokenizer: Tokenizer, prompt: list[int]) -> str:
-    """Return the last text of a prompt. It shows whether the reasoning has begun or ended."""
+    """Return the text at the end of a prompt. It shows whether the reasoning has begun or ended."""
     return tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False).rstrip()
 
 
 def after_reasoning(grammar: str, tokenizer: Tokenizer, prompt: list[int], *, has_channels: bool = False) -> str:
     """Return a grammar of the model's whole answer to this prompt. If the answer may begin with reasoning, the grammar
     allows the reasoning first. The rest of the answer must match `grammar`. Both grammars are in llguidance's format.
-    For gpt-oss, set `has_channels` if the texts of `grammar` begin with the header of a channel."""
+    For gpt-oss, set `has_channels` if the texts that match `grammar` begin with a channel's header."""
     start = _start(tokenizer, tokenizer.syntax, prompt_end(tokenizer, prompt), has_channels)
     if not start:
         return grammar
@@ -28,7 +28,7 @@ def after_reasoning(grammar: str, tokenizer: Tokenizer, prompt: list[int], *, ha
 
 
 def _start(tokenizer: Tokenizer, syntax: AnswerSyntax, before: str, has_channels: bool) -> str:
-    """Return the rules of the reasoning, in Lark. Returns "" if the answer does not begin with reasoning."""
+    """Return Lark rules for an answer that may begin with reasoning, or "" if it cannot begin with reasoning."""
     reasoning = syntax.reasoning
     if reasoning is None or before.endswith(reasoning.end):
         return ""
@@ -46,7 +46,7 @@ def _start(tokenizer: Tokenizer, syntax: AnswerSyntax, before: str, has_channels
 
 
 def _until(end: str) -> str:
-    """Return the rule of a text that ends with the first `end`. The text contains no special token."""
+    """Return a Lark rule for a text without special tokens, followed by `end`. The text stops at the first `end`."""
     return f"thought{'' if end.startswith('<[') else '[lazy]'}: TEXT {end}\n"
 
 

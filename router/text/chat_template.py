@@ -4,7 +4,7 @@ A template is a program that comes with the model. Jinja's sandbox denies the te
 does not limit its time or memory, and Python cannot stop a thread. Therefore this module also runs as a child process
 (`python -m router.text.chat_template`), whose CPU time and memory are limited. The child reads the template from its
 first line of input, and the variables of one conversation from each later line. Because the child is a separate
-process, a long conversation also does not hold the router's interpreter lock.
+process, a long conversation does not hold the router's interpreter lock either.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from router.text.child_process import ChildProcess, limit_process, questions, re
 from shared.errors import ConfigError, RequestError
 
 MAX_SOURCE_BYTES = 1 << 20
-MEMORY_BYTES = 512 << 20  # address space of the child; an interpreter with Jinja takes 50 MiB
+MEMORY_BYTES = 512 << 20  # limit of the child's address space; an interpreter with Jinja takes 50 MiB
 MAX_CHARACTERS = 8 << 20  # limit of a rendered prompt; no model's context has room for more
 RENDER_S = 2  # CPU time limit for one conversation, after which the child is killed
 TOO_MUCH = "it takes too long or too much memory"
@@ -37,8 +37,8 @@ Argument = bool | int | float | str | None
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens in the content of a tokenizer_config.json, by name, such as `bos_token`. A token in the
-    file is a string or an object."""
+    """Return the texts of the special tokens in a tokenizer_config.json, by name, such as `bos_token`. In the file, a
+    token is a string or an object."""
     found = {}
     for key in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
         value = config.get(key)
@@ -74,7 +74,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: dict[str, str], special: Sequence[str]) -> None:
-        """`tokens` maps names such as bos_token to tokens as text; `special` lists all special tokens as text.
+        """`tokens` maps names such as bos_token to the texts of tokens; `special` has the texts of all special tokens.
 
         Raises ConfigError when the template does not compile.
         """
@@ -104,7 +104,7 @@ class ChatTemplate:
         arguments: Mapping[str, Argument] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[str, list[int]]:
-        """Return the prompt, and the offsets in the prompt at which a client's text has the name of a special token.
+        """Return the prompt, and the offsets in it at which the client's text contains the name of a special token.
 
         `arguments` are the client's variables for the template, such as `enable_thinking`. `tools` are definitions of
         functions.
@@ -136,7 +136,7 @@ class ChatTemplate:
         return "".join(parts), list(accumulate(len(part) for part in parts[:-1]))
 
     def _marked(self, value: Any, mark: str) -> Any:
-        """Return a JSON value with the mark before each special token in its strings."""
+        """Return a JSON value, with `mark` inserted before each special token in the value's strings."""
         if isinstance(value, str):
             return self._special.sub(lambda found: mark + found[0], value)
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Child processes of the router, for work on untrusted input that Python cannot stop: templates, grammars and images.
+"""Child processes that handle untrusted templates, grammars and images, because Python cannot stop a thread.
 
 The router uses `ChildProcess`. A module that runs as a child uses the functions `limit_process`, `questions` and
 `reply`.
@@ -29,7 +29,7 @@ class ChildProcess:
     _stop: "weakref.finalize[[subprocess.Popen[bytes]], ChildProcess] | None" = None
 
     def __init__(self, module: str, settings: object = None) -> None:
-        """Each child of the module gets `settings` as its first line, unless they are None."""
+        """Each child gets `settings` as its first line of input, unless `settings` is None."""
         self._module = module
         self._settings = settings
 

@@ -6,8 +6,8 @@ The concatenation of the returned pieces equals the tokenizer's own decoding of 
 
 `tokenizers.decoders.DecodeStream` does not give these guarantees. While the text ends with U+FFFD, `DecodeStream` holds
 the text back and decodes all of it again for each token. For 4,000 bytes of 0xFF, it returns no text and takes 740 us
-for each token. It also raises "Invalid prefix" if an invalid byte changes a run of byte tokens after a part of the
-run's text was returned.
+for each token. One invalid byte changes the text of a whole run of byte tokens. If a part of this text was already
+returned, `DecodeStream` raises "Invalid prefix".
 """
 
 import codecs
@@ -22,9 +22,9 @@ import tokenizers
 from shared.errors import ConfigError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A run of byte tokens is decoded at its end, because one invalid byte changes the text of the whole run. After
-# HELD_BYTES bytes, complete characters are returned before the end of the run, and a later invalid byte changes only
-# the rest of the run.
+# A run of byte tokens is decoded when the run ends, because one invalid byte changes the text of the whole run. If the
+# run reaches HELD_BYTES bytes, its complete characters are returned early. A later invalid byte then changes only the
+# rest of the run.
 HELD_BYTES = 64
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -98,7 +98,7 @@ class TokenVocabulary:
 def _max_token_bytes(written: dict[str, Any]) -> int:
     """Return the maximum number of bytes of text that one token can stand for, or 0 if there is no bound.
 
-    There is no bound if the tokenizer drops or rewrites text before splitting, or if a token absorbs adjacent spaces.
+    There is no bound if the tokenizer drops text or rewrites it (except by NFC), or if a token absorbs adjacent spaces.
     `written` is the content of tokenizer.json.
     """
     cutter, model, added = written["pre_tokenizer"] or {}, written["model"], written["added_tokens"]

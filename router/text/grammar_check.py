@@ -24,8 +24,8 @@ from router.text.child_process import ChildProcess, limit_process, questions, re
 from shared.grammar import LIMITS, lark_grammar, one_line
 
 CHECK_S = 4.0  # CPU time limit for one grammar, after which the child is killed
-MEMORY_BYTES = 1 << 30  # address space of the child
-STACK_BYTES = 2 << 20  # a quarter of the stack of a node's threads
+MEMORY_BYTES = 1 << 30  # limit of the child's address space
+STACK_BYTES = 2 << 20  # a quarter of the stack size of a node's threads
 REMEMBERED = 256  # number of cached results, because clients send the same grammars again
 NO_TOKENIZER = "no tokenizer"  # part of llguidance's warnings about special tokens
 # llguidance's syntax for a rule's temperature, which nodes do not support.

@@ -21,7 +21,7 @@ from shared.limits import MAX_IMAGE_BYTES
 from shared.rpc.messages import Media
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-MEMORY_BYTES = 2 << 30  # minimum limit of the child's address space; higher if the largest allowed image needs more
+MEMORY_BYTES = 2 << 30  # limit of the child's address space; raised if the largest allowed image needs more
 BYTES_PER_PIXEL = 16  # Pillow needs up to 8 bytes per pixel, and twice as many while it converts an image
 DECODE_S = 10  # CPU time limit for one image, after which the child is killed
 DATA_URL = "data:image/"
@@ -42,7 +42,7 @@ class ImageReader:
     """Decodes the images of clients for one model.
 
     The router owns the reader, and the reader owns the child process. The child decodes one image at a time, each
-    within DECODE_S. `read` blocks, so callers run it on `thread`, which does no other work of the router.
+    within DECODE_S. `read` blocks, so callers run it on `thread`, which the router uses for nothing else.
     """
 
     def __init__(self, rules: ImageRules, limits: ImageLimits = ImageLimits()) -> None:
@@ -53,9 +53,9 @@ class ImageReader:
         self._child = ChildProcess("router.text.images", settings)
 
     def read(self, urls: Sequence[tuple[str, str]]) -> list[Media]:
-        """Return the images at data URLs, with the offset 0. `urls` has pairs of a parameter's name and its data URL.
+        """Decode the images in data URLs. `placed` sets their offsets. `urls` has pairs of a parameter and its URL.
 
-        Raises RequestError if a URL has no image that the model takes, or if the images are too many or too large. The
+        Raises RequestError if a URL has no image that the model takes, or if there are too many images or pixels. The
         error names the parameter.
         """
         if len(urls) > self.limits.count:
@@ -87,7 +87,7 @@ class ImageReader:
 
 
 def placed(tokens: Sequence[int], media: Sequence[Media], rules: ImageRules) -> list[int]:
-    """Return the prompt's tokens, with the placeholder of each image repeated once for each of the image's tokens.
+    """Return the prompt's tokens. The placeholder of each image is repeated, once for each token of the image.
 
     Sets the offsets of `media`. Raises RequestError unless the prompt has one placeholder for each image.
     """

@@ -1,7 +1,7 @@
 """Reads the files of sentence-transformers that define how a model computes embeddings or scores.
 
 `modules.json` lists the modules after the decoder: Pooling and Normalize in an embedding model, or LogitScore in a
-reranker. Other models and modules are refused, with the reason, when a request asks for an embedding or a score.
+reranker. For any other model, requests for embeddings and scores are refused with the reason.
 """
 
 import json
@@ -12,13 +12,13 @@ from router.dispatch.requests import PoolingRule
 from shared.errors import ConfigError
 from shared.model_files import MAX_CONFIG_BYTES, read_object
 
-# Values of `SamplingParams.pooling`, by the names of sentence-transformers
+# Maps the names that sentence-transformers uses to values of `SamplingParams.pooling`
 KINDS = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 NONE = "This model is neither an embedding model nor a reranker: its directory has no modules.json."
 
 
 def read_pooling(directory: Path, vocab_size: int) -> PoolingRule:
-    """Return the rule of a model. Raises ConfigError if a file is malformed."""
+    """Return a model's pooling rule. Raises ConfigError if a file is malformed."""
     file = directory / "modules.json"
     if not file.is_file():
         return PoolingRule(refusal=NONE)
@@ -42,7 +42,7 @@ def read_pooling(directory: Path, vocab_size: int) -> PoolingRule:
 
 
 def _modules(file: Path) -> list[tuple[str, Path]]:
-    """Return the name of each module's class, and its directory."""
+    """Return the class name and the directory of each module."""
     try:
         listed: Any = json.loads(file.read_text(encoding="utf-8")) if file.stat().st_size <= MAX_CONFIG_BYTES else None
         found = [(each["type"].rpartition(".")[2][:60], Path(each["path"])) for each in listed]
@@ -54,8 +54,8 @@ def _modules(file: Path) -> list[tuple[str, Path]]:
 
 
 def _pooled(values: dict[str, Any]) -> PoolingRule:
-    """Return the rule of a Pooling module. Older versions of sentence-transformers write a flag for each mode, and
-    newer versions write the name of the mode."""
+    """Return the rule of a Pooling module. Older versions of sentence-transformers write a flag for each pooling
+    mode, and newer versions write the name of the mode."""
     named = values.get("pooling_mode")
     modes = [key.removeprefix("pooling_mode_") for key, value in values.items() if value is True]
     modes = [mode for mode in modes if f"pooling_mode_{mode}" in values] if named is None else [str(named)]
@@ -67,7 +67,7 @@ def _pooled(values: dict[str, Any]) -> PoolingRule:
 
 
 def _tokens(values: dict[str, Any], own: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of the token for "relevant" and, if there is one, of the token for "not relevant"."""
+    """Return the id of the token for "relevant" and, if it exists, the id of the token for "not relevant"."""
     ids = (values.get("true_token_id"), values.get("false_token_id"))
     found = tuple(token for token in ids if type(token) is int and 0 <= token < vocab_size)
     if ids[0] is None or list(found) != [token for token in ids if token is not None]:

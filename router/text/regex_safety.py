@@ -10,8 +10,8 @@ from typing import Any
 
 import tokenizers
 
-# Matches one piece of a pattern: an escape with its braces, an unbounded quantifier, a bounded quantifier, or any
-# single character. The alternatives do not overlap, so PIECE itself does not backtrack.
+# Matches one piece of a pattern: an escape (including its braces), an unbounded quantifier, a bounded quantifier, or
+# any other character. The alternatives do not overlap, so PIECE itself does not backtrack.
 PIECE = re.compile(
     r"\\[pPxuo]\{[^}]{0,64}\}|\\.|(?P<endless>[*+]|\{\d+,\})[?+]?|\{(?:\d+,)?\d+\}[?+]?|\{,\d+\}[?+]?|.", re.DOTALL
 )
@@ -35,8 +35,8 @@ def check_patterns(tokenizer: tokenizers.Tokenizer) -> None:
 
 def may_backtrack_exponentially(pattern: str) -> bool:
     """Return whether a group repeats without bound and contains alternatives or another unbounded repeat."""
-    open_groups = [False]  # whether each open group contains alternatives or an unbounded repeat so far
-    closed: bool | None = None  # the entry of the group that the previous piece closed, or None
+    open_groups = [False]  # for each open group: whether it contains alternatives or an unbounded repeat so far
+    closed: bool | None = None  # if a group ended at the previous piece: its entry in `open_groups`; otherwise None
     class_depth = 0
     for piece in PIECE.finditer(pattern):
         text, ended, closed = piece[0], closed, None

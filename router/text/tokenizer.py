@@ -1,4 +1,4 @@
-"""A model's tokenizer, which converts text to token ids, with or without the chat template, and token ids to text."""
+"""A model's tokenizer. It encodes text, with or without the chat template, and decodes token ids."""
 
 import re
 from bisect import bisect_left
@@ -68,7 +68,7 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ConfigError(f"{file}: {str(error)[:300]}") from error
         last = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
-        if vocab_size and last >= vocab_size:  # requests with added tokens beyond the vocabulary are rejected
+        if vocab_size and last >= vocab_size:  # added tokens may be beyond it; requests that contain them are rejected
             raise ConfigError(f"{file}: token id {last} is beyond the vocab_size {vocab_size} of config.json")
         config_file = directory / "tokenizer_config.json"
         config = read_object(config_file, MAX_CONFIG_BYTES) if config_file.is_file() else {}
@@ -87,7 +87,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`. As in other servers, the name of a special token in the text is encoded as that
         token. The call takes about a second per megabyte, and other threads can run during this time."""
-        # Only batch calls release the interpreter lock. `encode_batch_fast` is faster because it omits offsets.
+        # Only batch calls release the interpreter lock. `encode_batch_fast` omits offsets, which saves time.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if not add_special_tokens:
             return ids
@@ -184,8 +184,8 @@ class Tokenizer:
 
 
 def _missing_affixes(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Return the first and the last token that the config requires, or None for a token that tokenizer.json itself
-    adds."""
+    """Return the tokens to add before and after a text. A token is None if the config does not require it, or if
+    tokenizer.json itself adds it."""
     bare = tokenizer.encode("").ids
     names = special_tokens(config)
     front = tokenizer.token_to_id(names.get("bos_token", "")) if config.get("add_bos_token") else None

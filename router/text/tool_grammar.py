@@ -1,4 +1,4 @@
-"""The grammar of an answer whose tool calls are enforced: `tool_choice` with a function or "required", or strict tools.
+"""The grammar of an answer whose tool calls are enforced, because `tool_choice` requires a call or a tool is strict.
 
 The grammar is in llguidance's dialect of Lark. Its calls have the syntax of the model's family, so the parser of that
 family can read them. If that syntax cannot express all values exactly, the calls have the form of Llama 3, which is
@@ -18,7 +18,7 @@ from shared.grammar import lark_grammar, with_json_options
 
 TEXT = r"/(.|\n)*/"
 ANY_TEXT = f"TEXT: {TEXT}"
-# Keywords that do not restrict a string, or that `_element` enforces.
+# Keywords of JSON schemas that do not restrict a string, or that `_element` enforces.
 ANNOTATIONS = {"type", "description", "title", "default", "examples", "enum", "anyOf", "oneOf", "deprecated"}
 
 
@@ -53,8 +53,8 @@ def required_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_si
 
 
 def optional_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_single: bool) -> str:
-    """Return the grammar of a text that calls may follow. Raises ToolGrammarError if the model's syntax does not allow
-    such a grammar."""
+    """Return the grammar of a text that may be followed by calls. Raises ToolGrammarError if the model's syntax does
+    not allow such a grammar."""
     syntax = tokenizer.syntax.tools
     if syntax is None or syntax.form is None:
         raise ToolGrammarError("cannot be enforced for calls that the model may omit, in the syntax of this model")
@@ -74,8 +74,8 @@ def optional_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_si
 
 
 class _Rules:
-    """Builds grammar rules for calls of some tools. `lead` is the marker with which the first call begins, or "" if the
-    syntax has no such marker."""
+    """Builds the grammar rules for calls of `tools`. `lead` is the marker with which the first call begins, or "" if
+    the syntax has no such marker."""
 
     def __init__(self, tokenizer: Tokenizer, syntax: ToolSyntax, tools: Sequence[EnforcedTool]) -> None:
         assert syntax.form is not None
@@ -91,7 +91,7 @@ class _Rules:
         return lark_of(text, self._tokenizer)
 
     def calls(self, is_single: bool) -> str:
-        """Return the sequence of the calls after `lead`."""
+        """Return the grammar of the calls that follow `lead`."""
         form = self.form
         first = self.text(form.begin.removeprefix(self.lead)) if form.begin else ""
         again = self.text(form.separator + ("" if form.begin else self.lead))
@@ -99,7 +99,7 @@ class _Rules:
         return f"{first} call {more} {self.text(form.end)}"
 
     def lines(self) -> Iterable[str]:
-        """Yield the rules of a call."""
+        """Yield the grammar rules for one call and its values."""
         form = self.form
         before = form.before_name if form.begin else form.before_name.removeprefix(self.lead)
         yield "call: " + " | ".join(f"call_{number}" for number in range(len(self._tools)))
@@ -132,7 +132,7 @@ class _Rules:
     # ---- parameters as elements ----------------------------------------------------------------------------------
 
     def _parameters(self, tags: XmlTags, tool: EnforcedTool) -> str:
-        """Return the sequence of a function's parameters, in the order of the schema."""
+        """Return the grammar of a call's parameters, in the order of the schema."""
         properties, needed = tool.schema.get("properties") or {}, set(tool.schema.get("required") or ())
         if unknown := needed - properties.keys():
             raise ToolGrammarError(f"requires the property `{min(unknown)}`, which it does not define")
@@ -151,7 +151,7 @@ class _Rules:
         return f"{self._value(f'{TEXT} {end}', 'text', '[lazy]')} {line}"
 
     def _element(self, tags: XmlTags, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the rule of a parameter's value, and the text that follows the value. Strings are written without
+        """Return a rule that matches a parameter's value and the closing tag after it. Strings are written without
         quotes. Other values are written as JSON."""
         after = self.text(f"{tags.padding}{tags.value[1]}\n")
         schema = resolved(schema, root)
@@ -177,6 +177,6 @@ def _before_value(tags: XmlTags) -> str:
 
 
 def _without(marker: str) -> str:
-    """Return the terminal of all texts that do not contain the marker."""
+    """Return a terminal that matches all texts without the marker."""
     escaped = re.sub(r"[.+*?()|\[\]{}^$/\\]", r"\\\g<0>", marker)
     return f"/(.|\\n)*/ & ~/(.|\\n)*{escaped}(.|\\n)*/"

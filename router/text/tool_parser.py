@@ -24,13 +24,13 @@ NAME = re.compile(r"[\w.-]{1,64}")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
-# JSON's names of the literals that some models write as in Python
+# Maps Python's names of literals, which some models write, to JSON's names
 LITERALS = {"True": "true", "False": "false", "None": "null"}
-# The Python types of the types in JSON schemas
+# Maps the types of JSON schemas to Python types
 KINDS: dict[str, type | tuple[type, ...]] = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
 KINDS |= {"array": list, "object": dict, "null": type(None)}
-CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's names in Python's syntax
-Step = Generator[None, None, None]  # a reader: it yields when it needs more text, and raises SyntaxBrokenError
+CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's constants, which some models write in Python calls
+Step = Generator[None, None, None]  # a reader: yields to wait for more text; raises SyntaxBrokenError on a syntax error
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class AnswerParser:
         self._num_calls = 0
         self._text = ""
         self._at = 0  # the text before this position is consumed
-        self._kept: int | None = None  # the beginning of the current call, until the call's name is complete
+        self._kept: int | None = None  # start of the current call; None without a call, or once its name is complete
         self._is_last = False
         self._parts: list[AnswerPart] = []
         self._kind: Literal["content", "reasoning"] = "content"
@@ -146,7 +146,7 @@ class AnswerParser:
         self._kind, self._space, self._strips = kind, "", True
 
     def _call(self, name: str) -> None:
-        """Begin a call whose name is complete. The text so far is no content, even if the call is malformed later."""
+        """Begin a call whose name is complete. Its text so far never becomes content, even if the rest is malformed."""
         self._kept = None
         self._switch("content")
         self._num_calls += 1
@@ -506,7 +506,7 @@ def _as_object(text: str) -> str:
 
 
 def _typed(text: str, schema: object) -> str:
-    """Return the JSON of a parameter that a model wrote as plain text, with the type that the schema requires."""
+    """Convert a parameter that a model wrote as plain text to JSON of the type that the schema requires."""
     types = types_of(schema)
     if types == {"string"}:
         return dump(text)
@@ -519,8 +519,8 @@ def _typed(text: str, schema: object) -> str:
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema. If `schema` is a reference, return the schema within `root` to which it refers. Return an empty
-    schema if there is none."""
+    """Return `schema` or, if it is a reference, the schema in `root` to which it refers. Return an empty schema if
+    that schema does not exist."""
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -545,7 +545,7 @@ def types_of(schema: object) -> set[str]:
 
 
 def _from_gemma(text: str, quote: str) -> str:
-    """Return the JSON of an object in Gemma's notation, which has bare keys, and strings between special tokens."""
+    """Convert an object to JSON from Gemma's notation, where keys have no quotes and special tokens enclose strings."""
     pieces = text.split(quote)
     pieces = [dump(piece) if place % 2 else BARE_KEY.sub(r'\1"\2":', piece) for place, piece in enumerate(pieces)]
     return dump(_loads("".join(pieces)))

@@ -1,9 +1,9 @@
 """Describes how each model family writes reasoning and tool calls in its answers.
 
-`router/text/tool_parser.py` parses answers with these descriptions. The names are those of vLLM's `--tool-call-parser`
-and `--reasoning-parser`. The syntax of a model is found from its chat template, which contains the markers of the
-model's family. No marker of a syntax may be the beginning of another marker of this syntax, because the parser takes a
-marker as soon as it is complete.
+`router/text/tool_parser.py` parses answers with these descriptions. The syntaxes have the names that vLLM's options
+`--tool-call-parser` and `--reasoning-parser` use. The syntax of a model is derived from its chat template, which
+contains the markers of the model's family. No marker of a syntax may be the beginning of another marker of the same
+syntax, because the parser accepts a marker as soon as the marker is complete.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,15 +20,15 @@ class ReasoningSyntax:
 
     start: str
     end: str
-    # A chat template that contains all of these texts has this syntax. If there are none, only a flag with the name of
-    # the syntax selects it.
+    # A model has this syntax if its chat template contains all of these texts. If there are none, the syntax is used
+    # only if a flag names it.
     found_by: tuple[str, ...] = ()
     is_implicit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class XmlTags:
-    """The tags of a call whose parameters are elements. Each pair has the texts before and after a name or a value.
+    """The tags of a call whose parameters are XML elements. Each pair has the texts before and after a name or a value.
     `padding` is the text that the model adds before and after each value."""
 
     name: tuple[str, str]
@@ -53,7 +53,7 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
-    """How a family writes tool calls. `kind` defines what follows a marker in `opens`:
+    """How a model family writes tool calls. `kind` defines what follows a marker in `opens`:
 
     - json: an object with the name and the arguments, or a list of such objects
     - named: a text that matches `header`, whose group is the name, and then the arguments as an object
@@ -66,7 +66,7 @@ class ToolSyntax:
     found_by: tuple[str, ...] = ()  # as in ReasoningSyntax
     opens: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()  # markers and separators that may follow a call
-    bare: str = ""  # an answer that begins with this character is parsed as calls, without a marker
+    bare: str = ""  # if set, an answer that begins with this character is parsed as calls, even without a marker
     header: str = ""
     quotes: tuple[str, ...] = ('"',)  # quotes of strings in the arguments
     tags: XmlTags | None = None

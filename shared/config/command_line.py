@@ -164,7 +164,7 @@ def _keyword(name: str, annotation: object, default: object) -> inspect.Paramete
 
 
 def _type_of(field: FieldInfo) -> str:
-    """Return the choices or the type of a value; "" for text and switches."""
+    """Return the choices or the type of a field's value, or "" if the value is text or a boolean."""
     if get_origin(field.annotation) is Literal:
         return ", ".join(get_args(field.annotation))
     return {int: "integer", float: "number"}.get(cast(type, field.annotation), "")

@@ -24,7 +24,7 @@ from shared.limits import MAX_IMAGES
 from shared.resolver import is_host_and_port
 
 PREFIX = "BATON_"
-# Variables of vLLM that are read too.
+# For a setting: the environment variable of vLLM that Baton reads too.
 VLLM_VARIABLES = {"allow_runtime_lora_updating": "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
 CLIENTS = ("url", "api_key")  # settings of the commands that call a router
 MAX_CPU = 4095
@@ -53,9 +53,9 @@ def parse_size(value: int | str) -> int:
 
 
 def parse_count(value: int | str) -> int | str:
-    """Return the number in a count such as "16k" (16,000) or "16K" (16,384), as in vLLM, or a plain number unchanged.
+    """Parse a count in vLLM's notation: "16k" is 16,000, and "16K" is 16,384.
 
-    Raises ValueError if the count is malformed.
+    Return a plain number unchanged. Raises ValueError if the count is malformed.
     """
     text = str(value).strip()
     if match := COUNT.fullmatch(text):
@@ -68,8 +68,8 @@ def parse_count(value: int | str) -> int | str:
 
 
 def parse_image_limit(value: str | int) -> int | str:
-    """Return the number of images in vLLM's --limit-mm-per-prompt, such as '{"image": 4}' or image=4, or a plain number
-    unchanged. Raises ValueError if it is malformed, or allows videos or audio."""
+    """Return the number of images in a value of vLLM's --limit-mm-per-prompt, such as '{"image": 4}' or image=4. Return
+    a plain number unchanged. Raises ValueError if the value is malformed, or allows videos or audio."""
     text = str(value).strip()
     if re.fullmatch(r"\d+", text, re.ASCII):
         return value

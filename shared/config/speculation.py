@@ -9,7 +9,7 @@ MAX_SPECULATIVE_TOKENS = 32
 MAX_LOOKUP = 16
 DEFAULT_TOKENS = {"ngram": 8, "draft_model": 4, "mtp": 4, "eagle3": 4}
 WITH_MODEL = ("draft_model", "eagle3")
-ALIASES = dict.fromkeys(  # vLLM's names of the method "mtp" for families of models
+ALIASES = dict.fromkeys(  # vLLM's other names for the method "mtp", one for each family of models
     ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"), "mtp"
 )
 
@@ -17,7 +17,7 @@ ALIASES = dict.fromkeys(  # vLLM's names of the method "mtp" for families of mod
 class SpeculativeConfig(BaseModel):
     """Speculative decoding. The names of the fields are vLLM's; the method "ngram" is prompt lookup.
 
-    If there is a `model`, the method is "draft_model" by default. `ALIASES` are accepted as methods.
+    If there is a `model`, the method is "draft_model" by default. The names in `ALIASES` are accepted as methods too.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", hide_input_in_errors=True)

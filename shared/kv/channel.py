@@ -30,16 +30,16 @@ class KVChannel(Protocol):
     """The KV transfers of one process in both directions: peers write into our pool, and we write into theirs.
 
     A pool is a 2-D byte matrix, and a push copies whole rows. If `fenced` is true, the receiver drops rows that arrive
-    for a revoked reservation. Otherwise, writes are one-sided: the rows of a revoked reservation may be reused only
-    after the writer has reported that it stopped, or the callback `on_writer_lost` has reported that the writer is
-    gone.
+    for a revoked reservation. Otherwise, writes are one-sided. The receiver may then reuse the rows of a revoked
+    reservation only after the writer has reported that it stopped, or after the callback `on_writer_lost` has reported
+    that the writer is gone.
     """
 
     name: str
     fenced: bool
 
     def descriptor(self) -> bytes:
-        """Receiver: return a description of our pool, which the peer's channel of the same name can parse."""
+        """Receiver: return a description of our pool. The peer's channel of the same name can parse it."""
         ...
 
     def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:

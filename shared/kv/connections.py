@@ -233,7 +233,7 @@ class ChannelListener:
         return is_free
 
     def _release(self, key: str) -> bool:
-        """Decrement the number of connections of `key`. Return whether none is left."""
+        """Decrement the number of connections of `key`, an address or a writer. Return whether none is left."""
         self._num_open[key] -= 1
         if is_last := not self._num_open[key]:
             del self._num_open[key]
@@ -250,8 +250,8 @@ class ChannelLink(Protocol):
     ) -> None:
         """Copy rows to the peer. Once `stopped()` is true, return early, in a state that allows another push.
 
-        Raises ReservationRefusedError, after which the link is still usable, or OSError, EOFError or PeerLostError,
-        after which it is not.
+        Raises ReservationRefusedError, after which the link can still be used. Also raises OSError, EOFError or
+        PeerLostError, after which the link cannot be used.
         """
         ...
 
@@ -263,7 +263,7 @@ class ChannelLink(Protocol):
 
 
 class _Peer:
-    """One peer during one connection. Once it is `lost`, the next push creates a new object with a new connection."""
+    """One connection to a peer, which the first push opens. Once it is `lost`, the next push creates a new object."""
 
     def __init__(self, descriptor: PeerDescriptor, connect: Callable[[PeerDescriptor, bytes], ChannelLink]) -> None:
         self._descriptor = descriptor

@@ -9,7 +9,7 @@ BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The layout of a pool: block-major, heads before layers (vLLM's BHLNC with K and V packed: vLLM's PR #33339).
+    """The layout of a pool: block-major, heads before layers. It is vLLM's BHLNC, with K and V packed (vLLM PR #33339).
 
     A block with all its layers is one contiguous row, so that a handoff moves few large pieces. A range of heads of a
     block is contiguous too, so that peers can divide the heads differently. Raises ValueError if a size is below one or
@@ -41,11 +41,11 @@ class KVLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """The size in bytes of the keys and values of one head and layer in a block. These bytes are contiguous."""
+        """The size in bytes of a block's keys and values for one head in one layer. These bytes are contiguous."""
         return self.block_bytes // (self.kv_heads * self.layers)
 
     def describe(self) -> str:
-        """Return a text that is equal for pools that can exchange blocks. The number of blocks is not in it."""
+        """Return a text that is the same for pools that can exchange blocks. It omits the number of blocks."""
         return (
             f"kv=BHLNC heads={self.kv_heads} layers={self.layers} block_tokens={self.block_tokens} "
             f"head_dim={self.head_dim} dtype={self.dtype}"

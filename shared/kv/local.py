@@ -17,12 +17,12 @@ from shared.kv.channel import PeerDescriptor
 from shared.kv.connections import ANSWER, WELCOME, Memory, SocketChannel, check_answer, pack_greeting
 
 PATIENCE_S = 2.0
-SWEEP_AGE_S = 60.0  # a younger socket may be bound but not listening yet
+SWEEP_AGE_S = 60.0  # only older sockets are removed, because a younger socket may not be listening yet
 
 
 class LocalChannel(SocketChannel[Memory]):
     """See KVChannel. A subclass defines the message that gives a writer access (`_offer`) and how a writer connects
-    (`_link`). It may override the location of our memory (`_place`) and which locations we can reach (`_reaches`).
+    (`_link`). It may override where our memory is (`_place`) and which locations we can reach (`_reaches`).
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class LocalChannel(SocketChannel[Memory]):
 def greeted(
     descriptor: PeerDescriptor, incarnation_id: str, patience_s: float, offer_bytes: int = 0
 ) -> Iterator[tuple[socket.socket, bytes, list[int]]]:
-    """Connect to the owner of the descriptor. Yield the connection, and the bytes and file descriptors that it offers.
+    """Connect to the owner of the descriptor. Yield the connection, and the bytes and file descriptors from the owner.
 
     When the `with` block ends, the file descriptors are closed. If the block raised an exception, the connection is
     closed too. Raises ChannelError or OSError.
@@ -112,7 +112,7 @@ def _answers(path: str) -> bool:
 def _listening(directory: Path) -> socket.socket:
     """Return a listening unix socket that only our user can reach, with a random name.
 
-    First remove the sockets that killed processes left in the directory: those that are old and have no listener.
+    First remove the sockets of killed processes from the directory: those that are old and have no listener.
     """
     for old in directory.iterdir() if directory.is_dir() else ():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The KV channel within one host: the writer maps the receiver's memfd and copies rows directly into its pool.
+"""The KV channel within one host: the writer maps the receiver's memfd and copies rows directly into that memory.
 
 The receiver sends the memfd over the socket of `shared.kv.local`. Writes are one-sided, so the channel is not `fenced`.
 """
@@ -43,8 +43,8 @@ class _Mapping:
     def push(
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Copy the rows, with one call for adjacent rows. During a call, numpy releases the interpreter lock, so other
-        threads run."""
+        """Copy the rows, with one call of numpy for each range of adjacent rows. During the call, numpy releases the
+        interpreter lock, so other threads run."""
         row_bytes = self._ours.shape[1]
         copied = PIECE_BYTES  # bytes since the last check
         for start, end in runs(source, target, max(1, PIECE_BYTES // row_bytes)):
@@ -69,7 +69,7 @@ class _Mapping:
 
 
 def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -> tuple[socket.socket, Rows]:
-    """Map the owner's pool. Return the connection and the mapped rows.
+    """Map the pool that the descriptor describes. Return the connection and the mapped rows.
 
     The caller must drop the rows before it closes the connection. Raises DescriptorError, PeerLostError, or OSError.
     """
@@ -98,7 +98,7 @@ def _mapped(fds: list[int], descriptor: PeerDescriptor) -> Rows:
 
 
 def runs(source: Sequence[int], target: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges [start, end) of positions, each of at most `limit` rows that are adjacent in both sequences."""
+    """Yield ranges [start, end) of indices. The rows of a range, at most `limit`, are adjacent in both sequences."""
     start = 0
     for end in range(1, len(source) + 1):
         if (

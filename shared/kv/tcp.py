@@ -29,9 +29,9 @@ from shared.kv.connections import (
 )
 from shared.kv.memory import KVMemory, Staging
 
-# A push consists of frames with rows and a last frame without rows, which the receiver answers with an ACK.
+# A push consists of frames with rows and a last frame without rows. The receiver answers the last frame with an ACK.
 # A frame has a header, the row numbers as u32, and the bytes of the rows. The checksums of rows are sent by RPC. The
-# header has magic, version, number of rows, reservation id, bytes per row, and a CRC-32 of these. Without the CRC, a
+# header has magic, version, number of rows, reservation id, bytes per row, and their CRC-32. Without the CRC, a
 # corrupted number of rows would make the receiver wait for rows that never arrive.
 FRAME, FRAME_CHECK = struct.Struct("<4sHH16sI"), struct.Struct("<I")
 ACK = struct.Struct("<4sHxxII")  # magic, version, rows accepted, rows refused
@@ -235,7 +235,7 @@ def checked(head: bytes) -> bytes:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Send small frames at once, and detect a host that has vanished within 15 seconds."""
+    """Send small frames at once, and detect within 15 seconds that a host has vanished."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3)):

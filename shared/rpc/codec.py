@@ -2,8 +2,8 @@
 
 If the array is shorter than the dataclass, the missing fields take their defaults. If the array is longer, the extra
 fields are skipped. Therefore, processes of successive versions can exchange messages. The decoder follows the types of
-the fields. At the first value of a wrong type, the decoder raises `DecodeError`, which names the field, without
-building the value. Only this module imports msgpack.
+the fields. At the first value of a wrong type, it does not build the value, but raises `DecodeError`, which names the
+field. Only this module imports msgpack.
 """
 
 import types
@@ -17,7 +17,7 @@ import msgpack
 from grpclib.encoding.base import CodecBase
 
 MAX_MESSAGE_BYTES = 64 << 20  # enough for the images of a request; KV is not sent by RPC
-MAX_ITEMS = 1 << 20  # maximum number of items in all lists and maps of a message
+MAX_ITEMS = 1 << 20  # maximum number of items in all lists and maps of a message together
 DATACLASS_ITEMS = 16  # a dataclass in a list counts as this many items, because it costs more to build
 MAX_FIELDS = 256  # maximum number of fields in one dataclass, including fields of later versions
 NIL = b"\xc0"
@@ -36,8 +36,8 @@ def encode(message: object) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """Decode one message of type `kind`.
 
-    Raises DecodeError if `data` is incomplete, too long, or has a value of a wrong type. Decoding invalid data takes no
-    more time and memory than decoding the largest valid message.
+    Raises DecodeError if `data` is incomplete or too long, or if a value has a wrong type. Decoding invalid data takes
+    no more time and memory than decoding the largest valid message.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise DecodeError(f"{kind.__name__}: {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
@@ -63,8 +63,8 @@ class _Source:
     __slots__ = ("_items_left", "array", "data", "map", "skip", "tell", "value")
 
     def __init__(self, data: bytes) -> None:
-        # These limits apply to `unpack` only. For lists and maps that the types require, `array` and `map` read the
-        # header, and then each item is read separately.
+        # These limits apply only to `unpack`, which reads scalars. Lists, dicts and dataclasses are read in two steps:
+        # `array` or `map` reads the header, which states the number of items, and then the items are read one by one.
         unpacker = msgpack.Unpacker(
             None, raw=False, max_buffer_size=max(1, len(data)), max_array_len=0, max_map_len=0, max_ext_len=0
         )

@@ -33,11 +33,11 @@ from shared.rpc.codec import MAX_MESSAGE_BYTES, DecodeError, MessageCodec
 
 CODEC = MessageCodec()
 CONNECT_S = 5.0  # time limit for connecting to a peer, including the TLS handshake
-# A peer that is frozen or cut off does not close its connections. By default, a client detects it after 2.0 to 2.6 s.
+# A peer that is frozen or cut off does not close its connections. By default, a client detects this after 2.0 to 2.6 s.
 PING_S = 0.65
 ANSWER_S = 1.9
-IDLE_PINGS = 8  # multiple of PING_S, for connections that are pinged only while nothing arrives
-SERVER_ANSWER_S = 6.0  # longer than ANSWER_S; after this, the server closes the connection of a silent client
+IDLE_PINGS = 8  # a connection that is pinged only while nothing arrives is pinged every IDLE_PINGS * PING_S seconds
+SERVER_ANSWER_S = 6.0  # after this time, a server closes the connection of a silent client; longer than ANSWER_S
 FLUSH_S = 1.0  # time limit for sending the remaining bytes when a connection is closed
 WINDOW_BYTES = 4 << 20
 
@@ -52,10 +52,10 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 class ClosingTransport:
-    """A transport on which `write` raises StreamTerminatedError after `close`, and `close` takes at most FLUSH_S.
+    """A transport whose `write` raises StreamTerminatedError after `close`, and whose `close` takes at most FLUSH_S.
 
-    Without this class, a write to a closed transport raises RuntimeError in uvloop and is ignored in asyncio, and
-    `close` waits without limit for a peer that does not read.
+    Without this class, a write to a closed transport would raise RuntimeError in uvloop, and asyncio would ignore it.
+    `close` would wait without limit for a peer that does not read.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -117,8 +117,8 @@ class PeerProtocol(H2Protocol):
     """One HTTP/2 connection, on the client or the server, from `connection_made` to `connection_lost`.
 
     Runs on the event loop. It pings the peer, and closes the connection when the peer violates the protocol or leaves a
-    ping unanswered for `answer_s`. In a server, `connections` contains all open connections of the server. A server,
-    and a client with `pings_idle`, pings only while nothing arrives.
+    ping unanswered for `answer_s`. In a server, `connections` contains all open connections of the server. A server
+    pings only while nothing arrives, and so does a client with `pings_idle`.
     """
 
     connection: RpcConnection
@@ -186,7 +186,7 @@ class PeerProtocol(H2Protocol):
             peer = str(address[0]) if isinstance(address, tuple) else "local"
             peer_log.warn(peer, f"RPC connection closed: {str(error) or type(error).__name__}")
             with contextlib.suppress(StreamTerminatedError):
-                self._flush()  # this sends the reason to the peer if it was an HTTP/2 error
+                self._flush()  # if the error was an HTTP/2 error, this sends the reason to the peer
             self.processor.close("Protocol error")
 
     def _flush(self) -> None:
@@ -251,7 +251,7 @@ class CallHandler(AbstractHandler):
 
 
 class RpcChannel(grpclib.client.Channel):
-    """A channel to `host:port`, which its owner closes.
+    """A client's channel to `host:port`. The owner of the channel must close it.
 
     The channel connects at the first call, and again at the next call after a connection was lost. It closes a
     connection if the peer's certificate is not accepted or a ping is unanswered for `answer_s`. With `pings_idle`, it

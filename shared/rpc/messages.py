@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Pack non-negative ids below 2**31 as little-endian int32, the byte order of all supported machines."""
+    """Pack non-negative ids below 2**31 as int32 in little-endian order, which all supported machines use."""
     return array("i", ids).tobytes()
 
 
@@ -39,13 +39,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-    logprobs: int | None = None  # number of alternatives to the sampled token that are returned; None: no logprobs
+    logprobs: int | None = None  # number of likeliest tokens to return for each position; None: no logprobs
     prompt_logprobs: int | None = None
     allowed_tokens: bytes = b""  # ids of the only tokens that may be sampled; b"": all
     # The token ids of each word. The last token of a word is not sampled directly after the word's other tokens.
     bad_words: list[bytes] = field(default_factory=list)
-    # If not "", return a vector and no token: "last" or "mean" (the hidden state of the last token, or the mean over
-    # all tokens), or "logits" (the logits of `allowed_tokens` after the prompt). `max_tokens` must be 1.
+    # If not "", return no token, but a vector: the hidden state of the last token ("last"), the mean hidden state of
+    # all tokens ("mean"), or the logits of `allowed_tokens` after the prompt ("logits"). `max_tokens` must be 1.
     pooling: str = ""
 
 
@@ -53,8 +53,8 @@ class SamplingParams:
 class Media:
     """An image of a prompt. Its tokens begin at `offset` in the prompt and form a grid of `rows` x `columns`.
 
-    `pixels` has `height` x `width` RGB pixels of 3 bytes, in rows, in the size that the model takes. `pixels` is empty
-    for a node that receives the KV of the prompt. `digest` is equal for equal images. `encoder` is the address of the
+    `pixels` has `height` x `width` RGB pixels of 3 bytes, row by row, resized for the model. `pixels` is empty for a
+    node that receives the KV of the prompt. `digest` is equal for equal images. `encoder` is the address of the
     node that encodes the image, or "" for the node that computes the prompt.
     """
 
@@ -70,7 +70,7 @@ class Media:
 
 @dataclass(slots=True)
 class SubmitRequest:
-    """Router to node: compute this request. `decode_node` is the address of the generating node; "": this node."""
+    """Router to node: compute this request. The node at address `decode_node` ("": this node) generates the answer."""
 
     id: str
     router: str
@@ -83,10 +83,10 @@ class SubmitRequest:
     salt: bytes = b""
     priority: int = 0
     decode_node: str = ""
-    share_prefix: bool = True  # False: shares no prefix cache with other requests
+    share_prefix: bool = True  # False: the request shares no cached prefix with other requests
     traceparent: str = ""  # W3C trace context of the client's request, for logs
     grammar: str = ""  # the answer matches this grammar (see `shared.grammar`); "": any answer
-    speculative: bool = True  # False: a node with speculative decoding guesses no tokens of this request
+    speculative: bool = True  # False: a node with speculative decoding guesses no tokens for this request
     adapter: str = ""  # digest of a LoRA adapter; "": the model itself
     media: list[Media] = field(default_factory=list)  # images of the prompt, in order
 
@@ -126,7 +126,7 @@ class TokenDelta:
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     retry: bool = False  # if `error` is set: whether another node may succeed
-    vector: bytes = b""  # float32 in little-endian order: the result of a pooled request
+    vector: bytes = b""  # the result of a pooled request, as little-endian float32
     version: list[str] = field(default_factory=list)  # in stored responses: the `ModelVersion` that sampled the tokens
 
 
@@ -156,14 +156,14 @@ class NodeStats:
     bytes_moved: int = 0
     channels: dict[str, str] = field(default_factory=dict)  # peer id -> name of the channel in use
     channel_fallbacks: int = 0
-    cost: list[float] = field(default_factory=list)  # scheduler.cost.CostModel.packed; empty until a model is fitted
-    transfer: list[float] = field(default_factory=list)  # prefill node: seconds per push, and seconds per byte
+    cost: list[float] = field(default_factory=list)  # the packed scheduler.cost.CostModel; empty until it is fitted
+    transfer: list[float] = field(default_factory=list)  # prefill node: fixed seconds of a push, and seconds per byte
     records_dropped: int = 0  # number of step records and request events that no router received
-    sent_ns: int = 0  # the node's Unix time when this was sent, which shows the offset of the node's clock
+    sent_ns: int = 0  # the node's Unix time when it sent these statistics; shows the offset of its clock
     overruns: int = 0  # number of emulated passes that ended late because the machine is too slow
     rows_corrupt: int = 0  # decode node: number of KV rows that arrived with a wrong checksum
     ledger_error: str = ""  # the error in the block ledger, if there is one
-    incarnation_id: str = ""  # shows which process sent this, because another process may reuse its address
+    incarnation_id: str = ""  # identifies the sending process, because another process may reuse its address
     num_drafts: int = 0  # speculative decoding: number of decodes that verified guessed tokens
     draft_tokens: int = 0  # guessed tokens that were verified
     accepted_tokens: int = 0  # guessed tokens that were right
@@ -176,13 +176,13 @@ class NodeStats:
 
 @dataclass(slots=True)
 class StepRecord:
-    """The contents and durations of one step. Times are Unix times on the node. For pairs, see `cost.StepWork`."""
+    """The contents and durations of one step. `start_ns` is the node's Unix time. For pairs, see `cost.StepWork`."""
 
     number: int
     start_ns: int  # start of the step's forward pass
     duration_us: int  # duration of the forward pass
-    host_us: int = 0  # time in which the device was not used: to plan this step and to publish the previous step
-    predicted_us: int = 0  # the cost model's prediction of duration_us + host_us; 0: no model
+    host_us: int = 0  # idle time of the device while the node published the previous step and planned this step
+    predicted_us: int = 0  # the cost model's prediction of duration_us + host_us; 0: there is no model
     budget: int = 0  # maximum number of tokens in this step
     reason: str = ""  # the reason for the budget: see scheduler.budget
     num_prefills: int = 0
@@ -197,8 +197,8 @@ class StepRecord:
     blocks_cached: int = 0
     blocks_owned: int = 0
     blocks_reserved: int = 0
-    members: bytes = b""  # packed (serial, start, count) of each slice, prompts first; see RequestEvent for serial
-    draft_tokens: int = 0  # guessed tokens that the step's decodes verified; they are counted in decode_context
+    members: bytes = b""  # (serial, start, count) of each slice as int32, prompts first; serial: see RequestEvent
+    draft_tokens: int = 0  # guessed tokens that the step's decodes verified; decode_context includes their contexts
     accepted_tokens: int = 0  # guessed tokens that were right
 
 
@@ -206,7 +206,7 @@ class StepRecord:
 class RequestEvent:
     """An event of one request on one node. The event ended at `at_ns` (the node's Unix time) and lasted `duration_us`.
 
-    Each kind, and the other fields that an event of this kind sets:
+    The kinds of events, each with its meaning and the other fields that it sets:
     "queued"     the node accepted the request: serial (its number in step records), count = number of its tokens
     "reserving"  `peer` reserved blocks: duration_us = time until its reply
     "transfer"   blocks were pushed to `peer`: count = number of blocks, bytes, channel, duration_us
@@ -232,8 +232,8 @@ class RequestEvent:
 
 @dataclass(slots=True)
 class NodeUpdate:
-    """Node to router, on their long-lived stream: deltas after each step, statistics about once a second, and, if the
-    router wants them, new records of steps and events ten times a second."""
+    """Node to router, on their long-lived stream: deltas after each step, and statistics roughly once a second. If the
+    router wants records, the node also sends it new records of steps and events ten times a second."""
 
     deltas: list[TokenDelta] = field(default_factory=list)
     stats: NodeStats | None = None
@@ -287,8 +287,8 @@ class EncodeRequest:
 
 @dataclass(slots=True)
 class EncodeReply:
-    """The features of `count` tokens as float32, one entry for each tensor of `ImageFeatures`. If there is no error and
-    `count` is 0, the image is still being encoded."""
+    """The features of `count` tokens. `tensors` has the float32 bytes of each tensor of `ImageFeatures`. If there is no
+    error and `count` is 0, the image is still being encoded."""
 
     error: str = ""
     count: int = 0
@@ -314,12 +314,12 @@ class ReserveReply:
     targets: bytes = b""
     descriptors: dict[str, bytes] = field(default_factory=dict)  # channel name -> descriptor of the decode node's pool
     error: str = ""
-    held: bytes = b""  # rows of the first `num_held` blocks and their state, for a writer that computes in this pool
+    held: bytes = b""  # if the writer computes in this pool: the rows of the first `num_held` blocks and of their state
 
 
 @dataclass(slots=True)
 class PushedNotice:
-    """The next target blocks of the reservation are written. `checksums` has the 8-byte xxh3-64 of each, in order.
+    """The writer wrote the next target blocks of the reservation. `checksums` has the 8-byte xxh3-64 of each, in order.
 
     The notice is sent while the next chunk is computed, so that only the last rows remain to be checked at the commit.
     """
@@ -330,9 +330,9 @@ class PushedNotice:
 
 @dataclass(slots=True)
 class CommitRequest:
-    """All rows of the reservation are written. `checksums` has the checksums of the rows that no `PushedNotice`
-    covered. `current_state` is the index of the reserved recurrent state that holds the state after the prompt: 0 or 1
-    with a shared pool, otherwise 0."""
+    """All rows of the reservation have been written. `checksums` has the checksums of the rows that no `PushedNotice`
+    covered. `current_state` is the index of the reserved recurrent state that contains the state after the prompt. It
+    is 0, or with a shared pool 0 or 1."""
 
     reservation_id: bytes
     first_token: int
@@ -376,7 +376,7 @@ class StopRequest:
 
 @dataclass(slots=True)
 class AcceptRequest:
-    """Proxy of a prefill engine to proxy of a decode engine: generate this request with the prefill engine's KV.
+    """Proxy of a prefill engine to proxy of a decode engine: answer this request with the prefill engine's KV.
 
     `params` is the JSON object with which the decode engine gets the prompt's KV from the prefill engine. It may be
     used once, and the decode engine must sample the first token within `lease_ms`. If `first_token` is not negative,

@@ -45,7 +45,7 @@ class Rpc(Generic[Request, Reply]):
     path: str
     request: type[Request]
     reply: type[Reply]
-    streams: bool = False  # whether both sides send any number of messages during one call
+    streams: bool = False  # whether each side may send any number of messages during one call
 
     def serve(self, handle: "Handle[Request, Reply]") -> Handler:
         async def handler(stream: Any) -> None:
@@ -67,7 +67,7 @@ class Rpc(Generic[Request, Reply]):
 
     @asynccontextmanager
     async def open(self, channel: grpclib.client.Channel) -> AsyncIterator["ClientStream[Request, Reply]"]:
-        """Open a stream, and reset it when the block ends."""
+        """Open a stream, and reset it when the `with` block ends."""
         method = grpclib.client.StreamStreamMethod(channel, self.path, self.request, self.reply)
         async with method.open() as stream:
             try:
@@ -145,7 +145,7 @@ class RpcServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self, timeout_s: float = 2.0) -> None:
-        """Stop listening, cancel all calls, wait until they end, for at most `timeout_s`, and close all connections."""
+        """Stop listening and cancel all calls. Wait at most `timeout_s` for their end, and close all connections."""
         if self._server is not None:
             self._server.close()
         tasks = [task for each in self.connections for task in cast(CallHandler, each.handler).tasks.values()]

@@ -109,5 +109,5 @@ def _command(file: Path, base: str, cases: int, number: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that `cluster` also ends its processes
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that `cluster` ends its processes on SIGTERM too
     sys.exit(main())

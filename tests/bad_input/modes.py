@@ -94,7 +94,7 @@ def compare_operation(strategy: Any, bases: list[str], statuses: Counter[int], c
 
 
 def compare(document: Document, bases: list[str], cases: int) -> Counter[int]:
-    """Send `cases` valid and `cases` invalid requests of each operation to both clusters. Count them by status."""
+    """Send `cases` valid and `cases` invalid requests of each operation to both clusters. Count the pairs by status."""
     statuses: Counter[int] = Counter()
     for result in schemathesis.openapi.from_dict(document).get_all_operations():
         operation = result.ok()
@@ -127,5 +127,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that `cluster` also ends its processes
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that `cluster` ends its processes on SIGTERM too
     main()

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 def cancels(running: Cluster, count: int, fault_every_s: float, seed: int = 1) -> tuple[Counter[str], list[str]]:
     """Cancel `count` requests, and inject a random fault into a random node every `fault_every_s` seconds (0: never).
 
-    Return two results: the numbers of requests by outcome and of faults by kind, and one line for each leak. Raises
+    Return the counts of requests by outcome and of faults by kind in one counter, and one line for each leak. Raises
     AssertionError if a node does not come back.
     """
     rng, nodes = random.Random(seed), sorted(set(running.processes) - set(running.urls))

@@ -59,7 +59,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the matrix: one kind of fault. `lives` maps a process to its failpoints, one for each of its starts."""
+    """A row of the matrix: one kind of fault. `lives` maps a process name to failpoints: one for each start."""
 
     name: str
     what: str
@@ -166,7 +166,7 @@ def armed(failpoint: str) -> dict[str, object]:
 
 
 class FaultThread:
-    """A context manager whose thread injects faults. `plan` yields a pause in seconds, a node's name and one of KINDS.
+    """A context manager whose thread injects faults. `plan` yields tuples: pause in seconds, node name, one of KINDS.
 
     Only one node is faulty at a time, so that the others can serve. `counts` has the number of faults by node and kind.
     """
@@ -255,7 +255,7 @@ def drive(row: Row, requests: int, channel: str = "", kind: str = "") -> Report:
 def _traffic_of(
     kind: str, directory: Path
 ) -> tuple[dict[str, object], Callable[[int], Ask], Callable[[Outcome], list[list[int]]]]:
-    """Write a model of this kind to `directory`. Return settings, and functions for requests and expected answers."""
+    """Write a model of this kind. Return settings, and the functions that make requests and their expected answers."""
     if kind == features.KIND:
         settings, expected = features.scene()
         return settings, features.feature_ask, lambda outcome: expected[outcome.ask.index]
@@ -271,7 +271,7 @@ def _proxied(relays: Relays, own: dict[str, dict[str, object]], name: str) -> di
 
 
 def _relay(relays: Relays) -> tuple[int, Proxy]:
-    """Start a relay on a port that is free at the addresses of relay and node. Return the port and the relay."""
+    """Start a relay on a port that is free at both addresses (relay and node). Return the port and the relay."""
     while True:
         port = free_port()
         with contextlib.suppress(OSError):

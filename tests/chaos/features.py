@@ -80,8 +80,8 @@ def _feature_ask(number: int) -> Ask:
 
 
 def feature_ask(index: int) -> Ask:
-    """Return request number `index`. Every third request has its own cache salt, so no node has its prefix in the
-    cache, and a restarted node may get it. All other requests go to the node that has their images and prompts."""
+    """Return request number `index`. Every third request has its own cache salt, so its prefix is in no node's cache,
+    and the router may choose a restarted node. All other requests go to the node that has their images and prompts."""
     ask = _feature_ask(index % NUM_REQUESTS)
     return replace(ask, fields={**ask.fields, "cache_salt": str(index)}) if index % 3 == 0 else ask
 

@@ -1,8 +1,8 @@
 """Measure the guarantees that the matrix does not cover, and write benchmarks/results/figures.json.
 
 Restarts, Redis outages, slow readers and cancels run on emulated nodes with steps of at least 8 ms, so their results do
-not depend on the speed of this machine. The measurement of bad inputs uses the hash model; that of tenants uses the
-demo model. `python -m benchmarks footprint` measures the start.
+not depend on the speed of this machine. `bad_inputs` uses the hash model, and `tenants` uses the demo model.
+`python -m benchmarks footprint` measures how much time and memory a start takes.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def _compared(what: str, calm: Load, disturbed: Load, goal: float) -> list[Row]:
 
 
 def slow_clients(seconds: float) -> list[Row]:
-    """Measure the effect of slow clients on other clients. Begin when no node runs a request of a slow client."""
+    """Measure the effect of slow clients on other clients, once no node runs requests of slow clients any more."""
     with emulated(1, 1) as running:
         router = psutil.Process(running.processes["router"].pid)
         calm = during(running, lambda: time.sleep(seconds))
@@ -221,7 +221,7 @@ def tenants(count: int) -> list[Row]:
 
 
 def _area(samples: Sequence[tuple[bool, float]]) -> float:
-    """Return the share of all pairs of a known and an unknown prompt in which the known prompt is faster."""
+    """Compare each known prompt with each unknown one. Return the share of pairs in which the known one is faster."""
     known, others = ([took_s for is_known, took_s in samples if is_known is wanted] for wanted in (True, False))
     return float(np.mean(np.array(known)[:, None] < np.array(others)[None, :]))
 

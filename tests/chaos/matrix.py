@@ -1,7 +1,7 @@
 """The rows of the fault matrix whose faults can be injected on one host, and how each fault is injected.
 
-A failpoint `site:n` fires when the process reaches the site for the n-th time. With `@*`, each request
-is counted separately: for example, a prompt of 6,000 tokens reaches `prefill.after_chunk` once per chunk.
+A failpoint `site:n` fires when the process reaches the site for the n-th time. With `@*`, the process
+counts separately for each request: for example, a prompt of 6,000 tokens reaches `prefill.after_chunk` once per chunk.
 """
 
 import signal

@@ -16,7 +16,7 @@ from tests.cluster.harness import RedisServer, cluster, wait_for
 COLUMNS = ["fault", "requests", "lost or unequal", "longest gap ms", "blocks returned"]
 TALK = Ask(0, (5, 6, 7), 4000)  # the answer is so long that it is still streamed when the router is killed
 ROUTERS = "routers"
-NETWORKS: dict[str, tuple[str, Line, Line, float]] = {  # label, line to nodes, line back, seconds (0: whole row)
+NETWORKS: dict[str, tuple[str, Line, Line, float]] = {  # label, line to nodes, line back, duration in s (0: whole row)
     "network far": ("50 ms, 1 % loss, 100 Mbit", FAR, FAR, 0.0),
     "network dead": ("no packet passes for 6 s", DEAD, DEAD, 6.0),
     "network dead there": ("no packet reaches them for 6 s", DEAD, GOOD, 6.0),

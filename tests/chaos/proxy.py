@@ -27,7 +27,7 @@ class Harm:
     silent: frozenset[str] = frozenset()  # directions ("up": to the node, "down") in which data is held back
     delay_s: float = 0.0  # delay of each chunk
     bytes_per_s: float = 0.0  # rate limit to the node; 0: no limit
-    cut_at: int = 0  # bytes to the node before a connection is reset, plus 1 for each earlier reset; 0: never
+    cut_at: int = 0  # reset a connection after this many bytes to the node, plus 1 per earlier reset; 0: never
     corrupt: float = 0.0  # share of the chunks to the node in which one bit is flipped
     double: float = 0.0  # share of the chunks to the node that are sent twice
     reply: bytes | None = None  # sent back for each chunk instead of relaying it; b"": close the connection

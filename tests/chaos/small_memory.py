@@ -1,6 +1,6 @@
 """Run a router whose history is full within a minute: `python -m tests.chaos.small_memory python -m router ...`.
 
-Memory that still grows after this minute leaks. With the default limits, the history would grow for an hour.
+If memory still grows after this minute, there is a leak. With the default limits, the history would grow for an hour.
 """
 
 import runpy

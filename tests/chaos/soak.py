@@ -33,7 +33,7 @@ SHARE = 0.5  # share of the time in which a client has a request in progress
 RESOURCES = {
     "memory": attrgetter("rss_mib"), "descriptors": attrgetter("num_descriptors"), "threads": attrgetter("threads")
 }  # fmt: skip
-SHARE_AN_HOUR = {"memory": 0.01, "descriptors": 0.1, "threads": 0.1}  # maximum growth per hour
+SHARE_AN_HOUR = {"memory": 0.01, "descriptors": 0.1, "threads": 0.1}  # maximum growth per hour, as a share
 # The first node of each role is only frozen, so its process runs from the start to the end of the soak.
 FAULTS = (
     ("decode-1", "SIGKILL"), ("prefill-0", "frozen 1 s"), ("prefill-1", "SIGTERM"), ("decode-0", "frozen 4 s"),

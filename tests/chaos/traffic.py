@@ -1,4 +1,4 @@
-"""The requests of a chaos run, and a client that checks every token of the answers and times every gap.
+"""The requests of a chaos run, and a client that checks every token and measures every gap between tokens.
 
 Request number i is the same in every run. Prompts have 20 to 6,000 tokens; some requests have two samples, some have a
 temperature, and some are chats. The hash model's answer depends on the prompt alone, so the client can compute the
@@ -28,7 +28,7 @@ LONG_TOKENS, TALKATIVE_TOKENS = 6000, 200
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. A chat sends the numbers of `prompt` as the text of its message. `fields` override its body."""
+    """One request. A chat sends the numbers in `prompt` as the text of its message. `fields` are added to the body."""
 
     index: int
     prompt: tuple[int, ...]
@@ -101,7 +101,7 @@ class Outcome:
 
     @property
     def gap_ns(self) -> tuple[int, int]:
-        """The start and the end of the longest wait for a token, including the first token."""
+        """Return the start and the end of the longest wait for a token. The wait for the first token counts too."""
         return max(pairwise([self.began_ns, *self.arrivals_ns]), key=lambda gap: gap[1] - gap[0], default=(0, 0))
 
     @property
@@ -170,8 +170,8 @@ class Load:
     """A context manager that runs clients. Each client sends one request at a time: the next of `asks(0)`, `asks(1)`, …
 
     The requests rotate over `urls`. A request that fails with one of `refusals` is retried at the next URL. A client
-    has a request in progress for `share` of the time, and pauses for the rest. The exit waits until `least` requests
-    have been sent and all requests have ended, and then checks the answers.
+    has a request in progress for `share` of the time, and pauses for the rest. On exit, the manager waits until `least`
+    requests have been sent and all requests have ended, and then checks the answers.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ TUN = Path("/dev/net/tun")
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 HERE, THERE = "10.213.77.1", "10.213.77.2"
 MTU = 1500
-MAX_QUEUE = 20_000  # packets in flight
+MAX_QUEUE = 20_000  # maximum number of packets in flight
 
 
 @dataclass(frozen=True, slots=True)

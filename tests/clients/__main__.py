@@ -1,6 +1,6 @@
 """Run unmodified clients and load tools against a cluster, and print a row for each: `make clients ARGS="--only llm"`.
 
-Each client has a separate environment in .clients, with its newest version at the time of the first run. Packages of
+Each client has a separate environment in .clients, with the version that was newest at its first run. Packages of
 NVIDIA are never installed, and torch is the wheel for the CPU. This is not part of `make test`.
 """
 
@@ -46,7 +46,7 @@ class Client:
     name: str
     packages: tuple[str, ...]
     program: str = ""
-    command: str = ""  # {url}, {model}, {tokenizer} and {directory} are replaced
+    command: str = ""  # {url}, {model}, {tokenizer} and {directory} are filled in
     says: str = ""  # a pattern that the output of the command must match
     result: str = "ok"  # the result if the command succeeds; the matches of `says` follow it
     left_out: tuple[str, ...] = ()  # optional dependencies that are not installed

@@ -1,4 +1,4 @@
-"""Report the checks of a client program. It runs in the client's environment, so it imports no other package."""
+"""Run checks and report them. The functions run in a client's environment, so this file imports no other package."""
 
 import os
 import sys

@@ -36,7 +36,7 @@ DATA = ROOT / "tests" / "data"
 START_S = 300.0  # time limit for a start; many times the usual duration, for busy machines
 
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # because threads do not survive a fork of the fork server
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # because processes forked from the fork server do not get its threads
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["tests.cluster.preload"])
 
@@ -119,8 +119,8 @@ def state_of(pid: int) -> str:
 
 class Cluster:
     """Routers and nodes. Several routers need a Redis or `names`. With `names`, each router has its own address, and
-    nodes join all routers to whose addresses a name resolves. `settings` are the BATON_ variables of all processes, in
-    lower case without the prefix. `own` has variables of single processes by name, such as prefill-0 or router-1.
+    nodes join all routers that a name resolves to. `settings` are the BATON_ variables of all processes, in lower case
+    without the prefix. `own` maps the name of a process, such as prefill-0 or router-1, to variables of this process.
     `prefixes` maps the name of a process to the first words of its command line. `engines` maps the name of a proxy
     node to the URL of its vLLM server."""
 
@@ -150,7 +150,7 @@ class Cluster:
             "kv_directory": directory / "kv",
             "log_level": "warning",
             "disaggregate": "always",  # with "auto", results would depend on the speed of this machine
-            "max_queue_s": START_S,  # at the default, a busy machine refuses requests, because it predicts long waits
+            "max_queue_s": START_S,  # by default, routers on a busy machine predict long waits and refuse requests
         } | settings
         self.headers = {"content-type": "application/json"}
         if "api_key" in settings:  # an admin's key
@@ -266,7 +266,7 @@ class Cluster:
             return str(answer.read(), "utf-8")
 
     def metric_sums(self) -> dict[str, float]:
-        """Return the sum of each sample over all values of its labels, by the name of the sample."""
+        """Add up the samples that have the same name but different labels. Return the sums by name."""
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(self.metrics()):
             for sample in family.samples:
@@ -355,7 +355,7 @@ class Cluster:
 
 
 def probe(running: Cluster, name: str, path: str) -> tuple[int, str]:
-    """Return the status and the text of a node's health port, or 0 if it does not answer."""
+    """Return the status and the text that a node's health port answers, or 0 and no text if it does not answer."""
     url = f"http://127.0.0.1:{running.own[name]['health_port']}{path}"
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:

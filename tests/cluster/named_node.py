@@ -1,4 +1,4 @@
-"""Run a node: `python -m tests.cluster.named_node ROLE FILE FLAGS`. FILE has the addresses of its routers."""
+"""Run a node: `python -m tests.cluster.named_node ROLE FILE FLAGS`. FILE lists the addresses of the routers."""
 
 import sys
 from pathlib import Path

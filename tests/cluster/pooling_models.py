@@ -38,7 +38,7 @@ def write_modules(directory: Path, *modules: tuple[str, dict[str, Any]]) -> None
 
 
 def make(directory: Path, *modules: tuple[str, dict[str, Any]], name: str = "qwen3", positions: int = 512) -> Any:
-    """Write a model, and return it as a model of transformers."""
+    """Write a model, and return it as a transformers model."""
     config = deepcopy(CONFIGS[name])
     config.vocab_size, config.max_position_embeddings = DEMO_VOCABULARY, positions
     model = save(config, directory)

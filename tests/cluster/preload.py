@@ -1,11 +1,11 @@
-"""Import all modules of routers and nodes into the fork server, with the compiled kernels and transformers.
+"""Import all modules of routers and nodes, the compiled kernels and transformers into the fork server.
 
 A node then starts without importing them. Loading the kernels alone takes 2 s of CPU time.
 """
 
 import gc
 
-gc.disable()  # because collections take a third of the time of the imports
+gc.disable()  # because garbage collections would take a third of the import time
 
 import decode_node.__main__  # noqa: E402
 import engine.foreign.vision  # noqa: E402

@@ -1,4 +1,4 @@
-"""Random JSON schemas and regular expressions, and some grammars. Each has a check of answers that does not use
+"""Random JSON schemas and regular expressions, and some grammars. Each has a function that checks answers without
 llguidance. Answers are short even if each of their tokens is drawn at random."""
 
 import ast

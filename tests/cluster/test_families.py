@@ -94,7 +94,7 @@ def check(directory: Path, expected: list[list[int]], ways: list[Way], model_imp
 
 
 def every_way(directory: Path, model_impl: str = "auto") -> tuple[list[Way], bool]:
-    """Return every `Way` to run the cluster, and whether the small pool of the last one must preempt requests.
+    """Return every `Way` to run the cluster, and whether the small pool of the last `Way` must preempt requests.
 
     Preemptions are certain only without windows and states: with windows, requests release rows while they run, and
     with states, requests hold most of their rows from the start.

@@ -1,4 +1,4 @@
-"""Test that a real checkpoint gives its golden tokens through the API in both modes, with each budget and channel."""
+"""Test that the API gives a real checkpoint's golden tokens in both modes, with several token budgets and channels."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", name="both")
 def both_modes(model: Path) -> Iterator[list[Cluster]]:
-    """A disaggregated and a co-located cluster. Chunks are small, so that prompts have several."""
+    """A disaggregated and a co-located cluster. Chunks are small, so that most prompts have several chunks."""
     settings = SETTINGS | {"model": model}
     with cluster(1, 1, **settings) as disaggregated, cluster(0, 1, **settings) as colocated:
         yield [disaggregated, colocated]

@@ -1,4 +1,4 @@
-"""Test the rows that whole clusters keep, send and find in the cache for models with sliding windows or recurrent
+"""Test which KV rows a cluster keeps, sends and finds in the cache if the model has sliding windows or recurrent
 layers."""
 
 from collections.abc import Iterator

@@ -15,7 +15,7 @@ from tests.engine.image_models import CONFIGS, GEMMA_NAMES, QWEN_NAMES, answer, 
 
 COUNT = 48
 STORY = "Tell me of the king, of his sons and of the battle that they lost in the north. " * 2
-# The texts and the image sizes of user messages. The last message has the same text as the first, and another image.
+# Texts and image sizes of user messages. The first and the last message have the same text but different images.
 CASES: list[list[str | tuple[int, int]]] = [
     [(40, 24), STORY],
     ["What is in ", (60, 18), " and in ", (30, 30), STORY],
@@ -149,7 +149,7 @@ def test_a_cluster_encodes_an_image_once(prefill: int, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_decode_node_that_preempts_requests_encodes_no_image(tmp_path: Path) -> None:
-    """The node does not have the pixels. It recomputes the tokens after the images, or gives the request back."""
+    """The node, which has no pixels, recomputes the tokens after the images, or returns the request to the router."""
     expected = expected_of("qwen2.5 vl", tmp_path, 150)
     own = {"decode-0": {"num_blocks": 24}}
     with cluster(1, 1, own=own, model=tmp_path, runner="torch") as running, ThreadPoolExecutor(len(CASES)) as pool:

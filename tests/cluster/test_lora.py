@@ -17,12 +17,12 @@ from tests.engine.lora_files import save_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads this attribute
 COUNT = 24
-STEM = prompt_of(9, 40)  # all prompts begin with it, so that KV shared between adapters would be found
+STEM = prompt_of(9, 40)  # all prompts begin with it, so that KV shared between adapters would change answers
 PROMPTS = [STEM + prompt_of(seed, length) for seed, length in enumerate((1, 30, 90))]
 
 
 def made(name: str, directory: Path) -> tuple[list[str], dict[str, list[list[int]]]]:
-    """Write a tiny model and two adapters. Return --lora-modules, and the expected tokens by model and adapter."""
+    """Write a tiny model and two adapters. Return the --lora-modules, and the expected tokens by model and adapter."""
     config = deepcopy(CONFIGS[name])
     config.vocab_size = DEMO_VOCABULARY
     base = save(config, directory)

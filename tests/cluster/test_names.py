@@ -11,7 +11,7 @@ from tests.cluster.harness import Cluster, cluster, expected, wait_for
 
 NODES = {"prefill-0", "decode-0", "decode-1"}
 PROMPT = [7] * 30
-OUTAGE_S = 2.5  # longer than the interval between two name look-ups plus the time limit of one
+OUTAGE_S = 2.5  # longer than the interval between two name look-ups plus the time limit of a look-up
 
 
 @pytest.fixture(scope="module")

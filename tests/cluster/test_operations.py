@@ -25,7 +25,7 @@ GUARDED = (
     "router",
     "prefill-0",
     "decode-0",
-)  # one process of each kind, which is not forked: a fork would share its parent's sockets
+)  # one process of each kind. These are not forked, because a fork would share its parent's sockets.
 SOCKET_NAME = re.compile(r"[0-9a-f]{32}")
 
 
@@ -196,7 +196,7 @@ def test_a_killed_node_and_a_planned_departure_are_reported_once() -> None:
         running.send_signal("decode-1", signal.SIGTERM)
         assert running.processes["decode-1"].wait(60) == 0
         wait_for(lambda: running.nodes()["decode-1"]["state"] == "left", "the stopped node is shown as gone")
-        running.complete([5] * 100, 1)  # a handoff that ends with its first token
+        running.complete([5] * 100, 1)  # a request that is handed off and ends with its first token
         status, log = running.status(), (running.directory / "router.log").read_text()
         metrics = running.metrics()
         with urllib.request.urlopen(running.url + "/ready?role=decode") as answer:

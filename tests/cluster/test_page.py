@@ -41,7 +41,7 @@ def feed(serve: Callable[[Feed], str]) -> tuple[Feed, str]:
 
 
 def steps_of(page: Any, node: str) -> int:
-    """Return the number of steps of a node that are in view, as the label of its lane states it."""
+    """Return the number of a node's steps that are in view, which the label of the node's lane states."""
     labels = page.locator("#lanes .lane span").all_inner_texts()
     found = [re.fullmatch(rf"{node}\s+([\d,]+) steps?", label) for label in labels]
     return next((int(match[1].replace(",", "")) for match in found if match), 0)

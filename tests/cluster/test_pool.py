@@ -78,7 +78,7 @@ def test_requests_wait_for_room_in_a_small_pool_and_all_are_served() -> None:
 
 @contextmanager
 def in_progress(running: Cluster, node: str, count: str, prompts: list[list[int]], max_tokens: int) -> Iterator[None]:
-    """Stream all prompts. The `with` block starts when the node's figure `count` has increased."""
+    """Stream all prompts. The `with` block starts when `count`, a field of the node's status, has increased."""
     before = running.nodes()[node][count]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(running.stream, prompt, max_tokens) for prompt in prompts]

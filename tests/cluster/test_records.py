@@ -17,7 +17,7 @@ SPANS = {"queued", "chunk", "transfer", "decode"}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Cluster]:
-    # With "always", the prefill node computes even short prompts. A drain that waits for the feed takes over START_S.
+    # With "always", the prefill node computes short prompts too. A drain that waited for the feed would exceed START_S.
     with cluster(max_num_batched_tokens=64, disaggregate="always", drain_timeout_s=2 * START_S) as running:
         yield running
 

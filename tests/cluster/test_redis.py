@@ -90,7 +90,7 @@ WRONG_ANSWERS = {
     "bytes": bytes(range(256)),
     "the end": b"",
 }
-# Redis also gives such answers if there are no nodes, so nodes leave the list after a lease. They stay connected.
+# Redis also answers like this if no node is registered, so after a lease, nodes leave the list but stay connected.
 PLAUSIBLE = {"null", "a negative length", "a null array", "a list that is too long", "a map"}
 
 

@@ -1,5 +1,5 @@
-"""Test that nodes with old and nodes with new weights of a model serve at the same time, and that no answer mixes their
-tokens."""
+"""Test that nodes with the old weights and nodes with the new weights of a model serve at the same time, and that no
+answer mixes tokens of both."""
 
 import shutil
 import signal

@@ -15,7 +15,7 @@ from tests.engine.build import thinned
 ROOT = Path(__file__).parents[2]
 pytestmark = needs_browser
 __all__ = ["browser", "pages"]  # fixtures
-NOT_FETCHED = 3  # exit status without npm or its registry
+NOT_FETCHED = 3  # exit status of the build without npm or access to its registry
 PLACES = ("router", "file")
 HAS_RED = """[...document.querySelectorAll("#lanes canvas")].some((lane) => lane.getContext("2d")
     .getImageData(0, 1, lane.width, 1).data.some((red, index, all) => index % 4 === 0 && red === 0xc1 && all[index + 1] === 0x12))"""
@@ -23,7 +23,7 @@ HAS_RED = """[...document.querySelectorAll("#lanes canvas")].some((lane) => lane
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The page's URLs: at a running router, and of the built file if Pyodide can be fetched."""
+    """The page's URLs: that of a running router and, if Pyodide can be fetched, that of the built file."""
     with cluster(prefill=0, decode=1) as running:
         found = {"router": f"{running.url}/simulator"}
         path = tmp_path_factory.mktemp("playground") / "playground.html"
@@ -34,7 +34,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def opened(pages: Pages, urls: dict[str, str]) -> Iterator[Callable[..., Any]]:
-    """Return a function that opens the page at one of PLACES, and waits for its first run."""
+    """Return a function that opens the page at one of PLACES, and waits until its first run has ended."""
 
     def open_page(place: str, fragment: str = "", width: int = 1400, scheme: str = "light") -> Any:
         if place not in urls:
@@ -80,7 +80,7 @@ def test_a_run_is_shown_and_follows_the_settings(opened: Callable[..., Any], pla
 
 @pytest.mark.parametrize("place", thinned(PLACES, 2))
 def test_the_page_follows_a_control_that_moves(opened: Callable[..., Any], place: str) -> None:
-    """First, the page shows a run of few requests. A newer setting replaces a run that is not over."""
+    """After each change, the page first shows a run of few requests. A new change replaces a run that is not over."""
     page = opened(place, "#requests=1500&answer=20&rate=20")
     for limit in ("1", "2"):
         page.fill("[name=tbt_slo_ms]", limit)

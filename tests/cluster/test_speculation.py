@@ -1,4 +1,4 @@
-"""Test that clusters answer the same with and without speculative decoding, in both modes, and count the guesses."""
+"""Test that clusters give the same answers with and without speculative decoding, in both modes, and count guesses."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def nearly(value: Any) -> Any:
-    """Return an object that equals `value` and any answer whose logprobs differ from it only by rounding."""
+    """Return an object that equals any answer that differs from `value` only by the rounding of its logprobs."""
     if isinstance(value, dict):
         return {key: nearly(one) for key, one in value.items()}
     if isinstance(value, list):

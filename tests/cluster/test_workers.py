@@ -1,5 +1,5 @@
-"""Test a router with several worker processes: what is lost with a killed process, what is summed, and how the router
-drains."""
+"""Test a router with several worker processes: a killed worker loses only its own streams, the metrics of the workers
+are summed, and a drain of the router waits for all workers."""
 
 import signal
 import socket
@@ -38,7 +38,7 @@ def running() -> Iterator[Cluster]:
 
 
 def all_see(running: Cluster) -> bool:
-    """Return whether 20 new connections in a row, which reach both workers, show the node."""
+    """Return whether the status shows the node on 20 new connections in a row, which reach both workers."""
     return all(running.alive("router") == {"decode-0"} for _ in range(20))
 
 

@@ -21,7 +21,7 @@ def test_the_page_is_current() -> None:
 
 
 def test_the_list_names_every_family_and_what_its_models_contain(tmp_path: Path) -> None:
-    """CONFIGS has configurations of each family. The list must name the parts of the layers of these configurations."""
+    """CONFIGS has configurations of each family. The list must name every part that the layers of these models have."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for name, config in CONFIGS.items():
         where = tmp_path / name

@@ -1,4 +1,4 @@
-"""A fake server of streamed completions. The model name in a request, such as "hangs", selects how it answers."""
+"""A fake server of streamed completions. A request's model name, such as "hangs", selects the server's behavior."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ def _event(model: str, tokens: list[int], finish: str | None) -> bytes:
 
 
 class FakeServer:
-    """Records the bodies of its requests, and sends a token every `gap_s`."""
+    """Records the body of each request, and answers with a token every `gap_s` seconds."""
 
     def __init__(self, gap_s: float) -> None:
         self.bodies: list[dict[str, object]] = []

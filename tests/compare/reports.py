@@ -39,7 +39,7 @@ def summary(name: str) -> dict[str, Any]:
 
 
 def period(trial: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] = ()) -> Period:
-    """Return a period. `slow` requests, spread evenly, have a gap of `gap_s`. The gaps of the others are 9 ms."""
+    """Return a period in which `slow` evenly spread requests have one gap of `gap_s`. All other gaps are 9 ms."""
     outcomes, start = [], 1e-3 * trial.seed  # so that figures differ between seeds
     for index in range(NUM):
         at = 0.1 * index
@@ -61,7 +61,7 @@ def period(trial: Trial, gap_s: float, *, slow: int, problems: tuple[str, ...] =
 
 
 def findings(made: Experiment) -> Findings:
-    """Return findings: all disaggregated requests meet the SLO, and at least a quarter of the others miss it."""
+    """Return findings. All requests of disaggregated arms meet the SLO; in other arms, at least a quarter miss it."""
     names = [arm.name for arm in made.all_arms]
     order = [trial for number, seed in enumerate(made.seeds) for trial in trials_of(names, seed, number)]
     is_split = {arm.name: bool(arm.prefill) for arm in made.all_arms}
@@ -88,7 +88,7 @@ NODES = {False: ("decode-0", "decode-1"), True: ("prefill-0", "decode-0")}
 
 
 def page_report(seconds: float = 8.0, *, capacity: bool = False) -> dict[str, Any]:
-    """Return the report of a session. Each period has steps of `seconds` in total and the timelines of ten requests."""
+    """Return a session's report. In each period, each node has `seconds` of steps, and ten requests have timelines."""
     made, found = session(num_seeds=3)
     facts = {arm.name: {"dtype": "float32", "policy": "static" if arm.prefill else "mixed"} for arm in found.arms}
     found.parity = check_parity(found.arms, facts, ["policy"])

@@ -1,5 +1,5 @@
-"""Tests of capacity, the rate at which attainment crosses alpha: the search needs few runs, the interval covers the
-capacity, and if the capacity is beyond the measured rates, the result is a bound."""
+"""Test estimates of capacity, the highest rate at which a share alpha of the requests meets the SLO. The search needs
+few runs, the interval covers the capacity, and a capacity beyond the measured rates is reported as a bound."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def attainment(rate: float, capacity: float, noise: float = 0.0) -> float:
 
 
 def measuring(capacity: float, noise: float, random: np.random.Generator):
-    """Return a function that measures attainment with two random errors: one per seed, a smaller one per run."""
+    """Return a function that measures attainment with two random errors: one per seed and a smaller one per run."""
     shift: dict[int, float] = {}
 
     async def measure(rate: float, seed: int) -> float:
@@ -50,7 +50,7 @@ def test_the_fit_never_rises_and_pools_runs_and_rates() -> None:
         ([1.0, 2.0], [1.0, 0.95], CapacityEstimate(2.0, None, None, "above")),
         ([1.0, 2.0], [0.8, 0.5], CapacityEstimate(1.0, None, None, "below")),
         ([1.0, 2.0, 2.1], [1.0, 0.99, 0.2], CapacityEstimate(2.0, None, None, cliff=True)),
-        ([1.0, 2.0, 4.0], [1.0, 1.0, 0.2], CapacityEstimate(2.25, None, None)),  # no cliff: the rates are far apart
+        ([1.0, 2.0, 4.0], [1.0, 1.0, 0.2], CapacityEstimate(2.25, None, None)),  # no cliff: 2 and 4 are far apart
     ],
 )
 def test_the_crossing_of_a_curve(rates: list[float], shares: list[float], found: CapacityEstimate) -> None:
@@ -74,7 +74,7 @@ def test_the_interval_over_seeds_covers_the_capacity() -> None:
 
 
 def test_an_interval_has_no_bounds_if_seeds_cross_beyond_the_measured_rates() -> None:
-    """The capacities of the seeds are up to 36 % apart, but the measured rates cover only 8 % on each side."""
+    """The capacities of the seeds differ by up to 36 %, but the measured rates are within 8 % of 10 req/s."""
     points = [
         CapacityPoint(rate, seed, attainment(rate, capacity))
         for seed, capacity in enumerate((8.2, 9.1, 10.0, 10.9, 11.8))
@@ -119,7 +119,7 @@ async def test_a_search_ends_with_its_budget_and_returns_an_estimate() -> None:
 async def test_a_search_without_a_crossing_finds_a_bound_or_a_cliff(
     last_good: float, bounded: str, is_cliff: bool
 ) -> None:
-    """At a cliff, nearly all requests meet the SLO up to a rate, and none meet it above, as when KV memory is full."""
+    """At a cliff, attainment drops from nearly 1 to 0 between two close rates, for example when KV memory is full."""
 
     async def measure(rate: float, _seed: int) -> float:
         return 0.99 if rate <= last_good else 0.0

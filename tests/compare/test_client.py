@@ -1,4 +1,4 @@
-"""Tests of the load generator, as a separate process, against a fake server."""
+"""Test the load generator, which runs as a separate process, against a fake server."""
 
 import asyncio
 import json
@@ -145,7 +145,7 @@ def test_a_connection_that_breaks_occasionally_is_a_miss_and_does_not_invalidate
 
 @pytest.mark.parametrize(("lag_s", "slo_ms", "is_valid"), [(0.0015, 0, True), (0.003, 0, False), (0.003, 1000, True)])
 def test_a_client_that_sends_or_reads_late_invalidates_its_run(lag_s: float, slo_ms: float, is_valid: bool) -> None:
-    """The client may be 2 ms or 2 % of the TTFT SLO late, whichever is more. Measured latencies include this delay."""
+    """The client may be late by 2 ms or 2 % of the TTFT SLO, whichever is more. The latencies include this delay."""
     outcomes = [Outcome(index, "", float(index), sent_s=index + lag_s, finish="length") for index in range(200)]
     sent, read = problems_of(outcomes, LatencySlo(slo_ms)), problems_of([], LatencySlo(slo_ms), lag_s)
     assert [not sent, not read] == [is_valid, is_valid]
@@ -175,7 +175,7 @@ def test_the_running_usage_counts_if_there_is_nothing_else() -> None:
 
 
 def test_usage_at_the_end_does_not_excuse_bundled_tokens() -> None:
-    """Two tokens arrived at second 1. If only one of them counted for second 1, the gaps would be wrong."""
+    """The first event has two tokens. If it counted as one token, the times between tokens would be wrong."""
     outcome, _ = read_events(event("a b"), event("c", "length", usage={"completion_tokens": 3}))
     assert outcome.error == "bundled: 3 tokens in 2 events"
     outcome, _ = read_events(event("a b"), event("c", "length"))  # no usage, and max_tokens is 3
@@ -225,7 +225,7 @@ def test_texts_share_prefixes_like_their_ids_only_with_the_same_salt() -> None:
 
 async def test_a_load_generator_that_is_stopped_and_continued_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    recording, times = LoadRecording(), [0.0] * 3000  # more than a pipe holds
+    recording, times = LoadRecording(), [0.0] * 3000  # their outcomes do not fit into a pipe
     running = asyncio.create_task(drive(spec_of("http://127.0.0.1:1", "plain", *times), recording))
     while not running.done():
         for child in psutil.Process().children():

@@ -1,4 +1,4 @@
-"""Tests of reports on periods with known figures."""
+"""Test reports on synthetic periods, whose figures are known."""
 
 import json
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_the_figures_are_those_of_the_periods():
 
 
 def test_the_verdict_flips_where_the_gaps_are_within_the_slo():
-    """With an SLO of 100 ms between tokens, all requests meet it and no arm wins, so the verdict does not flip."""
+    """If the SLO allows 100 ms between tokens, all requests meet it and no arm wins, so the verdict does not flip."""
     flips = reported(*session())["verdict"]["flips"]
     assert flips is not None
     assert flips[0].startswith("no other arm wins")
@@ -176,7 +176,7 @@ RATES = (9.0, 10.0, 11.5, 14.5)
 
 
 def searched(made: Experiment, shares: dict[str, list[list[float]]]) -> Findings:
-    """Return findings of a search. `shares` has, for each arm and seed, the attainment at the first rates of RATES."""
+    """Return findings of a search. `shares` maps an arm to a row per seed: the attainment at the first RATES."""
     found = Findings(list(made.all_arms), ParityCheck(True, []))
     for arm, rows in {CONTROL.name: [[0.99, 0.9, 0.5]] * 4, **shares}.items():
         by_seed = [(seed, zip(RATES, row, strict=False)) for seed, row in enumerate(rows)]
@@ -186,7 +186,7 @@ def searched(made: Experiment, shares: dict[str, list[list[float]]]) -> Findings
 
 
 def test_a_capacity_beyond_the_highest_rate_is_a_bound():
-    """If the bound were an estimate, the capacity of every seed would be exactly 11.5 req/s, with no uncertainty."""
+    """Treating the bound as an estimate would give every seed exactly 11.5 req/s, so there would be no uncertainty."""
     made = experiment(first_rate=10.0)
     found = searched(made, {"colocated:2": [[0.99, 0.9, 0.5]] * 4, "disaggregated:1p1d": [[1.0, 0.99, 0.95]] * 4})
     report = reported(made, found)
@@ -201,7 +201,7 @@ def test_a_capacity_beyond_the_highest_rate_is_a_bound():
 
 
 def test_a_seed_that_never_crosses_does_not_count_as_the_last_rate():
-    """One of four seeds meets the SLO at every rate. The capacity over all seeds is still estimated."""
+    """With one of four seeds, attainment exceeds 0.9 at all rates. The capacity over all seeds is still estimated."""
     made = experiment(first_rate=10.0)
     rows = [[0.99, 0.92, 0.5], [0.99, 0.91, 0.5], [0.98, 0.9, 0.5], [1.0, 0.97, 0.93]]
     figures = Figures(made, searched(made, {"colocated:2": rows, "disaggregated:1p1d": rows}))
@@ -222,7 +222,7 @@ def test_a_capacity_that_depends_on_one_seed_has_no_verdict():
 
 
 def overload(one: Period) -> None:
-    """Delay the tokens of each request by its arrival time, so that later requests wait longer."""
+    """Delay the tokens of a request that arrives after t seconds by t seconds, so that later requests wait longer."""
     for outcome in one.recording.outcomes:
         late = outcome.scheduled_s
         outcome.token_s = [at + late for at in outcome.token_s]

@@ -1,4 +1,4 @@
-"""Tests of every metric, with requests so simple that the expected figures were calculated by hand."""
+"""Test every metric with a few simple requests, whose expected figures were calculated by hand."""
 
 import math
 from typing import Any
@@ -49,7 +49,7 @@ def summary(**phases: float) -> dict[str, Any]:
 
 
 def test_latencies_of_one_request() -> None:
-    """TTFT begins when the request is due. Tokens that come together have gaps of 0. One token has no TPOT or TTST."""
+    """TTFT counts from the due time. Simultaneous tokens have gaps of 0. One-token requests have no TPOT or TTST."""
     assert ttft_s(request(10.0, [10.5, 10.6], sent_s=10.4)) == pytest.approx(0.5)
     assert ttft_s(failed(10.0, [])) == math.inf
     whole, one, lost = request(0.0, [1.0, 1.5, 1.5, 3.1]), request(0.0, [1.0]), failed(0.0, [1.0], max_tokens=2)

@@ -22,7 +22,7 @@ from simulator.cluster import ClusterPlan, SimulatedCluster
 
 ROOT = Path(__file__).parents[2]
 SHORT: dict[str, Any] = {"requests": 40, "prompt": 400, "answer": 40}
-LIMIT_MS = 8.0  # for the time between tokens; some answers wait longer
+LIMIT_MS = 8.0  # SLO for the time between tokens; some tokens take longer
 
 
 def test_settings_have_the_defaults_of_the_nodes_and_the_router() -> None:
@@ -105,7 +105,7 @@ def test_a_pasted_trace_replaces_the_traffic() -> None:
 
 
 def test_it_runs_with_the_standard_library_alone() -> None:
-    """A browser has no other packages. The test runs the same process as the router."""
+    """A browser has no other packages. The test starts the same module as the router, but without site-packages."""
     command = [sys.executable, "-S", "-m", "compare.playground"]
     found = subprocess.run(command, input=json.dumps(SHORT), check=True, capture_output=True, text=True, cwd=ROOT)
     assert json.loads(found.stdout) == json.loads(json.dumps(simulate(SHORT)))

@@ -48,7 +48,7 @@ CONTRAST = """() => {
 
 @pytest.fixture
 def opened(pages: Pages, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Return a function that writes and opens a report. After the test, check that it logged and fetched nothing."""
+    """Return a function that writes and opens a report. After the test, check that pages logged and fetched nothing."""
     found: list[str] = []
 
     def open_report(report: dict[str, Any], width: int = 1400, scheme: str = "light") -> Any:

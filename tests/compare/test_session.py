@@ -109,8 +109,8 @@ def test_only_some_arms_must_hand_off():
 
 
 def test_no_server_has_cached_a_prompt_of_an_earlier_trial(tmp_path: Path):
-    """All arms get the same salt. It differs between seeds, between rates, and for the copy of a running stack. If
-    prompts are sent as ids, only servers of Baton get a salt."""
+    """All arms get the same salt, except for the control copy of a running stack. The salt differs between seeds and
+    between rates. If prompts are sent as token ids, only servers of Baton get a salt."""
     arms = (Arm("http://a", 0, 0, {}, "http://a"), Arm("http://b", 0, 0, {}, "http://b"))
     made = replace(experiment(tmp_path), arms=arms, control=copy_of(arms[0]), send="text")
 
@@ -259,12 +259,12 @@ class ServedDeployments(UnreachableDeployments):
 async def test_a_session_stops_if_no_verdict_can_be_reached(
     tmp_path: Path, bundling: tuple[str, ...], num_seeds: int, problem: str | None
 ):
-    """A session stops after the first seed if no arm has a valid period, or as soon as too few seeds are left."""
+    """A session stops after the first seed if no arm has a valid period, or once too few are left for a verdict."""
     said: list[str] = []
     arms = tuple(replace(arm, url="http://x") for arm in ARMS)
     made = replace(experiment(tmp_path), arms=arms, send="text", treatment=("model",))
     made = replace(made, traffic=lambda seed, rate: Traffic((Arrival(0.0, (1, 2), 4),), {"rate": 1.0}))
-    made = replace(made, slo=LatencySlo(60_000, 60_000))  # so long that a late load generator fails no test
+    made = replace(made, slo=LatencySlo(60_000, 60_000))  # so long that a run with a late load generator is valid
     async with serving() as (url, _):
         found = await run_session(made, ServedDeployments(url, bundling), said.append)
     assert [period.trial.seed for period in found.periods] == [1, 1, 2, 2][: 2 * num_seeds]

@@ -54,8 +54,8 @@ def test_students_interval_of_known_values() -> None:
 @pytest.mark.parametrize("num_arms", [2, 6])
 def test_equal_arms_are_rarely_called_different(num_arms: int) -> None:
     """Results differ much more between seeds than between arms. Pairing the arms by seed removes this noise, but must
-    not cause false differences. If several arms are compared with the first one, a false difference must be as rare as if one
-    arm is compared with it."""
+    not cause false differences. A false difference must be as rare when several arms are compared with the first arm as
+    when only one is."""
     random = np.random.default_rng(11)
     called = 0
     for _ in range(DRAWS):
@@ -168,7 +168,7 @@ def test_the_window_ends_with_the_last_arrival_and_not_with_the_drain() -> None:
 
 
 def test_the_window_has_half_of_the_requests_even_if_most_arrive_early() -> None:
-    """Without this rule, only the last few requests would count if nearly all arrived in the first half of the run."""
+    """Without this minimum, the window could have only a few requests if nearly all arrived in the first half."""
     due = [*np.linspace(0.0, 4.0, 16), 6.0, 7.0, 8.0, 10.0]
     outcomes = [Outcome(index, "", float(at_s), ended_s=float(at_s) + 3 * (at_s < 5)) for index, at_s in enumerate(due)]
     (begin_s, _), _ = measured_window(outcomes)

@@ -73,7 +73,7 @@ def test_there_is_no_cause_if_no_arm_is_behind():
 def ahead(winner: str | None, t: float = 20.0) -> Ranking:
     """Return a ranking of two arms in which the winner leads by `t` standard errors."""
     spread = [-0.03, 0.03, -0.03, 0.03, -0.03, 0.03]
-    lead = 0.0 if winner is None else t * 0.01342  # the standard error of `spread`
+    lead = 0.0 if winner is None else t * 0.01342  # 0.01342 is the standard error of `spread`
     other = {"a": "b", "b": "a"}[winner or "a"]
     return found(**{winner or "a": [0.5 + lead + each for each in spread], other: [0.5] * 6})
 
@@ -87,7 +87,7 @@ def mixed(ttft_ms: float, tbt_ms: float) -> Ranking:
     [
         (mixed, ["b wins with a TBT SLO of 113 to 320 ms", "b wins with a TTFT SLO of 112 to 159 ms"]),
         (
-            lambda _, tbt_ms: ahead("b" if 110 < tbt_ms < 115 else "a"),  # a single SLO is not a range
+            lambda _, tbt_ms: ahead("b" if 110 < tbt_ms < 115 else "a"),  # b wins at only one SLO, which is not a range
             ["no other arm wins clearly with a TBT SLO of 5 to 320 ms or a TTFT SLO of 56.2 to 3,600 ms"],
         ),
         (
@@ -111,7 +111,7 @@ def attained(rows: dict[str, list[NDArray[np.float64]]], ttft_ms: float, tbt_ms:
 
 
 def latencies(random: np.random.Generator, factors: tuple[float, float]) -> list[NDArray[np.float64]]:
-    """Return TTFTs (about 250 ms) and TBTs (about 25 ms) of 80 requests per seed. Requests differ more than seeds."""
+    """Return 80 TTFTs (near 250 ms) and TBTs (near 25 ms) per seed. They vary more within a seed than between seeds."""
     scale = np.array([250.0, 25.0]) * factors
     return [np.exp(random.normal(0, 0.7, (80, 2)) + random.normal(0, 0.15, 2)) * scale for _ in range(6)]
 
@@ -165,7 +165,7 @@ MARGINAL = {"a": [1.0, 1.0, 1.1, 1.1, 1.2, 1.0], "b": [1.1, 1.3, 1.2, 1.3, 1.25,
 
 
 def test_latencies_and_the_control_are_corrected_for_the_number_of_metrics():
-    """The difference is significant if its metric is the only one, but not if it is one of five or more."""
+    """The difference is significant if one metric is compared, but not if five or more metrics are compared."""
     perfect, even = found(a=[1.0] * 6, b=[1.0] * 6), {"a": FAST, "b": FAST[::-1]}
     rest = dict.fromkeys(["ttft_p50_ms", "ttft_p99_ms", "tbt_p50_ms", "e2e_p50_ms"], even)
     assert "lower TBT p99" in str(latency_differences(perfect, {"tbt_p99_ms": MARGINAL}))

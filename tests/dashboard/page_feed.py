@@ -1,5 +1,5 @@
-"""A small router that serves the page and generated traffic (`/events`, requests, steps). Times are those of the real
-clock; all other numbers are drawn from a seed."""
+"""A small router that serves the page and generated traffic (`/events`, requests, steps). The times are those of the
+real clock, and the random numbers have a fixed seed."""
 
 import asyncio
 import itertools
@@ -38,8 +38,8 @@ class Feed:
         self.began_ms = time.time() * 1e3
         self.ends = dict.fromkeys(ROLES, self.began_ms)
         self.requests: dict[str, dict[str, Any]] = {}
-        self.lost_ms: float | None = None  # the time at which decode-2 was lost, if it was
-        self.is_gone = False  # as if the router had died: streams end and new streams are refused
+        self.lost_ms: float | None = None  # when decode-2 was lost; None if it was not lost
+        self.is_gone = False  # if true, streams end and new streams are refused, as if the router had died
 
     def status(self) -> dict[str, Any]:
         nodes = [self._node(name, role) for name, role in ROLES.items()]
@@ -211,7 +211,7 @@ def build_feed(feed: Feed) -> Starlette:
         return StreamingResponse(words(body["messages"]), media_type="text/event-stream")
 
     async def words(messages: list[dict[str, str]]) -> AsyncIterator[str]:
-        """Send a word every tick: one for each message of the conversation, or endlessly if it is "forever"."""
+        """Send a word every tick: as many as the conversation has messages, or endlessly if the last is "forever"."""
         name, endless = next(reversed(feed.requests)), messages[-1]["content"] == "forever"
         for number in itertools.count() if endless else range(len(messages)):
             choice = {"index": 0, "delta": {"content": f"word{number} "}, "finish_reason": None}

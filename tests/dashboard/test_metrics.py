@@ -76,7 +76,7 @@ class Nodes:
 def test_the_size_prediction_error_and_interference_of_steps_are_exported():
     nodes = Nodes()
     decode = nodes.rows[1][0]
-    model = CostModel(overhead=0.001, per_decode=0.0005)  # 4 decodes alone: 3 ms
+    model = CostModel(overhead=0.001, per_decode=0.0005)  # a step of only 4 decodes takes 3 ms
     start = now_ns() - 1_000_000_000
     mixed = StepRecord(1, start, 8000, 1000, 10_000, prefill_tokens=60, num_prefills=1, num_decodes=4)
     alone = StepRecord(2, start + 10_000_000, 3000, num_decodes=4)
@@ -185,7 +185,7 @@ def test_the_phases_of_a_request_are_exported_as_vllms_times():
     phases = {"router": 1, "prefill_queue": 20, "prefill": 300, "transfer_exposed": 4}
     phases |= {"decode_queue": 5, "decode": 600, "interference": 7}
     nodes.record_metrics.observe_phases("tiny", phases, {"busy_ms": 30, "hidden_ms": 26, "exposed_ms": 4})
-    nodes.record_metrics.observe_phases("tiny", None, None)  # as for a co-located request with several samples
+    nodes.record_metrics.observe_phases("tiny", None, None)  # as for co-located requests with several samples
     seen = {
         name: value for (name, *labels), value in samples_of(nodes.registry).items() if name.endswith("_sum") and value
     }

@@ -167,7 +167,7 @@ class Watcher:
         self.sent: list[Message] = []
         self.reads = asyncio.Event()
         self.reads.set()
-        self.started = asyncio.Event()  # the first message is being sent
+        self.started = asyncio.Event()  # set when the feed begins to send its first message
         self.left = asyncio.Event()
         self.task = asyncio.ensure_future(feed(scope, self._receive, self._send))
 

@@ -98,7 +98,7 @@ def test_the_spans_of_a_lost_node_end_with_its_last_tokens() -> None:
     world.at(40).placed("cmpl-a-0.0.1", None, "decode-1", "prefill pool gone")
     for kind, ms in (("queued", 42), ("admitted", 44), ("first", 50), ("ended", 64)):
         world.event("decode-1", kind, ms, "cmpl-a-0.0.1", **({"reason": "length"} if kind == "ended" else {}))
-    world.step("decode-0", 9, 90, 20, 64, 3)  # of other requests, after the node was started again
+    world.step("decode-0", 9, 90, 20, 64, 3)  # a step of other requests, after the node restarted
     world.at(65).output("cmpl-a", 0, 10)
     world.at(66).ended("cmpl-a", 0, "length")
     found = world.records.request("cmpl-a")

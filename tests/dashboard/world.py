@@ -1,4 +1,4 @@
-"""A history whose records and clock the test sets, and one handed-off request in it."""
+"""A request history whose records and clock are set by a test, and a function that records one handed-off request."""
 
 from dashboard.history import RequestHistory
 from dashboard.routes import Dashboard

@@ -23,7 +23,7 @@ PEER_PORTS["picker"] = ()
 KNOWN = {variable_of(name) for kind in KINDS.values() for name in kind.model_fields} | set(map(variable_of, CLIENTS))
 FIELDS = {"metadata.name": "baton-decode-0", "status.podIP": "10.0.0.1"}  # example values of the downward API
 EXTERNAL = {("Secret", "baton-cluster"), ("PersistentVolumeClaim", "baton-model")}  # the operator creates them
-EXIT_S = 10  # how much longer than its drain a pod may take to end
+EXIT_S = 10  # how long a pod may take to end after its drain
 
 
 def build(folder: Path) -> list[Object]:

@@ -33,7 +33,7 @@ class RouterClient:
         return False
 
     def ready_nodes(self) -> Counter[str]:
-        """Return the number of nodes of each role that take requests."""
+        """Return the number of nodes that take requests, by role."""
         with contextlib.suppress(OSError):
             nodes = self.status()["nodes"]
             return Counter(node["role"] for node in nodes if node["alive"] and node["state"] == "ready")

@@ -1,4 +1,4 @@
-"""Test docker-compose.yml with a real Docker engine: two routers without Redis, with processes and containers killed."""
+"""Test docker-compose.yml with real Docker: two routers without Redis, while processes and containers are killed."""
 
 import json
 import os
@@ -54,7 +54,7 @@ class Compose:
         return self.docker("compose", "-p", self.project, *self._files, *words)
 
     def up(self, routers: int = 2, **nodes: int) -> None:
-        """Start or stop containers until there is this number of each kind, and wait until all nodes have joined."""
+        """Start or stop containers until each kind has the given number, and wait until all nodes have joined."""
         nodes = NODES | nodes
         counts = [f"{name}={count}" for name, count in ({"router": routers} | nodes).items()]
         self.compose("up", "-d", "--wait", "--no-recreate", *(word for each in counts for word in ("--scale", each)))

@@ -75,7 +75,7 @@ def test_resources_of_kubernetes_match_its_schemas(folder: Path) -> None:
 
 
 def change(kind: str, name: str, keys: str, value: Any, objects: list[Object]) -> None:
-    """Set the value at the dotted keys of an object. Names of generated objects end with a hash."""
+    """Set a value in an object. `keys` is its path, with slashes. The names of generated objects end with a hash."""
     names = {each["metadata"]["name"]: each for each in objects if each["kind"] == kind}
     item: Any = names.get(name) or next(names[each] for each in names if each.rpartition("-")[0] == name)
     *path, last = keys.split("/")

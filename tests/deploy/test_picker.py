@@ -41,7 +41,7 @@ def typed(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def static(name: str, addresses: list[str], **fields: Any) -> dict[str, Any]:
-    """Return the configuration of a cluster of Envoy."""
+    """Return the configuration of an Envoy cluster."""
     endpoints = [{"endpoint": {"address": socket_address(address)}} for address in addresses]
     load = {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]}
     return {"name": name, "type": "STATIC", "connect_timeout": "5s", "load_assignment": load, **fields}
@@ -100,7 +100,7 @@ MODES = ("FULL_DUPLEX_STREAMED", "BUFFERED")
 
 
 class Gateway:
-    """An Envoy with a picker in front of the routers of a cluster. One name has the addresses of all these routers."""
+    """An Envoy with a picker in front of the routers of a cluster. One host name resolves to all these routers."""
 
     def __init__(self, running: Cluster) -> None:
         self.running = running

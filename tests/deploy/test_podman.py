@@ -88,7 +88,7 @@ class Pods:
     def pin_address(self) -> None:
         """Keep the MAC address of the bridge.
 
-        Otherwise, the bridge has the lowest address of its ports. If the pod with that port is removed, the other pods
+        Otherwise, the bridge takes its ports' lowest address. If the pod with that port is removed, the other pods
         send to the old address until their ARP entries expire, so this machine receives nothing from them for about 45
         s.
         """

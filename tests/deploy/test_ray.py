@@ -111,7 +111,7 @@ def test_the_loss_of_an_actor_a_host_and_a_router_loses_only_streams_of_that_rou
         raylet = psutil.Process(old).parent().parent()
         victim = hosts.hosts["decode"]
         assert victim.all_processes["raylet"][0].process.pid == raylet.pid
-        hosts.hosts["decode"] = hosts.add("decode")  # a spare host
+        hosts.hosts["decode"] = hosts.add("decode")  # a host that replaces the victim
         hosts.ray.remove_node(victim, allow_graceful=False)
         hosts.wait_for_restart("decode-0", old)
     assert requests.failures() == []
@@ -127,7 +127,7 @@ def test_the_loss_of_an_actor_a_host_and_a_router_loses_only_streams_of_that_rou
 
 
 def test_a_process_with_invalid_settings_is_not_started_again_until_the_next_up(hosts: RayCluster) -> None:
-    hosts.environment["BATON_KV_DIRECTORY"] = "/proc/none"  # only nodes refuse it
+    hosts.environment["BATON_KV_DIRECTORY"] = "/proc/none"  # nodes refuse this value, and routers accept it
     try:
         hosts.up()
         wait_for(lambda: "ended with status 2" in hosts.command("status").stdout, "a node ends")

@@ -38,15 +38,15 @@ CONFIG = ModelConfig(
 
 @pytest.fixture(scope="module", name="model")
 def model_fixture() -> Decoder:
-    """A small random model with a sliding window, biases and norms for each head."""
+    """A small random model with biases and with a norm for each head. Its second layer has a sliding window."""
     return random_decoder(CONFIG, torch.float32, CPU, deviation=0.3)
 
 
 def thinned(cases: Iterable[Any], every: int) -> list[Any]:
-    """Return the cases as parameters. `make test` runs one of `every` cases, and `make nightly` runs the others.
+    """Return the cases as test parameters. `make test` runs one case in `every`, and `make nightly` runs the others.
 
-    For the cases of a product, choose an `every` that shares no factor with the number of values of any axis. Then
-    `make test` runs each value of each axis.
+    If the cases are a product of axes, choose an `every` that shares no factor with the number of values of any axis.
+    Then `make test` runs each value of each axis.
     """
     rest = pytest.mark.exhaustive
     return [
@@ -60,7 +60,7 @@ BACKEND: ContextVar[str] = ContextVar("backend", default="torch")
 
 @pytest.fixture(autouse=True, params=["torch", "numba"])
 def every_backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run each test twice, with the kernels of each backend, in the files that import this fixture."""
+    """Run each test of a file that imports this fixture twice: with the kernels of torch, and with those of numba."""
     if request.param == "numba" and importlib.util.find_spec("numba") is None:
         pytest.skip("numba is not installed")
     chosen = BACKEND.set(request.param)
@@ -95,13 +95,13 @@ class Blocks:
 
 
 def state_size(config: ModelConfig, row_bytes: int) -> int:
-    """Return the number of rows that a state takes with the places of `in_one_piece`."""
+    """Return the number of rows of a state that is placed as in `in_one_piece`."""
     return -(-4 * sum(state_units(config)) // row_bytes)
 
 
 def in_one_piece(config: ModelConfig) -> KVPlaces:
-    """Return the places of a model in a pool whose rows may be smaller than a unit of a state. The units of a state are
-    contiguous and begin at the first row of the state."""
+    """Return where a model stores its layers and states in a pool whose rows may be smaller than a unit of a state. The
+    units of a state are contiguous and begin at the first row of the state."""
     places, starts = kv_places(config), accumulate(state_units(config), initial=0)
     units = tuple((0, start) for start in starts)[:-1]
     return replace(places, groups=(*places.groups, *([Group("state", 1)] if units else [])), units=units)
@@ -114,7 +114,7 @@ class States:
     """
 
     def __init__(self, first_row: int, rows: int, in_one_piece: bool = True) -> None:
-        """A state has `rows` rows. A slice names all of them, or only the first if the state is `in_one_piece`."""
+        """A state has `rows` rows. A slice lists all of these rows, or only the first row if `in_one_piece` is true."""
         self._next, self._size, self._named = first_row, rows, 1 if in_one_piece else rows
         self._sets: dict[str, tuple[int, int]] = {}
 
@@ -131,7 +131,7 @@ class States:
 
 
 def states_in(groups: Sequence[Group], first_row: int) -> States | None:
-    """Return states in the rows of a pool from `first_row` on, or None if the model has none."""
+    """Return states in the rows of a pool from `first_row` on, or None if the model has no states."""
     rows = [group.rows for group in groups if group.kind == "state"]
     return States(first_row, *rows, in_one_piece=False) if rows else None
 

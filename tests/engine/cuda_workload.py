@@ -29,7 +29,7 @@ SEEDS = range(3)
 
 
 def requests_of(blocks: Blocks, seed: int, samplings: Sequence[SamplingParams] = SAMPLINGS) -> list[Request]:
-    """Return a request for each sampling. The first three have a grammar whose texts do not end."""
+    """Return a request for each of `samplings`. The first three have a grammar that no finite text completes."""
     random = Random(seed)
     requests = [
         blocks.request(
@@ -48,7 +48,7 @@ def requests_of(blocks: Blocks, seed: int, samplings: Sequence[SamplingParams] =
 def drive(
     runner: Runner, requests: Sequence[Request], seed: int, ahead: bool, states: States | None = None
 ) -> list[list[SliceOutput]]:
-    """Run steps of random slices in random order and return each request's outputs.
+    """Run steps, each with random slices in random order, until the requests end. Return each request's outputs.
 
     With `ahead`, each step is launched before the previous one has ended. `states` are needed for recurrent layers.
     """
@@ -90,7 +90,7 @@ def drive(
     raise AssertionError("the requests did not end")
 
 
-Answer = tuple[list[list[int]], list[list[float]]]  # the tokens and the logprobs of each request
+Answer = tuple[list[list[int]], list[list[float]]]  # the tokens of each request, and the logprobs of each request
 
 
 def answer(requests: Sequence[Request], outputs: list[list[SliceOutput]]) -> Answer:

@@ -1,4 +1,4 @@
-"""Checkpoints with the layers of drafters, written for tests."""
+"""Writers of checkpoints with MTP layers or EAGLE-3 heads, for tests."""
 
 import json
 from copy import deepcopy
@@ -21,8 +21,8 @@ ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_layer_type
 
 @dataclass
 class MtpFiles:
-    """A model with an MTP layer. `alone` is a model of only the MTP layer, which takes the joined states as embeddings.
-    The other fields join the states."""
+    """A model (`base`) with an MTP layer. `alone` is a model whose only layer is the MTP layer, and whose inputs are
+    embeddings joined with states. The tensors are the weights of this join."""
 
     base: Any
     alone: Any
@@ -31,8 +31,8 @@ class MtpFiles:
     joined: Tensor
 
     def logits(self, text: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the last state and the logits of the MTP layer. `text` has all tokens, and `states` the states of the
-        model for all tokens except the last.
+        """Return the last state and the logits of the MTP layer. `text` has all tokens. `states` has the states
+        of the model for all tokens except the last.
 
         As published, the normed embedding of each token from the second on is joined with the normed state of the
         previous token: both are concatenated and multiplied by a matrix. A layer, a norm and the model's output head
@@ -103,12 +103,12 @@ class EagleFiles:
         return torch.cat(read, dim=-1) @ self.tensors["fc.weight"].T
 
     def logits(self, text: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the last state and the logits of the head. `text` has all tokens, and `states` the vectors for all
+        """Return the last state and the logits of the head. `text` has all tokens. `states` has the vectors for all
         tokens except the last.
 
         As published, the normed embedding of each token from the second on is concatenated with the normed vector of
-        the previous token. The result is the input of attention, and the vector is the residual. A gated MLP, a norm
-        and the output head follow.
+        the previous token. The result is the input of attention. The residual is the vector before the norm. A gated
+        MLP, a norm and the output head follow.
         """
         config, count = self.base.config, len(states)
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -141,8 +141,8 @@ class EagleFiles:
 def write_eagle(
     config: PretrainedConfig, where: Path, prefix: str = "midlayer.", *, agrees: bool = False
 ) -> EagleFiles:
-    """Write a random model, and in the folder `eagle` an EAGLE-3 head whose vocabulary has about 4 of 5 tokens.
-    `agrees` has the same meaning as in `write_mtp`."""
+    """Write a random model and, in the folder `eagle`, an EAGLE-3 head. The vocabulary of the head has about 4 of 5
+    tokens of the model. `agrees` has the same meaning as in `write_mtp`."""
     base = reference(config)
     size, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
     heads, kv_heads = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
@@ -158,7 +158,7 @@ def write_eagle(
     }
     tensors |= {"fc.weight": torch.randn(size, 3 * size) * 0.15, "norm.weight": torch.rand(size) + 0.5}
     tensors["lm_head.weight"] = torch.randn(len(targets), size) * 0.15
-    if agrees:  # attention prefers its own position, and copies the token's embedding
+    if agrees:  # each token attends mostly to itself, so attention copies its embedding
         for name, weight in base.named_parameters():
             if weight.ndim > 1 and "embed" not in name and "lm_head" not in name:
                 weight.data *= 0.3

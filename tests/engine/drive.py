@@ -1,4 +1,4 @@
-"""Run an engine over a small torch model with commands at given steps, with or without overlapped steps."""
+"""Run an engine with a small torch model. Commands arrive at given steps, and steps may overlap."""
 
 import threading
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Ahead(TorchRunner):
         super().__init__(*given)
         self.ahead = True
         self.num_overlapped = self.passes = 0
-        self.fails_at: set[int] = set()  # numbers of the passes that fail if they have several slices
+        self.fails_at: set[int] = set()  # numbers of the passes that fail if their step has several slices
         self.fails_after = 10**9  # all passes after this number fail
         self.poison = ""  # id of a request whose passes all fail
         self.spoils = ""  # id of a request whose outputs have the error "numerical"

@@ -1,4 +1,4 @@
-"""Fakes of the flash-attn packages in plain torch, written as packages to a directory of sys.path.
+"""Fakes of the flash-attn packages in plain torch. Tests write them as packages to a directory on sys.path.
 
 The fakes follow the docstrings of FlashAttention 2.8, of its `hopper/` folder (version 3) and of `flash_attn.cute`
 (version 4). The fakes reject the same inputs as the packages: index tensors of a wrong dtype, page sizes that are not a
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FAILURES = ["ImportError", "OSError", "AttributeError", "RuntimeError"]  # raised by packages built for another torch
+FAILURES = ["ImportError", "OSError", "AttributeError", "RuntimeError"]  # errors of packages built for another torch
 FUNCTIONS = {
     "flash_attn": "varlen_2 as flash_attn_varlen_func, with_cache_2 as flash_attn_with_kvcache",
     "flash_attn_interface": "with_cache_3 as flash_attn_with_kvcache",
@@ -22,7 +22,7 @@ FUNCTIONS = {
 def write_package(root: Path, name: str, failure: str = "") -> None:
     """Write the package `name` below `root`.
 
-    If `failure` is given, importing the package creates the file `imported` in `root` and then raises this error.
+    If `failure` names an exception, importing the package creates the file `imported` in `root`, then raises it.
     """
     directory = root.joinpath(*name.split("."))
     directory.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def write_package(root: Path, name: str, failure: str = "") -> None:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, left: int | None) -> Tensor:
-    """Return the causal attention of q [queries, heads, D], the last tokens of k, v [context, kv_heads, D]."""
+    """Return causal attention. `q` [queries, heads, D] is for the last tokens of `k` and `v` [context, kv_heads, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (half.repeat_interleave(group, dim=1).double() for half in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5

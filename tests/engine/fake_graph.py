@@ -72,7 +72,7 @@ class FakeGraph:
 
 @contextmanager
 def recorded_launches(launcher: type) -> Iterator[None]:
-    """Record kernel launches too: calls of `launcher`, the class of Triton's interpreter that runs a kernel."""
+    """Also record kernel launches. A launch is a call of `launcher`, the class of Triton's interpreter for kernels."""
     launch = launcher.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -258,7 +258,7 @@ MULTIMODAL: dict[str, PretrainedConfig] = {
 
 def kind_of(config: PretrainedConfig) -> Any:
     """Return the class of transformers that builds or loads the model of a config."""
-    if isinstance(config, Mistral4Config):  # AutoModelForCausalLM does not have it
+    if isinstance(config, Mistral4Config):  # AutoModelForCausalLM does not support it
         return transformers.Mistral4ForCausalLM
     return (
         transformers.AutoModelForImageTextToText

@@ -73,7 +73,7 @@ def text(value: str) -> bytes:
 
 
 def header(tensors: list[tuple[str, list[int], int, int]], architecture: str) -> bytes:
-    """Return a header with tensors of names, shapes, types and offsets, and metadata of several types."""
+    """Return a header with metadata of several types. `tensors` has the name, shape, type and offset of each tensor."""
     values = [
         text("general.architecture") + struct.pack("<I", 8) + text(architecture),
         text("general.alignment") + struct.pack("<II", 4, 64),
@@ -88,8 +88,8 @@ def header(tensors: list[tuple[str, list[int], int, int]], architecture: str) ->
 
 
 def convert(source: Path, target: Path, kind: str, architecture: str) -> None:
-    """Write a GGUF file with random matrices of the type `kind`. Replace the matrices in `source` by the same
-    values."""
+    """Write the model in `source` to `target` as a GGUF file. If `kind` is a quantized type, the matrices get random
+    values. Write the values that the file represents back to `source`."""
     target.mkdir()
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     tensors, entries, data = load_file(source / "model.safetensors"), [], b""
@@ -101,7 +101,7 @@ def convert(source: Path, target: Path, kind: str, architecture: str) -> None:
             stored = b"".join(block for block, _ in blocks)
             values = torch.tensor([value for _, block in blocks for value in block]).view(tensor.shape)
             in_layer = ".layers." in name and own == "Q4_0"
-            values = values if in_layer else values.half().float()  # all but the Q4_0 tensors of layers become float16
+            values = values if in_layer else values.half().float()  # all but Q4_0 in layers are rounded to float16
         else:
             values = tensor.to(FLOATS[own])
             stored, values = values.view(torch.uint8).numpy().tobytes(), values.float()

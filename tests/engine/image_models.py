@@ -25,7 +25,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from shared.model_files import DEMO_MODEL as DEMO
 from tests.engine.families import MROPE, QWEN_VISION, SIZES, TEXT, VISION, save
 
-WORDS = 2048  # the vocabulary of the demo model's tokenizer; the special tokens follow it
+WORDS = 2048  # vocabulary size of the demo model's tokenizer; the ids of the special tokens follow
 IMAGE, START, END, TURN = WORDS, WORDS + 1, WORDS + 2, WORDS + 3
 VOCABULARY = {"vocab_size": WORDS + 8}
 IDS = {"image_token_id": IMAGE, "video_token_id": WORDS + 4, "vision_start_token_id": START, "vision_end_token_id": END}
@@ -86,7 +86,7 @@ def write(name: str, directory: Path) -> Any:
 
 
 def write_files(name: str, directory: Path) -> None:
-    """Write the files of a model without its weights."""
+    """Write all files of a model except its weights."""
     if not (directory / "config.json").exists():
         CONFIGS[name].save_pretrained(directory)
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
@@ -116,7 +116,7 @@ def picture(seed: int, width: int, height: int) -> np.ndarray[Any, Any]:
 
 
 def data_url(image: np.ndarray[Any, Any], kind: str = "PNG", **options: Any) -> str:
-    """Return an image as a URL that contains its file."""
+    """Return a data URL that contains the image as a file of the type `kind`."""
     file = io.BytesIO()
     Image.fromarray(image).save(file, kind, **options)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"

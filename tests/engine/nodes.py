@@ -37,7 +37,7 @@ class Guesses(TextDrafter):
     """A drafter that knows the answers. Each token that it guesses is right with the probability `rightness`."""
 
     def __init__(self, seed: int, rightness: float, rows: Sequence[Sequence[int]]) -> None:
-        """`rows` are prompts with their answers."""
+        """Each of `rows` is a prompt followed by its answer."""
         self._rng, self._rightness, self._rows = Random(seed), rightness, [list(row) for row in rows]
 
     def propose(self, request: Request, limit: int) -> list[int]:
@@ -72,7 +72,7 @@ class Node:
         )
         self.pool = pool_of(model, layout, kv_places(model.config, layout.block_bytes))
         self.runner = TorchRunner(model, self.pool, *device_code(model, self.pool), CPU)
-        self.logprobs: dict[str, list[Logprobs]] = {}  # by request
+        self.logprobs: dict[str, list[Logprobs]] = {}  # by request id
 
     def step(self) -> None:
         step = self.scheduler.schedule()

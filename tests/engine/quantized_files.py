@@ -18,14 +18,14 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, 
 
 
 def in_words(codes: Tensor, dim: int, bits: int = 4, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> Tensor:
-    """Pack codes along `dim` into int32. Nibble i holds the code at order[i] of its group."""
+    """Pack groups of codes along `dim` into words of int32. Nibble i of a word holds code order[i] of its group."""
     moved = codes.long().movedim(dim, -1).unflatten(-1, (-1, 32 // bits))
     words = sum(moved[..., order[place]] << bits * place for place in range(32 // bits))
     return torch.where(words >= 2**31, words - 2**32, words).int().movedim(-1, dim).contiguous()
 
 
 def asymmetric(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return codes [out, in], scales and zeros [out, groups], and the values."""
+    """Return codes [out, in], scales and zeros [out, groups], and the values that they represent."""
     grouped = weight.unflatten(1, (-1, GROUP))
     low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
     scales = ((high - low) / 15).half().float()
@@ -91,7 +91,7 @@ def int8(weight: Tensor) -> Written:
 
 
 def e2m1(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return packed codes, uint8 [out, in / 2], and the values."""
+    """Return packed codes, uint8 [out, in / 2], and the values that they represent with `scales`."""
     grouped = weight.unflatten(1, (scales.shape[1], -1)) / scales[..., None]
     codes = (grouped[..., None] - E2M1).abs().argmin(-1)
     flat = codes.flatten(1).to(torch.uint8)

@@ -64,8 +64,8 @@ class Scene:
         self._numbers = int(self.pool.units[1, -1]) + spec.key_dim * spec.value_dim
 
     def row(self, request: int, which: int) -> int:
-        """Return the first row of state number `which` of a request. A request uses states 0 and 1; state 2 is
-        saved."""
+        """Return the first row of state number `which` of a request. A request computes with states 0 and 1.
+        State 2 is its saved state."""
         return self._blocks + (3 * request + which) * self._size
 
     def state(self, request: int, which: int) -> Tensor:

@@ -39,7 +39,7 @@ SAMPLINGS = [
     SamplingParams(seed=1),
     SamplingParams(seed=2, temperature=0.7, top_p=0.9),
     SamplingParams(seed=3, top_k=8, min_p=0.01, presence_penalty=0.4, frequency_penalty=0.2),
-    SamplingParams(seed=1),  # the same prompt and seed as the second request, so the same tokens
+    SamplingParams(seed=1),  # has the prompt and seed of the second request, so it draws the same tokens
     replace(GREEDY, repetition_penalty=1.2, logit_bias={5: 3.0}),
 ]
 

@@ -99,7 +99,7 @@ def test_keys_and_values_in_float8_take_half_the_memory_and_have_the_scales_of_t
         names = ("k_scale", "v_scale") if scale == 0.5 else ("k_proj.k_scale", "v_proj.v_scale")
         scales = {f"model.layers.1.self_attn.{name}": torch.tensor(scale) for name in names}
         save_file(tensors | scales, tmp_path / "model.safetensors")
-        quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # no matrix is quantized
+        quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # although no matrix is quantized
         values = json.loads((MODEL / "config.json").read_text()) | {"quantization_config": quantization}
         (tmp_path / "config.json").write_text(json.dumps(values))
         if message:
@@ -115,7 +115,7 @@ def test_keys_and_values_in_float8_take_half_the_memory_and_have_the_scales_of_t
         request = Request("r", list(range(3, 60)), 57, 12, sampling=GREEDY)
         request.tables[0] = [7, 3]
         answers.append(generate(computer.runner, [request], 24))
-    # Scales of powers of 2 do not change the rounding of numbers within the range.
+    # Scales that are powers of 2 do not change the rounding of numbers within the range of float8.
     assert answers[0] == answers[1]
     other = build_on_cuda(replace(options, kv_cache_dtype="auto"), shape, MODEL, HostGpu())
     assert other.fingerprint not in fingerprints
@@ -123,7 +123,7 @@ def test_keys_and_values_in_float8_take_half_the_memory_and_have_the_scales_of_t
 
 def test_kv_gets_the_memory_that_weights_and_steps_leave() -> None:
     gpu = HostGpu(total=8 * GIB, held=GIB)
-    with pytest.raises(ValueError, match="rows x bytes"):  # the fake allocates fewer rows
+    with pytest.raises(ValueError, match="rows x bytes"):  # HostGpu allocates fewer rows
         build_on_cuda(replace(OPTIONS, gpu_memory_utilization=0.5), config(), MODEL, gpu)
     assert gpu.worked
     rows, row_bytes = gpu.rows

@@ -1,6 +1,6 @@
 """Test the KV memory of GPUs, the `cuda_ipc` channel and shared pools, all with a fake driver.
 
-tests/shared/test_kv_channels.py tests the behaviour that all channels have in common.
+tests/shared/test_kv_channels.py tests the behavior that all channels have in common.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ def test_copies_by_the_driver_appear_in_the_pool() -> None:
     assert not pool.tensor.any()
     staging = ours.staging()
     (room,) = staging.room([2])
-    room[:] = np.full(layout.block_bytes // 2, 0x3F80, np.uint16).tobytes()  # 1 as bfloat16
+    room[:] = np.full(layout.block_bytes // 2, 0x3F80, np.uint16).tobytes()  # the bits of 1 in bfloat16
     staging.write([2])
     assert (pool.tensor[2] == 1).all()
     assert not pool.tensor[[0, 1, 3]].any()
@@ -131,7 +131,7 @@ def test_checksums_are_per_row_and_detect_any_changed_bit(rows: list[int], word:
 
 
 def test_the_position_of_a_word_affects_the_checksum() -> None:
-    ours = device_memory(4096, 8 * 4096)  # row i has a one in word i
+    ours = device_memory(4096, 8 * 4096)  # in row i, word i is 1 and the other words are 0
     ours.rows.view(torch.int64)[:] = torch.eye(4096, dtype=torch.int64)
     sums = ours.checksums(range(4096))
     assert len({sums[at : at + 8] for at in range(0, len(sums), 8)}) == 4096
@@ -284,7 +284,7 @@ async def test_a_client_notices_the_end_of_its_owner_and_cannot_push(tmp_path: P
         await gone.wait()
     with pytest.raises(PeerLostError, match="is gone"):
         await client.push(descriptor, bytes(16), (), ())
-    client.rows[0] = 1  # the mapping remains
+    client.rows[0] = 1  # the memory is still mapped
     await client.close()
     memory.close()
 

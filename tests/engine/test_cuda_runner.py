@@ -57,7 +57,7 @@ CAPTURES = ["nothing", "pieces", "decodes whole"]
 
 
 class StaticAttention:
-    """Attention that a CUDA graph can capture, because it reads only the batch's tensors and the whole block table."""
+    """Attention that a CUDA graph can capture: it reads lengths from tensors, and reads the whole block table."""
 
     name = "static"
 
@@ -195,7 +195,7 @@ def test_broken_logits_end_their_request_alone(model: Decoder, captures: str) ->
     first = runner.launch(step)
     broken.num_computed, whole.num_computed = slices[0].end, slices[1].end
     behind = [Slice(request, request.num_computed, 1, True, 0) for request in (broken, whole)]
-    second = runner.launch(Step(2, behind, []), step)  # its input token comes from a failed draw
+    second = runner.launch(Step(2, behind, []), step)  # the input token of `broken` comes from a failed draw
     assert [output.error for output in first()] == ["numerical", ""]
     assert [output.error for output in second()] == ["numerical", ""]
     assert runner.run(Step(3, [piece(banned)], []))[0].error == "no_token"
@@ -293,7 +293,7 @@ def test_tensors_on_the_device_are_aligned_to_16_bytes(tokens: int) -> None:
 
 
 def test_slices_of_padding_have_no_states() -> None:
-    """Slices of padding have no tokens either. Values of earlier steps, which had more slices, have no effect."""
+    """A padding slice has at most one token. Values of earlier steps, which had more slices, have no effect."""
     buffers, tokens = StepBuffers(replace(CAPACITY, tables=1, state_rows=2), CPU), torch.zeros(9, dtype=torch.int64)
     groups = (Group("full", 1), Group("state", 2))
     rows, blocks = BlockRows(replace(all_in_one_row(1), groups=groups)), Blocks(NUM_BLOCKS, BLOCK_TOKENS)
@@ -316,7 +316,7 @@ def test_slices_of_padding_have_no_states() -> None:
         assert padded.cu_q.tolist() == [0, 1, 2, 3, 4, 5, 5]
 
 
-# Layers whose heads differ from the pool's layout, and scaled embeddings
+# Layers whose heads differ from the pool's layout. The test also scales the embeddings.
 OTHER_LAYERS = {
     "latents": tuple(LayerSpec(LatentSpec(3, size, 12, 6, 4, 10), MlpSpec(20)) for size in (0, 8)),
     "heads of twice the size": (

@@ -1,5 +1,5 @@
-"""Test that draft heads guess as published, change no answer, and guess the same in both modes and after cached
-prefixes."""
+"""Test that draft heads guess as published and change no answer, and that their guesses are the same in both modes and
+after cached prefixes."""
 
 import json
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ SAMPLINGS = [
 
 def model_of(kind: str) -> tuple[Decoder, HeadDecoder]:
     """Return a random model whose next token depends mostly on the last token, and an MTP layer that
-    guesses it."""
+    guesses this next token."""
     first = LAYERS["grouped"] if kind == "recurrent" else LAYERS[kind]
     config = with_head(replace(CONFIG, layers=(first, LAYERS[kind])), CONFIG.hidden_size)
     model = random_decoder(config, torch.float32, CPU, deviation=0.1)
@@ -69,8 +69,8 @@ def model_of(kind: str) -> tuple[Decoder, HeadDecoder]:
 
 
 def drafting(node: Node, head: HeadDecoder, num_tokens: int = 3) -> DraftHead:
-    """Let the node guess with a draft head. The head also observes the steps of a node that does not guess, such
-    as a prefill node."""
+    """Let the node guess with a draft head. Prefill nodes do not guess, but they also need the head, which observes
+    their steps."""
     own = KVPool(node.pool.layout, node.pool.memory, head_places(node.pool.places))
     attention, kernels = device_code(head, own)
     drafter = DraftHead(head, own, kernels, attention, num_tokens)
@@ -82,7 +82,7 @@ def drafting(node: Node, head: HeadDecoder, num_tokens: int = 3) -> DraftHead:
 
 def recorded(drafter: DraftHead) -> dict[tuple[str, int], Tensor]:
     """Return the logits of the head's guesses, by request and position. If several steps guess at a position, keep the
-    logits of the latest one."""
+    logits of the latest step."""
     found: dict[tuple[str, int], Tensor] = {}
     inner = drafter.model.guess
 
@@ -204,7 +204,7 @@ MANY = [
 def test_many_guesses_of_a_head_give_no_different_answer(
     kind: str, least: int, handed_over: bool, tmp_path: Path
 ) -> None:
-    """Together, the cases of `make nightly` verify 150,000 guesses."""
+    """Together, the cases of `make nightly` verify 150,000 guesses with each backend."""
     if kind == "eagle":
         write_eagle(
             Qwen3Config(**SIZES | {"num_hidden_layers": 5, "head_dim": 16, "num_key_value_heads": 2}),
@@ -231,10 +231,10 @@ def test_many_guesses_of_a_head_give_no_different_answer(
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_guesses_are_the_same_in_both_modes_after_hits_and_after_preemption(kind: str) -> None:
-    """A guess depends on the whole text. Therefore its logits do not depend on the node that computed the text."""
+    """A guess depends only on the text. Its logits must not depend on where or in which steps the text was computed."""
     found, counted = [], []
     every: list[dict[str, Any]] = [{}, {"handed_over": True}, {"again": True}, {"room": 1.5}]
-    for ways in every[:3] if kind == "recurrent" else every:  # in a small pool, there is no room for a third state
+    for ways in every[:3] if kind == "recurrent" else every:  # a small pool has no room for a third state
         (model, head), limits = model_of(kind), StepLimits(max_num_batched_tokens=20)
         tight = "room" in ways
         here, there = (Node(model, limits, ways.get("room", 6), 1 if tight else 4) for _ in range(2))

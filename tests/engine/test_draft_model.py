@@ -1,5 +1,5 @@
-"""Test that a draft model changes no answer, that a model that drafts for itself always guesses right, and that the KV
-of the draft model lives as long as the KV of the target model."""
+"""Test that a draft model changes no answer, that its guesses are always right if it equals the target model, and that
+its KV lives as long as the KV of the target model."""
 
 from collections.abc import Sequence
 from dataclasses import replace

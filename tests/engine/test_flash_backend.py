@@ -54,7 +54,7 @@ def pool_of(block_tokens: int, dtype: str = "float16", head_dim: int = 32) -> KV
 
 
 def slices_of(block_tokens: int, shapes: list[tuple[int, int]]) -> list[Slice]:
-    """Return one slice for each pair in `shapes` (tokens in the context before it, tokens of the slice)."""
+    """Return a slice for each pair in `shapes`: (number of tokens before the slice, number of tokens in the slice)."""
     blocks = Blocks(24, block_tokens, seed=3)
     random, slices = Random(2), []
     for before, count in shapes:

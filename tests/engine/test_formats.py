@@ -68,7 +68,7 @@ def test_a_quantized_model_equals_its_dense_values(kind: str, tmp_path: Path) ->
     assert float((logits(tmp_path / "quantized") - wanted).abs().max()) <= 1e-4
     if not why_not_compiled():
         found = logits(tmp_path / "quantized", linear_on_cpu("auto", "none"))
-        largest = 1e-4 if kind != "int-quantized" else 0.1 * float(wanted.abs().max())  # activations of 8 bits
+        largest = 1e-4 if kind != "int-quantized" else 0.1 * float(wanted.abs().max())  # 8-bit activations
         assert float((found - wanted).abs().max()) <= largest
 
 

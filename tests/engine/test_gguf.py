@@ -1,4 +1,4 @@
-"""Test that models in GGUF files give the tokens of transformers, and that malformed files are refused."""
+"""Test that models in GGUF files generate the same tokens as in transformers, and that malformed files are refused."""
 
 import struct
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test the hash model and the emulated device: tokens depend on the KV, and emulated passes take the modelled time."""
+"""Test the hash model and the emulated device: tokens depend on the KV, and emulated passes take the modeled time."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def pool() -> NDArray[np.uint8]:
-    """Return rows of random bytes, each longer than a block's KV. The initial content must not affect the tokens."""
+    """Return rows of random bytes, which must not affect the tokens. Each row is longer than the KV of a block."""
     return np.random.default_rng(3).integers(0, 256, (NUM_BLOCKS, BLOCK_TOKENS * LANES * 8 + 8), np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Test that a model of text and images gives the tokens of transformers, however its prompts are cut and computed."""
+"""Test that a model of text and images generates the same tokens as in transformers, however prompts are computed."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -25,7 +25,7 @@ from tests.engine.image_models import CONFIGS, END, IMAGE, START, answer, pictur
 from tests.engine.nodes import Node, run_together
 
 torch.set_num_threads(1)
-# Tokens of a step, requests that fit into the pool, and whether requests are handed over
+# Maximum tokens of a step, number of requests that fit into the pool, and whether requests are handed over
 WAYS = [(7, 16, False), (64, 16, True), (512, 16, False), (64, 1.05, False)]
 __all__ = ["every_backend"]  # applies to every test here
 COUNT = 16
@@ -42,7 +42,7 @@ def resized(image: np.ndarray[Any, Any], rules: ImageRules) -> np.ndarray[Any, A
 
 
 def prompt(rules: ImageRules, images: Sequence[np.ndarray[Any, Any]], seed: int) -> tuple[list[int], list[Media]]:
-    """Return a prompt with images between random words, and the images as a node gets them."""
+    """Return a prompt with images between random words, and the images as a node receives them."""
     tokens, media = words(seed, 9), []
     for number, image in enumerate(images):
         pixels = resized(image, rules)
@@ -80,7 +80,7 @@ def test_prompts_with_images_give_the_tokens_of_transformers(
     expected = [answer(reference, name, tokens, each, COUNT) for (tokens, _), each in zip(prompts, images, strict=True)]
     assert expected[0] != expected[-1], "the image has no influence"
     model, encoder = load_model(tmp_path, torch.float32, CPU), VisionEncoder(tmp_path, rules)
-    size = 8 if name.startswith("qwen3.5") else 4  # a row must hold a unit of a state
+    size = 8 if name.startswith("qwen3.5") else 4  # a unit of a state must fit into a row
     longest = max(len(tokens) for tokens, _ in prompts) + COUNT
     budget, room, hands_over = way
     here, there = (Node(model, StepLimits(budget), room, size, longest=longest) for _ in range(2))
@@ -90,7 +90,7 @@ def test_prompts_with_images_give_the_tokens_of_transformers(
     for _ in range(2):  # the second time, prefixes are in the cache
         rows = [request(number, rules, encoder, *each) for number, each in enumerate(prompts)]
         assert run_together(rows, here, there if hands_over else None) == expected
-    if name.endswith("vl"):  # with windows, requests release rows; with states, they hold most from the start
+    if name.endswith("vl"):  # other models: windows release rows, or states take most rows at the start
         assert (here.scheduler.counters.preemptions > 0) == (room < 2)
     assert room < 2 or (there if hands_over else here).scheduler.counters.cache_hits
     assert encoder.num_encoded == sum(map(len, SHAPES))
@@ -119,7 +119,7 @@ def test_sizes_and_grids_are_those_of_the_processor(name: str, tmp_path: Path) -
     ("patch", "least", "most"), [(14, 56 * 56, 28 * 28 * 1280), (14, 3136, 12_845_056), (16, 65_536, 16_777_216)]
 )
 def test_grids_of_published_models_are_those_of_the_processor(patch: int, least: int, most: int) -> None:
-    """The limits are those of Qwen2-VL's default, Qwen2.5-VL and Qwen3-VL."""
+    """The cases have the default limits of Qwen2-VL, and the limits of Qwen2.5-VL and Qwen3-VL."""
     rules = ImageRules(
         "qwen3_vl", IMAGE, IMAGE, IMAGE, 3, 1.0, (0.0,) * 3, (1.0,) * 3, patch, 2, 2, min_pixels=least, max_pixels=most
     )
@@ -136,7 +136,7 @@ def test_grids_of_published_models_are_those_of_the_processor(patch: int, least:
 
 
 def test_a_request_whose_image_is_missing_ends_alone(tmp_path: Path) -> None:
-    """The error lets the router send the request again, together with the image."""
+    """After this error, the router sends the request again, together with the image."""
     reference = write("qwen3 vl", tmp_path)
     rules = read_image_rules(tmp_path)
     assert rules is not None

@@ -1,4 +1,4 @@
-"""Test the memory that models with sliding windows and recurrent states take, with the shapes of published models."""
+"""Test the memory for KV with sliding windows and for recurrent states, with the layer shapes of published models."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_each_layer_has_a_place_of_its_own() -> None:
 
 
 def test_a_state_fills_its_rows() -> None:
-    row_bytes = 8 * BLOCK * 4 * 2 * 256 * 2  # 8 layers of 4 heads of 256 dimensions in bfloat16
+    row_bytes = 8 * BLOCK * 4 * 2 * 256 * 2  # 8 layers with 4 heads of 256 dimensions, in bfloat16
     places = kv_places(model([0] * 8, 4, 256, deltas=24), row_bytes)
     assert places.groups[-1].kind == "state"
     numbers = 24 * (32 * 128 * 128 + 3 * (2 * 16 + 32) * 128)

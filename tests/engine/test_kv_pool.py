@@ -39,7 +39,7 @@ def test_sizes_and_dtypes(dtype: str, size: int) -> None:
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.002, 3.0)])
 def test_keys_and_values_in_float8(scales: tuple[float, float]) -> None:
-    """Keys and values are divided by their scales and then limited to the range of float8. With the small scale, keys
+    """Keys and values are divided by their scales and then limited to the range of float8. With the scale 0.002, keys
     exceed this range."""
     for dtype in (torch.float32, torch.bfloat16):
         pool = pool_of(2, 16, 4, FLOAT8, 40, CPU, scales=scales)

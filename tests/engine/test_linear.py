@@ -1,4 +1,4 @@
-"""Test that every weight format multiplies by exactly the weights that it stores, row by row."""
+"""Test that every weight format multiplies by exactly the weights that it stores, each row independently."""
 
 import math
 from random import Random
@@ -41,7 +41,7 @@ def matrix(out: int, width: int, seed: int = 0, size: float = 0.05) -> Tensor:
 
 
 def held(linear: LinearFormat, weight: Tensor) -> Tensor:
-    """Return the weights in float64, rounded to the dtype in which the format stores them."""
+    """Round the weights to the dtype in which the format stores them, and return them in float64."""
     return weight.to(DTYPES[linear.name.split()[0]]).double()
 
 
@@ -67,7 +67,7 @@ def test_a_product_uses_the_stored_weights(linear: LinearFormat, out: int, width
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("linear", [*PANELS, *EIGHT_BITS[1:]], ids=lambda linear: linear.name)
 def test_in_panels_no_bit_of_a_row_depends_on_other_rows(linear: LinearFormat, threads: int) -> None:
-    """The number of threads does not change the bits either, because all sums add terms in the order of the depth."""
+    """The number of threads does not change the bits either, because each sum adds its terms in a fixed order."""
     made, rows = linear.make(matrix(3 * PANEL + 5, 1100), matrix(1, 3 * PANEL + 5, 3)[0]), matrix(400, 1100, 2, 1.0)
     torch.set_num_threads(1)
     alone = torch.cat([made(row[None]) for row in rows])

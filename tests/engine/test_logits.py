@@ -1,4 +1,4 @@
-"""Test that the decoder gives the logits of transformers, in random chunks over a pool whose unused memory is NaN."""
+"""Test that the decoder gives the logits of transformers for random chunks. Unused memory of the pool is NaN."""
 
 import json
 from collections.abc import Sequence
@@ -110,7 +110,7 @@ def test_a_head_of_its_own_in_a_model_that_claims_to_have_none(tmp_path: Path) -
 
 
 def test_a_config_that_transformers_4_wrote_for_qwen2_5_vl(tmp_path: Path) -> None:
-    """In such a config, the keys of the text decoder are not nested, and the rotary embedding has a special type."""
+    """In such a config, the text decoder has no section of its own, and the rotary embedding has a special type."""
     reference_model = save(MULTIMODAL["qwen2.5 vl"], tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
@@ -124,7 +124,7 @@ def test_a_config_that_transformers_4_wrote_for_qwen2_5_vl(tmp_path: Path) -> No
 def test_latent_attention_of_fp8_blocks(tmp_path: Path) -> None:
     source, target = tmp_path / "dense", tmp_path / "fp8"
     save(CONFIGS["deepseek v3"], source)
-    quantize(source, target, "fp8 blocks")  # replaces the matrices of `source` by the values of the blocks
+    quantize(source, target, "fp8 blocks")  # also gives the matrices in `source` the values of the blocks
     values = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
     assert largest_difference(values.eval(), load_model(target, torch.float32, CPU)) <= 1e-4
 
@@ -199,7 +199,7 @@ def test_a_batch_of_decodes_or_with_prompt_logprobs_has_no_drawing_batch() -> No
 
 
 def test_longrope_uses_the_factors_for_long_contexts(tmp_path: Path) -> None:
-    """Transformers chooses the factors by the length of each prompt. All prompts of this test are long."""
+    """Transformers chooses the factors for each prompt by its length. All prompts of this test are long."""
     sizes = SIZES | {"original_max_position_embeddings": 8}
     reference_model = save(
         Phi3Config(**sizes, num_key_value_heads=2, rope_parameters=LONGROPE, pad_token_id=0), tmp_path

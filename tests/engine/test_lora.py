@@ -1,5 +1,5 @@
-"""Test that requests of several LoRA adapters in one batch get the logits of peft, and that adapters that cannot be
-applied exactly are refused."""
+"""Test that requests with different LoRA adapters in one batch get the logits of peft, and that an adapter is refused
+if it cannot be applied exactly."""
 
 import json
 from copy import deepcopy
@@ -50,7 +50,7 @@ def adapted_rows(model: Decoder, adapters: dict[str, Path], max_rank: int = 8) -
 
 @torch.inference_mode()
 def logits_of(model: Decoder, adapted: AdaptedRows, rows: list[tuple[str, list[int]]]) -> list[torch.Tensor]:
-    """Return the logits of all rows, each with its adapter. Both steps compute a part of every row."""
+    """Return the logits of all rows, each with its adapter. Each of the two steps computes a part of every row."""
     one, size = layout_of(model, 4096, 4), 0
     if state_units(model.config):
         size = state_size(model.config, one.block_bytes)

@@ -1,4 +1,4 @@
-"""Test the attention and kernels of numba and of the torch reference on a CPU against results in float64."""
+"""Test attention and kernels on a CPU, both of numba and of the torch reference, against results in float64."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -71,8 +71,8 @@ def test_attention_equals_its_definition(name: str, dtype: torch.dtype, head_dim
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("group", [28, 150])
 def test_many_heads_may_share_a_key(name: str, group: int) -> None:
-    """A group of 150 heads exceeds MAX_ROWS. With a group of 28 heads, a row of scores would have 2**n bytes if it were
-    not padded."""
+    """A group of 150 heads exceeds MAX_ROWS. With a group of 28 heads, the kernel pads some rows of scores, whose size
+    would otherwise be a power of 2."""
     batch, pool = batch_of([(0, 130), (200, 201), (77, 80)], 16, 40, CPU), pool_of(2, 16, 16, torch.float32, 40, CPU)
     check_attention(attention_on_cpu(name, pool), pool, batch, 2 * group, torch.float32, 50)
 
@@ -90,7 +90,7 @@ def test_few_long_contexts_are_divided_and_merged(dtype: torch.dtype, window: in
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (0.0, True), (2.0, True)])
 def test_scores_are_capped_and_sinks_take_a_share(name: str, softcap: float, sinks: bool) -> None:
-    """The spans are decodes, chunks of few and of many rows, and a context that is divided among threads."""
+    """The batch has two decodes, a long chunk and a short one. Threads share the longest contexts."""
     batch = batch_of([(1499, 1500), (0, 90), (2000, 2011), (3, 4)], 16, 300, CPU)
     pool = pool_of(1, 64, 16, torch.float32, 300, CPU)
     values = random((6,), torch.float32, CPU, 7) + 3 if sinks else None
@@ -169,7 +169,7 @@ def test_the_exponential_is_accurate_and_propagates_nan() -> None:
     assert edges[:3].tolist() == [0.0, 0.0, 0.0]
     assert edges[3].isnan()
     assert edges[4] == 1.0
-    # Every bit pattern of NaN gives NaN. One of these patterns is that of memory in which all bits are 1.
+    # Every bit pattern of NaN gives NaN, including the pattern in which all bits are 1.
     assert (
         computed(torch.tensor([-1, 0x7FC00001, 0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32))
         .isnan()

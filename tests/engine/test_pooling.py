@@ -1,4 +1,4 @@
-"""Test that runners return the same vectors for any chunks and any batch, and when a step runs twice."""
+"""Test that runners return the same vectors for any chunks of a prompt, in any batch, and if a step runs twice."""
 
 from collections.abc import Sequence
 
@@ -86,7 +86,7 @@ def test_vectors_do_not_depend_on_chunks_runners_and_repeated_steps(model: Decod
 
 
 def test_the_mean_is_that_of_the_last_vectors_of_all_prefixes(model: Decoder) -> None:
-    """Attention is causal, so the hidden state of a token is the last hidden state of the prompt that ends with it."""
+    """Attention is causal: a token's hidden state is the last hidden state of the prompt that ends with this token."""
     runner, _, blocks = torch_runner(model, num_blocks=256)
     last = []
     for end in range(1, 9):

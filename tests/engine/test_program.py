@@ -1,4 +1,4 @@
-"""Test that a fused decode pass gives the same bits, and stores the same KV, as the decoder that calls each kernel."""
+"""Test that a fused decode pass gives the same logits and KV, bit for bit, as a decoder that calls each kernel."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Test recurrent layers: the same bits however a prompt is cut into chunks, saved states, and names of tensors."""
+"""Test recurrent layers: the names of tensors, saved states, and results that do not depend on chunks."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def equal(one: Tensor, other: Tensor) -> None:
 
 
 def close(one: Tensor, other: Tensor) -> None:
-    """Allow the rounding of torch's element-wise functions, which depends on the size of a tensor."""
+    """Assert equality up to rounding: torch's element-wise functions round differently for different tensor sizes."""
     torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
 
 

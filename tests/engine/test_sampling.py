@@ -34,7 +34,7 @@ def drawn(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int | None]:
 
 
 def allowed(logits: NDArray[np.float64], sampling: SamplingParams) -> list[int]:
-    """Return the tokens that the filters keep by their definitions, applied in the order min_p, top_k, top_p."""
+    """Return the tokens that min_p, top_k and top_p keep by definition, if they are applied in this order."""
     scores = logits / sampling.temperature
     likely = np.exp(scores - scores.max())
     left = [int(token) for token in np.argsort(-scores, kind="stable") if likely[token] >= sampling.min_p]
@@ -88,7 +88,7 @@ def test_draws_follow_the_distribution(sampling: SamplingParams) -> None:
 
 
 def test_seeds_positions_and_tokens_draw_independently() -> None:
-    """Real requests have neighbouring seeds and positions, so the noise of neighbours must be independent."""
+    """Real requests have neighboring seeds and positions, so the noise of neighbors must be independent."""
     logits = torch.zeros(4096, 4)
     rows = [row(replace(DRAW, seed=seed), position) for seed in range(64) for position in range(64)]
     tokens = np.array(drawn(logits, rows)).reshape(64, 64)
@@ -255,7 +255,7 @@ def test_no_rows_give_no_draws() -> None:
 
 
 def test_draws_from_a_large_vocabulary_pass_the_filters() -> None:
-    """The logits are so flat that top_p keeps more than CANDIDATES tokens, so that the whole row is sorted."""
+    """The logits are so flat that top_p keeps more than CANDIDATES tokens. The whole row must then be sorted."""
     random = Random(5)
     logits = random_logits(24, 8 * CANDIDATES, scale=0.3)
     rows = [
@@ -297,11 +297,11 @@ def test_the_compiled_draw_equals_the_reference(vocab: int, scale: float) -> Non
 @pytest.mark.timeout(60, method="thread")  # compiled code does not handle signals
 @pytest.mark.parametrize("low", [2.0, math.inf])
 def test_scores_that_overflow_are_drawn_like_the_reference(low: float) -> None:
-    """A client may send a repetition penalty near 0. It makes scores infinite, and the weights of such scores NaN."""
+    """A client may send a repetition penalty near 0. Such a penalty makes scores infinite, and their weights NaN."""
     compiled = compiled_draw()
     if compiled is None:
         pytest.skip("needs numba")
-    logits = random_logits(1, 9000)  # enough for the kernel to use several threads
+    logits = random_logits(1, 9000)  # enough logits for the kernel to use several threads
     logits[0, 5] = 3.0
     for sampling in (
         SamplingParams(min_p=1e-300),
@@ -328,7 +328,7 @@ def test_threads_share_the_rows_of_a_compiled_draw() -> None:
 
 def test_top_p_applies_within_a_large_top_k() -> None:
     logits = torch.zeros(1, 2 * CANDIDATES + 100)
-    logits[0] -= torch.arange(logits.shape[1]) * 1e-4  # nearly flat, but all different
+    logits[0] -= torch.arange(logits.shape[1]) * 1e-4  # nearly equal logits, but all different
     sampling = SamplingParams(top_k=2 * CANDIDATES, top_p=0.5)
     left = restrict(logits, [sampling]).isfinite()[0].sum().item()
     assert left == len(allowed(logits[0].double().numpy(), sampling))

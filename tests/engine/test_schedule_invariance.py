@@ -78,7 +78,7 @@ def test_tokens_do_not_depend_on_the_decisions_of_the_scheduler(
     seed: int,
 ) -> None:
     limits, model = StepLimits(max_num_batched_tokens=budget, max_num_partial_prefills=2), model_of(kind)
-    if not policy.chunked:  # then one step computes a whole prompt
+    if not policy.chunked:  # each prompt must then fit into one step
         limits = replace(limits, max_num_batched_tokens=max(budget, LONGEST))
     alone, speculation = run_alone(model, requests_of(seed, shared, SAMPLINGS)), None
     if rightness is not None and not any(isinstance(layer.mixer, DeltaSpec) for layer in KINDS[kind]):
@@ -92,7 +92,7 @@ def test_tokens_do_not_depend_on_the_decisions_of_the_scheduler(
         assert node.scheduler.ledger().owned == 0
 
 
-@pytest.mark.parametrize("kind", ["attention", "states"])  # with windows, requests release blocks
+@pytest.mark.parametrize("kind", ["attention", "states"])  # not "windows": such requests release blocks
 def test_a_tight_pool_really_preempts(kind: str) -> None:
     here = Node(model_of(kind), StepLimits(max_num_batched_tokens=64), 1.5, 1, POLICIES["stall_free"])
     run_together(requests_of(0, False, SAMPLINGS), here, None)

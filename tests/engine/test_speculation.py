@@ -39,8 +39,8 @@ Answer = tuple[list[int], str | None, list[Logprobs]]
 
 
 def requests_of(seed: int) -> list[Request]:
-    """Return a request for each of `SAMPLINGS`. A further request has the prompt of the last of them, and the third
-    sampling with another seed."""
+    """Return a request for each of `SAMPLINGS`, and one more request. The additional request has the same prompt as the
+    request before it, and the third sampling with another seed."""
     rng, rows = Random(seed), []
     prompt: list[int] = []
     for index, sampling in enumerate([*SAMPLINGS, replace(SAMPLINGS[2], seed=5)]):
@@ -58,7 +58,7 @@ def run(
     model: Decoder, rows: Sequence[Request], speculation: Speculation | None = None, *, budget: int = 64,
     tight: bool = False, handed_over: bool = False,
 ) -> tuple[list[Answer], Node]:  # fmt: skip
-    """Return the outputs that the clients of the requests get, and the node that decoded."""
+    """Return the answers that clients get, and the node that decoded."""
     limits = StepLimits(max_num_batched_tokens=budget)
     here, there = (Node(model, limits, 1.5 if tight else 9, 4, speculation=speculation, longest=LONGEST) for _ in "ht")
     tokens = run_together(rows, here, there if handed_over else None)
@@ -74,7 +74,7 @@ def guesses(answers: Sequence[Answer], rows: Sequence[Request], seed: int, right
 
 
 def assert_equal(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
-    """Assert that the answers are equal. Logprobs may differ in their last bits, as they do with other chunks."""
+    """Assert that the answers are equal. Logprobs may differ in their last bits, because the chunks differ."""
     assert [one[:2] for one in found] == [one[:2] for one in expected]
     for (*_, ours), (*_, theirs) in zip(found, expected, strict=True):
         assert [(one.token, one.rank, one.top_tokens) for one in ours] == [
@@ -101,7 +101,7 @@ def test_answers_do_not_depend_on_guesses(
     found, node = run(model, requests_of(seed), speculation, budget=budget, tight=tight, handed_over=handed_over)
     assert_equal(found, expected)
     counters = node.scheduler.counters
-    if rightness == 1.0:  # two requests share a prompt: where their answers part, one guess is wrong
+    if rightness == 1.0:  # two requests share a prompt: where their answers diverge, guesses are wrong
         assert counters.draft_tokens - counters.accepted_tokens <= num_tokens
     assert counters.accepted_tokens == sum(counters.accepted_per_pos) <= counters.draft_tokens
 
@@ -143,7 +143,7 @@ def test_looked_up_guesses_change_no_answer(model: Decoder) -> None:
 
 
 def test_the_same_guesses_are_right_in_both_modes(model: Decoder) -> None:
-    """The request runs alone, without a step-time model that would choose how many tokens to guess."""
+    """Each request runs alone. There is no step-time model, which could choose different numbers of guesses."""
     total = 0
     for seed in range(3):
         for index in range(len(SAMPLINGS)):

@@ -57,7 +57,7 @@ SHAPES = {
 }
 GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "layer_types": ["full_attention"], "hidden_size_per_layer_input": 0}
 VISION: dict[str, Any] = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}
-# config.json of google/gemma-3-4b-it, without the keys that the text decoder does not use.
+# config.json of google/gemma-3-4b-it, without the fields that the text decoder does not use.
 GEMMA3 = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "eos_token_id": [1, 106],
@@ -76,7 +76,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def write_config(where: Path, **changes: Any) -> Path:
-    """Write config.json with `changes` applied to CONFIG. The value `...` removes a key."""
+    """Write config.json with `changes` applied to CONFIG. A key whose value is `...` is removed."""
     kept = {key: value for key, value in {**CONFIG, **changes}.items() if value is not ...}
     (where / "config.json").write_text(json.dumps(kept))
     return where

@@ -1,4 +1,4 @@
-"""A receiver of a TCP channel for tests: all bytes of a connection are available at once."""
+"""The receiving end of a TCP channel, for tests. It gets all bytes of a connection at once."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ INCARNATION = "0" * 32
 
 
 def with_checksums(data: bytes, row_bytes: int) -> bytes:
-    """Insert the checksum of each header. Without checksums, nearly every input would fail at its first header."""
+    """Insert a checksum after each header. Without checksums, nearly every input would fail at its first header."""
     frames, at = [], 0
     while len(data) - at >= FRAME.size:
         head = data[at : at + FRAME.size]

@@ -1,7 +1,7 @@
 """Run every fuzz target `--runs` times, under atheris if it is installed.
 
-atheris (Google) is libFuzzer for Python: it keeps the inputs that reach new branches. Each target runs in its own
-process; `--jobs` processes run in parallel.
+atheris is libFuzzer for Python, made by Google. It keeps the inputs that reach new branches. Each target runs in its
+own process; `--jobs` processes run in parallel.
 """
 
 import argparse

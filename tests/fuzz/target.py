@@ -28,7 +28,7 @@ TARGETS: dict[str, Target] = {}
 def target(
     *seeds: bytes, bytes_per_byte: int = 64, rejects: type[Exception] | tuple[()] = (), secret: str = "\n"
 ) -> Callable[[Fuzzed], Fuzzed]:
-    """Register a target. It may raise `rejects`, whose message must be one short line without `secret`."""
+    """Register a target. It may raise `rejects`, with a message of one short line that does not contain `secret`."""
 
     def register(fuzzed: Fuzzed) -> Fuzzed:
         def checked(data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Test the contract of the Triton kernels on a GPU, with the shapes of real models and with bfloat16."""
+"""Test the Triton kernels on a GPU, with the shapes of real models and with bfloat16."""
 
 from dataclasses import replace
 from itertools import product
@@ -58,7 +58,7 @@ def test_mixed_batches_in_any_order(dtype: torch.dtype, window: int, page: int, 
 
 
 def test_long_chunks_of_many_heads_in_the_largest_tile() -> None:
-    """Prompts mainly use the largest tile. This tile is chosen if every processor of the GPU then still has work."""
+    """Prompts mainly use the largest tile, which is chosen if it leaves work for every processor of the GPU."""
     pool = pool_of(8, 128, 64, torch.bfloat16, NUM_BLOCKS, DEVICE)
     batch = batch_of([(0, 2048), (1000, 1600)], 64, NUM_BLOCKS, DEVICE)
     check_attention(TritonAttention(pool), pool, batch, 32, torch.bfloat16)

@@ -67,7 +67,7 @@ def cuda_runner(gpu: CudaAccelerator, model: Decoder, backend: str, capture: boo
     return runner, Blocks(pool.layout.num_blocks, BLOCK_TOKENS, pool.places.groups)
 
 
-# Recurrent layers and experts, and attention that differs from that of Qwen3
+# Layers unlike those of Qwen3: recurrent layers, experts, and other kinds of attention
 OTHER_LAYERS = {
     "delta rule and experts": (
         LayerSpec(DeltaSpec(2, 4, 16, 32, 4), MoeSpec(8, 3, MlpSpec(24, "clamped_swiglu"))),
@@ -148,7 +148,7 @@ def test_a_launch_does_not_wait_for_the_device(gpu: CudaAccelerator, model: Deco
     runner, blocks = cuda_runner(gpu, model, "triton", capture=True)
     request = requests_of(blocks, 1, [GREEDY])[0]
     run_step(runner, [piece(request)])
-    torch.cuda._sleep(4_000_000_000)  # clock cycles, about two seconds: longer than `launch`
+    torch.cuda._sleep(4_000_000_000)  # clock cycles: about two seconds, longer than `launch` takes
     step = Step(1, [piece(request)], [])
     pending = runner.launch(step)
     assert not torch.cuda.current_stream(gpu.device).query()

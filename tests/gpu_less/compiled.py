@@ -44,7 +44,7 @@ FEW = {
     "experts bf16",
     "delta bf16",
 }
-NUM_BLOCKS = 60_000  # so many that the offset of a block needs 64 bits
+NUM_BLOCKS = 60_000  # so many blocks that the offset of a block needs 64 bits
 
 
 class H200:
@@ -166,7 +166,7 @@ def grouped(dtype: torch.dtype, zeros: bool, group: int = 128) -> None:
 
 
 def experts(dtype: torch.dtype, quantized: bool) -> None:
-    """Compile a layer of gpt-oss-20b, and the choice of experts as in DeepSeek V3."""
+    """Compile an expert layer of gpt-oss-20b, and also the routing of DeepSeek V3."""
     count, out, width = 32, 5760, 2880
     weight: Tensor | GroupedWeight = empty(count, out, width, dtype=dtype)
     if quantized:
@@ -218,7 +218,7 @@ def too_large() -> None:
 
 
 def latents(dtype: torch.dtype) -> None:
-    """Compile latent attention in the shape of DeepSeek V3."""
+    """Compile latent attention with the shapes of DeepSeek V3."""
     pool = pool_of(1, 288, 64, dtype)
     for spans in (((1000, 1001), (0, 4096)), ((1000, 1005), (1000, 1001))):
         plan = TritonAttention(pool).plan(without_memory(batch_of(spans, 64, NUM_BLOCKS, CPU)))
@@ -230,7 +230,7 @@ def latents(dtype: torch.dtype) -> None:
 def configurations() -> dict[str, Callable[[], None]]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     few = ((1000, 1001), (0, 60))
-    several = ((1000, 1005), (1000, 1001))  # one slice has several tokens, but the split kernel takes it
+    several = ((1000, 1005), (1000, 1001))  # one slice has several tokens, but the split kernel still computes it
     found: dict[str, Callable[[], None]] = {
         SPILLS: too_large,
         "attention fp16 pool under fp32": lambda: attention(fp32, 128, held=fp16),

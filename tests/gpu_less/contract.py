@@ -57,7 +57,7 @@ def pool_of(
 
 
 def batch_of(spans: Sequence[tuple[int, int]], page: int, num_blocks: int, device: torch.device) -> Batch:
-    """Return a batch of slices (start, end) with blocks in random order. A span of (-1, 0) is a padded decode."""
+    """Return a batch with a slice per span (start, end) and random blocks. The span (-1, 0) is a padding decode."""
     free = list(range(1, num_blocks))
     Random(0).shuffle(free)
     rows = [[free.pop() for _ in range(-(-end // page))] for _, end in spans]
@@ -188,7 +188,7 @@ def check_norms(kernels: Kernels, batch: Batch, width: int, dtype: torch.dtype, 
     gate, up = gate_up.double().chunk(2, dim=1)
     close(step.gated(gate_up, "silu"), gate * gate.sigmoid() * up, dtype)
     close(step.gated(gate_up, "gelu_tanh"), gelu(gate, approximate="tanh") * up, dtype)
-    gate, up = (3 * gate).clamp(max=7.0), (3 * up).clamp(-7.0, 7.0)  # the limit of gpt-oss
+    gate, up = (3 * gate).clamp(max=7.0), (3 * up).clamp(-7.0, 7.0)  # gpt-oss limits these values to 7
     close(step.gated(3 * gate_up, "clamped_swiglu"), gate * (1.702 * gate).sigmoid() * (up + 1), dtype)
     outputs, weights = random((8, width), dtype, device, 5), random((4, 2), torch.float32, device, 6)
     places = torch.tensor([[3, 0], [7, 1], [2, 5], [6, 4]], device=device)
@@ -239,7 +239,7 @@ def padded(batch: Batch, rows: int) -> Batch:
 def check_router(step: StepKernels, spec: MoeSpec, device: torch.device, tokens: int = 9) -> None:
     random = torch.Generator().manual_seed(3)
     logits = torch.randn(tokens, spec.num_experts, generator=random).to(device)
-    logits[1] = 0.5  # equal scores
+    logits[1] = 0.5  # all scores of this token are equal
     logits[2, 4:7] = 3.0
     correction, factors = torch.randn(2, spec.num_experts, generator=random).to(device)
     given = correction if spec.corrects else None, factors
@@ -251,6 +251,6 @@ def check_router(step: StepKernels, spec: MoeSpec, device: torch.device, tokens:
 
 def check_order(step: StepKernels, count: int, device: torch.device, num_experts: int = 10) -> None:
     chosen = torch.randint(0, num_experts - 1, (count, 3), generator=torch.Generator().manual_seed(count)).to(device)
-    found = step.by_expert(chosen.T.contiguous().T, num_experts)  # as a view of another tensor
+    found = step.by_expert(chosen.T.contiguous().T, num_experts)  # in column-major order
     for one, other in zip(found, by_expert(chosen, num_experts), strict=True):
         assert torch.equal(one, other)

@@ -24,7 +24,7 @@ def check_recurrence(
     saved: dict[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Check that Triton kernels give the results, last states and saved states of torch kernels, also with padding."""
+    """Check that Triton kernels, also with padding, give the results, last states and saved states of torch kernels."""
     tolerance = max(1e-4, TOLERANCE[dtype])
     expected, found = (Scene(spec, kind, device, dtype, lengths) for kind in (TorchKernels, TritonKernels))
     wanted, last = expected.run(Random(0), steps, saved)
@@ -39,13 +39,13 @@ def check_recurrence(
 
 
 def triton_step(device: torch.device) -> StepKernels:
-    """Return kernels for tokens without attention."""
+    """Return the kernels of a step, for checks that need no attention."""
     kernels = TritonKernels(config_of(16, 2, 1, 16), pool_of(1, 16, 4, torch.float32, 8, device))
     return kernels.begin(batch_of([(0, 1)], 4, 8, device))
 
 
 def expert(kind: str, number: int, dtype: torch.dtype, device: torch.device) -> tuple[Linear, Tensor, Tensor]:
-    """Return an expert, its values in float64, and its bias."""
+    """Return an expert, its weights in float64, and its bias."""
     random = torch.Generator().manual_seed(number)
     out, width = 21, 64
     bias, form = torch.randn(out, generator=random).to(device, dtype), TritonFormat(dtype)
@@ -55,7 +55,7 @@ def expert(kind: str, number: int, dtype: torch.dtype, device: torch.device) -> 
     codes = torch.randint(0, 256, (out, width // 2), dtype=torch.uint8, generator=random).to(device)
     scales, zeros = torch.rand(2, out, width // 32, generator=random).to(device)
     order = torch.randperm(width, generator=random).to(device)
-    some = kind == "codes, optional parts" and number % 2 == 0  # parts that are missing for some of the experts
+    some = kind == "codes, optional parts" and number % 2 == 0  # only some experts have the optional parts
     held = GroupedWeight(codes, INTEGERS, scales, zeros if some else None, order if some else None)
     return form.make_quantized(held, bias), held.dense().double(), bias
 

@@ -1,5 +1,5 @@
-"""Test the machine code of every kernel for an H200, compiled without a GPU: it uses tensor cores where it should,
-spills no registers, and stays within the limits of registers per thread and of shared memory per thread block."""
+"""Test the machine code of every kernel for an H200, compiled without a GPU. It must use tensor cores for 16-bit types,
+spill no registers, and stay within the limits of registers per thread and of shared memory per thread block."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 PROCESSES = {"few": 1, "all": 2}
 SHARED_BYTES = 227 * 1024  # the limit for a thread block on sm_90
 SPILLS = "attention fp32 in a tile too large"  # a kernel that spills, to check that the test detects it
-# Sine and cosine of angles over 105,615 radians use a table on the stack in Triton before 3.7. This is not a spill.
+# Triton before 3.7 puts a table on the stack for sine and cosine of angles over 105,615 radians. This is not a spill.
 ANGLES_STACK = 32
 
 pytestmark = [

@@ -1,5 +1,5 @@
-"""Test the kernels' contract under Triton's interpreter in a separate process, because Triton chooses the interpreter
-when it defines a kernel. test_compile.py and the GPU tests cover races, shared memory and registers."""
+"""Test the kernels under Triton's interpreter. This needs a separate process, because Triton chooses the interpreter
+when a kernel is defined. test_compile.py and the GPU tests cover races, shared memory and registers."""
 
 import os
 import subprocess

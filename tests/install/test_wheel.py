@@ -45,7 +45,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(wheel),
     ]
     subprocess.run(command, check=True)
-    # Python ignores .pth files in directories that a .pth file names, including that of an editable install.
+    # Python ignores the .pth files, such as that of an editable install, in directories that another .pth file adds.
     libraries = [path for path in sys.path if path.endswith("-packages")]
     (site_packages(directory) / "libraries.pth").write_text("\n".join(libraries))
     return directory

@@ -1,4 +1,4 @@
-"""Nodes that run the hash model in the test's process, and the router's end of their standing stream."""
+"""Nodes that run the hash model in the test's process, and the router's end of the stream to a node."""
 
 import asyncio
 import logging
@@ -69,7 +69,7 @@ def compute_prompt(rows: NDArray[np.uint8], prompt: list[int], blocks: list[int]
 
 @dataclass
 class RouterLine:
-    """The router's end of a standing stream, in memory."""
+    """The router's end of the stream between a router and a node, in memory."""
 
     name: str = ROUTER
     commands: asyncio.Queue[RouterCommand | None] = field(default_factory=asyncio.Queue)
@@ -175,7 +175,7 @@ def hash_node(
     max_model_len: int = 512,
     groups: tuple[Group, ...] = UNIFORM,
 ) -> HashNode:
-    """Build a node that is not started. Without `factories`, the adapter of its role has no KV channels."""
+    """Build a node, but do not start it. Without `factories`, its role adapter is a receiver without KV channels."""
     memory = memory or HostMemory(num_blocks, ROW_BYTES)
     limits = limits or StepLimits(max_num_batched_tokens=8)
     scheduler = Scheduler(limits, memory.num_rows, BLOCK_TOKENS, groups=groups)
@@ -200,7 +200,7 @@ def hash_node(
 
 @asynccontextmanager
 async def attached(here: HashNode, line: RouterLine | None = None) -> AsyncIterator[RouterLine]:
-    """Run the node's engine with a router attached to it."""
+    """Run the node's engine, and attach a router to the node."""
     line = line or RouterLine()
     here.node.start()
     session = here.node.tasks.start(here.node.attach(line))

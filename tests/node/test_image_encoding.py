@@ -1,4 +1,4 @@
-"""Test that nodes encode an image once together, and that each node can encode it alone if another node fails."""
+"""Test that several nodes encode an image only once, and that a node encodes an image itself if another node fails."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ IMAGE = Media(3, 40, 50, bytes(range(16)), 4, 3, bytes(36))
 
 
 class CountingEncoder(ImageEncoder):
-    """An encoder whose features depend only on the digest. It waits while `gate` is closed."""
+    """An encoder whose features depend only on the image's digest. It waits until the event `gate` is set."""
 
     shape = 2, WIDTH
 
@@ -55,7 +55,7 @@ def features_of(image: Media) -> ImageFeatures:
 
 
 class Peer:
-    """A node that encodes images, and serves `ENCODE` with `serve`."""
+    """A node that encodes images, and answers `ENCODE` calls with the function `serve`."""
 
     def __init__(self) -> None:
         self.encoder, self.tasks = CountingEncoder(), TaskGroup()
@@ -81,7 +81,7 @@ class Peer:
             await self.server.close()
 
     async def get(self, image: Media) -> None:
-        """Get the features as for a request, and check them."""
+        """Get the features of an image in the same way as for a request, and check them."""
         prompt = PromptImage(image)
         await self.encoding.start([prompt])
         assert prompt.features is not None

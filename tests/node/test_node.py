@@ -1,4 +1,4 @@
-"""Test a node that receives bad or too many requests, and nodes with faults: stuck loops and broken block ledgers."""
+"""Test nodes that receive bad or too many requests, and nodes with stuck loops or broken block ledgers."""
 
 import asyncio
 import signal
@@ -141,7 +141,7 @@ async def test_a_router_aborts_only_its_own_requests_and_ids_are_unique() -> Non
 
 
 async def test_grammars_are_compiled_before_the_engine_gets_their_requests(tmp_path: Path) -> None:
-    """The hash model ignores grammars. However, a stop token may end an answer with a grammar before `min_tokens`."""
+    """The hash model ignores grammars, but an answer with a grammar may stop before it has `min_tokens` tokens."""
     tokenizer_of().save(str(tmp_path / "tokenizer.json"))
     here = large_node(rules=RequestRules(VOCABULARY, grammars=GrammarTokenizer(tmp_path, VOCABULARY)))
     async with attached(here) as line:
@@ -217,7 +217,7 @@ async def test_a_node_with_a_broken_ledger_rejects_new_requests_and_finishes_oth
 # ---- real processes --------------------------------------------------------------------------------------------------
 
 SLOW = {"failpoint": "engine.step:*=sleep-0.05"}
-NODES: dict[str, tuple[dict[str, object], int]] = {  # settings and expected exit status
+NODES: dict[str, tuple[dict[str, object], int]] = {  # by name: settings, and expected exit status
     "decode-0": ({"failpoint": "engine.step:40=hang", "stuck_s": 1}, 70),
     "decode-1": ({"failpoint": "engine.step:40=raise"}, 70),
     "decode-2": ({"failpoint": "node.accepted:2=hang", "stuck_s": 1}, 70),

@@ -1,4 +1,4 @@
-"""Test the process of a node: leaving a shared KV pool, the advertised address, and failures at the start."""
+"""Test the process of a node: how it leaves a shared KV pool, which address it advertises, and failed starts."""
 
 import os
 import threading
@@ -96,7 +96,7 @@ def settings_of(tmp_path: Path) -> NodeSettings:
     )
 
 
-# The stages at which the start of a node on the CPU can fail, each with the function that the test makes fail.
+# The stages at which a node on the CPU can fail to start. For each stage, the test makes one function fail.
 STAGES: dict[str, tuple[object, str]] = {
     "threads": (torch, "set_num_threads"),
     "weights": (torch.Tensor, "to"),

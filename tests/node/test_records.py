@@ -111,7 +111,7 @@ async def test_every_queued_request_ends_once(
 async def test_a_request_that_is_aborted_before_the_engine_adds_it_is_queued_before_it_ends() -> None:
     async with running_node() as (running, line, _):
         busy = threading.Event()
-        running.engine.post(lambda _: busy.wait(5.0))  # the engine is busy, as in a long pass
+        running.engine.post(lambda _: busy.wait(5.0))  # the engine is busy, as in a long step
         line.submit(submission("a", [5] * 18, 6))
         abort(line)
         assert await wait_until(lambda: not line.commands.qsize(), 2.0)
@@ -208,7 +208,7 @@ def test_a_stream_that_is_not_read_stays_bounded() -> None:
 
 
 def scored(scheduler: Scheduler, tokens: int) -> tuple[Request, Step, StepOutput]:
-    """Return a request, and a step that computed all of its prompt."""
+    """Return a request, a step that computes its whole prompt, and the output of the step for this request."""
     request = Request(
         "r", [5] * tokens, tokens, 1, needs_prompt_logprobs=True, sampling=SamplingParams(temperature=0.0)
     )

@@ -1,4 +1,4 @@
-"""Test the answers of a single node while it switches its role, and afterwards."""
+"""Test how a single node answers while it changes its role, and afterwards."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ RESERVATION = ReserveRequest(submission(router="unknown"), "a" * 32, "print")
 
 @dataclass
 class RecordingAnnouncer:
-    """Records the announced (role, state) pairs."""
+    """An announcer that records each announced pair (role, state)."""
 
     infos: list[tuple[str, str]] = field(default_factory=list)
 

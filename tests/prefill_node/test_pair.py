@@ -46,7 +46,7 @@ async def only_the_victim_fails(here: Pair, site: str) -> None:
         assert (other.row(), other.errors) == (expected(other.prompt, 5), []), site
     victim = here.sent[victim_name]
     victim.row()
-    if site != "decode.received":  # this exception loses only the reply to the prefill node
+    if site != "decode.received":  # at this site, an exception loses only the reply to the prefill node
         assert await wait_until(lambda: victim.is_over, 20.0), f"{site}: no node reported how it ended"
         assert all(delta.retry or delta.error == "internal" for delta in victim.errors), site
     here.abort(victim_name)
@@ -101,7 +101,7 @@ class Damaging(ForwardingChannel):
 async def test_damaged_rows_are_pushed_once_more_and_never_read(
     kind: str, groups: tuple[Group, ...], at: int, times: int, tmp_path: Path
 ) -> None:
-    """Rows 5 and 6 are those of the state. The checksum of the last row is sent with the commit."""
+    """Rows 5 and 6 hold the recurrent state. The checksum of the last row is sent with the commit."""
     prompt = list(range(3, 21))
 
     def wrap(channel: KVChannel, memory: HostMemory) -> Damaging:

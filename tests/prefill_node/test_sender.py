@@ -69,7 +69,7 @@ class Decoder:
         self.descriptors = {channel.name: channel.descriptor()}
         self.received: list[Any] = []
         self.held, self.targets = 0, TARGETS
-        self.errors: dict[type, str] = {}  # the error in its replies, by type of message
+        self.errors: dict[type, str] = {}  # the error with which it replies, by type of message
         self.quarantined: dict[bytes, None] = {}  # reservations that it gave up and whose writer has not stopped
         self.next_id = b""  # id of the next reservation; b"": a random id
         self.waits: dict[type, asyncio.Event] = {}  # events that it awaits before it replies, by type of message
@@ -151,7 +151,7 @@ class Bench(HashNode):
         assert await wait_until(lambda: name not in self.node.requests, 5.0)
 
     async def failure(self) -> TokenDelta:
-        """Wait until the node sends an error to the router. Return it, and check that it is the only one."""
+        """Wait until the node sends an error to the router. Check that the node sent no other error, and return it."""
         assert await wait_until(lambda: bool(self.line.errors()), 5.0)
         (failure,) = [delta for delta in self.deltas if delta.error]
         return failure
@@ -286,7 +286,7 @@ async def test_a_push_that_begins_after_the_request_has_ended_is_no_failure(monk
         report, failures = sender.on_progress, list[str]()
 
         def report_late(progress: PrefillProgress) -> None:
-            """Report the computed tokens at once, and the end of the request, which freed its blocks, 0.1 s later."""
+            """Report the computed tokens at once. Report the end of the request 0.1 s after its blocks were freed."""
             report(replace(progress, finish=None, first_token=None))
             if progress.finish is not None:
                 asyncio.get_running_loop().call_later(0.1, report, progress)

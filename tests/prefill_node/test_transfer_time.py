@@ -1,4 +1,4 @@
-"""Test that the model of transfer times finds latency and bandwidth from pushes of several sizes, despite outliers."""
+"""Test that the model of transfer times estimates latency and bandwidth from pushes, despite noise and outliers."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A proxy node in the test's process, its stub engine, and the router's end of its standing stream."""
+"""A proxy node in the test's process, its stub engine, and the router's end of the node's standing stream."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -46,7 +46,7 @@ class SglangStub(VllmStub):
         super().__init__(**KNOBS)
         self.faults |= PAIR_FAULTS
         self.set(knobs)
-        self.rooms: dict[int, asyncio.Future[Any]] = {}  # the URL of the decode server, or the KV
+        self.rooms: dict[int, asyncio.Future[Any]] = {}  # prefill server: the peer's URL; decode server: the KV
         self.meetings: dict[str, asyncio.Task[str]] = {}  # by request id
         self.aborted: set[str] = set()
         self.used_rooms: list[int] = []

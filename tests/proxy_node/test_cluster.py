@@ -1,5 +1,5 @@
 """Test clusters of a router, two proxy nodes and two stub engines, as clients see them: every process may end, freeze
-and come back, and every answer is complete and has the same tokens."""
+and come back, and every answer is complete and right."""
 
 import json
 import signal

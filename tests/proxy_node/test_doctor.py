@@ -1,4 +1,4 @@
-"""Test `baton doctor --engine`: a line for each check, and the line that fails for each fault of a server."""
+"""Test `baton doctor --engine`: each check prints a line, and each fault of a server fails the line that names it."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 """Test the handoff of a prompt between two proxy nodes with stub engines. As vLLM does, the engines answer with wrong
-tokens if KV is read twice or after its lease."""
+tokens if KV is read twice or after its lease has ended."""
 
 import asyncio
 import json

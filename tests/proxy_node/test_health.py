@@ -10,7 +10,7 @@ OBSERVATIONS = st.lists(st.tuples(st.sampled_from(["stream", "step", "idle", "sa
 
 @given(OBSERVATIONS)
 def test_an_engine_is_stuck_if_and_only_if_it_made_no_progress_for_that_time(seen: list[tuple[str, float]]) -> None:
-    """`same` is an answer to `/metrics` that shows no new step while requests run: the engine answers, but is stuck."""
+    """`same` is an answer to `/metrics` that shows no new step while requests run. It does not count as progress."""
     now = progress_at = 0.0
     steps, stuck_s = 0.0, 10.0
     health = EngineHealth(stuck_s, now)

@@ -1,5 +1,5 @@
 """Test clusters of a router, two prefill and two decode nodes whose engines hand KV over: every process may end, freeze
-and come back, every answer is complete and right, and no KV is read twice or after its lease."""
+and come back, every answer is complete and right, and no KV is read twice or after its lease has ended."""
 
 import subprocess
 import sys

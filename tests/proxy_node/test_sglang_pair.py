@@ -120,7 +120,7 @@ async def test_a_decode_server_that_gets_no_kv_fails_the_handoff() -> None:
         await decode.until(lambda: decode.line.errors())
         [(error, retry)] = decode.line.errors()
         assert error.startswith("handoff: ") and "TimeoutError" in error and retry  # noqa: PT018
-        await prefill.stop()  # a router aborts the next request when it notices the loss of the node
+        await prefill.stop()  # a real router aborts request "b" when it notices the loss of the node
         prefill.line.submit(handed(decode, "b", 20))
         await prefill.until(lambda: prefill.node.lost.done())
         await decode.until(lambda: not decode.stub.num_waiting)

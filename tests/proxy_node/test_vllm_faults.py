@@ -1,8 +1,8 @@
-"""Test two real vLLM servers under load, with 50 faults: a server, a proxy node or a connection of the router ends or
-freezes, and is repaired. During 25 faults, the servers are a prefill and a decode engine. During the other 25, they are
-replicas. Replicas with a Qwen3 of random weights have one fault of each kind.
+"""Test two real vLLM servers under load, with 50 faults. Each fault ends or freezes a server, a proxy node or the
+connections of a proxy node, and is repaired. During 25 faults, the servers are a prefill and a decode engine. During
+the other 25, they are replicas. A second test injects each kind of fault into replicas of a Qwen3 with random weights.
 
-Each start of a server takes a minute and 2 GB. The test takes half an hour on an idle machine. `BATON_PEER_VLLM=…
+Each server takes a minute to start and uses 2 GB. The test takes half an hour on an idle machine. `BATON_PEER_VLLM=…
 pytest -m exhaustive -s tests/proxy_node/test_vllm_faults.py` prints every fault; benchmarks/peers/install.sh installs
 the interpreter.
 """

@@ -61,6 +61,6 @@ def step_logger() -> Any:
 
 
 def stats(number: int, prompts: tuple[int, int], decodes: int, elapsed_ms: float, cached: int = 0) -> SchedulerStats:
-    """Return what the scheduler reports after a step. `prompts` has the number of prompts and of their tokens."""
+    """Return what the scheduler reports after a step. `prompts` has the numbers of prompts and of prompt tokens."""
     details = SchedulerIterationDetails(number, *prompts, decodes, decodes, elapsed_ms)
     return SchedulerStats(max(1, decodes), 0, details, PrefixCacheStats(hits=cached))

@@ -6,8 +6,8 @@ knobs at run time, and `GET /calls` returns the bodies of all completions. A kno
 its value says.
 
 With the connector NIXL, a server keeps the blocks of a prompt until their lease ends, and another server reads the
-blocks by HTTP. As in vLLM, the reading server answers with wrong tokens and status 200 if the blocks were read before
-or the lease has ended. `GET /handoffs` counts these cases as `misused`.
+blocks by HTTP. As in vLLM, the reading server answers with wrong tokens and status 200 if the blocks have already
+been read or the lease has ended. `GET /handoffs` counts these cases as `misused`.
 """
 
 import argparse
@@ -40,14 +40,14 @@ KNOBS: dict[str, Any] = {
     "token_ids": True,  # False: answers have no ids, as in old versions
     "engines": 1,
     "metrics_s": 0.0,  # delay of /metrics and /health
-    "is_stalled": False,  # streams stay open and are silent
+    "is_stalled": False,  # True: streams stay open and are silent
     "is_unhealthy": False,
     "connector": "",  # or "nixl"
-    "block_size": BLOCK_TOKENS,  # only in /metrics
-    "caches": True,  # keeps prompts in the prefix cache
+    "block_size": BLOCK_TOKENS,  # the size that /metrics reports; the server itself always uses BLOCK_TOKENS
+    "caches": True,  # False: the server keeps no prompts in its prefix cache
     "ignores_salts": False,
-    "ignores_params": False,  # computes prompts instead of reading their KV
-    "never_drops": False,  # requests continue after their connection has closed
+    "ignores_params": False,  # True: the server computes prompts instead of reading their KV
+    "never_drops": False,  # True: requests continue after their connection has closed
     "lease_s": 30.0,
     "read_s": 0.0,  # time to read the KV of a prompt
     "steps_socket": "",  # where the plugin reports steps
@@ -57,7 +57,7 @@ FAULTS = {
     "bad_json": 0, "bad_id": 0, "bad_type": 0, "long_line": 0, "too_many": 0,
     "no_kv": 0, "other_token": 0,
 }  # fmt: skip
-FAULT_AFTER = 5  # tokens before a fault in a stream
+FAULT_AFTER = 5  # number of tokens that a stream sends before a fault
 
 
 def next_token(tokens: list[int], draw: str = "") -> int:
@@ -82,10 +82,10 @@ class VllmStub:
         self.set(knobs)
         self.calls: list[dict[str, Any]] = []
         self.running = self.steps = 0
-        self.dropped = 0  # requests whose connection was closed before their end
+        self.dropped = 0  # number of requests whose connection was closed before they ended
         self.num_blocks_used = self.num_hits = self.num_computed = self.num_read = 0
-        self._cached: set[tuple[str, tuple[int, ...]]] = set()  # salts and prompts
-        self.leases: dict[str, tuple[float, int]] = {}  # request -> end of its lease, and its blocks
+        self._cached: set[tuple[str, tuple[int, ...]]] = set()  # pairs of a salt and a prompt
+        self.leases: dict[str, tuple[float, int]] = {}  # request -> (end of its lease, number of its blocks)
         self.handoffs = {"kept": 0, "read": 0, "misused": 0, "bytes": 0}
         self.engine_id = secrets.token_hex(8)
         self._address = ("", 0)
@@ -115,7 +115,7 @@ class VllmStub:
             self._address = runner.addresses[0][:2]
             yield f"http://127.0.0.1:{self._address[1]}"
         finally:
-            await asyncio.sleep(0.02)  # to close connections that clients have just opened and closed
+            await asyncio.sleep(0.02)  # let the server close connections that clients have just opened and closed
             await runner.cleanup()
 
     @web.middleware
@@ -182,8 +182,8 @@ class VllmStub:
         return web.json_response(self.handoffs | {"blocks_kept": self.num_blocks_kept})
 
     async def _get_kv(self, request: web.Request) -> web.Response:
-        """Reply whether the KV of a prompt is valid, that is, whether its memory cannot have been reused. For the id of
-        a former incarnation, reply with status 404."""
+        """Reply whether the KV of a prompt is valid: it has not been read before, and its lease has not ended. For the
+        id of a former incarnation of the server, reply with status 404."""
         if request.match_info["engine"] != self.engine_id:
             return web.Response(status=404)
         end, _ = self.leases.pop(request.match_info["request"], (0.0, 0))
@@ -207,8 +207,8 @@ class VllmStub:
         return bool(params.get("do_remote_prefill")) and not self.knobs["ignores_params"]
 
     async def _read(self, body: dict[str, Any]) -> str:
-        """Read the KV of a prompt from another server. Return "" if the KV is right, or else how the answer is
-        wrong."""
+        """Read the KV of a prompt from another server. Return "" if the KV is valid, and otherwise
+        "stale"."""
         params = body["kv_transfer_params"]
         await asyncio.sleep(self.knobs["read_s"])
         names = f"{params['remote_engine_id']}/{params['remote_request_id']}"
@@ -341,7 +341,7 @@ class VllmStub:
         return next_token(tokens, draw)
 
     async def _faulted(self, stream: web.StreamResponse) -> bool:
-        """Inject a fault into the stream if one is due, and return whether the stream ends."""
+        """Inject a fault into the stream if one is due, and return whether the fault ends the stream."""
         choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": None, "token_ids": [1]}
         if self._takes("truncate"):
             return True

@@ -1,4 +1,4 @@
-"""Routers whose model gives a fixed answer, for tests of tool calls and of the APIs that support them."""
+"""Routers whose model gives a fixed answer, to test tool calls and the APIs that support tool calls."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -34,7 +34,7 @@ ANSWER = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{CALLS}"
 
 
 def tokenizer_of(template: str, special: list[str], tool_parser: str = "auto", reasoning: str = "auto") -> Tokenizer:
-    """Return a tokenizer for which the markers of the syntax are special tokens."""
+    """Return a tokenizer for a model with this chat template. Each text in `special` is a special token."""
     library = byte_level_tokenizer()
     library.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in special])
     every = [token.content for token in library.get_added_tokens_decoder().values()]
@@ -53,8 +53,8 @@ Connect = Callable[..., Awaitable[tuple[openai.AsyncOpenAI, ScriptedDispatcher]]
 
 @asynccontextmanager
 async def connecting(**options: Any) -> AsyncIterator[Connect]:
-    """Provide a function that starts a router whose model gives a fixed answer, and returns a client of the router.
-    `options` are arguments of `build_app`."""
+    """Provide a function that starts a router whose model gives a fixed answer. The function returns a client and the
+    dispatcher of the router. `options` are arguments of `build_app`."""
     async with AsyncExitStack() as stack:
 
         async def connect(

@@ -92,7 +92,7 @@ NOTES = {
     "/tokenize": "vLLM's tokenize API. `/v1/tokenize` is the same endpoint. A request must have either `prompt` or `messages`.",
     "/detokenize": "vLLM's detokenize API. `/v1/detokenize` is the same endpoint.",
 }
-# Parameters of OpenAI's, vLLM's (0.33) and Anthropic's APIs that Baton's request bodies do not have, by endpoint.
+# For each endpoint, the parameters of the OpenAI, vLLM (0.33) and Anthropic APIs that Baton's request body lacks.
 OF_CHAT = """audio chat_template documents echo ec_transfer_params function_call functions kv_transfer_params length_penalty
 logits_processors logprob_token_ids media_io_kwargs metadata mm_processor_kwargs modalities moderation prediction
 prompt_cache_key prompt_cache_options prompt_cache_retention repetition_detection request_id return_mm_kwargs
@@ -134,7 +134,7 @@ def shown(value: object) -> str:
 
 
 def values(schema: dict[str, Any], names: set[str]) -> str:
-    """Describe a schema in a few words. Add the objects to which it refers to `names`."""
+    """Describe a schema in a few words. Add to `names` the name of each object that the schema refers to."""
     if name := schema.get("$ref", "").rpartition("/")[2]:
         names.add(name)
         return f"[{name}](#{name.lower()})"
@@ -170,7 +170,7 @@ def size(schema: dict[str, Any], what: str, unit: str = "") -> str:
 
 
 def limits(schema: dict[str, Any]) -> str:
-    """Describe the limits of a number, except the limits of the integer type."""
+    """Describe the limits of a number. Omit limits that only state the range of a 32-bit integer."""
     words = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
     found = [f"{word} {schema[name]:,}" for name, word in words.items() if abs(schema.get(name, 2**31)) < INT32_MAX]
     return f" {' '.join(found)}" if found else ""

@@ -61,7 +61,7 @@ class Client:
         return Answer(int(line[9:12]), headers, body)
 
     def is_closed(self) -> bool:
-        """Wait until the router closes the connection."""
+        """Wait for data. Return whether the router closed the connection instead of sending data."""
         try:
             return self.file.read(1) == b""
         except ConnectionError:

@@ -61,7 +61,7 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="session", params=["byte_level", "byte_fallback", "stories260K"])
 def library(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
-    """The tokenizer of the `tokenizers` library with which Baton's is compared."""
+    """A tokenizer of the `tokenizers` library. Tests compare Baton's tokenizer with this one."""
     if request.param == "byte_level":
         return byte_level_tokenizer()
     if request.param == "byte_fallback":

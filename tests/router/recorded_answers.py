@@ -21,7 +21,7 @@ TOOLS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """An answer. `parser` and `reasoning` name its syntax; `calls` are the names and arguments of its calls."""
+    """An answer and its parts. `parser` and `reasoning` name its syntax. Each call in `calls` is (name, arguments)."""
 
     parser: str
     text: str
@@ -60,7 +60,7 @@ ANSWERS = [
     Recorded("hermes", '<tool_call>{"arguments": {"city": "Paris", "days": 2}, "name": "get_weather"}</tool_call>', calls=[PARIS]),
     Recorded("hermes", '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\", \\"days\\": 2}"}</tool_call>', calls=[PARIS]),
     Recorded("hermes", '<tool_call>{"name": "ping"}</tool_call><tool_call>{"name": "ping", "arguments": null}</tool_call>', calls=[PING, PING]),
-    # Answers with syntax errors are content.
+    # If an answer has a syntax error, the wrong part counts as content.
     Recorded("hermes", "The <tool_call> tag, or <tool", "The <tool_call> tag, or <tool"),
     Recorded("hermes", '<tool_call>\n{"city": "Paris"}\n</tool_call>', '<tool_call>\n{"city": "Paris"}\n</tool_call>'),
     Recorded("hermes", ' <tool_call>{"name": "get_wea', ' <tool_call>{"name": "get_wea'),
@@ -157,7 +157,7 @@ ANSWERS = [
     Recorded("granite", '<|tool_call|>[{"name": "ping", "arguments": {}}, {"name": "ping", "arguments": {}}]', calls=[PING, PING]),
     Recorded("phi4_mini_json", 'functools[{"name": "ping", "arguments": {}}]', calls=[PING]),
     Recorded("phi4_mini_json", 'The module functools has [cache].', 'The module functools has [cache].'),
-    # Python's syntax: Llama 3.2 and 4, OLMo 3
+    # Calls in Python syntax: Llama 3.2 and 4, OLMo 3
     Recorded("pythonic", "[get_weather(city='Paris', days=2), ping()]", calls=[PARIS, PING]),
     Recorded("pythonic", """[get_weather(city="Rome \\"}</tool_call>", tags=['a{', "b]"])]""", calls=[ROME]),
     Recorded("pythonic", "[get_weather(city='Paris', days=2, metric=true, where={'x': null})]", calls=[("get_weather", PARIS[1] | {"metric": True, "where": {"x": None}})]),
@@ -168,7 +168,7 @@ ANSWERS = [
     Recorded("olmo3", "<function_calls>\nget_weather(city='Paris', days=2)\nping()\n</function_calls>", calls=[PARIS, PING]),
 ]  # fmt: skip
 
-# Answers that end inside a call, with the arguments so far.
+# A parser, an answer that ends inside a call, and the arguments that the parser returns for this call.
 CUT_OFF = [
     ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "Pa', '{"city": "Pa'),
     ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "a\\', '{"city": "a\\'),

@@ -23,12 +23,12 @@ def scored(token: int) -> Logprobs:
 
 
 class ScriptedAnswers:
-    """The answers to one request. The stream of each sample yields its script, and ends like a node's stream."""
+    """The answers to one request. Each sample's stream yields the tokens of a script, and ends like a node's stream."""
 
     def __init__(self, owner: "ScriptedDispatcher", request: GenerationRequest) -> None:
         self.owner = owner
         self.request = request
-        self.cancelled: list[int] = []  # samples whose streams were closed before their end
+        self.cancelled: list[int] = []  # indices of the samples whose streams were closed early
         self.closed = 0
         self.gone = asyncio.Event()
         self.num_deltas = 0
@@ -83,13 +83,13 @@ class ScriptedDispatcher:
         self.refuses: Exception | None = None
         self.tokens_per_piece = 1
         self.cached_tokens = 0
-        self.num_prompt_logprobs: int | None = None  # None: all of them
+        self.num_prompt_logprobs: int | None = None  # how many prompt logprobs an answer has; None: all
         self.vector = b""  # the embedding or score that answers a pooled request
         self.version = ANY_VERSION  # the version of the nodes that answer
         self.is_ready = True
         self.empty_pool = "none"
         self.known_adapters: dict[str, str] = {}
-        self.new_adapters: dict[str, str] = {}  # the router learns them from the first node
+        self.new_adapters: dict[str, str] = {}  # `learn_adapters` makes these known
         self.answers: list[ScriptedAnswers] = []
 
     @asynccontextmanager

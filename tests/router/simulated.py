@@ -1,4 +1,4 @@
-"""A dispatcher and a real node pool, whose nodes are simulated by the test and have no network streams."""
+"""A real dispatcher and a real node pool. The nodes are simulated by the test, and have no network streams."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
@@ -46,7 +46,7 @@ class AttemptLog(RouterObserver):
 
 
 class SimulatedNode(NodeConnection):
-    """A simulated node. It records the router's commands. The test calls `send`, `report`, `die` and so on."""
+    """A simulated node. It records the router's commands. Tests call `send`, `report` or `die` to act as the node."""
 
     def __init__(self, pool: NodePool, name: str, observer: RouterObserver) -> None:
         role = "prefill" if name.startswith("p") else "decode"
@@ -85,7 +85,7 @@ class SimulatedNode(NodeConnection):
 
 @dataclass
 class Piece:
-    """A delta of one sample, with its tokens decoded to ids."""
+    """A delta of the sample `index`. `tokens` are the token ids in the delta."""
 
     index: int
     delta: TokenDelta
@@ -100,7 +100,7 @@ class Piece:
 
 
 class Reader:
-    """A client of one request. It reads as fast as it can or, if `slowly` is set, only one piece ahead of `anext`."""
+    """The client of one request. If `slowly` is set, the client reads at most one piece ahead of `anext`."""
 
     def __init__(self, dispatcher: Dispatcher, request: GenerationRequest, *, slowly: bool = False) -> None:
         self.pieces: list[Piece] = []
@@ -116,13 +116,13 @@ class Reader:
         self.task.add_done_callback(lambda _: self._over())
 
     async def admitted(self) -> None:
-        """Wait until the request is admitted. If it is refused, raise the error with which it was refused."""
+        """Wait until the request is admitted. If the request is refused, raise the error."""
         await self._admitted.wait()
         if self.task.done():
             self.task.result()
 
     def enough(self, index: int) -> None:
-        """Close this sample's stream after its next delta, as a request with a stop string does."""
+        """Close this sample's stream after its next delta, as the API does when it finds a stop string."""
         self._enough.add(index)
 
     async def close(self) -> None:
@@ -215,7 +215,7 @@ class Stage:
         return [(name, submit) for name, node in self.nodes.items() for submit in node.submits]
 
     def attempt(self, number: int, sample: int = 0) -> tuple[SimulatedNode, SimulatedNode, SubmitRequest]:
-        """Return the node that computes the attempt's prompt, the node that generates, and the submitted message."""
+        """Return the node that computes the attempt's prompt, the node that generates tokens, and the SubmitRequest."""
         identity = f"r.{sample}.{number}"
         ((name, submit),) = [(name, submit) for name, submit in self.sent() if submit.id == identity]
         where = submit.decode_node.partition(":")[0] or name
@@ -284,6 +284,6 @@ def no_pauses() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatcher_module, "RETRY_PAUSE_S", 0.0)
         patch.setattr(dispatcher_module, "NEWS_S", 0.0)
-        patch.setattr(health, "EJECT_S", 1e6)  # longer than any test, so that only the test brings a node back
+        patch.setattr(health, "EJECT_S", 1e6)  # longer than any test, so that no ejection ends during a test
         patch.setattr(health, "MAX_EJECT_S", 1e6)
         yield

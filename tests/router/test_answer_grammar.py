@@ -1,4 +1,4 @@
-"""Test that a grammar begins after the reasoning of an answer, for each way in which models write reasoning."""
+"""Test that a grammar applies only to the text after the reasoning, for each syntax of reasoning."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test Anthropic's Messages API by raw requests; tests/clients runs Anthropic's own client."""
+"""Test Anthropic's Messages API with raw requests. The tests in tests/clients use Anthropic's own client."""
 
 import json
 from collections.abc import AsyncIterator
@@ -52,13 +52,13 @@ class Api:
 
     @property
     def prompt(self) -> str:
-        """The prompt of the latest answer."""
+        """The prompt of the latest request, as text."""
         return self._tokenizer.decode(self.dispatcher.answers[-1].request.prompt, skip_special_tokens=False)
 
 
 @pytest.fixture
 async def api(connect, hermes) -> AsyncIterator[Any]:
-    """Return a function that starts a router whose model gives a fixed answer, and returns a client."""
+    """Provide `start(answer)`: it starts a router whose model gives this answer, and returns a client of the router."""
     opened: list[Api] = []
 
     async def start(answer: str, tokens_per_piece: int = 1, **options: Any) -> Api:
@@ -72,7 +72,7 @@ async def api(connect, hermes) -> AsyncIterator[Any]:
 
 
 def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the content that the events of a stream build, as Anthropic's client builds it."""
+    """Build the content of a message from the events of a stream, as Anthropic's client does."""
     blocks: list[dict[str, Any]] = []
     inputs: dict[int, str] = {}
     for event in events:

@@ -22,7 +22,7 @@ from tests.router.scripted import EOS, MODEL, ScriptedDispatcher, serving
 
 @pytest.fixture
 def dispatcher(byte_level) -> ScriptedDispatcher:
-    """Answer every prompt with the same text. The text of sample i > 0 begins with i."""
+    """Return a dispatcher that answers every prompt with TEXT. The number i comes before the text of sample i > 0."""
     text = byte_level.encode("Once upon 🦊 time there was")
     return ScriptedDispatcher(lambda _, i: [*(byte_level.encode(str(i)) if i else []), *text, EOS])
 
@@ -404,7 +404,7 @@ doomed: ContextVar[bool] = ContextVar("doomed", default=False)
 
 
 class Failing:
-    """A proxy whose method `method` fails from call number `at` on, if the context variable `doomed` is set."""
+    """A proxy of `inner`. If `doomed` is set in the context, the method `method` fails from its call number `at` on."""
 
     def __init__(self, inner: object, method: str, at: int) -> None:
         self.inner, self.method, self.at, self.num_calls = inner, method, at, 0

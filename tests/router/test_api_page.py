@@ -1,4 +1,4 @@
-"""Test that docs/api.md describes the API: it is generated, and names every parameter of OpenAI's document."""
+"""Test that docs/api.md is up to date, and that it names every parameter in OpenAI's API document."""
 
 from pathlib import Path
 

@@ -123,7 +123,7 @@ def test_reading_the_file_is_retried_after_an_error(file: Path, caplog: Any) -> 
 
 
 def test_every_key_is_compared_with_all_of_them(file: Path, monkeypatch: Any) -> None:
-    """The check of any key needs the same number of comparisons, so that the duration of a check reveals nothing."""
+    """Every check makes the same number of comparisons, so that its duration reveals nothing about the valid keys."""
     keys, compared = ApiKeys(str(file)), []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda one, other: compared.append(len(other)) or compare(one, other))
@@ -175,7 +175,7 @@ NO_KEYS: list[Any] = [
     {"authorization": "Bearer clé".encode()},
     {"authorization": b"Bearer \xff\xfe"},
     {"authorization": "Bearer " + "k" * 2**20},
-    {"authorization": f"Basic {base64.b64encode(f'x:{ACME}'.encode()).decode()}"},  # forms of other sites may send this
+    {"authorization": f"Basic {base64.b64encode(f'x:{ACME}'.encode()).decode()}"},  # another site's form can send this
     {"authorization": "Basic %%%"},
     {"x-api-key": "wrong"},
     [("x-api-key", ACME), ("x-api-key", ACME)],

@@ -1,7 +1,7 @@
-"""Test bad inputs over raw sockets to a router process with hash nodes.
+"""Send bad inputs over raw sockets to a router process whose nodes run the hash model.
 
 Each bad request gets the expected status and an error in OpenAI's form. No process restarts. The next request is
-served, on the same connection if that stays open.
+served, on the same connection if the router keeps the connection open.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def check_form(answer: Answer, request: bytes = b"") -> None:
-    """Check OpenAI's error form, the request id, and that the text reveals neither internals nor the prompt."""
+    """Check that an error has OpenAI's form and a request id, and reveals neither internals nor the prompt."""
     assert answer.headers["content-type"].startswith("application/json")
     error = json.loads(answer.body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -186,7 +186,7 @@ def test_long_texts_do_not_delay_other_requests(live: Cluster) -> None:
 
 
 def cached(live: Cluster, key: str, prompt: list[int], **more: Any) -> int:
-    """Return the number of cached prompt tokens. Check the tokens, which are wrong if cached KV had another salt."""
+    """Return how many prompt tokens were cached. Check the answer: it is wrong if KV with another salt was used."""
     salt = cache_namespace({ACME: "acme", OTHER: "other"}[key], more.get("cache_salt"))
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **more}
     with Client(live.port) as client:
@@ -240,7 +240,7 @@ class Served:
     idle: IdleConnections
 
     def drain(self) -> None:
-        """Start to drain, as the router's process does at its end."""
+        """Start to drain, as a router's process does when it shuts down."""
         self.idle.is_draining = self.server.should_exit = True
 
 
@@ -364,7 +364,7 @@ async def test_pipelined_requests_are_bounded(byte_level: Any, hangs: bool) -> N
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         if hangs:
             served.dispatcher.hangs_after = 0
-            writer.write(REQUEST * (1 + MAX_PIPELINED))  # the router parses at most this many in advance
+            writer.write(REQUEST * (1 + MAX_PIPELINED))  # 1 in progress; the router parses the others in advance
             await served.dispatcher.hanging.acquire()
         writer.write(REQUEST * 200_000)
         for _ in range(0 if hangs else 50):
@@ -372,14 +372,14 @@ async def test_pipelined_requests_are_bounded(byte_level: Any, hangs: bool) -> N
         await asyncio.sleep(0.2)
         assert writer.transport.get_write_buffer_size() > 2**20, "the router did not stop reading"
         writer.transport.abort()
-        for connection in list(served.server.server_state.connections):  # a server that does not read sees no reset
+        for connection in list(served.server.server_state.connections):  # the server does not read, so it sees no reset
             connection.transport.abort()
 
 
 async def test_a_draining_server_answers_connected_clients(byte_level: Any) -> None:
     async with short_timeouts(byte_level, head_s=20.0, idle_s=20.0, drain_s=20.0) as served:
         (idle, begun, new) = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
-        begun[1].write(REQUEST[:30])  # the router reads this before it answers the next request
+        begun[1].write(REQUEST[:30])  # the router reads this before it answers the request on `idle`
         idle[1].write(REQUEST)
         await asyncio.wait_for(idle[0].readuntil(b'"cached_tokens":0}}}'), 20)
         served.drain()

@@ -93,7 +93,7 @@ PROGRESS = ("", "token", "hand_off", "token hand_off", "hand_off token", "hand_o
 
 @dataclass
 class Play:
-    """One request, three prefill and three decode nodes, and the expected state of the request's current attempt."""
+    """A request to three prefill and three decode nodes, and the expected state of its current attempt."""
 
     here: Stage = field(default_factory=lambda: stage("p0 p1 p2 d0 d1 d2", max_attempts=30))
     number: int = 0
@@ -120,7 +120,7 @@ class Play:
         assert d.info.id in (self.usable("d") - self.failed or self.usable("d"))
 
     def advance(self, act: str) -> None:
-        """Report the next token or the end of the handoff, if that can happen now."""
+        """Let a node report the next token or the end of the handoff, if a node could report this now."""
         p, d, submit = self.here.attempt(self.number)
         is_first = self.delivered == self.base
         if act == "hand_off" and not self.is_handed_off:
@@ -199,7 +199,7 @@ async def test_a_request_fails_after_its_last_attempt() -> None:
 
 
 async def test_a_first_token_that_was_lost_with_the_prefill_node_is_generated_again() -> None:
-    """The prefill node committed the handoff, and died before the router received its first token."""
+    """The prefill node dies after it has committed the handoff, and before the router has received the first token."""
     here = stage("p0 p1 d0 d1")
     run = await here.submit()
     p, d, submit = here.attempt(0)
@@ -326,7 +326,7 @@ async def test_prompt_logprobs_are_delivered_once_and_complete_after_a_failure(c
     p, _, submit = here.attempt(2)
     assert submit.sampling.prompt_logprobs is None, "they were delivered with the first token"
     p.send(token(submit.id, 1))
-    here.d0.send(TokenDelta(submit.id, prompt_logprobs=chunks[0]))  # after a preemption, the prompt is computed again
+    here.d0.send(TokenDelta(submit.id, prompt_logprobs=chunks[0]))  # a preempted request computes its prompt again
     here.d0.send(*generated(submit.id, 2))
     pieces = await collect(run)
     assert tokens_of(pieces) == ANSWER
@@ -435,7 +435,7 @@ QUICK = CostModel(overhead=0.001, per_token=1e-5)
 
 def learn(here: Stage, **costs: CostModel) -> None:
     for name, cost in costs.items():
-        # With this number of prompt tokens, the router trusts the cost model.
+        # After this number of prompt tokens, the router trusts the cost model of the node.
         here.nodes[name].report(NodeStats(cost=cost.packed(), prompt_tokens=100_000))
 
 
@@ -468,7 +468,7 @@ async def test_placement_follows_the_mode_or_the_prediction_and_fails_over_in_ea
 
 @pytest.mark.parametrize("mode", ["auto", "always", "never"])
 async def test_nodes_that_cannot_work_alone_are_placed_in_pairs(mode: str) -> None:
-    """SGLang servers are such nodes: a decode server never computes a prompt, even for a second sample or a retry."""
+    """SGLang servers cannot work alone: a decode server computes no prompt, even for a second sample or a retry."""
     here = stage("p0 d0 d1", disaggregate=mode)
     learn(here, p0=SLOW, d0=QUICK, d1=QUICK)
     here.p0.info.attributes["generates"] = "no"
@@ -574,7 +574,7 @@ async def test_migrations_with_progress_do_not_count_as_failures() -> None:
 
 
 def versions(here: Stage, **given: str) -> None:
-    """Give the nodes these versions, in the form REVISION or REVISION/BUILD. REVISION is the model's."""
+    """Set the nodes' versions. A version is REVISION or REVISION/BUILD, where REVISION is the model's revision."""
     for name, version in given.items():
         revision, _, build = version.partition("/")
         node = here.nodes[name]

@@ -1,4 +1,4 @@
-"""Test failover: the nodes that are avoided, the work that is repeated, and the limits on retries and node deaths."""
+"""Test failover: which nodes are avoided, which work is repeated, and how many retries and deaths are allowed."""
 
 import asyncio
 from typing import Any
@@ -72,7 +72,7 @@ async def test_after_the_loss_of_every_node_the_first_that_returns_gets_the_requ
 
 
 async def killed(here: Stage, num_generated: list[int], dies: Any) -> Any:
-    """Submit a request without prefill nodes. The node of attempt i generates `num_generated[i]` tokens, then dies."""
+    """Submit a request. In attempt i, the node generates `num_generated[i]` tokens. Then call `dies` with the node."""
     run = await here.submit()
     position = 0
     for number, count in enumerate(num_generated):

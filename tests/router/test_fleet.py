@@ -1,4 +1,4 @@
-"""Test the node pool over real streams to simulated nodes: which nodes are used, and when one is lost or returns."""
+"""Test the node pool with real streams to simulated nodes: which nodes it uses, and when nodes are lost or return."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ from tests.chaos.proxy import PARTITION, Relays
 from tests.shared.rpc import serving
 
 TIMEOUT_S = 0.4
-HELLO = RouterCommand("router", records=False)  # without a dashboard, the router wants no records
+HELLO = RouterCommand("router", records=False)  # a router without a dashboard requests no records
 
 
 class Listing:
@@ -159,7 +159,7 @@ async def stage(
     observer: RouterObserver = RouterObserver(),
     **prints: str,
 ) -> AsyncIterator[Stage]:
-    """Start nodes named p… (prefill) or d… (decode). The default timeout is so long that no silent node is lost."""
+    """Start a prefill node for each name p… and a decode node for each d…. By default, no silent node is lost."""
     listing, nodes = Listing(), {name: StreamingNode() for name in names.split()}
     fleet = NodePool("router", listing, mode, timeout_s, observer)
     async with AsyncExitStack() as cleanup:
@@ -231,10 +231,10 @@ async def test_the_streams_of_many_nodes_are_excluded_from_garbage_collections(m
 
 
 async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The RPC ping may time out before the link's own limit. A node that is cut off is silent, but has not crashed."""
+    """A ping may time out before `timeout_s` has passed. The node counts as silent then, and not as crashed."""
     monkeypatch.setattr(rpc_connection, "PING_S", 0.05)
     monkeypatch.setattr(router_connection, "ANSWER_S", 0.15)
-    monkeypatch.setattr(router_connection, "PING_S", 30.0)  # so that the link's own pings detect nothing
+    monkeypatch.setattr(router_connection, "PING_S", 30.0)  # so that a ping times out after ANSWER_S
     with Relays() as relays:
         async with stage("p0 d0") as here:
             port = int(here.fleet.connections["d0"].info.address.split(":")[1])
@@ -296,7 +296,7 @@ async def test_a_stall_of_the_router_loses_no_node() -> None:
     async with stage("p0 d0", timeout_s=TIMEOUT_S) as here:
         link, listener = here.fleet.connections["d0"], Recorder()
         link.submit(submit("r"), listener)
-        time.sleep(3 * TIMEOUT_S)  # noqa: ASYNC251 - the whole process stands still
+        time.sleep(3 * TIMEOUT_S)  # noqa: ASYNC251 - the whole process pauses
         await asyncio.sleep(TIMEOUT_S / 4)
         assert (listener.losses, link.is_alive) == ([], True)
 
@@ -482,7 +482,7 @@ async def test_closing_the_pool_closes_all_streams() -> None:
 
 
 async def test_malformed_tokens_end_the_stream() -> None:
-    """A message whose token bytes are not a whole number of ids is malformed, so the router reconnects to the node."""
+    """A message is malformed if its token bytes end within an id. The router then reconnects to the node."""
     async with stage("d0 d1") as here:
         link, listener = here.fleet.connections["d0"], Recorder()
         link.submit(submit("r"), listener)
@@ -533,7 +533,7 @@ async def test_concurrent_role_changes_leave_a_decode_node() -> None:
             async def post(node: str, role: str) -> int:
                 return (await http.post(f"/v1/nodes/{node}/role", json={"role": role})).status_code
 
-            # These nodes cannot change their role, so the first change fails with 503. The second is refused with 409.
+            # The first change fails with 503, as these nodes cannot change roles. Meanwhile, the second gets 409.
             assert list(await asyncio.gather(post("d0", "prefill"), post("d1", "prefill"))) == [503, 409]
             assert list(await asyncio.gather(post("d0", "prefill"), post("d0", "decode"))) == [503, 409]
             assert await post("d1", "prefill") == 503, "the failed change is not in progress any more"
@@ -626,7 +626,7 @@ def test_a_lost_node_that_comes_back_replaces_its_row_and_one_that_never_connect
     ]
     replacing = world.join(boot="boot-2")
     report(replacing)
-    again.stream_ended()  # the stream of the old process
+    again.stream_ended()  # the stream of the old process ends late
     assert world.rows() == [("d0", "ready", "")]
     assert world.kinds()[-3:] == ["lost", "joined", "ready"]
 

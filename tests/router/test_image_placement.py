@@ -1,4 +1,4 @@
-"""Test that all routers choose the same node for an image, and that few images move when nodes change."""
+"""Test that all routers choose the same node for an image, and that an image keeps its node if another node leaves."""
 
 from collections import Counter
 from random import Random

@@ -1,4 +1,4 @@
-"""Test how a router reads images: bad ones are refused, and good ones get the pixels and tokens of transformers."""
+"""Test how a router reads images: it refuses bad images, and computes the same pixels and tokens as transformers."""
 
 import base64
 import io
@@ -40,7 +40,7 @@ def as_url(data: bytes) -> str:
 
 
 def png_header(width: int, height: int) -> bytes:
-    """Return a small PNG that claims to be large."""
+    """Return a small PNG file. Its header states these dimensions, which may be larger than the image."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)

@@ -14,8 +14,8 @@ from shared.errors import RequestError
 from tests.cluster.harness import DATA
 
 BYTES = LLTokenizer("byte")
-# The numbers of schemas, of enforced schemas, and of valid instances of enforced schemas that no answer can equal. They
-# have properties in another order than the schema, an integer written as 1.0, or a string that violates the `format`.
+# Counts of schemas, of enforced schemas, and of valid values that an enforced schema's grammar rejects: values with
+# properties in another order than the schema, an integer written as 1.0, or a string that violates the `format`.
 COUNTS = {"draft2020-12": (366, 162, 22), "draft7": (252, 155, 13)}
 
 

@@ -62,7 +62,7 @@ def test_percentiles_are_right_to_three_percent_and_expire(values):
 
 
 def metrics_of(slo: SloTargets, gaps: list[float], reason: str = "length", arrived: float = 0.0) -> RequestMetrics:
-    """Record one sample whose token i arrives gaps[i] seconds after the previous one."""
+    """Record one sample. Token i arrives gaps[i] seconds after the previous token, or after the request if i is 0."""
     metrics = RequestMetrics("tiny", lambda: slo, Clock())
     pace, now = metrics.pace(arrived), arrived
     metrics.accepted(7, 99)
@@ -103,7 +103,7 @@ def test_tokens_are_counted_not_messages():
     [
         ([0.5, *[0.01] * 200], "length", 1.0),
         ([1.5, *[0.01] * 200], "length", 0.0),  # the first token was late
-        ([0.5, *[0.01] * 198, 0.2, 0.2], "length", 1.0),  # 2 gaps of 200 lie beyond the 99th percentile
+        ([0.5, *[0.01] * 198, 0.2, 0.2], "length", 1.0),  # only 2 of 200 gaps exceed the limit
         ([0.5, *[0.01] * 197, 0.2, 0.2, 0.2], "length", 0.0),
         ([0.5, 0.2], "stop", 0.0),
         ([0.5, 0.01], "error", 0.0),

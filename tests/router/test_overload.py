@@ -1,4 +1,4 @@
-"""Test overload: which requests run, wait or are rejected, deadlines, and slow clients. Each request must be counted
+"""Test overload: deadlines, slow clients, and which requests run, wait or are rejected. Each request must be counted
 once, and its resources must be released."""
 
 import asyncio
@@ -142,7 +142,7 @@ def test_tenants_share_tokens_equally(sizes: list[int]) -> None:
     counted = False
     while "modest" in it.queued_tenants:
         one = held.pop(0)
-        counted = counted or one.tenant == "modest"  # start to count when both tenants wait
+        counted = counted or one.tenant == "modest"  # count from the first request of `modest` on
         served[one.tenant] += one.cost if counted else 0
         held += it.release(one, one.sample_tokens, 0.0)
     assert abs(served["greedy"] - served["modest"]) <= 2 * 100 + 65
@@ -168,7 +168,7 @@ def test_a_request_is_rejected_if_its_predicted_wait_is_too_long() -> None:
     it = AdmissionQueue(max_queued_tokens=10**6)
     it.resize(PoolCapacity(1, 10**6, 10**6, 10), 0.0)
     (held,) = it.offer(entry(prompt=90, answer=10), 0.0)
-    for number in range(1, 11):  # 100 tokens per second, while requests wait
+    for number in range(1, 11):  # the node serves 100 tokens per second while requests wait
         it.offer(entry(prompt=90, answer=10), float(number - 1))
         (held,) = it.release(held, 10, float(number))
     for _ in range(20):
@@ -188,7 +188,7 @@ def test_a_request_that_cannot_meet_its_deadline_is_rejected() -> None:
     (held,) = it.offer(entry(prompt=90, answer=10), 0.0)
     it.pause(held, 1.0)
     it.resume(held)
-    it.release(held, 10, 100.0)  # not measured, because the client did not read its answer
+    it.release(held, 10, 100.0)  # not measured, because it paused for a client that did not read
     (held,) = it.offer(entry(prompt=90, answer=10), 100.0)
     it.release(held, 10, 102.0)  # 0.2 s per token
     it.offer(entry(prompt=90, answer=10), 102.0)
@@ -203,9 +203,9 @@ SLOTS, STAY_S, TIMEOUT_S, LAST_S = 16, 1.4, 4.0, 15.0
 
 
 def served_and_late(loads: list[tuple[float, float]]) -> tuple[float, int]:
-    """Simulate nodes that run SLOTS requests at once, each about STAY_S, under `loads` (multiple of the peak rate,
-    seconds). Return the share of the peak rate served during the last load, and the number of admitted requests that
-    expired."""
+    """Simulate nodes that run SLOTS requests at once. Each request takes about STAY_S. A load is (multiple of the peak
+    rate, seconds). Return the rate of served requests during the last load, as a share of the peak rate, and the number
+    of queued requests that expired."""
     it, chance, number = AdmissionQueue(), random.Random(1), itertools.count()
     it.resize(PoolCapacity(SLOTS, 10**6, 10**6, 100), 0.0)
     due: list[tuple[float, int, str, QueueEntry]] = []

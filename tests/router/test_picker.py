@@ -105,7 +105,7 @@ SUBSET = {"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": ["10
 async def answers(
     messages: list[dict[str, Any]], *, ready: int = 3, limit: int = 9, busy: int = 0
 ) -> list[dict[str, Any]]:
-    """Send messages to a picker of `ready` routers, each with `busy` requests, and return its answers as JSON."""
+    """Send messages to a picker, and return its answers as JSON. Each of its `ready` routers has `busy` requests."""
     from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
     from google.protobuf.json_format import MessageToDict, ParseDict
     from grpclib.client import StreamStreamMethod

@@ -1,4 +1,4 @@
-"""Test how the router reads a model's pooling, and how it refuses bad requests for embeddings and scores."""
+"""Test how the router reads a model's pooling rule, and which requests for embeddings and scores it refuses."""
 
 import json
 import struct
@@ -97,7 +97,7 @@ async def test_cut_embeddings_are_normalized_and_ranks_are_in_order() -> None:
 
 
 class CountingDispatcher(ScriptedDispatcher):
-    """Counts the requests in progress."""
+    """A dispatcher that counts the requests in progress."""
 
     num_now = most = 0
 

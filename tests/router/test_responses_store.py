@@ -1,4 +1,4 @@
-"""Test stored responses, with both stores: read, resume, continue, cancel, delete, isolate, and take over."""
+"""Test stored responses, in both stores: how they are read, resumed, continued, cancelled, deleted and taken over."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -63,7 +63,7 @@ async def client() -> AsyncIterator[Connect]:
 
 
 async def finished(own: openai.AsyncOpenAI, response_id: str) -> Any:
-    """Return the response after it has ended."""
+    """Wait until the response has ended, and return it."""
     async with asyncio.timeout(WAIT_S):
         events = [event async for event in await own.responses.retrieve(response_id, stream=True)]
         assert events[0].sequence_number == 0
@@ -253,7 +253,7 @@ async def test_another_router_takes_over_and_the_first_cannot_add_anything(clien
     stream = await first.responses.retrieve(response.id, stream=True)
     events = [await anext(stream) for _ in range(6)]
     await stream.close()
-    with redis.Redis(port=redis_server.port) as client_of_redis:  # as if the first router had been frozen
+    with redis.Redis(port=redis_server.port) as client_of_redis:  # the lease ends, as if the first router were frozen
         client_of_redis.delete(f"baton:test:response:{response.id}:lease")
     second, taker = await client(hermes, text, responses_store=RedisStore(url, "test"))
     async for event in await second.responses.retrieve(
@@ -273,7 +273,7 @@ async def test_another_router_takes_over_and_the_first_cannot_add_anything(clien
 
 
 class LateStore(RedisStore):
-    """A store whose first append of entry 3 reaches Redis only when a later run appends the same entry."""
+    """A store that delays its first append of entry 3 until the entry is appended a second time."""
 
     late: asyncio.Future[bool] | None = None
 
@@ -299,7 +299,7 @@ async def test_an_append_that_arrives_after_the_same_router_took_over_again_is_r
     response = await own.responses.create(**HELLO, background=True)
     assert await wait_until(lambda: store.late is not None, WAIT_S)
     dispatcher.tokens_per_piece = 1
-    with redis.Redis(port=redis_server.port) as client_of_redis:  # as if the router had been frozen
+    with redis.Redis(port=redis_server.port) as client_of_redis:  # the lease ends, as if the router were frozen
         client_of_redis.delete(f"baton:test:response:{response.id}:lease")
     assert (await finished(own, response.id)).output_text == text
     assert len(dispatcher.answers) == 2

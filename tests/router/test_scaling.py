@@ -1,4 +1,4 @@
-"""Test the number of nodes that a router's requests need: the pure functions, and an autoscaler on a virtual clock."""
+"""Test the functions that compute how many nodes a router's requests need, and an autoscaler on a virtual clock."""
 
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ from scheduler.cost import CostModel, StepWork, pairs_of
 from shared.errors import RequestError
 from shared.rpc.messages import NodeInfo, NodeStats
 
-POLL_S, START_S, WINDOW_S, COOL_S = 15, 20, 60, 300  # KEDA's poll, a node's start, the rate's window, scale-down window
+POLL_S, START_S, WINDOW_S, COOL_S = 15, 20, 60, 300  # KEDA's poll interval, node start, rate window, scale-down window
 STEP_AT, END = 900, 900 + 60 + 600
 MAX_QUEUE_S = 15.0  # a router refuses requests that would wait longer
 NUMBERS = st.floats(0.01, 1000)
@@ -110,22 +110,22 @@ def test_the_capability_follows_the_step_time_model(per_decode: float, slo_ms: f
 class Replay:
     """A role's nodes and their autoscaler, on a virtual clock of whole seconds.
 
-    `hold_s` is the time that a request stays on a decode node, and 0 for prefill nodes, whose work waits in a queue.
-    `load` is the number of nodes that the requests keep busy.
+    `hold_s` is the time that a request stays on a decode node. It is 0 for prefill nodes, because their work waits in a
+    queue. `load` is the number of nodes that the requests keep busy.
     """
 
-    load: float  # before it rises to four times this value
+    load: float  # the load before STEP_AT; then it is four times as large
     hold_s: int
     seed: int
     nodes: int = 1
     requests_per_node: int = 64  # prompts per second of a prefill node, or concurrent requests of a decode node
     queue: float = 0.0
     starting: list[int] = field(default_factory=list)  # times at which the starting nodes will be ready
-    leaving: deque[int] = field(default_factory=lambda: deque(maxlen=COOL_S // POLL_S))  # numbers of nodes wanted
+    leaving: deque[int] = field(default_factory=lambda: deque(maxlen=COOL_S // POLL_S))  # latest counts of wanted nodes
     last_down: int = -COOL_S
     arrived: deque[int] = field(default_factory=lambda: deque([0] * WINDOW_S, maxlen=WINDOW_S))
     held: deque[int] = field(default_factory=deque)  # requests that began in each of the last `hold_s` seconds
-    history: list[int] = field(default_factory=list)  # number of nodes, with starting ones, at each second
+    history: list[int] = field(default_factory=list)  # at each second, how many nodes run or start
 
     def run(self) -> "Replay":
         random = Random(self.seed)
@@ -203,7 +203,7 @@ def test_a_step_of_load_of_4_times_gets_the_right_number_of_nodes_within_a_minut
 
 
 class FakePool:
-    """Nodes of two roles that take requests, and the number of routers that they report."""
+    """A pool with nodes of two roles. All nodes take requests, and report the number of routers."""
 
     def __init__(self, num_prefill: int, num_decode: int, routers: int = 1) -> None:
         cost = CostModel(overhead=0.001, per_token=1e-5, per_decode=1e-4)
@@ -274,7 +274,7 @@ def test_a_node_changes_its_role_after_a_steady_minute_and_not_again_for_five() 
     [
         ({"prefill": 2.4, "decode": 4.0}, {"prefill": 2, "decode": 4}),  # no decode node can be spared
         ({"prefill": 2.0, "decode": 3.0}, {"prefill": 2, "decode": 4}),  # no prefill node is needed
-        ({"prefill": 9.0, "decode": 0.0}, {"prefill": 1, "decode": 1}),  # the last node of a role
+        ({"prefill": 9.0, "decode": 0.0}, {"prefill": 1, "decode": 1}),  # each role has only one node
     ],
 )
 def test_no_node_changes_its_role_without_need(needs: dict[str, float], present: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Test that required calls and strict tools are enforced: for the parser, every text that the grammar allows has only
+"""Test that required calls and strict tools are enforced: in every text that the grammar allows, the parser finds only
 valid calls."""
 
 import json
@@ -41,12 +41,12 @@ WEATHER = {"city": 'Rome "x" </a>', "unit": "c", "days": 2}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}}
 FREE = {"type": "function", "function": {"name": "ping", "parameters": PING}}
 GRAMMARS = GrammarChecker()  # shared, because each checker starts a process
-# Pairs of a family, and whether its markers are special tokens.
+# Pairs: the name of a family, and whether its markers are special tokens.
 FAMILIES = [(name, is_special) for name in TOOLS for is_special in (False, True)]
 
 
 class Model:
-    """A tokenizer with a family's syntax, and the matcher of its grammars."""
+    """A tokenizer with the tool syntax of a model family, and a GrammarTokenizer that matches its grammars."""
 
     def __init__(self, directory: Path, family: str, is_special: bool) -> None:
         library = byte_level_tokenizer()
@@ -61,7 +61,7 @@ class Model:
         self.matching = GrammarTokenizer(directory, library.get_vocab_size())
 
     async def start(self, **fields: Any) -> tuple[Any, Any]:
-        """Return the body, and the grammar of its answer."""
+        """Return the parsed body of a request, and the grammar for its answer."""
         raw = json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": [TOOL, FREE]} | fields)
         body = parse_body(ChatBody, raw.encode(), ["m"])
         (request,) = await build_requests(body, MODEL, self.tokenizer, "id", grammars=GRAMMARS)
@@ -72,7 +72,7 @@ class Model:
         return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
 
     def write(self, grammar: str, chance: random.Random, limit: int = 400) -> str | None:
-        """Return a random text that the grammar allows, or None if it does not end in time."""
+        """Return a random text that the grammar allows, or None if the text does not end within `limit` tokens."""
         matcher, tokens = self.matching.matcher(grammar), list[int]()
         ends = [self.tokenizer.encode(text) for text in ("\n</parameter>", "</parameter>", "</arg_value>")]
         while len(tokens) < limit:
@@ -91,7 +91,7 @@ class Model:
         return None
 
     def calls(self, body: ChatBody, text: str) -> tuple[str, list[tuple[str, Any]]]:
-        """Return the content and the calls of an answer."""
+        """Parse an answer. Return its content and its calls."""
         parser = answer_parser(body, self.tokenizer, self.tokenizer.encode("x"))
         parts = parser.push(text) + parser.finish()
         names = {part.call: part.text for part in parts if part.kind == "call"}

@@ -1,7 +1,7 @@
 """Drive a scheduler without a device. KV is a dictionary of slots, and the next token is a hash of the slots read.
 
-A missing, outdated or foreign slot changes the tokens, so correct tokens prove that the block accounting is correct.
-Each row of a recurrent state holds the list of the tokens that the state depends on.
+A missing or outdated slot, or a slot of another request, changes the tokens, so correct tokens prove that the block
+accounting is correct. Each row of a recurrent state holds the list of the tokens that the state depends on.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ class Guesses(TextDrafter):
 
 
 class Copied(NamedTuple):
-    """A slice, and the block tables that its request had when the step was scheduled. A device sees these tables."""
+    """A slice, and the block tables that its request had when the step was scheduled. A device reads these tables."""
 
     piece: Slice
     tables: list[list[int]]
@@ -75,7 +75,7 @@ class Device:
                     self.slots[row, offset] = salt, token
 
     def _slice(self, piece: Slice, tables: list[list[int]]) -> list[int]:
-        """Return the sampled tokens: the drafts before the first wrong draft, and one more token."""
+        """Run a slice. Return the sampled tokens: the drafts before the first wrong draft, and one more token."""
         request, size = piece.request, self.geometry.block_tokens
         row = [*request.tokens[: piece.end - len(piece.drafts)], *piece.drafts]
         for position in range(piece.start, piece.end):
@@ -118,8 +118,8 @@ class Device:
 
 class Driver:
     """A scheduling loop with up to `depth` steps in flight. KV arrives RECEIVING_ITERATIONS iterations after its blocks
-    were allocated. The blocks of sent KV are released SENDING_ITERATIONS iterations after the step that sampled the
-    request's token."""
+    were allocated. A request that sends its KV releases its blocks SENDING_ITERATIONS iterations after the step that
+    sampled its token."""
 
     def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
         self.scheduler = scheduler
@@ -157,7 +157,7 @@ class Driver:
         return events
 
     def receive(self, received: Request) -> None:
-        """Write the KV and the first token that the request's peer computed."""
+        """Store the KV that the request's peer computed, and report the first token that the peer sampled."""
         if received.state is not RequestState.RECEIVING_KV:
             return
         for position in range(len(received.tokens)):
@@ -169,7 +169,7 @@ class Driver:
 
     def complete(self) -> list[StepOutput]:
         step, copies = self.in_flight.popleft()
-        # As on a device, the tokens that a step reads include those that earlier steps sampled.
+        # The step runs only now, so that it reads the tokens that earlier steps sampled, as on a device.
         return self.scheduler.update(step, self.device.run(copies))
 
     def check(self, step: Step) -> None:

@@ -25,8 +25,8 @@ Device = Callable[[int], CostModel]  # returns the cost model of a step, given i
 
 @dataclass
 class Served:
-    seconds: float  # until all work was done
-    watched: list[tuple[int, float]]  # (number, seconds) of the steps that had decodes
+    seconds: float  # time until all work was done
+    watched: list[tuple[int, float]]  # (number, seconds) of each step that had decodes
     steps: list[Step]
 
     def p99(self, first: int = 0, last: int = 10**9) -> float:
@@ -38,7 +38,7 @@ class Served:
 
 
 def serve(budget: Budget, device: Device, num_requests: int = 70, gap_s: float = 0.22) -> Served:
-    """Serve open-loop traffic, on a virtual clock with noise and rare stalls. A third of the prompts are long."""
+    """Serve open-loop traffic on a virtual clock. Steps have noise and rare stalls. A third of the prompts are long."""
     rng = random.Random(3)
     scheduler = Scheduler(StepLimits(), 9000, 16, budget=budget)
     fit = CostFit()

@@ -151,7 +151,7 @@ def test_a_slower_link_never_attracts_a_prompt(prompt: int, factor: float, d: No
 
 @given(prompts, st.integers(0, 200), st.floats(0.005, 0.05))
 def test_a_local_prompt_is_predicted_to_keep_the_slo(prompt: int, decodes: int, slo_s: float) -> None:
-    """If a prompt is predicted to keep the SLO, the mean of its predicted step times is within the SLO."""
+    """If a prompt is predicted to keep the SLO, the predicted mean time of its steps is within the SLO."""
     view = decode_node(decodes, tbt_slo_s=slo_s)
     estimate = local_estimate(view, H200, prompt, 0)
     assert estimate is not None

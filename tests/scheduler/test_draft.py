@@ -17,8 +17,8 @@ UNLIMITED = DraftLimits(10**6)
 
 
 def looked_up(tokens: list[int], shortest: int, longest: int, limit: int) -> list[int]:
-    """Return the guess by its definition. Find the longest suffix that also occurs earlier in the tokens. The guess
-    repeats the tokens after the latest earlier occurrence."""
+    """Compute the guess from its definition. Find the longest suffix that also occurs earlier in the tokens. The guess
+    repeats the tokens that follow the last of these earlier occurrences."""
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for place in range(len(tokens) - 1 - size, -1, -1):
             if tokens[place : place + size] == tokens[len(tokens) - size :]:

@@ -19,7 +19,7 @@ def run(scheduler: Scheduler, device: Device, step: Step) -> list[list[int]]:
 
 
 def hand_over(client: Scheduler, owner: Scheduler, received: Request) -> Request:
-    """Add the request with its blocks to `client`, as two nodes do between the grant and the first chunk."""
+    """Add a request with the blocks of `received` to `client`, as nodes do between the grant and the first chunk."""
     borrowing = Request(
         received.id, list(received.tokens), received.num_prompt, received.max_tokens, send_kv=True, shared_pool=True
     )

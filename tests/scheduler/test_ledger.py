@@ -32,7 +32,7 @@ def test_an_injected_bug_is_found_and_ends_no_request(name: str, monkeypatch: py
 
 
 def test_leaks_are_found_while_requests_run_without_a_scan_of_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler may never become idle. Therefore it checks the ledger against sums over its requests every
+    """Some schedulers are never idle. Therefore a scheduler compares the ledger with sums over its requests every
     AUDIT_STEPS steps."""
     scheduler = Scheduler(StepLimits(max_num_batched_tokens=16), 200, 4)
     driver = Driver(scheduler)

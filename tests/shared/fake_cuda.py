@@ -44,7 +44,7 @@ def check(condition: object, code: int = 1) -> None:
 
 
 class FakeCuda:
-    """A driver with NUM_GPUS GPUs. GPUs 0 and 1 are peers. `calls` has the names of the calls so far."""
+    """A driver with NUM_GPUS GPUs. GPUs 0 and 1 can access each other's memory. `calls` has the names of all calls."""
 
     CUmemAllocationHandleType = IntEnum("CUmemAllocationHandleType", {"CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": 1})
     CUmemLocationType = IntEnum("CUmemLocationType", {"CU_MEM_LOCATION_TYPE_DEVICE": 1})
@@ -59,7 +59,7 @@ class FakeCuda:
         self.calls: list[str] = []
         self.num_failing = 0  # how many of the next copies fail
         self.memories: dict[int, int] = {}  # memfds, by handle
-        self.sizes: dict[int, int] = {}  # sizes of the reserved address ranges
+        self.sizes: dict[int, int] = {}  # sizes of the reserved address ranges, by address
         self.streams: dict[int, list[tuple[int, int, int]]] = {}
         self.pinned: dict[int, Any] = {}
         self._last = 100

@@ -12,7 +12,7 @@ Handlers = dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]
 
 @asynccontextmanager
 async def serving(handlers: Handlers, **options: Any) -> AsyncIterator[tuple[RpcServer, str]]:
-    """Start a server with options of `RpcServer`, and yield it with its address."""
+    """Start a server with these options of `RpcServer`. Yield the server and its address."""
     server = RpcServer(handlers, **options)
     try:
         yield server, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
@@ -22,7 +22,7 @@ async def serving(handlers: Handlers, **options: Any) -> AsyncIterator[tuple[Rpc
 
 @asynccontextmanager
 async def connected(address: str, **options: Any) -> AsyncIterator[RpcChannel]:
-    """Yield a channel with options of `RpcChannel`, and close it."""
+    """Yield a channel with these options of `RpcChannel`. Close the channel at the end."""
     channel = RpcChannel(address, **options)
     try:
         yield channel

@@ -1,4 +1,4 @@
-"""Test the server of the health port: its answers, and that no input exceeds its limits."""
+"""Test the server of the health port: its answers, and that no input makes it exceed its limits."""
 
 import asyncio
 import random

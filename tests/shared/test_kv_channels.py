@@ -1,4 +1,4 @@
-"""Test the contract of every KV channel, within a process and between processes, and also with malformed peers."""
+"""Test the contract of every KV channel within a process, between processes, and with peers that send bad data."""
 
 import asyncio
 import contextlib
@@ -394,7 +394,7 @@ def num_threads() -> int:
     return sum(thread.name.startswith("kv-") for thread in threading.enumerate())
 
 
-# The fence: tcp
+# Reservations of the tcp channel
 
 
 async def test_a_closed_unknown_or_foreign_reservation_accepts_no_byte(start: Start) -> None:
@@ -449,7 +449,7 @@ def raw_connection(receiver: Peer) -> socket.socket:
 
 
 def greeting_to(receiver: Peer) -> bytes:
-    """Return the greeting of a writer that names a reservation of no rows."""
+    """Return a writer's greeting, which names a reservation without rows."""
     return pack_greeting(receiver.described(), STRANGER, receiver.granted([]))
 
 

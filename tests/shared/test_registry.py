@@ -43,7 +43,7 @@ from tests.simulation.redis import FakeRedis
 
 INFO = NodeInfo("d0", "boot-1", "decode", "127.0.0.1:1", "m", "print", 4, 64, 100, 512, 8)
 BEAT_S = 0.03
-LEASE_S = 1.0  # longer than the leases of the tests, which last a few heartbeats
+LEASE_S = 1.0  # longer than any lease in these tests (a few heartbeats)
 
 
 async def joins_and_updates(node: Announcer, registry: Registry) -> None:
@@ -166,7 +166,7 @@ class Names:
 
 @asynccontextmanager
 async def routers(*hosts: str) -> AsyncIterator[list[EmbeddedRegistry]]:
-    """Start a registry at each host, at the same free port."""
+    """Start a registry on each host. All registries listen on the same port."""
     async with AsyncExitStack() as stack:
         started: list[EmbeddedRegistry] = []
         for host in hosts:

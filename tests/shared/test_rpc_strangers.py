@@ -247,7 +247,7 @@ async def test_a_client_that_sends_nothing_or_garbage_is_disconnected(
                 client.transport.write(words)
                 await client.end()
             assert await wait_until(lambda: not served.server.connections, WAIT_S)
-        await served.works(identity)  # with the usual ping interval, for a busy machine
+        await served.works(identity)  # with the usual ping interval, as the machine may be busy
         assert len(served.received) == 1
 
 
@@ -282,7 +282,7 @@ async def test_unfinished_handshakes_are_bounded_and_do_not_hold_up_members(
 async def test_a_client_with_another_certificate_is_refused_and_logged_once(
     ours: ClusterIdentity, theirs: ClusterIdentity, trusts_any_server: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With TLS 1.3, a client that trusts any server may send a call before the server refuses it."""
+    """With TLS 1.3, a client that trusts any server may send a call before the server refuses the client."""
     if trusts_any_server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

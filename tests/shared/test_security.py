@@ -156,7 +156,7 @@ def test_listening_beyond_loopback_needs_a_secret(tmp_path: Path, own: None, hos
 
 @pytest.fixture
 def own() -> Iterator[None]:
-    """Remove, after the test, the identity that the test gave this process."""
+    """After the test, remove the identity that the test gave this process."""
     yield
     tls.configure("", {})
 

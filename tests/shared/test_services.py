@@ -55,7 +55,7 @@ async def over_a_relay() -> AsyncIterator[tuple[Proxy, RpcChannel]]:
 async def test_a_message_of_the_maximum_size_is_accepted_and_a_larger_one_is_refused() -> None:
     recorder = Recorder()
     async with serving(recorder.handlers(STOP)) as (_, address), connected(address) as channel:
-        overhead = len(b"\x93\xc6....\xa0\xa0")  # an array of three: bytes with a 32-bit length, two empty strings
+        overhead = len(b"\x93\xc6....\xa0\xa0")  # an array: bytes with a 32-bit length, and two empty strings
         largest = MAX_MESSAGE_BYTES - overhead
         assert (await STOP.call(channel, StopRequest(bytes(largest)), 30.0)).error == "StopRequest"
         with pytest.raises(PeerError):
@@ -113,7 +113,7 @@ async def test_an_unreachable_peer_is_disconnected_but_a_pause_of_this_process_d
         assert not channel.fell_silent
         relay.harm = Harm(silent=frozenset({"up"}))
         with pytest.raises(PeerError):
-            async with asyncio.timeout(2.0):  # before the peer detects the loss
+            async with asyncio.timeout(2.0):  # shorter than the peer needs to detect the loss
                 await STOP.call(channel, StopRequest(b"", ""), 20.0)
         assert not channel.is_connected
         assert channel.fell_silent

@@ -25,7 +25,7 @@ from tests.simulation.loop import CURRENT
 log = logging.getLogger("baton.engine")
 IDLE_S = 1.0
 MAX_LAST_ITERATIONS = 100
-TOKENS_PER_ITERATION = 10  # number of tokens that take as long as an iteration without tokens
+TOKENS_PER_ITERATION = 10  # computing this many tokens takes as long as an iteration without tokens
 
 
 class Idle(BaseException):
@@ -39,7 +39,7 @@ class Inbox:
         self._engine = engine
         self._commands: deque[Command | None] = deque()
         self._is_reported = False  # the last blocking call raised queue.Empty
-        self.is_last = False  # the engine waits for room: a blocking call on an empty queue raises Idle at once
+        self.is_last = False  # while the engine waits for room: a blocking call on an empty queue raises Idle at once
 
     def put(self, command: Command | None) -> None:
         self._commands.append(command)

@@ -145,7 +145,7 @@ def draw(seed: int) -> Scenario:
 
 
 def _groups(seed: int) -> tuple[Group, ...]:
-    """Return the groups of the model. Seeds with which mutations are found have a model with one group."""
+    """Return the groups of the model. The seeds that detect mutations have a model with one group."""
     has_several = seed % 7 == 6 or (seed > 64 and seed % 2 == 1)
     return Random(f"groups {seed}").choice(GROUPS) if has_several else UNIFORM
 
@@ -162,9 +162,9 @@ def _stall(scenario: Scenario) -> None:
 
 def _freeze_all(scenario: Scenario) -> None:
     """Freeze all nodes. The nodes of one role resume long before the router stops waiting for them. The other nodes
-    resume a second later, or only after the router has stopped waiting for them. A frozen writer's blocks stay in
-    quarantine, so each pool has room for every request twice. A separate random generator leaves the scenarios of other
-    seeds unchanged."""
+    resume a second later, or only after the router has stopped waiting for them. Blocks that a frozen node
+    may still write into stay in quarantine, so each pool has room for every request twice. A separate random generator
+    leaves the scenarios of other seeds unchanged."""
     random = Random(f"outage {scenario.seed}")
     scenario.num_prefill, scenario.num_decode, scenario.kv_faults = *random.choices((1, 2), (3, 1), k=2), 0
     blocks = sum(plan.n * -(-(len(plan.prompt) + plan.max_tokens) // scenario.block_tokens) for plan in scenario.plans)

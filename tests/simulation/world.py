@@ -249,7 +249,7 @@ def simulate(seed: int, mutation: str = "", *, keeps_log: bool = False) -> Resul
 
 
 def _run(seed: int, keeps_log: bool) -> Result:
-    """Run one seed in its own function, so that its world is destroyed inside `without_teardown_errors`."""
+    """Run one seed. The world is local to this function, so that it is destroyed inside `without_teardown_errors`."""
     world = World(draw(seed), keeps_log=keeps_log)
     with simulated(world):
         world.note(str(world.scenario))

@@ -15,7 +15,7 @@ from shared.rpc.messages import NodeStats
 from simulator.events import EventQueue
 from simulator.node import TOKEN, SimulatedNode, StepTimes, Stretch
 
-# Times are multiples of 2**-20, so that sums of them are exact and equal times are equal numbers.
+# Times are multiples of 2**-20, so that floating-point sums are exact and equal times compare equal.
 UNIT = 2.0**-20
 COST = CostModel(64 * UNIT, 4 * UNIT, 16.0, UNIT, UNIT, 2 * UNIT)
 END_S = 8000 * UNIT
@@ -45,7 +45,7 @@ def work(draw: st.DrawFn) -> Work:
     arrivals = []
     for number in range(draw(st.integers(1, 14))):
         prompt = random.choice(stems)[: random.randrange(25)] + [random.randrange(50) for _ in range(1 + number)]
-        if random.random() < 0.4:  # rows whose blocks become equal, because every step samples TOKEN
+        if random.random() < 0.4:  # such requests get equal blocks, because every step samples TOKEN
             prompt = stems[0] + [TOKEN] * random.randrange(9)
         way = random.random()
         at_s = random.randrange(1 + random.choice((0, 100, 4000))) * UNIT
@@ -74,7 +74,7 @@ def work(draw: st.DrawFn) -> Work:
 
 @dataclass
 class Run:
-    """One run of a node, which also listens to the node. It records the members of each step, and when each request
+    """One run of a node. As the node's listener, it records the members of each step and the time at which each request
     ends."""
 
     work: Work

@@ -16,7 +16,7 @@ from simulator.node import SimulatedNode, StepTimes, Stretch
 
 DIRECTORY = Path(__file__).parents[1] / "data" / "recordings"
 Members = list[tuple[int, int, int]]  # (number of the request, start, count) of each slice
-RESERVED_ROWS = 1  # the row of each pool that padding writes to
+RESERVED_ROWS = 1  # each pool reserves one row, to which padding is written
 US = 1e-6
 
 
@@ -81,7 +81,7 @@ class RecordedTimes(StepTimes):
 
 
 class Replay:
-    """A simulated node that gets each request before the same step as the live node. `steps` are the simulated
+    """A simulated node that gets each request before the same step as the live node did. `steps` has the simulated
     steps."""
 
     def __init__(self, recording: Recording) -> None:

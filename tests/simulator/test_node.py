@@ -1,4 +1,4 @@
-"""Test that a simulated node that skips stretches of decodes does the same as a node that decides every step."""
+"""Test that skipping stretches of decodes does not change the results of a simulated node."""
 
 from dataclasses import astuple
 

@@ -6,7 +6,7 @@ from benchmarks.step_times import held_out
 
 
 def test_the_cost_model_predicts_steps_that_it_was_not_fitted_to() -> None:
-    """The model is fitted to every other step. The limits are those of docs/planning.md."""
+    """The model is fitted to every other step. The limits of the error are those in docs/planning.md."""
     _, errors = held_out()
     assert len(errors) == 150
     assert 100 * np.abs(errors).mean() <= 5

@@ -1,8 +1,8 @@
-"""Run every class of transformers that predicts text through Baton's KV pool, and write the list for docs/models.md.
+"""Run all text-generating classes of transformers with Baton's KV pool, and write the list for docs/models.md.
 
-Each class gets a tiny random model, in a separate process. The class passes if a node's check accepts the model and its
-answers, computed in chunks and together with others, are those of transformers. Otherwise it must be refused with a
-reason. The exit status is 1 if an answer is wrong, or if a process fails in another way.
+For each class, a separate process runs a tiny random model. The class passes if a node's check accepts the model, and
+if its answers, computed in chunks and together with others, equal those of transformers. Otherwise, the node must
+refuse the model with a reason. The exit status is 1 if an answer is wrong, or if a process fails in another way.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Run a class of transformers that predicts text through Baton's KV pool, and compare answers with transformers."""
+"""Run a text-generating class of transformers with Baton's KV pool, and compare its answers with transformers."""
 
 import tempfile
 from random import Random
@@ -21,13 +21,13 @@ WRONG = "wrong: "  # prefix of the outcome of a class that is neither right nor 
 
 
 def classes() -> list[str]:
-    """Return the names of the classes that predict text."""
+    """Return the names of the classes that generate text."""
     names = (name for name in dir(transformers) if name.endswith(("ForCausalLM", "LMHeadModel")))
     return sorted(name for name in names if not name.startswith("Auto"))
 
 
 def isolated(name: str) -> str:
-    """Return the outcome of a class from a separate process: see `outcome`."""
+    """Return the `outcome` of a class, computed in a separate process."""
     here, there = FORK_SERVER.Pipe(duplex=False)
     process = FORK_SERVER.Process(target=_report, args=(name, there), daemon=True)
     process.start()
@@ -52,7 +52,7 @@ def _report(name: str, to: Any) -> None:
 
 
 def outcome(name: str) -> str:
-    """Load a tiny random model as a node does, and compare answers. Return "" if they are those of transformers.
+    """Load a tiny random model as a node does, and compare answers. Return "" if they equal those of transformers.
 
     Otherwise, return why the model is refused at load, or `WRONG` followed by a description of the defect.
     """

@@ -9,7 +9,7 @@ import transformers
 from transformers import PretrainedConfig
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, WINDOW = 4, 64, 4, 2, 16, 4, 6
-# Sizes by words in the names of fields; the first match is used. Fields whose default is not a size are left out.
+# Sizes by patterns of field names. The first match is used. Fields whose default is not a size keep their default.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions|context_length", 256),
     (r"(num_|n_)?(hidden_|decoder_|encoder_|text_)*(layers?|blocks)", LAYERS),
@@ -44,7 +44,7 @@ PER_LAYER = re.compile(r".*(layer_types?|layers_block_types?|block_types|indexer
 
 
 GEMMA4_DRAFTER = {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
-# Classes whose sizes depend on each other in special ways.
+# Fields of classes whose sizes depend on each other in special ways.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
     "BltForCausalLM": {"encoder_hash_byte_group_vocab": 97},
@@ -95,7 +95,7 @@ def tiny_model(architecture: str, vocabulary: int = 97) -> Any:
 
 
 def tiny(architecture: str, vocabulary: int = 97) -> PretrainedConfig:
-    """Return a configuration of a class of transformers with a few thousand weights.
+    """Return a configuration with which a class of transformers has a few thousand weights.
 
     Raises the errors of transformers' configurations if the derived sizes are not valid together.
     """
@@ -137,7 +137,7 @@ def tiny_value(name: str, value: Any, is_size: bool, vocabulary: int) -> Any:
 
 
 def some_of_each(values: list[Any]) -> list[Any]:
-    """Return `LAYERS` of the layer kinds in `values`, in the same order. Include every kind if possible."""
+    """Return `LAYERS` entries of `values`, a list of layer kinds, in the same order. Include every kind if possible."""
     firsts = [values.index(value) for value in dict.fromkeys(values)][:LAYERS]
     others = [index for index in range(len(values)) if index not in firsts][: LAYERS - len(firsts)]
     return [values[index] for index in sorted((*firsts, *others))]

@@ -20,8 +20,8 @@ from shared.kv.memory import KVMemory
 from shared.kv.shm import runs
 
 OFFER = struct.Struct("<Q")  # size of the region in bytes
-# Bytes copied between two checks for a stop. Within one GPU, this copy takes half a millisecond, and a check takes far
-# less time.
+# Number of bytes that are copied between two checks whether to stop. Within one GPU, copying them takes half a
+# millisecond, and a check takes far less time.
 PIECE_BYTES = 1 << 30
 # Wait for this time after a connection closes: if the peer's process was killed, its copies may still be ending.
 SETTLE_S = 0.1
@@ -111,7 +111,7 @@ class _Copier:
 def attach(
     descriptor: PeerDescriptor, incarnation_id: str, gpu: CudaDevice, patience_s: float
 ) -> tuple[socket.socket, CudaRegion]:
-    """Connect to the owner of the descriptor and map its memory for `gpu`. Return the connection and the mapping.
+    """Connect to the descriptor's owner and map the owner's memory for `gpu`. Return the connection and the mapping.
 
     Raises DescriptorError if the owner refuses the descriptor, PeerLostError if the owner ends or offers no memory, and
     OSError if the driver or the socket fails.

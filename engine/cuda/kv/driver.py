@@ -1,4 +1,4 @@
-"""Calls the CUDA driver through NVIDIA's cuda-bindings, for GPU memory that other processes can map, and for copies.
+"""Calls the CUDA driver through NVIDIA's cuda-bindings, to share GPU memory with other processes and to copy it.
 
 The memory is allocated outside torch, because some settings of torch's allocator prevent sharing.
 """
@@ -80,7 +80,7 @@ class CudaRegion:
     """
 
     def __init__(self, gpu: CudaDevice, size: int, memory: Any) -> None:
-        """Map `memory` and release its handle, since the mapping keeps it allocated. Raises CudaError on failure."""
+        """Map `memory` and release its handle: the mapping keeps the memory allocated. Raises CudaError on failure."""
         self.gpu = gpu
         self.size = size
         self.descriptor: int | None = None
@@ -119,7 +119,7 @@ class CudaRegion:
         return cls(gpu, size, driver.call("cuMemImportFromShareableHandle", descriptor, driver.by_descriptor))
 
     def close(self) -> None:
-        """Unmap the memory. Idempotent. All copies of this process from and to the memory must have ended."""
+        """Unmap the memory. Idempotent. All copies from or to the memory that this process started must have ended."""
         address, self.address = self.address, 0
         if not address:
             return

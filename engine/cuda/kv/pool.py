@@ -60,7 +60,7 @@ class PoolOwner:
         self._inner.grant(reservation_id, rows)
 
     def revoke(self, reservation_id: bytes) -> None:
-        """Do nothing: writes are one-sided."""
+        """Do nothing: clients write directly into the memory, so this process cannot refuse a write."""
 
     def fence_writer(self, incarnation_id: str) -> bool:
         return self._inner.fence_writer(incarnation_id)

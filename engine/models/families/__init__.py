@@ -86,8 +86,8 @@ UNSUPPORTED = {
     "GlmMoeDsaForCausalLM": latent.NO_INDEX,
 }
 
-# For models of text and images: the architecture of the text decoder, by the decoder's `model_type`. Only the decoder
-# is served.
+# Architectures of models of text and images. `DECODERS` maps the `model_type` of such a model's text decoder to the
+# decoder's architecture. This module reads only the decoder.
 MULTIMODAL = (
     "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration",

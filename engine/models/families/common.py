@@ -47,7 +47,7 @@ def attention(
     """Return the attention of all layers; `more` are fields of AttentionSpec.
 
     If `default_head_dim` is 0, the default is hidden_size / heads. If `biased`, all products of attention have biases.
-    If `more` has no rotary embedding, `rope` reads it from the config.
+    If `more` has no `rope`, the rotary embedding is read from the config.
     """
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     kv_heads = keys.size("num_key_value_heads", heads)
@@ -97,7 +97,7 @@ def sparse_model(
 
 
 def windowed(attention: AttentionSpec, kinds: Sequence[str], window: int) -> list[AttentionSpec]:
-    """Return the attention of each layer. Layers of the kind sliding attention have the window `window`."""
+    """Return the attention of each layer. Layers of the kind SLIDING see the last `window` tokens."""
     return [replace(attention, window=window) if kind == SLIDING else attention for kind in kinds]
 
 
@@ -106,8 +106,8 @@ def rope(
 ) -> Rope:
     """Read `rope_parameters` (written by transformers 5), or `rope_theta` and `rope_scaling` (older versions).
 
-    If `default_share` is None, the family rotates whole heads. Otherwise, it is the share of a head's dimensions that
-    rotate by default.
+    If `default_share` is None, the family rotates whole heads. Otherwise, this share of a head's dimensions rotates
+    by default.
     """
     name = "rope_parameters" if keys.values.get("rope_parameters") is not None else "rope_scaling"
     given = keys.nested(name)

@@ -50,8 +50,8 @@ def gpt_oss(keys: ConfigReader) -> ModelConfig:
 
 
 def sigmoid_moe(keys: ConfigReader, num_experts: int = 128, top_k: int = 8) -> MoeSpec:
-    """Return the experts of DeepSeek V3 and of models that adopted them. `num_experts` and `top_k` are the
-    defaults if the config lacks these keys."""
+    """Return the experts of DeepSeek V3 and of models that adopted this design. `num_experts` and `top_k` are the
+    defaults for missing keys."""
     num_experts, top_k = choice_of(keys, "n_routed_experts", num_experts, top_k)
     groups, top_groups = keys.size("n_group", 1), keys.size("topk_group", 1)
     if num_experts % groups or top_groups > groups:
@@ -72,8 +72,8 @@ def _qwen(keys: ConfigReader, num_experts: int, top_k: int) -> MoeSpec:
 
 
 def choice_of(keys: ConfigReader, key: str, num_experts: int, top_k: int) -> tuple[int, int]:
-    """Read `key`, the number of experts, and the number of experts that a token uses. `num_experts` and `top_k` are the
-    defaults for missing keys."""
+    """Return the number of experts, read from `key`, and the number of experts that a token uses. `num_experts` and
+    `top_k` are the defaults for missing keys."""
     key = key if key in keys.values else {"num_experts": "num_local_experts"}.get(key, key)
     found, chosen = keys.size(key, num_experts), keys.size("num_experts_per_tok", top_k)
     if chosen > found:

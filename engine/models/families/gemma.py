@@ -118,7 +118,7 @@ def _attention(keys: ConfigReader, **more: Any) -> AttentionSpec:
 
 
 def _cap(keys: ConfigReader, key: str, default: float) -> float:
-    """Return a soft cap, or 0 if there is none. The file may write null for no cap."""
+    """Return a soft cap, or 0 if there is none. In the file, null means that there is none."""
     if key in keys.values:
         return 0.0 if keys.values[key] is None else keys.positive(key)
     return default

@@ -61,7 +61,7 @@ def mistral4(keys: ConfigReader) -> ModelConfig:
 
 
 def latent(keys: ConfigReader, q_rank: int, kv_rank: int, nope_dim: int, value_dim: int) -> LatentSpec:
-    """Return the latent attention of all layers. The arguments are the defaults of missing keys."""
+    """Return the latent attention of all layers. The numbers are the defaults for missing keys."""
     if "index_topk" in keys.values:
         keys.refuse("index_topk", NO_INDEX)
     has_rank = keys.values.get("q_lora_rank", q_rank) is not None
@@ -78,7 +78,7 @@ def latent(keys: ConfigReader, q_rank: int, kv_rank: int, nope_dim: int, value_d
         rope_dim, keys.size("v_head_dim", value_dim), common.scaled(Rope(theta), keys, given, rope_dim),
         interleaved=keys.flag("rope_interleave", True), bias=keys.flag("attention_bias"),
     )  # fmt: skip
-    # Attention divides by the root of a latent's width, but these models divide by the root of a query's size.
+    # Attention divides scores by the root of `spec.width`, but these models divide them by the root of a query's size.
     scale = math.sqrt(spec.width / (nope_dim + rope_dim))
     if spec.rope is not None and spec.rope.kind != "default" and given.values.get("mscale_all_dim"):
         scale *= (0.1 * given.positive("mscale_all_dim") * math.log(max(1.0, spec.rope.factor)) + 1.0) ** 2

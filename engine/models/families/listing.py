@@ -1,4 +1,4 @@
-"""A list for users of the models that Baton serves: published names, and the parts of each family's layers."""
+"""A list of the models that Baton serves, for users: published names, and the parts of each family's layers."""
 
 from engine.models.spec import AttentionSpec, LatentSpec, ModelConfig, MoeSpec, RecurrentSpec
 
@@ -33,7 +33,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def parts_of(config: ModelConfig) -> tuple[str, ...]:
-    """Return the parts of a model's layers other than plain attention and MLPs, sorted."""
+    """Return the sorted names of the parts of a model's layers, except plain attention and MLPs."""
     found: set[str] = set()
     for layer in config.layers:
         mixer = layer.mixer

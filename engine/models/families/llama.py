@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen 2, Qwen 3 and models that differ from them in a few settings: dense, with a gated MLP."""
+"""Llama, Mistral, Qwen 2, Qwen 3 and models that differ from them in a few settings. All are dense, with gated MLPs."""
 
 from dataclasses import replace
 

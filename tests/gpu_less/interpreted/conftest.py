@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def _numbers_for_dot() -> None:
-    """Make `dot` convert bfloat16, which the interpreter holds as uint16 and would multiply as integers."""
+    """Make `dot` convert bfloat16 to float32. The interpreter would multiply the bits as integers."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

@@ -37,7 +37,7 @@ def test_far_positions_are_rotated_exactly() -> None:
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.002, 3.0)])
 def test_a_pool_of_float8(scales: tuple[float, float]) -> None:
-    """With the small scale, keys exceed the range of float8."""
+    """With the scale 0.002, keys exceed the range of float8."""
     for dtype in (torch.float32, torch.bfloat16):
         pool, config = pool_of(2, 16, 4, FLOAT8, 40, CPU, scales=scales), config_of(64, 2, 2, 16)
         batch = padded(batch_of([(0, 5), (0, 1)], 4, 40, CPU), 1)

@@ -22,8 +22,8 @@ def test_draws_the_tokens_of_the_cpu(vocab: int, scale: float, every: int) -> No
 
 @pytest.mark.parametrize("given", thinned([{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}], 3))
 def test_every_draw_is_one_that_the_filters_keep(given: dict[str, float]) -> None:
-    """20 draws from equal rows choose every token that the filters keep, including tokens with equal logits at the
-    filters' limit, and no other token."""
+    """20 draws from equal rows choose all tokens that the filters keep, and no others. If several tokens have
+    equal logits at the limit of a filter, the filter keeps all of them."""
     logits = torch.tensor([2.0, 1.0, 2.0, -0.0, 0.0, 1.0, -3.0, 1.0]).expand(20, -1)
     sampling = replace(FILTERS[1], **given)
     rows = rows_of([sampling] * 20, range(20))

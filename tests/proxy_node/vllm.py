@@ -27,7 +27,11 @@ ENVIRONMENT = {
 
 
 class VllmServer:
-    """One server, in a separate process group."""
+    """One server, in a separate process group, but not in a separate session.
+
+    Linux gives each session an equal share of the CPU, in which a thread's priority counts only against threads of the
+    same session (see "autogroup" in sched(7)).
+    """
 
     def __init__(self, log: Path, *flags: str, port: int = 0, model: Path = DEMO) -> None:
         self.port = port or free_port()
@@ -41,7 +45,7 @@ class VllmServer:
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 command, env=os.environ | ENVIRONMENT | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
-                stdout=file, stderr=file, start_new_session=True,
+                stdout=file, stderr=file, process_group=0,
             )  # fmt: skip
 
     def answers(self) -> bool:

@@ -42,8 +42,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 MpiDefault=none
-SlurmdTimeout=5
-MessageTimeout=5
+SlurmdTimeout=30
+MessageTimeout=30
 ReturnToService=2
 {hosts}
 PartitionName=all Nodes=ALL Default=YES
@@ -114,8 +114,17 @@ class Slurm:
         self.job = self.command("sbatch", "--parsable", f"--nodes={len(HOSTS)}", script, **variables).strip()
 
     def wait_for_nodes(self, **counts: int) -> None:
-        for router in self.routers:
-            router.wait_for_nodes(**counts)
+        try:
+            for router in self.routers:
+                router.wait_for_nodes(**counts)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.state()}") from None
+
+    def state(self) -> str:
+        """Return what Slurm reports, and the ends of the logs of the daemons and of the job."""
+        reports = [self.command(*words, check=False) for words in (("sinfo", "-N", "-l"), ("squeue", "--steps"))]
+        logs = [f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.place.glob("*.out"))]
+        return "\n".join([*reports, *logs, self.log()])
 
     def steps(self) -> dict[str, tuple[str, str]]:
         """Return the step id and the host of each running part."""
@@ -242,7 +251,7 @@ def test_a_job_survives_the_loss_of_a_host_and_of_a_router(slurm: Slurm) -> None
             wait_for(lambda theirs=theirs: len(theirs.outcomes) > 10, "requests end")
             steps = slurm.steps()
             killed = lose()
-            wait_for(lambda steps=steps: slurm.steps().items() ^ steps.items(), "Slurm notices it", 60)
+            wait_for(lambda steps=steps: slurm.steps().items() ^ steps.items(), "Slurm notices it", 120)
             slurm.wait_for_nodes(prefill=1, decode=1)
         assert ours.failures() == []
         assert [outcome.lost for outcome in theirs.outcomes if is_lost(outcome, killed)] == []
